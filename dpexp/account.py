@@ -1,0 +1,118 @@
+"""``python -m dpexp.account``: epsilon from the noise, or the noise from epsilon, for people who only want
+the numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from dp_accounting import DpEvent
+from omegaconf import MISSING
+
+from dpexp.config import AccountantConfig, hydra_entry
+from dpexp.errors import UserError
+from dpexp.privacy.accountants import check_delta, epsilons
+from dpexp.privacy.calibration import calibrate
+from dpexp.privacy.events import composed, step_event
+
+_FORMATS = ("text", "json")
+
+
+@dataclass
+class AccountArguments:
+    """The settings of ``conf/account.yaml``."""
+
+    sample_rate: float = MISSING
+    steps: int = MISSING
+    delta: float = MISSING
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    accountant: AccountantConfig = field(default_factory=AccountantConfig)
+    format: str = "text"
+
+
+def account(arguments: AccountArguments) -> dict[str, Any]:
+    """What the command prints, as plain values; an epsilon that is infinite is None, as JSON has no infinity.
+
+    Raises `UserError` for values that make no mechanism, or a target that no noise meets.
+    """
+    _check(arguments)
+
+    def event(noise_multiplier: float) -> DpEvent:
+        return composed([(step_event(arguments.sample_rate, [noise_multiplier]), arguments.steps)])
+
+    sigma = arguments.noise_multiplier
+    if sigma is None:
+        assert arguments.target_epsilon is not None
+        sigma = calibrate(event, arguments.target_epsilon, arguments.delta, arguments.accountant.name)
+    found = epsilons(event(sigma), arguments.delta)
+    return {
+        "noise_multiplier": sigma,
+        "sample_rate": arguments.sample_rate,
+        "steps": arguments.steps,
+        "delta": arguments.delta,
+        "target_epsilon": arguments.target_epsilon,
+        "accountant": arguments.accountant.name if arguments.target_epsilon is not None else None,
+        "epsilon": {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in found.items()
+        },
+    }
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """The result as a few aligned lines."""
+    notes = {
+        "rdp": "Rényi, upper bound",
+        "gdp": "central limit theorem: an approximation, not a guarantee",
+        "prv": "privacy random variables, upper bound",
+        "pld": "privacy loss distributions, upper bound",
+    }
+    chosen = (
+        " (calibrated to epsilon = {target_epsilon:g} under {accountant})" if result["accountant"] else ""
+    )
+    lines = [
+        "noise multiplier  {noise_multiplier:.6g}" + chosen,
+        "sample rate       {sample_rate:g}",
+        "steps             {steps}",
+        "delta             {delta:g}",
+    ]
+    for name, value in result["epsilon"].items():
+        shown = "inf" if value is None else f"{value:.4g}" if value < 1e-3 or value >= 1e4 else f"{value:.4f}"
+        lines.append(f"epsilon {name}       {shown:<10}  {notes[name]}")
+    return "\n".join(line.format(**result) for line in lines)
+
+
+def _check(arguments: AccountArguments) -> None:
+    if (arguments.noise_multiplier is None) == (arguments.target_epsilon is None):
+        raise UserError("give either noise_multiplier=… or target_epsilon=…, not both and not neither")
+    if arguments.noise_multiplier is not None and not 0 <= arguments.noise_multiplier < math.inf:
+        raise UserError(f"noise_multiplier={arguments.noise_multiplier} must be a number, 0 or larger")
+    if not 0 <= arguments.sample_rate <= 1:
+        raise UserError(
+            f"sample_rate={arguments.sample_rate} is not a probability: it is batch size / number of examples"
+        )
+    if arguments.steps < 0:
+        raise UserError(f"steps={arguments.steps} must be 0 or larger")
+    check_delta(arguments.delta)
+    accountant = arguments.accountant
+    if accountant.name == "gdp" and arguments.target_epsilon is not None and not accountant.allow_clt:
+        raise UserError(
+            "accountant=gdp is an approximation that under-estimates epsilon: choose rdp, prv or pld, or accept it with"
+            " accountant.allow_clt=true"
+        )
+    if arguments.format not in _FORMATS:
+        raise UserError(f"format={arguments.format} is not a choice; choices: {', '.join(_FORMATS)}")
+
+
+@hydra_entry("account", AccountArguments)
+def main(arguments: AccountArguments) -> None:
+    """Print the answer, and nothing else."""
+    result = account(arguments)
+    print(json.dumps(result) if arguments.format == "json" else as_text(result))
+
+
+if __name__ == "__main__":
+    main()

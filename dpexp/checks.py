@@ -1,0 +1,195 @@
+"""Do the settings of a run make sense together? Each problem is one sentence that ends with the way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+from dpexp.errors import UserError
+from dpexp.schemas import CHOICES, RunConfig
+
+DELTA_RULES = ("half_over_n", "n_pow_-1.1")
+
+_POSITIVE = (
+    "optim.lr", "optim.eps", "optim.batch_size", "optim.epochs", "optim.steps", "clip.clip_norm", "clip.init_threshold",
+    "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "data.max_length",
+    "data.num_examples", "runtime.eval_batch_size", "runtime.threads", "engine.memory_cap_mib", "trials",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "optim.weight_decay", "privacy.noise_multiplier", "peft.alpha", "seed", "runtime.eval_every",
+    "runtime.checkpoint_every", "runtime.log_every",
+)  # fmt: skip
+_FRACTION = (  # in [0, 1)
+    "optim.momentum", "optim.warmup_ratio", "peft.dropout", "model.dropout", "model.attention_dropout",
+)  # fmt: skip
+
+
+def check(run: RunConfig) -> None:
+    """Raise one `UserError` that lists every problem of a run's settings; return when there is none."""
+    problems = [
+        *_missing(run),
+        *_words(run),
+        *_numbers(run),
+        *_privacy(run),
+        *_clipping(run),
+        *_length(run),
+        *_model(run),
+        *_data(run),
+    ]
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        raise UserError("\n  - ".join([f"{len(problems)} settings are wrong:", *problems]))
+
+
+def declared_num_examples(run: RunConfig) -> int | None:
+    """N as the configuration declares it, or None where only the data can tell (a person's own file)."""
+    return run.data.num_examples or run.task.num_examples.get(run.scale.name)
+
+
+def did_you_mean(word: str, names: list[str] | tuple[str, ...]) -> str:
+    """The end of an error message: the nearest of the names, and all of them while they are few enough to read."""
+    near = get_close_matches(word, names, n=2, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    listed = f" (choices: {', '.join(names)})" if names and (len(names) <= 14 or not near) else ""
+    return hint + listed
+
+
+def _get(run: RunConfig, key: str) -> Any:
+    value: Any = run
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _missing(run: RunConfig) -> Iterator[str]:
+    task, data = run.task, run.data
+    needed = []
+    embedded = data.source == "demo" or (
+        data.source == "auto" and run.scale.name == "demo" and not data.train
+    )
+    if not task.files and not task.hub_id and not embedded:  # a person's own data
+        needed += [f"data.{name}" for name in ("train", "text", "label") if getattr(data, name) is None]
+    if run.model.family == "hf" and not run.model.id:
+        needed.append("model.id (a name on the hub or a local folder)")
+    if run.model.family == "random_hf" and not run.model.architecture:
+        needed.append("model.architecture (bert, roberta, …)")
+    if run.optim.epochs is None and run.optim.steps is None:
+        needed.append("optim.epochs or optim.steps")
+    if run.clip.private and run.privacy.epsilon is None and run.privacy.noise_multiplier is None:
+        needed.append("privacy.epsilon or privacy.noise_multiplier")
+    if needed:
+        yield f"not given: {', '.join(needed)}"
+
+
+def _words(run: RunConfig) -> Iterator[str]:
+    for key, choices in CHOICES.items():
+        if (value := _get(run, key)) not in choices:
+            yield f"{key}={value} is not a choice{did_you_mean(str(value), choices)}"
+    size = run.runtime.physical_batch_size
+    if size != "auto" and not (size.isdecimal() and int(size) > 0):
+        yield f"runtime.physical_batch_size={size}: give auto or a number of examples"
+
+
+def _numbers(run: RunConfig) -> Iterator[str]:
+    ranges = (
+        (_POSITIVE, "above 0", lambda x: x > 0),
+        (_NOT_NEGATIVE, "0 or more", lambda x: x >= 0),
+        (_FRACTION, "in [0, 1)", lambda x: 0 <= x < 1),
+    )
+    for keys, words, holds in ranges:
+        for key in keys:
+            value = _get(run, key)
+            if value is not None and not (math.isfinite(value) and holds(value)):
+                yield f"{key}={value} must be {words}"
+    if len(run.optim.betas) != 2 or not all(0 <= beta < 1 for beta in run.optim.betas):
+        yield f"optim.betas={run.optim.betas} must be two numbers in [0, 1)"
+
+
+def _privacy(run: RunConfig) -> Iterator[str]:
+    given = [key for key in ("epsilon", "noise_multiplier") if getattr(run.privacy, key) is not None]
+    if run.clip.private and len(given) == 2:
+        yield (
+            "privacy.epsilon and privacy.noise_multiplier are both given, and either decides the other: "
+            "set one of them to null (or choose privacy=noise)"
+        )
+    if not run.clip.private and given:
+        yield (
+            f"clip={run.clip.name} adds no noise and has no epsilon, but privacy.{given[0]}="
+            f"{getattr(run.privacy, given[0]):g} is given: use privacy=none, or a private clip"
+        )
+    if run.privacy.delta not in DELTA_RULES:
+        try:
+            valid = 0 < float(run.privacy.delta) < 1
+        except ValueError:
+            valid = False
+        if not valid:
+            yield (
+                f"privacy.delta={run.privacy.delta} is neither a number in (0, 1) nor a rule"
+                f"{did_you_mean(run.privacy.delta, DELTA_RULES)}"
+            )
+    if run.clip.private and run.accountant.name == "gdp" and not run.accountant.allow_clt:
+        yield (
+            "accountant=gdp is an approximation by the central limit theorem and no guarantee: choose rdp, prv or pld, "
+            "or let it decide all the same with accountant.allow_clt=true"
+        )
+    if run.privacy.secure and run.privacy.noise_seed is not None:
+        yield "privacy.secure=true draws noise that nobody can repeat: drop privacy.noise_seed"
+
+
+def _clipping(run: RunConfig) -> Iterator[str]:
+    clip = run.clip
+    if clip.private and clip.rule == "none":
+        yield "clip.rule=none bounds nothing, so no noise can hide an example: use abadi, automatic, or clip=nonprivate"
+    if not clip.private and clip.adaptive:
+        yield "clip.adaptive=true spends privacy budget on quantiles, and this run has none: use a private clip"
+    if clip.adaptive:
+        if not 0 < clip.target_quantile < 1:
+            yield f"clip.target_quantile={clip.target_quantile} must be in (0, 1)"
+        if clip.private and not 0 < clip.quantile_budget < 1:
+            yield (
+                f"clip.quantile_budget={clip.quantile_budget} must be in (0, 1): it is the share r of the budget that "
+                "pays for adaptive thresholds (0.01 to 0.1 is usual)"
+            )
+
+
+def _length(run: RunConfig) -> Iterator[str]:
+    optim = run.optim
+    if optim.epochs is not None and optim.steps is not None:
+        yield (
+            f"optim.epochs={optim.epochs:g} and optim.steps={optim.steps} are both given: set one of them to null "
+            "(for example optim.epochs=null)"
+        )
+    total = declared_num_examples(run)
+    if total is not None and optim.batch_size > total:
+        yield (
+            f"optim.batch_size={optim.batch_size:g} is more than the {total} examples of {run.task.name} at "
+            f"scale={run.scale.name}: give at most {total}"
+        )
+
+
+def _model(run: RunConfig) -> Iterator[str]:
+    model, peft = run.model, run.peft
+    if peft.name != "full" and model.trainable != "all":
+        yield (
+            f"model.trainable={model.trainable} and peft={peft.name} both say which parameters train: keep one of them "
+            "(model.trainable=all, or peft=full)"
+        )
+    if peft.name == "lora" and peft.rank < 1:
+        yield f"peft.rank={peft.rank} must be 1 or more: nothing would train"
+
+
+def _data(run: RunConfig) -> Iterator[str]:
+    own = run.data.train is not None
+    if own and run.data.source in ("hub", "demo"):
+        yield f"data.train is given, and data.source={run.data.source} would not read it: drop one of the two"
+    if own and run.task.name != "text_classification":
+        yield (
+            f"data.train is given, but task={run.task.name} reads its own files: use task=text_classification, or "
+            "point data.root at a folder in the published layout"
+        )
+    if run.scale.name not in run.task.num_examples:
+        scales = ", ".join(sorted(run.task.num_examples))
+        yield f"task={run.task.name} declares no number of examples for scale={run.scale.name} (it does for: {scales})"

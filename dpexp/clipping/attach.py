@@ -1,0 +1,320 @@
+"""`attach`: from here on ``clipper.backward(losses)`` leaves in ``p.grad`` the sum of the clipped per-example gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dpexp.clipping import distributed
+from dpexp.clipping.backward import BackwardPass, Memory
+from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, refuse_couplings
+from dpexp.clipping.dataflow import inside_reentrant_checkpoint
+from dpexp.clipping.engines import Engine, engine_named
+from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
+from dpexp.clipping.rules import RULES
+from dpexp.clipping.swap import REENTRANT, SITE, install, uninstall
+from dpexp.clipping.taps import Recorder
+from dpexp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one backward pass saw. Private data: release it through a mechanism only.
+
+    Attributes:
+        norms: ``[K, B]`` per-example gradient norms of each group before clipping, at least float32, detached. NaN or Inf where
+            an example's gradient was not finite (it contributed nothing).
+        clipped: ``[K]`` how many examples had a norm above their threshold.
+    """
+
+    norms: Tensor
+    clipped: Tensor
+
+
+class Backend(Protocol):
+    """How an engine computes squared norms and clipped sums."""
+
+    def uninstall(self) -> None: ...
+
+    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+    def coverage(self) -> list[CoverageRow]: ...
+
+
+def attach(
+    model: nn.Module,
+    groups: GroupsSpec = "flat",
+    clip_norm: float | Sequence[float] = 1.0,
+    rule: str = "abadi",
+    engine: str = "auto",
+    *,
+    max_clip_scale: float = 1.0,
+    rows_per_example: int = 1,
+    choice: str | None = None,
+    memory_cap_mib: int = 512,
+) -> Clipper:
+    """Prepare ``model`` for per-example clipping.
+
+    Args:
+        model: any module; its trainable parameters (``requires_grad``) at this moment are clipped, the others are left alone.
+        groups: ``"flat"``, ``"layer"``, ``"block"`` or ``{"name": ["param.name", ...], ...}`` (see `groups.build_groups`).
+        clip_norm: the total threshold C (then ``C_k = C / sqrt(K)``), or a sequence of K thresholds.
+        rule: ``"abadi"``, ``"automatic"`` (gamma 0.01) or ``"none"``.
+        engine: see `engines.ENGINES`.
+        max_clip_scale: upper bound of ``clip_scale`` in `Clipper.backward`; the sensitivity rests on it.
+        rows_per_example: the model sees this many adjacent rows of each example; ``losses`` stays ``[B]``.
+        choice: overrides how the norm method is chosen per layer: measured, rule, ghost, instantiate or loop.
+        memory_cap_mib: most memory that one instantiated per-example gradient may take.
+
+    Raises:
+        UserError: anything that cannot be clipped exactly, naming the module, the parameter and the way out.
+    """
+    return Clipper(
+        model, groups, clip_norm, rule, engine_named(engine), max_clip_scale, rows_per_example, choice, memory_cap_mib
+    )
+
+
+class Clipper:
+    """Returned by `attach`. Printing it shows the coverage table."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: GroupsSpec,
+        clip_norm: float | Sequence[float],
+        rule: str,
+        engine: Engine,
+        max_clip_scale: float,
+        rows_per_example: int,
+        choice: str | None,
+        memory_cap_mib: int,
+    ):
+        if rule not in RULES:
+            raise UserError(f"rule={rule!r} is not known; choose {', '.join(RULES)}")
+        if not (max_clip_scale > 0 and math.isfinite(max_clip_scale)):
+            raise UserError(f"max_clip_scale={max_clip_scale} must be positive and finite")
+        if not (isinstance(rows_per_example, int) and rows_per_example >= 1):
+            raise UserError(f"rows_per_example={rows_per_example!r} must be a whole number, at least 1")
+        if any(SITE in m.__dict__ or getattr(m, "_dpexp_clipper", None) is not None for m in model.modules()):
+            raise UserError("this model has a clipper attached already: call detach() on it first")
+        refuse_couplings(model)
+        self.model, self.rule, self.engine = model, rule, engine
+        self.max_clip_scale, self.rows_per_example = max_clip_scale, rows_per_example
+        self.groups: list[Group] = build_groups(model, groups)
+        self._params = trainable_parameters(model)
+        device = next(iter(self._params.values())).device
+        self._thresholds = _initial_thresholds(clip_norm, len(self.groups)).to(device)
+        self._hooks: list[Any] = []
+        self._backend: Backend
+        if engine.name == "opacus":
+            from dpexp.clipping.opacus_engine import OpacusBackend
+
+            self._backend = OpacusBackend(model, self.groups, rows_per_example)
+        else:
+            self._backend = TapBackend(model, self.groups, engine, rows_per_example, choice, memory_cap_mib)
+        self._hooks.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+        self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
+        self._attached = True
+
+    @property
+    def thresholds(self) -> Tensor:
+        """``[K]`` thresholds C_k. Assign a sequence of K positive numbers, or write in place, between steps."""
+        return self._thresholds
+
+    @thresholds.setter
+    def thresholds(self, value: Tensor | Sequence[float]) -> None:
+        new = torch.as_tensor(value, dtype=self._thresholds.dtype, device=self._thresholds.device).detach()
+        if new.shape != self._thresholds.shape:
+            raise UserError(f"thresholds must have shape {[len(self.groups)]}, got {list(new.shape)}")
+        self._thresholds = new.clone()
+
+    def backward(self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0) -> Report:
+        """Add the sum over examples of the clipped per-example gradients to ``p.grad``.
+
+        Args:
+            losses: ``[B]``, one loss per example, unreduced. ``[0]`` is an empty batch.
+            clip_scale: ``[B]`` in ``[0, max_clip_scale]``; multiplies the thresholds example by example (individualised
+                privacy).
+            loss_scale: a static factor that keeps fp16 gradients representable; undone before norms are taken.
+
+        Raises:
+            UserError: before any gradient is written.
+        """
+        if not self._attached:
+            raise UserError("this clipper is detached: call attach() again")
+        self._check_losses(losses)
+        self._check_coverage()
+        thresholds = self._checked_thresholds()
+        num_examples = losses.shape[0]
+        scale = _checked_scale(clip_scale, num_examples, self.max_clip_scale, thresholds)
+        rule = RULES[self.rule]
+
+        def factors(k: int, sq_norms: Tensor) -> Tensor:
+            """Factors for gradients that still carry the loss scale."""
+            limit = thresholds[k].to(sq_norms) * (1.0 if scale is None else scale.to(sq_norms))
+            result = rule(sq_norms / loss_scale**2, limit) / loss_scale
+            # 0/0 where both the norm and the threshold vanish: an example without a budget contributes nothing
+            return result if scale is None else result.nan_to_num(nan=0.0)
+
+        if num_examples == 0:
+            sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
+            sums: dict[str, Tensor] = {}
+        else:
+            sq, sums = self._backend.clipped_sums(losses, factors, loss_scale)
+        norms = (sq / loss_scale**2).clamp(min=0).sqrt().detach()
+        limits = thresholds.to(norms)[:, None] * (1.0 if scale is None else scale.to(norms))
+        report = Report(norms, (norms > limits).sum(dim=1))
+        distributed.deliver(self.model, self._params, sums)
+        return report
+
+    def detach(self) -> None:
+        """Give the model back exactly as it was."""
+        if self._attached:
+            for hook in self._hooks:
+                hook.remove()
+            self._backend.uninstall()
+            self._attached = False
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Parameter -> how its norms are computed; complete after the first backward pass."""
+        return {row.parameter: row.method for row in self._backend.coverage()}
+
+    def __str__(self) -> str:
+        return coverage_table(self._backend.coverage(), self.groups, self._thresholds, self.engine.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Clipper:
+        """Copying an attached model copies its clipper; both then stand alone."""
+        memo[id(self)] = twin = object.__new__(Clipper)
+        twin.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a model with a clipper attached cannot be pickled: call clipper.detach() first")
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not isinstance(self._backend, TapBackend):
+            return
+        if torch.is_grad_enabled():
+            self._check_coverage()
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._backend.recorder.open(inputs, follow=not self._backend.memory.settled)
+        elif inside_reentrant_checkpoint():
+            raise UserError(REENTRANT)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if isinstance(self._backend, TapBackend):
+            self._backend.recorder.close()
+
+    def _check_losses(self, losses: Tensor) -> None:
+        if not isinstance(losses, Tensor):
+            raise UserError(f"losses must be a tensor of shape [B], got {type(losses).__name__}")
+        if losses.dim() != 1:
+            raise UserError(
+                f"losses must be 1-D, one loss per example, got shape {list(losses.shape)}: "
+                "use reduction='none' and reduce over everything but the batch"
+            )
+        if losses.shape[0] and not losses.requires_grad:
+            raise UserError("losses carry no graph: compute them with gradients enabled, from the attached model")
+
+    def _check_coverage(self) -> None:
+        """The trainable parameters must still be the ones that were attached (PEFT, unfreezing, new layers)."""
+        now = {id(p) for p in self.model.parameters() if p.requires_grad}
+        then = {id(p) for p in self._params.values()}
+        if now == then:
+            return
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        new = [names[i] for i in now - then]
+        gone = [name for name, p in self._params.items() if id(p) not in now]
+        what = f"{new[0]!r} is new" if new else f"{gone[0]!r} is frozen or gone"
+        raise UserError(
+            f"the trainable parameters changed after attach ({what}): call clipper.detach(), then attach() again "
+            "(for PEFT: get_peft_model first, attach afterwards)"
+        )
+
+    def _checked_thresholds(self) -> Tensor:
+        values = self._thresholds.detach()
+        if not bool((values.isfinite() & (values > 0)).all()):
+            raise UserError(f"thresholds must be positive and finite, got {values.tolist()}")
+        return values
+
+
+class TapBackend:
+    """All engines but ``opacus``: taps on swapped modules."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[Group],
+        engine: Engine,
+        rows_per_example: int,
+        choice: str | None,
+        memory_cap_mib: int,
+    ):
+        distributed.refuse_sharded(model)
+        self.groups, self.rows_per_example = groups, rows_per_example
+        self.engine = engine if choice is None else Engine(engine.name, choice, engine.keep, engine.second_pass)
+        self.recorder = Recorder()
+        self.memory = Memory(memory_cap_mib * 2**20)
+        if engine.name == "loop":
+            self.memory.looped = {name for group in groups for name in group.params}
+        self.sites = find_sites(model, self.recorder)
+        for module, site in self.sites:
+            install(module, site)
+
+    def uninstall(self) -> None:
+        for module, _ in self.sites:
+            uninstall(module)
+
+    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+        step = BackwardPass(
+            self.recorder, self.groups, self.engine, self.memory, losses, self.rows_per_example, factors, grad_scale
+        )
+        return step.run()
+
+    def coverage(self) -> list[CoverageRow]:
+        rows, seen = [], set()
+        group_of = {name: group.name for group in self.groups for name in group.params}
+        for _, site in self.sites:
+            for name in site.names:
+                if name not in seen:
+                    seen.add(name)
+                    method = "loop" if name in self.memory.looped else self.memory.methods.get(name, "")
+                    rows.append(CoverageRow(name, group_of[name], site.label, method))
+        return rows
+
+
+def _initial_thresholds(clip_norm: float | Sequence[float], num_groups: int) -> Tensor:
+    if isinstance(clip_norm, Tensor):
+        clip_norm = clip_norm.tolist()
+    if isinstance(clip_norm, int | float):
+        values = [float(clip_norm) / math.sqrt(num_groups)] * num_groups
+    else:
+        values = [float(c) for c in clip_norm]
+        if len(values) != num_groups:
+            raise UserError(f"clip_norm has {len(values)} thresholds, but there are {num_groups} groups")
+    if not all(math.isfinite(c) and c > 0 for c in values):
+        raise UserError(f"clip_norm={clip_norm} must be positive and finite")
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _checked_scale(
+    clip_scale: Tensor | None, num_examples: int, largest: float, thresholds: Tensor
+) -> Tensor | None:
+    if clip_scale is None:
+        return None
+    scale = torch.as_tensor(clip_scale, device=thresholds.device).detach().to(thresholds.dtype)
+    if scale.shape != (num_examples,):
+        raise UserError(f"clip_scale must have shape {[num_examples]} like losses, got {list(scale.shape)}")
+    if not bool(((scale >= 0) & (scale <= largest)).all()):
+        raise UserError(
+            f"clip_scale must lie in [0, {largest}] (max_clip_scale): a larger value would exceed the sensitivity"
+        )
+    return scale

@@ -1,0 +1,408 @@
+"""One backward pass of the tapped engines: norms as the gradients arrive, sums as the groups complete.
+
+A group is *complete* when every use of its parameters in the forward pass has delivered. It is flushed at once: factors,
+weighted sums, and its activations and output gradients are released. Per-layer groups therefore clip inside back-propagation
+(He et al., section 3.1), flat clipping flushes once at the end (book-keeping, Bu et al., Algorithm 1), blocks in between. With a
+second pass (ghost clipping, Li et al., section 4) nothing is kept: a second back-propagation computes the weighted sums.
+
+Gradients are never written to ``p.grad`` here: a refusal, at any point, leaves every gradient as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping import layouts
+from dpexp.clipping.choice import choose
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.engines import Engine
+from dpexp.clipping.groups import Group
+from dpexp.clipping.swap import REENTRANT
+from dpexp.clipping.taps import Call, ForwardPass, Recorder
+from dpexp.errors import UserError
+
+Factors = Callable[[int, Tensor], Tensor]
+
+
+class BackwardPass:
+    """Computes the clipped sums of one ``clipper.backward``.
+
+    Args:
+        losses: ``[B]`` with a graph.
+        factors: group index and squared norms ``[B]`` -> factors ``[B]``; already undoes the loss scale.
+        memory: what is remembered between backward passes: proven layouts, parameters known to need the loop, choices.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        groups: list[Group],
+        engine: Engine,
+        memory: Memory,
+        losses: Tensor,
+        rows_per_example: int,
+        factors: Factors,
+        grad_scale: float,
+    ):
+        self.recorder, self.groups, self.engine, self.memory = recorder, groups, engine, memory
+        self.losses, self.factors, self.grad_scale = losses, factors, grad_scale
+        self.looped: set[str] = set()
+        self.num_examples = losses.shape[0]
+        self.rows = self.num_examples * rows_per_example
+        self.group_of = {name: k for k, group in enumerate(groups) for name in group.params}
+        self.params = {name: p for group in groups for name, p in group.params.items()}
+        self.passes = recorder.passes(self.rows)
+        self.arrived: set[ForwardPass] = set()
+        self._handle: Callable[[ForwardPass, Call, tuple[Tensor, ...], Tensor], None] = self._record
+
+    # -- what the taps call -------------------------------------------------------------------------------------------
+
+    def arrive(self, owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor) -> None:
+        """An output gradient has reached a tap."""
+        if owner not in self.passes:
+            raise UserError(
+                f"losses have {self.num_examples} examples, but the model's forward saw an input of shape "
+                f"{list(owner.shape or ())}…: pass the losses of exactly the examples that entered the model"
+            )
+        self.arrived.add(owner)
+        with torch.no_grad(), torch.autocast(gy.device.type, enabled=False):
+            self._handle(owner, call, saved, gy)
+
+    # -- the whole ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns squared norms ``[K, B]`` (of the scaled losses) and the clipped sums by parameter name."""
+        self.recorder.running = self
+        try:
+            self._prove_layouts()
+            for _ in range(3):  # restarts when something turns out to need the loop
+                self.looped = self._names_for_the_loop()
+                if self._first_backward():
+                    break
+            else:
+                raise UserError("the model's use of its parameters changed during one backward pass: use engine='loop'")
+            if not self.arrived and not self.looped:
+                raise UserError(
+                    "losses do not depend on any trainable parameter of the attached model: compute them from the attached "
+                    "model, after attach()"
+                )
+            if self.looped:
+                self._loop_over_examples()
+            for k in range(len(self.groups)):
+                if k not in self.flushed:
+                    self._flush(k)
+            if self.engine.second_pass:
+                self._handle = self._sum
+                self._back_propagate(retain=False)
+            return torch.stack(self.sq_norms), self.grads
+        finally:
+            self.recorder.running = None
+            for owner in self.arrived:
+                owner.consumed = True
+
+    def _back_propagate(
+        self, retain: bool, weights: Tensor | None = None, params: list[Tensor] | None = None
+    ) -> list[Tensor | None]:
+        """One visit of every tap. Returns the gradients that reached ``params`` by ways that no tap covers."""
+        ones = torch.ones_like(self.losses) if weights is None else weights.to(self.losses)
+        inputs = [self.recorder.anchor, *(params or [])]
+        try:
+            grads = torch.autograd.grad(
+                self.losses, inputs, ones * self.grad_scale, retain_graph=retain, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "Checkpointing is not compatible" in str(error):
+                raise UserError(REENTRANT) from error
+            raise
+        return list(grads[1:])
+
+    # -- layouts ------------------------------------------------------------------------------------------------------
+
+    def _prove_layouts(self) -> None:
+        """Back-propagate plainly and with random signs where the layout of some call is not proven yet."""
+        self._layout: dict[int, str] = {}
+        pending: dict[int, list[str]] = {}
+        for owner in self.passes:
+            for call in owner.calls:
+                found = layouts.candidates(call.input_shape, call.output_shape, self.rows)
+                known = self.memory.layouts.get(call.key)
+                if self.num_examples == 1:
+                    shape = call.output_shape if call.input_shape is None else call.input_shape
+                    whole = bool(shape) and shape[0] == call.output_shape[0] and shape[0] > 0
+                    self._layout[id(call)] = layouts.BLOCKED if whole else layouts.LOOP
+                elif known == layouts.LOOP or not found:
+                    # remembered: another batch size may make the leading dimension look like the batch
+                    self._layout[id(call)] = self.memory.layouts[call.key] = layouts.LOOP
+                elif known in found:
+                    self._layout[id(call)] = known
+                else:
+                    pending[id(call)] = found
+        if not pending:
+            return
+        observed: list[dict[tuple[int, str], tuple[Tensor, Tensor]]] = []
+        dtypes: dict[int, torch.dtype] = {}
+        row_signs = layouts.signs(self.num_examples)
+        for weights in (None, row_signs):
+            seen: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+
+            def look(owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor, seen: dict = seen) -> None:
+                if id(call) in pending:
+                    dtypes[id(call)] = gy.dtype
+                    for layout in pending[id(call)]:
+                        seen[id(call), layout] = layouts.signature(gy, layout, self.rows)
+
+            self._handle = look
+            self._back_propagate(retain=True, weights=weights)
+            observed.append(seen)
+        by_row = row_signs.repeat_interleave(self.rows // self.num_examples)
+        calls = {id(call): call for owner in self.passes for call in owner.calls}
+        for identity, found in pending.items():
+            self._settle(calls[identity], found, observed, by_row, dtypes.get(identity))
+
+    def _settle(
+        self, call: Call, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
+    ) -> None:
+        self._layout[id(call)] = found[0]
+        if dtype is None:
+            return  # its output was not used: it never arrives
+        verdicts = {
+            layout: layouts.proven(observed[0][id(call), layout], observed[1][id(call), layout], by_row, dtype)
+            for layout in found
+        }
+        if all(verdict is None for verdict in verdicts.values()):
+            return  # all gradients are zero: contribute nothing now, prove it next time
+        proven = [layout for layout, verdict in verdicts.items() if verdict]
+        if proven:
+            layout = proven[0]
+        elif call.from_batch and layouts.ROWS in found:
+            raise UserError(
+                f"{call.source.owner} ({call.source.label}): the gradient at this layer's output mixes examples: they influence "
+                "each other's losses (a batch statistic, a loss normalised over the batch, attention across the batch), which "
+                "voids any guarantee. Make each loss depend on its own example alone"
+            )
+        else:
+            layout = layouts.LOOP
+        self.memory.layouts[call.key] = self._layout[id(call)] = layout
+
+    def _names_for_the_loop(self) -> set[str]:
+        looped = set(self.memory.looped)
+        for owner in self.passes:
+            for call in owner.calls:
+                if self._layout[id(call)] == layouts.LOOP:
+                    looped.update(call.source.names)
+        return looped
+
+    # -- norms, and sums of complete groups ---------------------------------------------------------------------------
+
+    def _first_backward(self) -> bool:
+        """Norms of everything the taps cover. False if parameters turned up that need the loop."""
+        accumulate = torch.promote_types(self.losses.dtype, torch.float32)
+        self.sq_norms = [
+            torch.zeros(self.num_examples, dtype=accumulate, device=self.losses.device) for _ in self.groups
+        ]
+        self.grads: dict[str, Tensor] = {}
+        self.flushed: set[int] = set()
+        self.kept: dict[int, dict[str, Contribution]] = {}
+        self.factor: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.pending: dict[str, list[Contribution]] = {}
+        self.expected = dict.fromkeys(self.params, 0)
+        for owner in self.passes:
+            for call in owner.calls:
+                for name in call.source.names:
+                    self.expected[name] += 1
+        self.remaining = [
+            sum(self.expected[name] for name in group.params if name not in self.looped) for group in self.groups
+        ]
+        self.early = [
+            len(self.passes) == 1 and not self.engine.second_pass and not (set(group.params) & self.looped)
+            for group in self.groups
+        ]
+        self._handle = self._record
+        outside = [name for name in self.params if name not in self.looped]
+        retain = bool(self.looped) or self.engine.second_pass or not self.memory.settled
+        try:
+            grads = self._back_propagate(retain, params=[self.params[name] for name in outside])
+        except _NeedsLoop as needs:
+            self.memory.layouts[needs.key] = layouts.LOOP
+            self.memory.looped.update(needs.names)
+            return False
+        surprises = {name for name, g in zip(outside, grads, strict=True) if g is not None}
+        if surprises:
+            self.memory.looped |= surprises
+            if not retain:
+                raise UserError(
+                    f"{sorted(surprises)[0]} was used in a way that earlier steps did not show (outside of its module's "
+                    "forward). It is known now: run this step again, or use engine='loop'"
+                )
+            return False
+        if self.passes:
+            self.memory.settled = True
+        return True
+
+    def _record(self, owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor) -> None:
+        names = {name for name in call.source.names if name not in self.looped}
+        for name, contribution in self._contributions(call, saved, gy, names).items():
+            k = self.group_of[name]
+            self.remaining[k] -= 1
+            held = self.pending.setdefault(name, [])
+            held.append(contribution)
+            if len(held) == self.expected[name]:
+                self._measure(name)
+            if self.remaining[k] == 0 and self.early[k]:
+                self._flush(k)
+
+    def _contributions(
+        self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]
+    ) -> dict[str, Contribution]:
+        if not names:
+            return {}
+        layout = self._layout[id(call)]
+        major = tuple(
+            layouts.example_major(s, layout, self.rows) if i == 0 or call.input_shape is None else s
+            for i, s in enumerate(saved)
+        )
+        gy = layouts.example_major(gy, layout, self.rows)
+        try:
+            return call.source.contributions(call, major, gy, self.num_examples, names)
+        except (RuntimeError, ValueError) as error:
+            if call.input_shape is not None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise _NeedsLoop(call.key, call.source.names) from error
+
+    def _measure(self, name: str) -> None:
+        """All uses of a parameter have arrived: add its squared norms to its group's."""
+        k = self.group_of[name]
+        merged = reduce(lambda a, b: a.merge(b), self.pending.pop(name))
+        method = choose(merged, self.engine.norm, self.memory.cap_bytes, self.memory.choices)
+        self.memory.methods[name] = method
+        keep = self.engine.keep and self.early[k] or self.engine.name == "opacus_improved"
+        self.sq_norms[k] += merged.sq_norms(method, keep=keep).to(self.sq_norms[k])
+        if not self.engine.second_pass:
+            self.kept.setdefault(k, {})[name] = merged
+
+    def _flush(self, k: int) -> None:
+        """Factors, then the weighted sums of one group; what the group held is released."""
+        for name in [n for n in self.groups[k].params if n in self.pending]:
+            self._measure(name)
+        self.flushed.add(k)
+        factors, keep = self._bounded_factors(k)
+        self.factor[k] = factors, keep
+        for name, contribution in self.kept.pop(k, {}).items():
+            self._add(name, self._weighted(contribution, factors, keep))
+
+    def _bounded_factors(self, k: int) -> tuple[Tensor, Tensor | None]:
+        """Factors of group k, and which examples are finite (None if all are): NaN and Inf contribute nothing."""
+        sq = self.sq_norms[k]
+        finite = sq.isfinite()
+        if bool(finite.all()):
+            return self.factors(k, sq), None
+        factors = self.factors(k, torch.where(finite, sq, 0.0))
+        return torch.where(finite, factors, 0.0), finite
+
+    @staticmethod
+    def _weighted(contribution: Contribution, factors: Tensor, keep: Tensor | None) -> Tensor:
+        if keep is not None:
+            contribution = contribution.mask(keep)
+        return contribution.weighted_sum(factors)
+
+    def _sum(self, owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor) -> None:
+        """Second pass: the factors are known, so each call adds its weighted sum and keeps nothing."""
+        names = {name for name in call.source.names if name not in self.looped}
+        for name, contribution in self._contributions(call, saved, gy, names).items():
+            self._add(name, self._weighted(contribution, *self.factor[self.group_of[name]]))
+
+    def _add(self, name: str, value: Tensor) -> None:
+        value = value.to(self.params[name].dtype)
+        if name in self.grads:
+            self.grads[name] += value
+        else:
+            self.grads[name] = value
+
+    # -- the per-example loop -----------------------------------------------------------------------------------------
+
+    def _loop_over_examples(self) -> None:
+        """Exact gradients of the parameters in ``looped``, one example at a time (B back-propagations).
+
+        A group's factor for example i is known as soon as example i's own loop is done, because the taps delivered the
+        rest of the group's norms before.
+        """
+        names = [name for name in self.params if name in self.looped]
+        params = [self.params[name] for name in names]
+        groups = sorted({self.group_of[name] for name in names})
+        for group in groups:  # parameters that share the group but not the loop
+            for name in [n for n in self.groups[group].params if n in self.pending]:
+                self._measure(name)
+        sums = {name: torch.zeros_like(p) for name, p in zip(names, params, strict=True)}
+        for i in range(self.num_examples):
+            collected: dict[str, Tensor] = {}
+
+            def collect(
+                owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor, into: dict = collected
+            ) -> None:
+                wanted = set(call.source.names) & self.looped
+                if wanted:
+                    finite = tuple(_finite(s) for s in saved)
+                    for name, g in call.source.plain_gradients(call, finite, _finite(gy), wanted).items():
+                        into[name] = into[name] + g if name in into else g
+
+            self._handle = collect
+            one = torch.zeros_like(self.losses)
+            one[i] = 1.0
+            last = i == self.num_examples - 1 and not self.engine.second_pass
+            native = self._back_propagate(retain=not last, weights=one, params=params)
+            for name, g in zip(names, native, strict=True):
+                if g is not None:
+                    self._refuse_poison(name, g)
+                    collected[name] = collected[name] + g if name in collected else g
+            for name, g in collected.items():
+                k = self.group_of[name]
+                self.sq_norms[k][i] += g.to(self.sq_norms[k].dtype).pow(2).sum()
+                if not bool(self.losses[i].isfinite()):
+                    self.sq_norms[k][i] = torch.nan
+            for k in {self.group_of[name] for name in collected}:
+                factor, keep = self._bounded_factors(k)
+                if keep is None or keep[i]:
+                    for name in [n for n in collected if self.group_of[n] == k]:
+                        sums[name] += factor[i].to(sums[name].dtype) * collected[name]
+        for name, total in sums.items():
+            self._add(name, total)
+
+
+    @staticmethod
+    def _refuse_poison(name: str, gradient: Tensor) -> None:
+        """Ordinary autograd multiplies one example's NaN by another's zero: the sum would lose everybody."""
+        if not bool(gradient.isfinite().all()):
+            raise UserError(
+                f"{name}: a gradient of this batch is NaN or Inf, and this parameter is used outside of the layers that can "
+                "bound one example's share of it. Find the example (torch.isfinite on the inputs and losses) and drop it"
+            )
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """NaN and Inf replaced by zero. In the loop all but one example should contribute zero, and 0 * NaN is not."""
+    if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+        return tensor
+    return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+class _NeedsLoop(Exception):
+    def __init__(self, key: object, names: tuple[str, ...]):
+        super().__init__(key)
+        self.key, self.names = key, names
+
+
+class Memory:
+    """What an attached model has taught us; emptied by ``detach``."""
+
+    def __init__(self, cap_bytes: int):
+        self.cap_bytes = cap_bytes
+        self.layouts: dict = {}
+        self.looped: set[str] = set()
+        self.choices: dict = {}
+        self.methods: dict[str, str] = {}
+        self.settled = False

@@ -1,0 +1,250 @@
+"""What a layer knows about the per-example gradients of one parameter, without necessarily having them."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions.scratch import SHARED, Scratch
+from dpexp.clipping.cost import Cost
+
+FactorsOf = Callable[[Tensor, slice], Tensor]
+
+
+class Contribution(ABC):
+    """Per-example gradients of ONE parameter from one or several calls of its module.
+
+    A kind writes `methods`, `cost`, `workspace`, `_gradients` (some examples, instantiated) and
+    `_weighted_sum`; it writes `_norms` where it knows norms without gradients. All the rest follows here.
+    What a contribution holds is detached from any graph; the caller switches autocast off.
+
+    Attributes:
+        shape: of the parameter.
+        num_examples: B; may be 0.
+        dtype: of norms and sums, float32 or float64.
+        device: where it all lives.
+    """
+
+    looped: frozenset[str] = frozenset({"loop"})  # methods that hold one example at a time
+    without_gradients: frozenset[str] = frozenset({"ghost"})  # methods that find norms without instantiating
+
+    def __init__(self, shape: Sequence[int], num_examples: int, dtype: torch.dtype, device: torch.device):
+        self.shape = torch.Size(shape)
+        self.num_examples = num_examples
+        self.dtype = numerics.wide(dtype)
+        self.device = device
+        self._kept: Tensor | None = None
+
+    # What a kind writes.
+
+    @abstractmethod
+    def methods(self) -> tuple[str, ...]:
+        """Names of the ways to find norms, the default first."""
+
+    @abstractmethod
+    def cost(self, method: str) -> Cost:
+        """Time and space of the norms of all examples, in the notation of Bu et al., Table 3."""
+
+    @abstractmethod
+    def workspace(self, method: str) -> int:
+        """Bytes that the method needs for one example, beyond what is held; the rest goes in chunks."""
+
+    @abstractmethod
+    def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
+        """Gradients ``[stop - start, *shape]`` of these examples; may be written into ``out``, of the same shape."""
+
+    @abstractmethod
+    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        """As `weighted_sum`, from what is held rather than from kept gradients."""
+
+    def _norms(self, method: str, scratch: Scratch) -> Tensor:
+        """Squared norms by a method that does not instantiate."""
+        raise NotImplementedError(f"{type(self).__name__} has no norm method {method!r}")
+
+    @abstractmethod
+    def mask(self, keep: Tensor) -> Contribution:
+        """The same with zero gradients for the examples where ``keep`` (``[B]``, bool) is False.
+
+        For examples with NaN or Inf: a factor of zero is not enough, because 0 * NaN is NaN.
+        """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held, kept gradients not included."""
+
+    @abstractmethod
+    def signature(self) -> tuple[Hashable, ...]:
+        """Kind, shapes, dtype and device: what a measured choice of the method depends on."""
+
+    # What follows from it.
+
+    def resolve(self, method: str) -> str:
+        """The name in `methods` for a method or a general name: "ghost", "instantiate", "loop".
+
+        A general name that the kind does not have stands for the nearest that it has, so that an engine may
+        ask for ghost norms of a whole model.
+
+        Raises:
+            ValueError: the contribution has no such method.
+        """
+        methods = self.methods()
+        if method in methods:
+            return method
+        if method == "ghost":
+            return methods[0]
+        if method in ("instantiate", "loop"):
+            return next((m for m in methods if m not in self.without_gradients), methods[0])
+        raise ValueError(f"{type(self).__name__} has no norm method {method!r}, only {', '.join(methods)}")
+
+    def instantiates(self, method: str) -> bool:
+        """Whether the method has per-example gradients in hand, so that they can be kept or summed at once."""
+        return self.resolve(method) not in self.without_gradients
+
+    def sq_norms(self, method: str, keep: bool = False, scratch: Scratch | None = None) -> Tensor:
+        """``||g_i||²`` for every example.
+
+        Args:
+            method: one of `methods`, or a general name (see `resolve`).
+            keep: hold on to the instantiated gradients (B times the parameter's size), so that `weighted_sum`
+                needs nothing but a matrix-vector product. Without effect for methods that do not instantiate.
+            scratch: memory for gradients that are not kept.
+
+        Returns:
+            ``[B]``, float32, or float64 for float64 inputs.
+        """
+        method = self.resolve(method)
+        scratch = scratch or SHARED
+        if self.num_examples == 0:
+            return self._zeros(0)
+        if method in self.without_gradients:
+            return self._norms(method, scratch)
+        if keep:
+            self._kept = self._instantiate(method, scratch)
+            return numerics.squared_norms(self._kept)
+        norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method, scratch)]
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+    def weighted_sum(self, factors: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """``sum_i factors[i] * g_i``.
+
+        Args:
+            factors: ``[B]``, or None for the plain sum.
+            out: a contiguous tensor of the parameter's shape, to which the sum is added in place.
+
+        Returns:
+            A tensor of the parameter's shape (``out`` where given). Its dtype is float32 or float64, except
+            for 16-bit convolutions, whose libraries return 16 bits; the caller casts.
+        """
+        if self.num_examples == 0:
+            return self._zeros(*self.shape) if out is None else out
+        if self._kept is None:
+            return self._weighted_sum(factors, out)
+        return numerics.add_to(out, numerics.combine(self._kept, factors))
+
+    def norms_and_sum(
+        self, method: str, factors_of: FactorsOf, scratch: Scratch | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Norms and clipped sum in one go.
+
+        This is what the one-pass engine needs where a group ends with this parameter. Instantiating methods sum
+        each chunk of gradients while it is still in the cache. Examples whose norm is not finite add nothing,
+        whatever their factor.
+
+        Args:
+            method: one of `methods`, or a general name.
+            factors_of: called with squared norms ``[b]`` of this parameter and the slice of examples that
+                they belong to; returns their factors ``[b]``.
+            scratch: memory for one chunk of gradients.
+            out: a contiguous tensor of the parameter's shape, to which the sum is added in place.
+
+        Returns:
+            squared norms ``[B]`` and the sum (``out`` where given).
+        """
+        method = self.resolve(method)
+        scratch = scratch or SHARED
+        if self.num_examples == 0 or method in self.without_gradients:
+            norms = self.sq_norms(method, scratch=scratch)
+            factors = factors_of(norms, slice(0, self.num_examples))
+            finite = torch.isfinite(norms)
+            safe = self if numerics.static(norms) and bool(finite.all()) else self.mask(finite)
+            return norms, safe.weighted_sum(torch.where(finite, factors, 0), out)
+        found = []
+        for rows, examples in self._chunks(method, scratch):
+            norms = numerics.squared_norms(rows)
+            factors = factors_of(norms, examples)
+            finite = torch.isfinite(norms)
+            if not (numerics.static(norms) and bool(finite.all())):
+                factors = torch.where(finite, factors, 0)
+                rows = numerics.zero_examples(rows, finite)
+            out = self._accumulate(rows, factors, out)
+            found.append(norms)
+        assert out is not None
+        return found[0] if len(found) == 1 else torch.cat(found), out
+
+    def instantiate(self) -> Tensor:
+        """All per-example gradients, ``[B, *shape]``."""
+        if self._kept is not None:
+            return self._kept
+        if self.num_examples == 0:
+            return self._zeros(0, *self.shape)
+        return self._instantiate(self.resolve("instantiate"), SHARED)
+
+    def merge(self, other: Contribution) -> Contribution:
+        """Both calls used the parameter: per-example gradients add, and norms include the cross terms."""
+        from dpexp.clipping.contributions.merge import merge
+
+        return merge(self, other)
+
+    def drop_kept(self) -> None:
+        """Free the gradients that ``sq_norms(keep=True)`` kept."""
+        self._kept = None
+
+    # Helpers.
+
+    def _replace(self, **fields: Any) -> Self:
+        """A copy with other contents and without kept gradients."""
+        other = copy.copy(self)
+        other.__dict__.update(fields, _kept=None)
+        return other
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _chunks(self, method: str, scratch: Scratch) -> Iterator[tuple[Tensor, slice]]:
+        """Instantiated gradients of a few examples at a time, with the slice of examples they are of.
+
+        A chunk is overwritten by the next one.
+        """
+        size = 1 if method in self.looped else scratch.hot_chunk(self.workspace(method), self.device)
+        for start in range(0, self.num_examples, size):
+            stop = min(start + size, self.num_examples)
+            out = scratch.take((stop - start, *self.shape), self.dtype, self.device)
+            yield self._gradients(start, stop, method, out), slice(start, stop)
+
+    def _instantiate(self, method: str, scratch: Scratch) -> Tensor:
+        if method not in self.looped and scratch.chunk(self.workspace(method)) >= self.num_examples:
+            return self._gradients(0, self.num_examples, method, None)
+        kept = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
+        for rows, examples in self._chunks(method, scratch):
+            kept[examples] = rows
+        return kept
+
+    @staticmethod
+    def _accumulate(rows: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
+        """``out + sum_i factors[i] * rows[i]`` over the examples of a chunk, in place where ``out`` is given."""
+        factors = factors.to(rows.dtype)
+        if out is None:
+            return rows[0] * factors[0] if rows.shape[0] == 1 else numerics.combine(rows, factors)
+        if rows.shape[0] == 1:
+            return out.addcmul_(rows[0], factors[0])
+        if out.dtype != rows.dtype:
+            return out.add_(numerics.combine(rows, factors))
+        out.view(-1).addmv_(rows.view(rows.shape[0], out.numel()).t(), factors)
+        return out

@@ -1,0 +1,238 @@
+"""Convolution weights, of any dimension, grouped, dilated, strided, transposed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpexp.clipping import cost
+from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.contributions.grams import gram_norms
+from dpexp.clipping.contributions.scratch import Scratch
+from dpexp.clipping.cost import Cost
+
+PIXELS_AT_MOST = 400  # above this many padded input pixels their Gram matrix costs more than it saves
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a convolution slides: one number per spatial dimension, as in ``torch.nn.ConvNd``. Padding is with zeros."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+
+
+class Conv(Contribution):
+    """Per-example weight gradients of a convolution.
+
+    "loop" is the library's own weight gradient, one example at a time, the best on a CPU in most cases.
+    "grouped" computes those of all examples as one convolution with B times as many groups. "unfold" copies out
+    what each output pixel saw (im2col) and multiplies matrices; "ghost" is the ghost norm of that (Bu et al.
+    2022a). "pixel", for few input pixels, gets the Gram matrix of the unfolded input by adding up shifted pieces
+    of the Gram matrix of the pixels, so that nothing is unfolded.
+
+    A transposed convolution is a convolution from its output to its input: for unfolding they change places.
+
+    Args:
+        x: ``[B * m, C, *spatial]``, the rows of one example adjacent, already padded unless by zeros.
+        gy: ``[B * m, O, *spatial]``, the gradient of the output.
+        shape: of the weight.
+        geometry: how the layer slides.
+        num_examples: B.
+    """
+
+    without_gradients = frozenset({"ghost", "pixel"})
+
+    def __init__(self, x: Tensor, gy: Tensor, shape: Sequence[int], geometry: Geometry, num_examples: int):
+        x, gy = numerics.align(x, gy)
+        super().__init__(shape, num_examples, x.dtype, x.device)
+        self.x, self.gy, self.geometry = x, gy, geometry
+        self.rows = x.shape[0] // num_examples if num_examples else 1
+        self.kernel = self.shape[2:]
+
+    # The layer as Bu et al. see it: T output pixels, d = what one of them sees, p outputs; per group of channels.
+
+    @property
+    def _seen(self) -> Tensor:
+        """What is unfolded: the input, or the output gradient of a transposed convolution."""
+        return self.gy if self.geometry.transposed else self.x
+
+    @property
+    def _slid(self) -> Tensor:
+        """What belongs to the positions of the sliding window."""
+        return self.x if self.geometry.transposed else self.gy
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """B, T, p, d: ``p * d`` is the number of weights."""
+        positions = self.rows * math.prod(self._slid.shape[2:])
+        return self.num_examples, positions, self.shape[0], self.shape[1] * math.prod(self.kernel)
+
+    def _padded(self) -> tuple[int, ...]:
+        return tuple(n + 2 * p for n, p in zip(self._seen.shape[2:], self.geometry.padding, strict=True))
+
+    def methods(self) -> tuple[str, ...]:
+        few = self.rows * math.prod(self._padded()) <= PIXELS_AT_MOST
+        return ("loop", "grouped", "unfold", "ghost", *(("pixel",) if few else ()))
+
+    def resolve(self, method: str) -> str:
+        if method == "instantiate":
+            return "grouped" if self.x.is_cuda else "loop"
+        return super().resolve(method)
+
+    def cost(self, method: str) -> Cost:
+        B, T, p, d = self._sizes()
+        if method in self.without_gradients:
+            groups = self.geometry.groups
+            ghost = cost.ghost_norm(B, T, p, d * groups)  # over all groups: p outputs, d * groups seen
+            return Cost(ghost.flops, ghost.floats * groups)
+        whole = cost.instantiation(B, T, p, d)
+        return Cost(whole.flops, p * d) if method == "loop" else whole
+
+    def workspace(self, method: str) -> int:
+        _, T, p, d = self._sizes()
+        groups = self.geometry.groups
+        unfolded = T * d * groups
+        floats = {
+            "loop": p * d,
+            "grouped": 2 * p * d,
+            "unfold": p * d + unfolded,
+            "ghost": 2 * T * T * groups + unfolded,
+            "pixel": (2 * T * T + (self.rows * math.prod(self._padded())) ** 2) * groups,
+        }
+        return self.dtype.itemsize * floats[self.resolve(method)]
+
+    def signature(self) -> tuple[Hashable, ...]:
+        sizes = (tuple(self.x.shape), tuple(self.gy.shape), tuple(self.shape), self.num_examples)
+        return ("convolution", *sizes, self.geometry, self.x.dtype, str(self.device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.x.nbytes + self.gy.nbytes
+
+    # Norms without gradients.
+
+    def _norms(self, method: str, scratch: Scratch) -> Tensor:
+        if self._sizes()[1] == 0:
+            return self._zeros(self.num_examples)
+        step = scratch.chunk(self.workspace(method))
+        found = self._unfolded_norms if method == "ghost" else self._pixel_norms
+        starts = range(0, self.num_examples, step)
+        return torch.cat([found(start, min(start + step, self.num_examples), scratch) for start in starts])
+
+    def _unfolded_norms(self, start: int, stop: int, scratch: Scratch) -> Tensor:
+        seen, slid = self._unfold(start, stop), self._positions(start, stop)
+        return gram_norms(seen.mT, slid.mT, scratch).view(stop - start, -1).sum(1)
+
+    def _pixel_norms(self, start: int, stop: int, scratch: Scratch) -> Tensor:
+        geometry, m, n = self.geometry, self.rows, len(self.kernel)
+        padded, window = self._padded(), self._slid.shape[2:]
+        pixels = self._by_group(self._pad(self._seen[start * m : stop * m]))
+        gram = numerics.product(pixels.mT, pixels).view(-1, m, *padded, m, *padded)
+        unfolded = torch.zeros(gram.shape[0], m, *window, m, *window, dtype=gram.dtype, device=gram.device)
+        for offset in itertools.product(*map(range, self.kernel)):
+            seen = tuple(
+                slice(o * dil, o * dil + (size - 1) * stride + 1, stride)
+                for o, dil, size, stride in zip(
+                    offset, geometry.dilation, window, geometry.stride, strict=True
+                )
+            )
+            unfolded += gram[(slice(None), slice(None), *seen, slice(None), *seen)]
+        slid = self._positions(start, stop)
+        both = unfolded.flatten(n + 2).flatten(1, n + 1).mul_(numerics.product(slid.mT, slid))
+        return both.sum((1, 2)).clamp_(min=0).view(stop - start, -1).sum(1)
+
+    # Gradients.
+
+    def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
+        count = stop - start
+        if self._sizes()[1] == 0:
+            return self._zeros(count, *self.shape)
+        if method == "unfold":
+            seen, slid = self._unfold(start, stop), self._positions(start, stop)
+            matrices = None if out is None else out.view(seen.shape[0], slid.shape[1], seen.shape[1])
+            return numerics.product(slid, seen.mT, matrices).view(count, *self.shape)
+        m = self.rows
+        x, gy = self.x[start * m : stop * m], self.gy[start * m : stop * m]
+        if count > 1:  # examples become groups of channels; the rows of an example remain a batch
+            x, gy = (t.unflatten(0, (count, m)).transpose(0, 1).flatten(1, 2) for t in (x, gy))
+        return self._weight_gradient(x, gy, count).view(count, *self.shape).to(self.dtype)
+
+    def _weight_gradient(self, x: Tensor, gy: Tensor, copies: int = 1) -> Tensor:
+        """The library's weight gradient; ``copies`` times as many groups as the layer has."""
+        geometry = self.geometry
+        weight = x.new_empty(copies * self.shape[0], *self.shape[1:])  # only its shape is looked at
+        return torch.ops.aten.convolution_backward(
+            gy,
+            x,
+            weight,
+            None,
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            geometry.transposed,
+            geometry.output_padding or (0,) * len(self.kernel),
+            geometry.groups * copies,
+            (False, True, False),
+        )[1]
+
+    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        if self._sizes()[1] == 0:
+            return self._zeros(*self.shape) if out is None else out
+        x, gy, undo = self.x, self.gy, None
+        if factors is not None:
+            factors, undo = numerics.normalise(factors, x.dtype)
+            factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
+            if x.numel() <= gy.numel():  # scale the smaller one
+                x = numerics.scale(x, factors)
+            else:
+                gy = numerics.scale(gy, factors)
+        total = self._weight_gradient(x, gy)
+        if undo is not None:
+            total = total * undo
+        return numerics.add_to(out, total)
+
+    def mask(self, keep: Tensor) -> Conv:
+        rows = keep if self.rows == 1 else keep.repeat_interleave(self.rows)
+        return self._replace(x=numerics.zero_examples(self.x, rows), gy=numerics.zero_examples(self.gy, rows))
+
+    # Unfolding.
+
+    def _pad(self, seen: Tensor) -> Tensor:
+        padding = self.geometry.padding
+        return F.pad(seen, [n for p in reversed(padding) for n in (p, p)]) if any(padding) else seen
+
+    def _by_group(self, t: Tensor) -> Tensor:
+        """``[b * m, G * c, *spatial]`` -> ``[b * G, c, m * positions]``."""
+        m, groups = self.rows, self.geometry.groups
+        t = t.flatten(2).unflatten(1, (groups, -1))  # [b * m, G, c, positions]
+        if m > 1:
+            t = t.unflatten(0, (-1, m)).movedim(1, 3).flatten(3)  # [b, G, c, m * positions]
+        return t.reshape(-1, *t.shape[2:])
+
+    def _positions(self, start: int, stop: int) -> Tensor:
+        """``[b * G, p / G, T]``."""
+        return self._by_group(self._slid[start * self.rows : stop * self.rows])
+
+    def _unfold(self, start: int, stop: int) -> Tensor:
+        """``[b * G, d, T]``: what each position of the window sees."""
+        geometry, n = self.geometry, len(self.kernel)
+        seen = self._pad(self._seen[start * self.rows : stop * self.rows])
+        window = self._slid.shape[2:]
+        sliding = zip(self.kernel, geometry.dilation, geometry.stride, window, strict=True)
+        for dim, (size, dilation, stride, positions) in enumerate(sliding, start=2):  # views, one window each
+            seen = seen.unfold(dim, dilation * (size - 1) + 1, stride)[..., ::dilation].narrow(
+                dim, 0, positions
+            )
+        seen = seen.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))  # kernel before positions
+        return self._by_group(seen.reshape(seen.shape[0], -1, *window))

@@ -1,0 +1,57 @@
+"""Gradients that are there already: biases, the scales of norm layers, bare parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from torch import Tensor
+
+from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.contributions.scratch import Scratch
+from dpexp.clipping.cost import Cost
+
+
+class Dense(Contribution):
+    """Instantiated per-example gradients.
+
+    Args:
+        grad: ``[B, *shape]``, any floating dtype.
+    """
+
+    def __init__(self, grad: Tensor):
+        super().__init__(grad.shape[1:], grad.shape[0], grad.dtype, grad.device)
+        self.grad = grad.detach()
+
+    def methods(self) -> tuple[str, ...]:
+        return ("instantiate",)
+
+    def cost(self, method: str) -> Cost:
+        return Cost(2 * self.grad.numel(), self.grad.numel())
+
+    def workspace(self, method: str) -> int:
+        return 0
+
+    def signature(self) -> tuple[Hashable, ...]:
+        return ("dense", tuple(self.grad.shape), self.grad.dtype, str(self.device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.grad.nbytes
+
+    def sq_norms(self, method: str, keep: bool = False, scratch: Scratch | None = None) -> Tensor:
+        return numerics.squared_norms(self.grad)  # kept in any case
+
+    def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
+        return self.grad[start:stop].to(self.dtype)
+
+    def _chunks(self, method: str, scratch: Scratch) -> Iterator[tuple[Tensor, slice]]:
+        yield self.grad.to(self.dtype).contiguous(), slice(0, self.num_examples)
+
+    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        if factors is None:
+            return numerics.add_to(out, self.grad.sum(0, dtype=self.dtype))
+        return numerics.add_to(out, numerics.combine(self.grad.to(self.dtype).contiguous(), factors))
+
+    def mask(self, keep: Tensor) -> Dense:
+        return Dense(numerics.zero_examples(self.grad, keep))

@@ -1,0 +1,135 @@
+"""Weights that are looked up by row: embeddings, by index and never by one-hot vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.contributions.scratch import Scratch
+from dpexp.clipping.cost import Cost
+
+
+class Lookup(Contribution):
+    """An embedding's per-example gradients: row v is the sum of the output gradients where the index is v.
+
+    Norms never need a V x d tensor per example. "ghost" multiplies the Gram matrix of the output gradients
+    with the matrix that says which positions have the same index (Li et al., appendix F): ``2 B T² d`` flops.
+    "segments" sorts the indices of each example and adds up the gradients of equal ones: ``B T d`` additions,
+    and as many floats.
+
+    Args:
+        ids: ``[B, T]``, integers.
+        g: ``[B, T, d]``, the gradient of the output.
+        num_rows: V.
+        padding_idx: a row that never gets a gradient, or None.
+    """
+
+    without_gradients = frozenset({"ghost", "segments"})
+
+    def __init__(self, ids: Tensor, g: Tensor, num_rows: int, padding_idx: int | None = None):
+        super().__init__((num_rows, g.shape[2]), g.shape[0], g.dtype, g.device)
+        self.ids, self.g, self.padding_idx = ids, g.detach(), padding_idx
+
+    def methods(self) -> tuple[str, ...]:
+        return ("ghost", "segments")
+
+    def resolve(self, method: str) -> str:
+        return super().resolve("segments" if method in ("instantiate", "loop") else method)
+
+    def cost(self, method: str) -> Cost:
+        B, T, d = self.g.shape
+        if method == "ghost":
+            return Cost(2 * B * T * T * d, 2 * B * T * T)
+        return Cost(2 * B * T * d, B * T * d)
+
+    def workspace(self, method: str) -> int:
+        _, T, d = self.g.shape
+        return self.dtype.itemsize * (2 * T * T if method == "ghost" else 2 * T * d)
+
+    def signature(self) -> tuple[Hashable, ...]:
+        return ("lookup", tuple(self.g.shape), self.g.dtype, str(self.device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + self.g.nbytes
+
+    def real(self) -> Tensor | None:
+        """``[B, T]``: False where the padding row was looked up; None where there is no padding row."""
+        return None if self.padding_idx is None else self.ids != self.padding_idx
+
+    def cheapest(self) -> str:
+        """The method of fewer flops, for those who do not measure."""
+        return min(self.methods(), key=lambda method: self.cost(method).flops)
+
+    def _norms(self, method: str, scratch: Scratch) -> Tensor:
+        found = self._gram_norms if method == "ghost" else self._segment_norms
+        step = scratch.chunk(self.workspace(method))
+        real = self.real()
+        norms = [
+            found(
+                self.ids[start : start + step],
+                self.g[start : start + step],
+                None if real is None else real[start : start + step],
+            )
+            for start in range(0, self.num_examples, step)
+        ]
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+    @staticmethod
+    def _gram_norms(ids: Tensor, g: Tensor, real: Tensor | None) -> Tensor:
+        same = ids.unsqueeze(2) == ids.unsqueeze(1)
+        if real is not None:
+            same &= real.unsqueeze(2)
+        return numerics.product(g, g.mT).masked_fill_(~same, 0).sum((1, 2)).clamp_(min=0)
+
+    @staticmethod
+    def _segment_norms(ids: Tensor, g: Tensor, real: Tensor | None) -> Tensor:
+        B, T, d = g.shape
+        if T == 0:
+            return g.new_zeros(B, dtype=numerics.wide(g.dtype))
+        g = g.to(numerics.wide(g.dtype))
+        if real is not None:
+            g = g.masked_fill(~real.unsqueeze(2), 0)
+        ordered, positions = ids.sort(1)
+        starts = torch.ones_like(ordered)
+        starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        segments = torch.empty_like(ids).scatter_(1, positions, starts.cumsum(1).to(ids.dtype) - 1)
+        segments = segments + T * torch.arange(B, device=ids.device, dtype=ids.dtype).unsqueeze(1)
+        sums = torch.zeros(B * T, d, dtype=g.dtype, device=g.device)
+        sums.index_add_(0, segments.flatten(), g.reshape(B * T, d))
+        return numerics.squared_norms(sums.view(B, T, d))
+
+    def _scaled(self, factors: Tensor | None) -> Tensor:
+        """Output gradients times the factor of their example, zero at the padding row; ``[B * T, d]``."""
+        g, real = self.g.to(self.dtype), self.real()
+        if factors is not None:
+            g = g * factors.to(self.dtype).view(-1, 1, 1)
+        if real is not None:
+            g = g.masked_fill(~real.unsqueeze(2), 0)
+        return g.reshape(-1, self.shape[1])
+
+    def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
+        rows, count = self.shape[0], stop - start
+        offsets = rows * torch.arange(count, device=self.device).unsqueeze(1)
+        part = self._replace(ids=self.ids[start:stop], g=self.g[start:stop])
+        table = (
+            self._zeros(count * rows, self.shape[1]) if out is None else out.zero_().view(-1, self.shape[1])
+        )
+        table.index_add_(0, (part.ids.long() + offsets).flatten(), part._scaled(None))
+        return table.view(count, *self.shape)
+
+    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        scaled = self._scaled(factors)
+        table = self._zeros(*self.shape) if out is None else out
+        return table.index_add_(0, self.ids.flatten(), scaled.to(table.dtype))
+
+    def mask(self, keep: Tensor) -> Lookup:
+        return self._replace(g=numerics.zero_examples(self.g, keep))
+
+    def joined(self, other: Lookup) -> Lookup:
+        """Both as one: the gradients of two calls of a module."""
+        return self._replace(ids=torch.cat([self.ids, other.ids], 1), g=torch.cat([self.g, other.g], 1))

@@ -1,0 +1,41 @@
+"""Adding the per-example gradients of two uses of one parameter."""
+
+from __future__ import annotations
+
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.contributions.dense import Dense
+from dpexp.clipping.contributions.lookup import Lookup
+from dpexp.clipping.contributions.outer import Outer
+from dpexp.clipping.contributions.tied import Tied
+
+
+def merge(first: Contribution, second: Contribution) -> Contribution:
+    """One contribution whose per-example gradients are the sums of both.
+
+    Matrix products and lookups, in any mixture, merge without being instantiated. Everything else is
+    instantiated and added: ``B`` times the parameter's size.
+
+    Raises:
+        ValueError: they are not of the same parameter and the same examples.
+    """
+    if first.shape != second.shape or first.num_examples != second.num_examples:
+        raise ValueError(
+            f"per-example gradients {first.num_examples} x {tuple(first.shape)} and {second.num_examples} x "
+            f"{tuple(second.shape)} do not belong to the same parameter and batch"
+        )
+    parts = (*_parts(first), *_parts(second))
+    outers = [part for part in parts if isinstance(part, Outer)]
+    lookups = [part for part in parts if isinstance(part, Lookup)]
+    if len(outers) + len(lookups) < len(parts) or len({part.padding_idx for part in lookups}) > 1:
+        return Dense(first.instantiate() + second.instantiate())
+    outer = outers[0] if outers else None
+    for other in outers[1:]:
+        outer = outer.joined(other)  # type: ignore[union-attr]
+    lookup = lookups[0] if lookups else None
+    for another in lookups[1:]:
+        lookup = lookup.joined(another)  # type: ignore[union-attr]
+    return Tied(outer, lookup) if outer and lookup else (outer or lookup)  # type: ignore[return-value]
+
+
+def _parts(contribution: Contribution) -> tuple[Contribution, ...]:
+    return (contribution.outer, contribution.lookup) if isinstance(contribution, Tied) else (contribution,)

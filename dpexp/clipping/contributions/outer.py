@@ -1,0 +1,109 @@
+"""Weights that are applied by a matrix product: ``g_i = sum_t g_it a_itᵀ``."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping import cost
+from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.contributions.grams import gram_norms
+from dpexp.clipping.contributions.scratch import Scratch
+from dpexp.clipping.cost import Cost
+
+
+class Outer(Contribution):
+    """A sum over positions of outer products, as every linear layer has it.
+
+    A layer whose weight is stored as ``[inputs, outputs]`` (transformers' ``Conv1D``) passes the two
+    arguments swapped.
+
+    Args:
+        a: ``[B, T, d]``, the layer's input.
+        g: ``[B, T, p]``, the gradient of its output.
+        shape: of the parameter, where it is not ``[p, d]`` but has as many numbers in the same order (1x1
+            convolutions).
+    """
+
+    def __init__(self, a: Tensor, g: Tensor, shape: Sequence[int] | None = None):
+        a, g = numerics.align(a, g)
+        super().__init__(shape or (g.shape[2], a.shape[2]), a.shape[0], a.dtype, a.device)
+        self._parts = [
+            (a, g)
+        ]  # one per call of the module; joined on first use, so that many calls are joined once
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Inputs ``[B, T, d]`` and output gradients ``[B, T, p]`` of all calls, side by side along T."""
+        if len(self._parts) > 1:
+            inputs, gradients = zip(*self._parts, strict=True)
+            self._parts = [numerics.align(torch.cat(inputs, 1), torch.cat(gradients, 1))]
+        return self._parts[0]
+
+    def methods(self) -> tuple[str, ...]:
+        return ("ghost", "instantiate", "loop")
+
+    def cost(self, method: str) -> Cost:
+        B, T, p, d = self._sizes()
+        if method == "ghost":
+            return cost.ghost_norm(B, T, p, d)
+        whole = cost.instantiation(B, T, p, d)
+        return whole if method == "instantiate" else Cost(whole.flops, p * d)
+
+    def workspace(self, method: str) -> int:
+        _, T, p, d = self._sizes()
+        return self.dtype.itemsize * (2 * T * T if method == "ghost" else p * d)
+
+    def signature(self) -> tuple[Hashable, ...]:
+        return ("outer", *self._sizes(), self._parts[0][0].dtype, str(self.device))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes + g.nbytes for a, g in self._parts)
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        a, g = self._parts[0]
+        return self.num_examples, sum(part.shape[1] for part, _ in self._parts), g.shape[2], a.shape[2]
+
+    def _norms(self, method: str, scratch: Scratch) -> Tensor:
+        a, g = self.parts
+        if a.shape[1] == 1:
+            return numerics.squared_norms(a).mul_(numerics.squared_norms(g))
+        return gram_norms(a, g, scratch)
+
+    def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
+        a, g = (x[start:stop] for x in self.parts)
+        if stop - start == 1:
+            matrix = None if out is None else out.view(g.shape[2], a.shape[2])
+            return numerics.product(g[0].t(), a[0], matrix).view(1, *self.shape)
+        batch = None if out is None else out.view(stop - start, g.shape[2], a.shape[2])
+        return numerics.product(g.mT, a, batch).view(stop - start, *self.shape)
+
+    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        a, g = self.parts
+        undo = None
+        if factors is not None:
+            factors, undo = numerics.normalise(factors, a.dtype)
+            if a.shape[2] <= g.shape[2]:  # scale the smaller one
+                a = numerics.scale(a, factors)
+            else:
+                g = numerics.scale(g, factors)
+        left, right = g.reshape(-1, g.shape[2]).t(), a.reshape(-1, a.shape[2])
+        if out is not None and undo is None and a.dtype == out.dtype and out.is_contiguous():
+            out.view(g.shape[2], a.shape[2]).addmm_(left, right)
+            return out
+        total = numerics.product(left, right)
+        if undo is not None:
+            total = total.mul_(undo)
+        return numerics.add_to(out, total.view(self.shape))
+
+    def mask(self, keep: Tensor) -> Outer:
+        zero = numerics.zero_examples
+        return self._replace(_parts=[(zero(a, keep), zero(g, keep)) for a, g in self._parts])
+
+    def joined(self, other: Outer) -> Outer:
+        """Both as one: the gradients of two calls of a module."""
+        return self._replace(_parts=self._parts + other._parts)

@@ -1,0 +1,58 @@
+"""Gradients of a parameter that the layer transforms before it uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from torch import Tensor
+
+from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.cost import Cost
+
+
+class Pulled(Contribution):
+    """Per-example gradients of what was used, pulled back through a transformation that all examples share.
+
+    Because it is the same linear map for all, the weighted sum needs only one pull-back; norms need one per
+    example.
+
+    Args:
+        inner: gradients of the transformed parameter.
+        pull: ``[b, *inner.shape]`` -> ``[b, *shape]``, the transposed Jacobian of the transformation.
+        shape: of the parameter.
+    """
+
+    def __init__(self, inner: Contribution, pull: Callable[[Tensor], Tensor], shape: Sequence[int]):
+        super().__init__(shape, inner.num_examples, inner.dtype, inner.device)
+        self.inner, self.pull = inner, pull
+        self.looped, self.without_gradients = inner.looped, frozenset()
+
+    def methods(self) -> tuple[str, ...]:
+        return tuple(m for m in self.inner.methods() if m not in self.inner.without_gradients)
+
+    def resolve(self, method: str) -> str:
+        return super().resolve(self.inner.resolve("instantiate" if method == "ghost" else method))
+
+    def cost(self, method: str) -> Cost:
+        return self.inner.cost(method)
+
+    def workspace(self, method: str) -> int:
+        return 3 * self.inner.workspace(method)
+
+    def signature(self) -> tuple[Hashable, ...]:
+        return ("pulled", tuple(self.shape), *self.inner.signature())
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
+        return self.pull(self.inner._gradients(start, stop, method, None).to(self.dtype))
+
+    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        total = self.pull(self.inner.weighted_sum(factors).to(self.dtype).unsqueeze(0))
+        return numerics.add_to(out, total.view(self.shape))
+
+    def mask(self, keep: Tensor) -> Pulled:
+        return Pulled(self.inner.mask(keep), self.pull, self.shape)

@@ -1,0 +1,67 @@
+"""One reusable piece of memory for per-example gradients that are only looked at once.
+
+On a CPU, instantiating into fresh memory costs about twice as much as into memory that has been touched
+before (page faults), and that decides which norm method is fastest. A GPU's caching allocator does this by
+itself.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DEFAULT_CAP = 256 << 20
+HOT = (
+    16 << 20
+)  # bytes of gradients that a CPU's caches may still hold when they are looked at for the second time
+
+
+class Scratch:
+    """A buffer that grows to what was asked of it, one per thread and dtype.
+
+    Args:
+        cap_bytes: how much memory a chunk of instantiated gradients may take. A single example is always
+            possible, whatever its size.
+    """
+
+    def __init__(self, cap_bytes: int = DEFAULT_CAP):
+        self.cap_bytes = cap_bytes
+        self._local = threading.local()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """A tensor with undefined contents, valid until the next call; None where fresh memory is just as good."""
+        if device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        numel = math.prod(shape)
+        buffers = self._local.__dict__
+        held = buffers.get(str(dtype))
+        if held is None or held.numel() < numel:
+            held = buffers[str(dtype)] = torch.empty(numel, dtype=dtype)
+        return held[:numel].view(*shape)
+
+    def chunk(self, bytes_per_example: int) -> int:
+        """How many examples fit under the cap; at least one."""
+        return max(1, self.cap_bytes // max(1, bytes_per_example))
+
+    def hot_chunk(self, bytes_per_example: int, device: torch.device) -> int:
+        """How many examples to instantiate at once where each is looked at right after; at least one."""
+        if device.type != "cpu":
+            return self.chunk(bytes_per_example)
+        return max(1, min(self.cap_bytes, HOT) // max(1, bytes_per_example))
+
+    def release(self) -> None:
+        """Forget the buffers of this thread."""
+        self._local.__dict__.clear()
+
+    def __deepcopy__(self, memo: dict) -> Scratch:
+        return Scratch(self.cap_bytes)
+
+    def __reduce__(self) -> tuple:
+        return Scratch, (self.cap_bytes,)
+
+
+SHARED = Scratch()

@@ -1,0 +1,89 @@
+"""One weight, used as an embedding and as the language-model head: exact norms without a V x d tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.contributions.lookup import Lookup
+from dpexp.clipping.contributions.outer import Outer
+from dpexp.clipping.contributions.scratch import Scratch
+from dpexp.clipping.cost import Cost
+
+
+class Tied(Contribution):
+    """The sum of a matrix product's and a lookup's gradients of the same ``[V, d]`` parameter.
+
+    The squared norm is that of the head plus that of the embedding plus twice their inner product, which is
+    ``sum_t sum_s (ge_t . h_s) gh_s[v_t]`` over lookups t and head positions s: column v_t of the head's
+    output gradient is picked out by index.
+    """
+
+    def __init__(self, outer: Outer, lookup: Lookup):
+        dtype = torch.promote_types(outer.dtype, lookup.dtype)
+        super().__init__(lookup.shape, lookup.num_examples, dtype, lookup.device)
+        self.outer, self.lookup = outer, lookup
+
+    def methods(self) -> tuple[str, ...]:
+        return ("ghost", "instantiate", "loop")
+
+    def cost(self, method: str) -> Cost:
+        if method != "ghost":
+            return self.outer.cost(method) + Cost(self.lookup.g.numel(), 0)
+        B, heads, _, d = self.outer._sizes()
+        lookups = self.lookup.g.shape[1]
+        cross = Cost(2 * B * heads * lookups * d, 2 * B * heads * lookups)
+        return self.outer.cost("ghost") + self.lookup.cost(self.lookup.cheapest()) + cross
+
+    def workspace(self, method: str) -> int:
+        if method != "ghost":
+            return self.outer.workspace(method)
+        return max(self.outer.workspace("ghost"), self._cross_bytes())
+
+    def signature(self) -> tuple[Hashable, ...]:
+        return ("tied", *self.outer.signature(), *self.lookup.signature())
+
+    @property
+    def nbytes(self) -> int:
+        return self.outer.nbytes + self.lookup.nbytes
+
+    def _cross_bytes(self) -> int:
+        return 2 * self.dtype.itemsize * self.outer._sizes()[1] * self.lookup.g.shape[1]
+
+    def _norms(self, method: str, scratch: Scratch) -> Tensor:
+        norms = self.outer.sq_norms("ghost", scratch=scratch).to(self.dtype)
+        norms = norms + self.lookup.sq_norms(self.lookup.cheapest(), scratch=scratch)
+        step = scratch.chunk(self._cross_bytes())
+        for start in range(0, self.num_examples, step):
+            norms[start : start + step] += 2 * self._cross(start, start + step)
+        return norms.clamp_(min=0)
+
+    def _cross(self, start: int, stop: int) -> Tensor:
+        """Inner products of the two gradients, for some examples."""
+        h, gh = (x[start:stop] for x in self.outer.parts)
+        ids, ge, real = self.lookup.ids[start:stop], self.lookup.g[start:stop], self.lookup.real()
+        h, ge = numerics.align(h, ge)
+        products = numerics.product(h, ge.mT)  # [b, head positions, lookups]
+        picked = gh.gather(2, ids.long().unsqueeze(1).expand(-1, gh.shape[1], -1))
+        if real is not None:
+            picked = picked.masked_fill(~real[start:stop].unsqueeze(1), 0)
+        return products.mul_(picked).sum((1, 2)).to(self.dtype)
+
+    def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
+        rows = self.outer._gradients(start, stop, method, out).to(self.dtype)
+        lookup = self.lookup
+        part = lookup._replace(ids=lookup.ids[start:stop], g=lookup.g[start:stop])
+        for row, ids, g in zip(rows, part.ids, part._scaled(None).view(part.g.shape), strict=True):
+            row.index_add_(0, ids, g.to(self.dtype))
+        return rows
+
+    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        total = self.outer.weighted_sum(factors, out)
+        return self.lookup.weighted_sum(factors, total)
+
+    def mask(self, keep: Tensor) -> Tied:
+        return Tied(self.outer.mask(keep), self.lookup.mask(keep))

@@ -1,0 +1,123 @@
+"""Groups: which parameters share one per-example norm and one threshold (He et al., section 2, group-wise clipping)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from dpexp.errors import UserError
+
+GroupsSpec = str | Mapping[str, Sequence[str]]
+
+
+@dataclass
+class Group:
+    """A set of parameters that is clipped as one vector.
+
+    ``params`` maps the first name of each trainable parameter (as ``named_parameters()`` gives it) to the parameter.
+    """
+
+    name: str
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of coordinates d_k."""
+        return sum(p.numel() for p in self.params.values())
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """First name -> parameter, in the order of ``named_parameters()``; a shared parameter appears once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def build_groups(model: nn.Module, spec: GroupsSpec) -> list[Group]:
+    """Partition the trainable parameters of ``model``.
+
+    Args:
+        spec: ``"flat"`` (one group), ``"layer"`` (one per module that directly owns a trainable parameter),
+            ``"block"`` (one per repeated block, one for what stands before and one for what stands after), or a mapping
+            from group name to parameter names that covers every trainable parameter exactly once.
+
+    Raises:
+        UserError: nothing is trainable, the spec is unknown, or a mapping misses, repeats or misspells a parameter.
+    """
+    params = trainable_parameters(model)
+    if not params:
+        raise UserError("nothing would train: every parameter of the model is frozen (requires_grad=False)")
+    if isinstance(spec, Mapping):
+        return _from_mapping(model, spec, params)
+    if spec == "flat":
+        return [Group("flat", params)]
+    if spec == "layer":
+        return _collect(params, {name: name.rpartition(".")[0] or "(root)" for name in params})
+    if spec == "block":
+        return _blocks(model, params)
+    raise UserError(f"groups={spec!r} is not known; choose flat, layer, block or a mapping of names to parameters")
+
+
+def _collect(params: Mapping[str, nn.Parameter], group_of: Mapping[str, str]) -> list[Group]:
+    groups: dict[str, Group] = {}
+    for name, param in params.items():
+        key = group_of[name]
+        groups.setdefault(key, Group(key)).params[name] = param
+    return list(groups.values())
+
+
+def _blocks(model: nn.Module, params: Mapping[str, nn.Parameter]) -> list[Group]:
+    prefix, length = None, 1
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            children = list(module)
+            if len(children) > length and len({type(child) for child in children}) == 1:
+                prefix, length = name, len(children)
+    if prefix is None:
+        raise UserError(
+            "groups='block' needs a ModuleList or Sequential of at least two modules of one class; "
+            "this model has none: use groups='layer' or a mapping"
+        )
+    start = prefix + "." if prefix else ""
+    group_of, seen = {}, False
+    for name in params:
+        index, _, rest = name[len(start) :].partition(".")
+        if name.startswith(start) and index.isdigit() and rest:
+            group_of[name], seen = start + index, True
+        else:
+            group_of[name] = "after" if seen else "before"
+    return _collect(params, group_of)
+
+
+def _from_mapping(
+    model: nn.Module, spec: Mapping[str, Sequence[str]], params: Mapping[str, nn.Parameter]
+) -> list[Group]:
+    first_name = {id(p): name for name, p in params.items()}
+    by_any_name = dict(model.named_parameters(remove_duplicate=False))
+    groups, owner = [], {}
+    for group_name, names in spec.items():
+        if isinstance(names, str):
+            raise UserError(f"groups[{group_name!r}] is a string; give a list of parameter names")
+        group = Group(group_name)
+        for name in names:
+            if name not in by_any_name:
+                close = difflib.get_close_matches(name, by_any_name, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise UserError(f"groups[{group_name!r}] names {name!r}, which is no parameter of the model{hint}")
+            param = by_any_name[name]
+            if id(param) not in first_name:
+                raise UserError(f"groups[{group_name!r}] names {name!r}, which is frozen: leave it out or unfreeze it")
+            first = first_name[id(param)]
+            if owner.get(first, group_name) != group_name:
+                raise UserError(f"parameter {name!r} stands in two groups, {owner[first]!r} and {group_name!r}")
+            owner[first] = group_name
+            group.params[first] = param
+        if not group.params:
+            raise UserError(f"groups[{group_name!r}] is empty")
+        groups.append(group)
+    missing = [name for name in params if name not in owner]
+    if missing:
+        shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
+        raise UserError(f"{len(missing)} trainable parameters are in no group: {shown}; add them or freeze them")
+    return groups

@@ -1,0 +1,71 @@
+"""Layouts: which rows of a layer's input belong to which example.
+
+A layer is told nothing about the batch. From the shapes we propose a layout and then *prove* it on the real graph: flip the
+sign of a random half of the losses and back-propagate again. A row that belongs to example i alone must have its gradient
+multiplied by exactly the sign of i. Rows that several examples share (a position table looked up once, a batch statistic)
+fail the proof. Proposals that fail leave the layer to the per-example loop, which needs no layout, or are refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
+
+
+def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: int) -> list[str]:
+    """Layouts that the shapes allow, most likely first. ``rows`` = examples × rows per example."""
+    shape = output_shape if input_shape is None else input_shape
+    if not output_shape or not shape or shape[0] != output_shape[0]:
+        return []
+    found = []
+    if shape[0] == rows:
+        found.append(ROWS)
+    if len(shape) >= 2 and len(output_shape) >= 2 and shape[1] == output_shape[1] == rows:
+        found.append(SECOND)
+    if shape[0] != rows and rows > 0 and shape[0] % rows == 0:
+        found += [BLOCKED, STRIDED]
+    return found
+
+
+def example_major(tensor: Tensor, layout: str, rows: int) -> Tensor:
+    """Rearrange so that the leading dimension is ``rows * m`` with the m rows of one example adjacent."""
+    if layout == SECOND:
+        return tensor.transpose(0, 1)
+    if layout == STRIDED:
+        return tensor.unflatten(0, (-1, rows)).transpose(0, 1).flatten(0, 1)
+    return tensor
+
+
+def signs(num_examples: int) -> Tensor:
+    """``[B]`` of ±1 in equal parts, in a fixed random order: both signs must occur for the proof to say anything."""
+    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201))
+    return torch.where(order % 2 == 0, 1.0, -1.0)
+
+
+def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
+    """A random projection of each example's gradient rows, ``[rows, m]``, and their norms.
+
+    Random, not a sum: the gradients below a normalisation or a softmax sum to zero.
+    """
+    flat = example_major(gy, layout, rows).detach()
+    flat = flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.reshape(flat.shape[0], -1)
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    generator = torch.Generator().manual_seed(flat.shape[1])
+    direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32).to(flat)
+    return (flat @ direction).reshape(rows, -1), flat.norm(dim=1).reshape(rows, -1)
+
+
+def proven(
+    plain: tuple[Tensor, Tensor], flipped: tuple[Tensor, Tensor], row_signs: Tensor, dtype: torch.dtype
+) -> bool | None:
+    """Does each row flip with its own example? None where all gradients are zero or not finite: nothing was learnt."""
+    value, norm = plain
+    error = (flipped[0] - row_signs.to(value)[:, None] * value).abs()
+    finite = error.isfinite() & norm.isfinite()
+    if not bool((finite & (norm > 0)).any()) and not bool((finite & (flipped[1] > 0)).any()):
+        return None
+    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
+    scale = norm + flipped[1]
+    return not bool((finite & (error > tolerance * scale)).any())

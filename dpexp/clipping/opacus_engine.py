@@ -1,0 +1,100 @@
+"""The baseline: Opacus' own `GradSampleModule` computes per-example gradients; grouping and clipping are ours.
+
+Two checks make the library right or refused. Every parameter must have received one gradient per example, and those must add
+up to the ordinary gradient, which the same backward pass gives for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.coverage import CoverageRow
+from dpexp.clipping.groups import Group
+from dpexp.errors import UserError
+
+
+class OpacusBackend:
+    """``engine="opacus"``: per-example gradients of all parameters are instantiated and stored."""
+
+    def __init__(self, model: nn.Module, groups: list[Group], rows_per_example: int):
+        try:
+            from opacus import GradSampleModule
+        except ImportError as error:
+            raise UserError("engine='opacus' needs the package opacus: pip install opacus") from error
+        self.model, self.groups, self.rows_per_example = model, groups, rows_per_example
+        self.params = {name: p for group in groups for name, p in group.params.items()}
+        try:
+            self.wrapper: Any = GradSampleModule(model, batch_first=True, loss_reduction="sum", strict=True)
+        except NotImplementedError as error:
+            raise UserError(f"Opacus refuses this model: {error}. Use another engine") from error
+
+    def uninstall(self) -> None:
+        self.wrapper.to_standard_module()
+        for p in self.params.values():
+            for leftover in ("grad_sample", "summed_grad", "_forward_counter"):
+                if hasattr(p, leftover):
+                    delattr(p, leftover)
+
+    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+        per_example = self._per_example_gradients(losses, grad_scale)
+        norms, sums = [], {}
+        for k, group in enumerate(self.groups):
+            sq = torch.zeros(losses.shape[0], dtype=torch.float32, device=losses.device)
+            for name in group.params:
+                flat = per_example[name].flatten(1)
+                sq = sq + flat.to(torch.promote_types(flat.dtype, torch.float32)).pow(2).sum(1)
+            finite = sq.isfinite()
+            factor = torch.where(finite, factors(k, torch.where(finite, sq, 0.0)), 0.0)
+            for name, param in group.params.items():
+                gradient = per_example.pop(name)
+                if not bool(finite.all()):
+                    gradient = torch.where(finite.reshape(-1, *[1] * param.dim()), gradient, 0.0)
+                sums[name] = torch.tensordot(factor.to(gradient), gradient, dims=1).to(param.dtype)
+            norms.append(sq)
+        return torch.stack(norms), sums
+
+    def _per_example_gradients(
+        self, losses: Tensor, grad_scale: float
+    ) -> dict[str, Tensor]:
+        before = {name: p.grad for name, p in self.params.items()}
+        for p in self.params.values():
+            p.grad = None
+        try:
+            losses.backward(torch.full_like(losses, grad_scale))
+            samples = {name: getattr(p, "grad_sample", None) for name, p in self.params.items()}
+            plain = {name: p.grad for name, p in self.params.items()}
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UserError(f"Opacus fails on this model or batch: {error}. Use another engine") from error
+        finally:
+            for name, p in self.params.items():
+                p.grad = before[name]
+                p.grad_sample = None  # type: ignore[attr-defined]
+        return {name: self._checked(name, samples[name], plain[name], losses) for name in samples}
+
+    def _checked(self, name: str, sample: Any, plain: Tensor | None, losses: Tensor) -> Tensor:
+        rows = losses.shape[0] * self.rows_per_example
+        param = self.params[name]
+        if sample is None and plain is None:
+            return torch.zeros(losses.shape[0], *param.shape, dtype=param.dtype, device=param.device)
+        if isinstance(sample, list):
+            sample = sum(sample) if len({s.shape for s in sample}) == 1 else sample[0]
+        if sample is None or plain is None or sample.shape != (rows, *param.shape):
+            shape = None if sample is None else list(sample.shape)
+            raise UserError(
+                f"Opacus gave no per-example gradients for {name} (shape {shape}, expected {[rows, *param.shape]}): "
+                "the model must be in training mode and the parameter used by one supported layer. Use another engine"
+            )
+        total, reference = sample.sum(0), plain
+        if bool(reference.isfinite().all()) and bool(total.isfinite().all()):
+            scale = sample.abs().sum(0).max() + 1e-30
+            if bool(((total - reference).abs().max() > 2e-3 * scale)):
+                raise UserError(
+                    f"Opacus' per-example gradients of {name} do not add up to its gradient (a shared parameter, an unusual "
+                    "layer option, or a reused module): they are wrong. Use another engine"
+                )
+        return sample.unflatten(0, (losses.shape[0], self.rows_per_example)).sum(1) if self.rows_per_example > 1 else sample

@@ -1,0 +1,33 @@
+"""Clipping rules: how a per-example norm becomes a factor.
+
+Each rule maps squared norms and thresholds to factors such that ``factor * norm <= threshold`` (except ``none``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+
+AUTOMATIC_GAMMA = 0.01
+
+
+def abadi(sq_norms: Tensor, thresholds: Tensor) -> Tensor:
+    """``min(1, C / ||g||)`` (Abadi et al. 2016; He et al., section 2). A zero gradient keeps the factor 1."""
+    return (thresholds / sq_norms.sqrt()).clamp(max=1.0)
+
+
+def automatic(sq_norms: Tensor, thresholds: Tensor) -> Tensor:
+    """``C / (||g|| + gamma)`` with gamma = 0.01 (automatic clipping, Bu et al. 2022b)."""
+    return thresholds / (sq_norms.sqrt() + AUTOMATIC_GAMMA)
+
+
+def none(sq_norms: Tensor, thresholds: Tensor) -> Tensor:
+    """Factor 1: the plain sum, with the norms as a by-product. Nothing is clipped: there is no guarantee."""
+    return torch.ones_like(sq_norms)
+
+
+RULES: dict[str, Rule] = {"abadi": abadi, "automatic": automatic, "none": none}

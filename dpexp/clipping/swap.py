@@ -1,0 +1,224 @@
+"""Installing taps by swapping ``module.__class__`` in place: same object, same state-dict keys, still an ``nn.Linear``.
+
+The swapped class adds one property per trainable parameter, because what reading ``module.weight`` should give depends on
+who asks: inside the module's own forward the detached value, elsewhere a `Tracked` view where the parameter is used as a bare
+parameter, otherwise the parameter itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.dataflow import inside_reentrant_checkpoint
+from dpexp.clipping.layers import LayerKind
+from dpexp.clipping.taps import Call, Recorder
+from dpexp.clipping.tracked import Tracked
+from dpexp.errors import UserError
+
+SITE = "_dpexp_site"
+REENTRANT = (
+    "reentrant activation checkpointing cannot be clipped: pass use_reentrant=False "
+    "(transformers: gradient_checkpointing_kwargs={'use_reentrant': False})"
+)
+
+
+class Site:
+    """What a swapped module knows: its kind, the first names of its trainable parameters, and the recorder.
+
+    ``values`` overrides the parameters while the module's own forward runs. ``tracked`` names the parameters whose reads from
+    outside of that forward must be followed (`tracked.py`).
+    """
+
+    def __init__(self, owner: str, kind: LayerKind | None, params: dict[str, str], recorder: Recorder):
+        self.owner, self.kind, self.params, self.recorder = owner, kind, params, recorder
+        self.label = kind.name if kind else "bare parameter"
+        self.names = tuple(params.values())
+        self.values: dict[str, Tensor] | None = None
+        self.tracked: set[str] = set() if kind else set(params)
+
+    def read(self, module: nn.Module, local: str) -> Tensor:
+        """The value of ``module.<local>`` for whoever reads it."""
+        if self.values is not None and local in self.values:
+            return self.values[local]
+        param = module._parameters[local]
+        assert param is not None
+        if local in self.tracked and self.values is None and torch.is_grad_enabled():
+            return Tracked.of(param, self.params[local], self.recorder)
+        return param
+
+    def native(self, module: nn.Module, values: dict[str, Tensor], args: tuple, kwargs: dict) -> Tensor:
+        """The module's own forward with some parameters replaced by ``values``."""
+        previous, self.values = self.values, values
+        try:
+            return native_class(module).forward(module, *args, **kwargs)
+        finally:
+            self.values = previous
+
+    def forward(self, module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
+        saved, template = _take_tensors(args, kwargs)
+        if not saved:
+            raise UserError(f"{self.owner}: its forward got no tensor to clip by; pass the input as a tensor")
+        device, active = saved[0].device.type, None
+        if torch.is_autocast_enabled(device) and saved[0].is_floating_point():
+            active = (device, torch.get_autocast_dtype(device))
+            if self.kind is not None and self.kind.name in AUTOCAST_KINDS:
+                saved = (saved[0].to(active[1]), *saved[1:])  # what autocast computes with, and all that must be kept
+                args, kwargs = _put_tensors(saved, template)
+        values = {local: module._parameters[local].detach() for local in self.params}  # type: ignore[union-attr]
+        y = self.native(module, values, args, kwargs)
+        if not isinstance(y, Tensor):
+            raise UserError(f"{self.owner}: a {self.label} layer must return one tensor, got {type(y).__name__}")
+        x, rows = saved[0], self.recorder.rows
+        if self.label == "embedding" and x.dim() == 2 and x.shape[0] == 1 and rows is not None and rows > 1:
+            # A position table looked up once for the whole batch: give each example its own (stride 0) row.
+            y = y.expand(rows, *y.shape[1:])
+            saved = (x.expand(rows, -1), *saved[1:])
+        call = Call(
+            source=_Bound(self, module),
+            key=self.owner,
+            input_shape=saved[0].shape,
+            output_shape=y.shape,
+            from_batch=None if self.recorder.flow is None else x in self.recorder.flow,
+            template=template,
+            autocast=active,
+        )
+        return self.recorder.tap(y, call, saved)
+
+
+AUTOCAST_KINDS = frozenset({"linear", "conv1d", "convolution", "transposed convolution"})
+
+
+class _Bound:
+    """A site together with its module: the `Source` of the site's calls."""
+
+    def __init__(self, site: Site, module: nn.Module):
+        self.site, self.module = site, module
+        self.label, self.owner, self.names = site.label, site.owner, site.names
+
+    def contributions(
+        self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, names: set[str]
+    ) -> dict[str, Contribution]:
+        local = {local: name for local, name in self.site.params.items() if name in names}
+        assert self.site.kind is not None
+        values = {local: self.module._parameters[local].detach() for local in self.site.params}  # type: ignore[union-attr]
+        previous, self.site.values = self.site.values, values
+        try:
+            found = self.site.kind.contributions(self.module, saved, gy, num_examples, set(local))
+        finally:
+            self.site.values = previous
+        return {local[key]: contribution for key, contribution in found.items()}
+
+    def plain_gradients(
+        self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]
+    ) -> dict[str, Tensor]:
+        wanted = {local: name for local, name in self.site.params.items() if name in names}
+        args, kwargs = _put_tensors(saved, call.template)
+        with torch.enable_grad(), autocast_like(call):
+            values = {
+                local: self.module._parameters[local].detach().requires_grad_(local in wanted)  # type: ignore[union-attr]
+                for local in self.site.params
+            }
+            y = self.site.native(self.module, values, args, kwargs)
+        leaves = [values[local] for local in wanted]
+        grads = torch.autograd.grad(y, leaves, gy.to(y.dtype), allow_unused=True)
+        return {name: g for name, g in zip(wanted.values(), grads, strict=True) if g is not None}
+
+
+def autocast_like(call: Call) -> torch.autocast:
+    """The autocast state in which the call was made."""
+    device, dtype = call.autocast or ("cpu", torch.bfloat16)
+    return torch.autocast(device, dtype=dtype, enabled=call.autocast is not None)
+
+
+def _take_tensors(args: tuple, kwargs: dict) -> tuple[tuple[Tensor, ...], Any]:
+    saved: list[Tensor] = []
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            saved.append(value)
+            return _Slot(len(saved) - 1)
+        return value
+
+    template = (tuple(take(a) for a in args), {k: take(v) for k, v in kwargs.items()})
+    return tuple(saved), template
+
+
+class _Slot(int):
+    """Where a saved tensor stood among the arguments."""
+
+
+def _put_tensors(saved: tuple[Tensor, ...], template: Any) -> tuple[tuple, dict]:
+    args, kwargs = template
+
+    def put(value: Any) -> Any:
+        return saved[value] if isinstance(value, _Slot) else value
+
+    return tuple(put(a) for a in args), {k: put(v) for k, v in kwargs.items()}
+
+
+def native_class(module: nn.Module) -> type[nn.Module]:
+    """The class of the module without a clipper."""
+    cls = type(module)
+    return cls.__mro__[1] if getattr(cls, "_dpexp_swapped", False) else cls
+
+
+_swapped_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+
+
+def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: bool) -> type[nn.Module]:
+    """A subclass of ``cls`` with one property per parameter and, for known kinds, the tapping forward."""
+    key = (cls, params, with_forward)
+    if key not in _swapped_classes:
+        body: dict[str, Any] = {local: property(_reader(local)) for local in params}
+        body |= {"_dpexp_swapped": True, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        body["__reduce_ex__"] = _reduce
+        if with_forward:
+            body["forward"] = _forward
+        if not hasattr(cls, "__deepcopy__"):
+            body["__deepcopy__"] = _deepcopy
+        _swapped_classes[key] = type(cls.__name__, (cls,), body)
+    return _swapped_classes[key]
+
+
+def _reader(local: str) -> Any:
+    return lambda module: module.__dict__[SITE].read(module, local)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    site: Site = module.__dict__[SITE]
+    if not torch.is_grad_enabled():
+        if site.recorder.current is not None and inside_reentrant_checkpoint():
+            raise UserError(REENTRANT)
+        return native_class(module).forward(module, *args, **kwargs)
+    return site.forward(module, args, kwargs)
+
+
+def _reduce(module: nn.Module, protocol: Any) -> Any:
+    raise TypeError(
+        f"{type(module).__name__} has a clipper attached and cannot be pickled: call clipper.detach() first, "
+        "or save model.state_dict()"
+    )
+
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    memo[id(module)] = twin = type(module).__new__(type(module))
+    twin.__dict__.update({key: copy.deepcopy(value, memo) for key, value in module.__dict__.items()})
+    return twin
+
+
+def install(module: nn.Module, site: Site) -> None:
+    """Swap the class of ``module``; its parameters, buffers, hooks and children stay untouched."""
+    cls = swapped_class(type(module), tuple(site.params), site.kind is not None)
+    module.__dict__[SITE] = site
+    module.__class__ = cls
+
+
+def uninstall(module: nn.Module) -> None:
+    module.__class__ = native_class(module)
+    del module.__dict__[SITE]

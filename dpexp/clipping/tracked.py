@@ -1,0 +1,217 @@
+"""Bare parameters: following a parameter that a module uses in its own forward, until it meets the batch.
+
+A class token, a position table, a layer scale or a hand-written RMSNorm has no layer kind. `Tracked` is a view of such a
+parameter that keeps its ordinary autograd history. Shape operations give another `Tracked`. Where it meets a batch in one of a
+few row-wise operations, that operation is given a tap, and the per-example gradients come from ``vmap`` over the vjp of this one
+operation. Every other use is left to ordinary autograd: the gradient then reaches the parameter itself, the backward pass sees
+that, and the parameter is handed to the per-example loop. So an operation that is missing here costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.contributions.dense import Dense
+from dpexp.clipping.taps import Call, Recorder
+
+T = torch.Tensor
+SHAPE_OPERATIONS = {
+    T.view, T.reshape, T.unsqueeze, T.squeeze, T.transpose, T.permute, T.__getitem__, T.flatten, T.contiguous, T.to,
+    T.float, T.type_as, T.t, T.narrow, T.neg, T.__neg__, T.exp, T.unflatten, T.swapaxes, T.movedim, T.T.__get__,
+    torch.reshape, torch.unsqueeze, torch.squeeze, torch.transpose, torch.permute, torch.flatten, torch.narrow,
+    torch.t, torch.exp, torch.swapaxes, torch.movedim,
+}  # fmt: skip
+ELEMENTWISE = {
+    T.add, T.__add__, T.__radd__, T.sub, T.__sub__, T.__rsub__, T.mul, T.__mul__, T.__rmul__, T.div, T.__truediv__,
+    T.true_divide, T.__rtruediv__, torch.add, torch.sub, torch.mul, torch.div, torch.true_divide,
+}  # fmt: skip
+EXPANSIONS = {T.expand, T.expand_as, torch.broadcast_to, T.broadcast_to, T.repeat}
+ROW_WISE = ELEMENTWISE | {
+    F.linear, T.matmul, T.__matmul__, torch.matmul, F.layer_norm, F.rms_norm, F.group_norm, F.prelu,
+    F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d, torch.rms_norm,
+}  # fmt: skip
+
+
+class Tracked(torch.Tensor):
+    """A value that depends on parameters alone; ``recipe`` rebuilds it from them."""
+
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    recipe: Callable[..., Tensor]
+    recorder: Recorder
+
+    @staticmethod
+    def of(param: nn.Parameter, name: str, recorder: Recorder) -> Tracked:
+        return _tracked(param, (name,), (param,), lambda p: p, recorder)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat = [*args, *kwargs.values()]
+        tracked = [a for a in flat if isinstance(a, Tracked)]
+        if tracked and hasattr(tracked[0], "recipe"):
+            others = [a for a in flat if isinstance(a, Tensor) and not isinstance(a, Tracked)]
+            if not others and (func in SHAPE_OPERATIONS or func in ELEMENTWISE):
+                return _derive(func, args, kwargs, tracked)
+            if func in EXPANSIONS or (others and func in ROW_WISE):
+                result = _tap_operation(func, args, kwargs, tracked, others)
+                if result is not None:
+                    return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(torch.Tensor).__deepcopy__(memo)
+
+
+def _tracked(value: Tensor, names: tuple, params: tuple, recipe: Callable[..., Tensor], recorder: Recorder) -> Tracked:
+    result = value.as_subclass(Tracked)
+    result.names, result.params, result.recipe, result.recorder = names, params, recipe, recorder
+    return result
+
+
+def _union(tracked: list[Tracked]) -> tuple[tuple[str, ...], tuple[nn.Parameter, ...]]:
+    union = {name: param for t in tracked for name, param in zip(t.names, t.params, strict=True)}
+    return tuple(union), tuple(union.values())
+
+
+def _rebuild(func: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> Callable[..., Tensor]:
+    """A function of the parameters that repeats ``func`` with every `Tracked` argument rebuilt by its recipe."""
+    frozen = [_freeze(a) for a in args], {k: _freeze(v) for k, v in kwargs.items()}
+
+    def recipe(*values: Tensor) -> Tensor:
+        by_name = dict(zip(names, values, strict=True))
+
+        def put(item: Any) -> Any:
+            return item.value(by_name) if isinstance(item, _Recipe) else item
+
+        return func(*(put(a) for a in frozen[0]), **{k: put(v) for k, v in frozen[1].items()})
+
+    return recipe
+
+
+class _Recipe:
+    """A `Tracked` argument without its graph."""
+
+    def __init__(self, tracked: Tracked):
+        self.names, self.recipe = tracked.names, tracked.recipe
+
+    def value(self, by_name: dict[str, Tensor]) -> Tensor:
+        return self.recipe(*(by_name[name] for name in self.names))
+
+
+def _freeze(item: Any) -> Any:
+    return _Recipe(item) if isinstance(item, Tracked) else item
+
+
+def _derive(func: Any, args: tuple, kwargs: dict, tracked: list[Tracked]) -> Any:
+    names, params = _union(tracked)
+    with torch._C.DisableTorchFunctionSubclass():
+        value = func(*args, **kwargs)
+    if not isinstance(value, Tensor):
+        return value
+    return _tracked(value, names, params, _rebuild(func, args, kwargs, names), tracked[0].recorder)
+
+
+def _tap_operation(
+    func: Any, args: tuple, kwargs: dict, tracked: list[Tracked], others: list[Tensor]
+) -> Tensor | None:
+    recorder = tracked[0].recorder
+    rows = recorder.rows
+    names, params = _union(tracked)
+    with torch._C.DisableTorchFunctionSubclass():
+        detached = [a.detach() if isinstance(a, Tracked) else a for a in args]
+        detached_kwargs = {k: v.detach() if isinstance(v, Tracked) else v for k, v in kwargs.items()}
+        y = func(*detached, **detached_kwargs)
+        if rows is None or y.dim() == 0 or y.shape[0] != rows:
+            return None  # no batch here: ordinary autograd carries the gradient on
+        base = detached[0]
+        if func in EXPANSIONS and (y.dim() != base.dim() or base.shape[0] != 1 or y.shape[1:] != base.shape[1:]):
+            return None
+        device = y.device.type
+        active = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        source = _Operation(func, args, kwargs, names, params, rows)
+        key = (str(getattr(func, "__name__", func)), names)
+        call = Call(
+            source=source,
+            key=(*key, recorder.forward_pass().ordinal(key)),
+            input_shape=None,
+            output_shape=y.shape,
+            from_batch=True,
+            autocast=active,
+        )
+        saved = () if func in EXPANSIONS else tuple(others)
+        return recorder.tap(y, call, saved)
+
+
+class _Operation:
+    """The `Source` of one row-wise operation on bare parameters."""
+
+    label = "operation"
+
+    def __init__(self, func: Any, args: tuple, kwargs: dict, names: tuple, params: tuple, rows: int):
+        self.func, self.names, self.params, self.rows = func, names, params, rows
+        self.owner = f"{names[0]}: {getattr(func, '__name__', func)}"
+        counter = iter(range(len(args) + len(kwargs)))
+
+        def freeze(item: Any) -> Any:
+            if isinstance(item, Tensor) and not isinstance(item, Tracked):
+                return _Saved(next(counter))
+            return _freeze(item)
+
+        self.args = [freeze(a) for a in args]
+        self.kwargs = {k: freeze(v) for k, v in kwargs.items()}
+
+    def apply(self, values: tuple[Tensor, ...], saved: tuple[Tensor, ...], rows: int) -> Tensor:
+        """The operation as a function of the parameters and of ``rows`` rows of the batch."""
+        by_name = dict(zip(self.names, values, strict=True))
+
+        def put(item: Any) -> Any:
+            if isinstance(item, _Recipe):
+                return item.value(by_name)
+            return saved[item] if isinstance(item, _Saved) else item
+
+        if self.func in EXPANSIONS:
+            base = put(self.args[0])
+            return base.expand(rows, *base.shape[1:])
+        return self.func(*(put(a) for a in self.args), **{k: put(v) for k, v in self.kwargs.items()})
+
+    def contributions(
+        self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, names: set[str]
+    ) -> dict[str, Contribution]:
+        from dpexp.clipping.swap import autocast_like
+
+        per_example = gy.shape[0] // max(num_examples, 1)
+        batched = [s.dim() == gy.dim() and s.shape[0] == gy.shape[0] for s in saved]
+        split = [s.unflatten(0, (num_examples, per_example)) if b else s for s, b in zip(saved, batched, strict=True)]
+        values = tuple(p.detach() for p in self.params)
+
+        def one(gradient: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+            y, vjp = torch.func.vjp(lambda *v: self.apply(v, rows, per_example), *values)
+            return vjp(gradient.to(y.dtype))
+
+        in_dims = (0, *(0 if b else None for b in batched))
+        with autocast_like(call):
+            grads = torch.func.vmap(one, in_dims=in_dims)(gy.unflatten(0, (num_examples, per_example)), *split)
+        return {name: Dense(g) for name, g in zip(self.names, grads, strict=True) if name in names}
+
+    def plain_gradients(
+        self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]
+    ) -> dict[str, Tensor]:
+        from dpexp.clipping.swap import autocast_like
+
+        values = tuple(p.detach().requires_grad_() for p in self.params)
+        with torch.enable_grad(), autocast_like(call):
+            y = self.apply(values, saved, gy.shape[0])
+        grads = torch.autograd.grad(y, values, gy.to(y.dtype), allow_unused=True)
+        return {name: g for name, g in zip(self.names, grads, strict=True) if name in names and g is not None}
+
+
+class _Saved(int):
+    """Where a saved tensor stands."""

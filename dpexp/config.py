@@ -1,0 +1,337 @@
+"""From a command line to a checked `RunConfig`: the only place that knows Hydra.
+
+``conf/`` holds the values, ``dpexp.schemas`` the types, ``dpexp.checks`` what must hold between them. Who wins is the
+order of the defaults list in ``conf/train.yaml``: command line > experiment > scale > task.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import (
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dpexp.checks import check, declared_num_examples, did_you_mean
+from dpexp.errors import UserError
+from dpexp.schemas import (
+    AccountantConfig,
+    ClipConfig,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    PeftConfig,
+    PrivacyConfig,
+    RunConfig,
+    RuntimeConfig,
+    ScaleConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrackerConfig,
+)
+
+__all__ = [
+    "AccountantConfig", "ClipConfig", "DataConfig", "EngineConfig", "ModelConfig", "OptimConfig", "PeftConfig",
+    "PrivacyConfig", "RunConfig", "RuntimeConfig", "ScaleConfig", "ScheduleConfig", "TaskConfig", "TrackerConfig",
+    "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict",
+]  # fmt: skip
+
+VERSION_BASE = "1.3"
+MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)  # what a person can get wrong
+
+_NOT_IN_SIGNATURE = frozenset(
+    {
+        "seed", "trials", "tracker", "data.root", "data.cache", "data.source", "task.hub_id", "task.hub_config",
+        "task.files", "task.num_examples", "runtime.eval_batch_size", "runtime.eval_every", "runtime.checkpoint_every",
+        "runtime.log_every", "runtime.runs_dir",
+    }
+)  # fmt: skip
+
+
+def conf_dir() -> Path:
+    """The folder of configuration files: inside the installed wheel, or at the top of a checkout."""
+    package = Path(__file__).resolve().parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def compose(overrides: Sequence[str] = (), config_name: str = "train", schema: type = RunConfig) -> Any:
+    """What ``python -m dpexp.<config_name> <overrides>`` would run, as an instance of the schema.
+
+    For tests, reports and notebooks. Raises `UserError` for every mistake that the command line would print.
+    """
+    _register(config_name, schema)
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+            cfg = hydra.compose(config_name, overrides=list(overrides))
+    except MISTAKES as error:
+        raise _explain(error, config_name, schema, overrides) from error
+    return resolve(cfg, overrides, schema, config_name)
+
+
+def resolve(
+    cfg: DictConfig, overrides: Sequence[str] = (), schema: type = RunConfig, config_name: str = "train"
+) -> Any:
+    """A composed configuration as an instance of the schema (a checked `RunConfig` unless another one is given).
+
+    Refuses keys that the schema doesn't have, lists everything that is missing in one message, resolves every
+    interpolation, and sets what cannot matter (the quantile settings of a fixed threshold) to its neutral value.
+    """
+    if removed := [override for override in overrides if override.startswith("~")]:
+        raise UserError(f"{removed[0]}: a setting can't be removed; choose another value, or null")
+    known = set(_keys(schema))
+    for key, _ in _flatten(cast("dict[str, Any]", OmegaConf.to_container(cfg))):
+        if key not in known and not any(key.startswith(f"{mapping}.") for mapping in known):
+            raise UserError(_unknown_key(key, schema, config_name))
+    try:
+        if missing := sorted(OmegaConf.missing_keys(cfg)):
+            raise UserError("not given: " + "; ".join(f"{key}=…" for key in missing))
+        settings = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise _explain(error, config_name, schema, overrides) from error
+    if isinstance(settings, RunConfig):
+        _neutralise(settings)
+        check(settings)
+    return settings
+
+
+def to_dict(run: RunConfig) -> dict[str, Any]:
+    """The settings as plain nested dicts, ready for YAML or JSON."""
+    return dataclasses.asdict(run)
+
+
+def signature(run: RunConfig) -> str:
+    """Ten hex characters that name a run up to its seed: the science, the engine and the runtime.
+
+    Left out is what can't change a result: the seed (it names the folder below), the tracker, where data lies, and how
+    often a run evaluates, logs and saves. Values equal to the schema's defaults are left out too, so that a new setting
+    doesn't rename the runs of yesterday; a default must therefore never change its meaning.
+    """
+    neutral = dict(_flatten(to_dict(RunConfig())))
+    settings = {
+        key: value for key, value in _flatten(to_dict(run)) if key not in neutral or neutral[key] != value
+    }
+    kept = {
+        key: value
+        for key, value in settings.items()
+        if not any(key == left_out or key.startswith(f"{left_out}.") for left_out in _NOT_IN_SIGNATURE)
+    }
+    kept["num_examples"] = declared_num_examples(run)
+    if run.data.source == "demo":
+        kept["data.source"] = "demo"
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def run_folder(run: RunConfig) -> Path:
+    """``runs_dir/<task>/<signature>/seed<k>``: the same settings are the same run and the same folder."""
+    return Path(run.runtime.runs_dir) / run.task.name / signature(run) / f"seed{run.seed}"
+
+
+def hydra_entry(
+    config_name: str, schema: type = RunConfig
+) -> Callable[[Callable[[Any], object]], Callable[[], None]]:
+    """Make ``function(settings)`` the entry point of ``python -m dpexp.<config_name>``.
+
+    The primary configuration is ``conf/<config_name>.yaml``; its types are registered as ``<config_name>_schema``,
+    which its defaults list names first. Bad input is printed as ``error: …`` and ends with exit status 2, without a
+    traceback. In a multirun every job runs, whatever becomes of the others, and a failed one fails the whole.
+    """
+
+    def decorate(function: Callable[[Any], object]) -> Callable[[], None]:
+        _register(config_name, schema)
+
+        @functools.wraps(function)
+        def job(cfg: DictConfig) -> object:
+            current = HydraConfig.get()
+            overrides = list(current.overrides.task)
+            try:
+                return function(resolve(cfg, overrides, schema, config_name))
+            except UserError as error:
+                if (
+                    current.mode == RunMode.MULTIRUN
+                ):  # the other jobs go on; Hydra raises the first failure at the end
+                    print(f"error: {error}\n  in the job {' '.join(overrides)}", file=sys.stderr)
+                    raise
+                _stop(error)
+
+        @functools.wraps(function)
+        def entry() -> None:
+            # With this, Hydra hands its exceptions to us instead of printing advice such as "use +key=value".
+            os.environ["HYDRA_FULL_ERROR"] = "1"
+            if {"-h", "--help"} & set(sys.argv[1:]):
+                print(_help(config_name, function.__doc__ or ""))
+                return
+            try:
+                hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base=VERSION_BASE)(
+                    job
+                )()
+            except UserError:  # a job of a multirun, printed above
+                sys.exit(2)
+            except MISTAKES as error:
+                overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
+                _stop(_explain(error, config_name, schema, overrides))
+
+        return entry
+
+    return decorate
+
+
+def _help(config_name: str, purpose: str) -> str:
+    lines = [
+        f"python -m dpexp.{config_name} [GROUP=CHOICE ...] [KEY=VALUE ...] [-m]",
+        "",
+        purpose.strip(),
+        "",
+    ]
+    if groups := _groups(config_name):
+        lines.append("Groups [and their defaults]:")
+    for group, choice in groups.items():
+        default = {"???": "required", None: "none"}.get(choice, choice)
+        lines += [f"  {group} [{default}]", f"      {_choices(group)}"]
+    lines += ["", "Settings besides (??? = required):"] if groups else ["Settings (??? = required):"]
+    lines += [f"  {line}" for line in _own_settings(config_name)]
+    lines += [
+        "",
+        "  --cfg job    show every setting and its value",
+        "  -m           run a grid: KEY=VALUE,VALUE",
+        "  --config-dir FOLDER    add your own presets: FOLDER/experiment/NAME.yaml",
+    ]
+    return "\n".join(lines)
+
+
+def _own_settings(config_name: str) -> Iterator[str]:
+    """The lines of a primary configuration that set values, with their comments."""
+    shown = False
+    for line in (conf_dir() / f"{config_name}.yaml").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith((" ", "#")):
+            shown = not line.startswith(("defaults:", "hydra:"))
+        if shown and line and not line.startswith("#"):
+            yield line
+
+
+def _stop(error: UserError) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _register(config_name: str, schema: type) -> None:
+    node = OmegaConf.structured(schema)
+    for key in _keys(schema):  # mappings such as model.config take new entries without Hydra's "+"
+        if isinstance(mapping := OmegaConf.select(node, key), DictConfig):
+            OmegaConf.set_struct(mapping, False)
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=node, provider="dpexp")
+
+
+def _neutralise(run: RunConfig) -> None:
+    if not run.clip.adaptive:
+        neutral = type(run.clip)()
+        for name in ("init_threshold", "target_quantile", "quantile_lr", "quantile_budget", "rescale"):
+            setattr(run.clip, name, getattr(neutral, name))
+    if run.data.cache:
+        run.data.cache = os.path.expanduser(run.data.cache)
+
+
+def _explain(error: Exception, config_name: str, schema: type, overrides: Sequence[str]) -> UserError:
+    """One message for one mistake: what is wrong, where, and the nearest thing that exists."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return UserError(f"{mark.name}, line {mark.line + 1}: this is no YAML: {error.problem}")
+    if isinstance(error, OverrideParseException):
+        return UserError(
+            f"cannot read {error.override!r}: write KEY=VALUE, and quote values that hold special characters"
+        )
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        if group.startswith("task_at_scale/"):
+            task = group.removeprefix("task_at_scale/")
+            scales = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+            return UserError(f"task={task} has no settings for scale={choice}{did_you_mean(choice, scales)}")
+        options = [option for option in error.options or () if "/" not in option]
+        return UserError(f"{group}={choice} is not a choice{did_you_mean(choice, options)}")
+    text = str(error)
+    if text.startswith("You must specify"):
+        return UserError(_missing_groups(config_name, overrides))
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return UserError(_unknown_key(match[1], schema, config_name))
+    lines = text.splitlines()
+    if match := re.match(r"In '([^']+)': \w+ raised while composing config:", text):
+        key = re.search(r"full_key: (\S+)", text)
+        name, where = key[1] if key else "", f"{match[1]}.yaml"
+        if " not in " in lines[1]:
+            return UserError(f"{where}: {_unknown_key(name, schema, config_name)}")
+        return UserError(f"{where}: {name}: {lines[1]}")
+    if match := re.match(r"Error merging override (.+)", text):
+        return UserError(f"{match[1]}: {str(error.__cause__).splitlines()[0]}")
+    full_key = getattr(error, "full_key", None)
+    return UserError(f"{full_key}: {lines[0]}" if full_key else lines[0])
+
+
+def _groups(config_name: str) -> dict[str, str | None]:
+    """The groups that a primary configuration composes, each with its default ("???" where one must be chosen)."""
+    defaults = cast(
+        "list[Any]", OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{config_name}.yaml").defaults)
+    )
+    return {
+        group: choice
+        for entry in defaults
+        if isinstance(entry, dict)
+        for group, choice in entry.items()
+        if group != "task_at_scale" and not group.startswith(("hydra", "override "))
+    }
+
+
+def _choices(group: str) -> str:
+    return ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+
+
+def _missing_groups(config_name: str, overrides: Sequence[str]) -> str:
+    given = {override.partition("=")[0] for override in overrides}
+    missing = [
+        group for group, choice in _groups(config_name).items() if choice == "???" and group not in given
+    ]
+    return "not given: " + "; ".join(f"{group}=… (choices: {_choices(group)})" for group in missing)
+
+
+def _unknown_key(key: str, schema: type, config_name: str) -> str:
+    settings = sorted(_keys(schema))
+    if "." in key:
+        return f"there is no setting {key}{did_you_mean(key, [name for name in settings if '.' in name])}"
+    if whole := [name for name in settings if name.endswith(f".{key}")]:  # "lr" means optim.lr
+        return f"there is no setting {key}; did you mean {' or '.join(whole)}?"
+    top = sorted({*_groups(config_name), *(name.partition(".")[0] for name in settings)})
+    return f"there is no setting {key}{did_you_mean(key, top)}"
+
+
+def _keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the settings of a dataclass; a mapping counts as one, whatever it holds."""
+    for field in dataclasses.fields(schema):
+        inner: Any = field.default_factory
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            yield from _keys(inner, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def _flatten(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flatten(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

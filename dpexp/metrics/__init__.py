@@ -1,0 +1,5 @@
+"""Measures of quality on public data."""
+
+from dpexp.metrics.classification import METRICS, accuracy
+
+__all__ = ["METRICS", "accuracy"]

@@ -1,0 +1,30 @@
+"""The words that the demo's tokenizer knows and the demo's sentences are made of. Written for this project."""
+
+SUBJECTS = (
+    "acting", "camera work", "cast", "comedy", "dialogue", "direction", "drama", "editing", "ending", "film",
+    "hero", "music", "opening", "pacing", "plot", "romance", "script", "sequel", "story", "villain",
+)  # fmt: skip
+PRAISE = (
+    "brilliant", "charming", "clever", "delightful", "excellent", "fresh", "funny", "gripping", "honest", "lively",
+    "moving", "superb", "tender", "touching", "warm", "witty", "wonderful", "vivid",
+)  # fmt: skip
+BLAME = (
+    "awful", "boring", "bland", "clumsy", "dreary", "dull", "empty", "flat", "hollow", "lazy",
+    "messy", "painful", "pointless", "shallow", "stale", "tedious", "tired", "weak",
+)  # fmt: skip
+EVEN = (
+    "average", "conventional", "decent", "familiar", "fair", "modest", "ordinary", "passable", "plain", "standard",
+)  # fmt: skip
+ADVERBS = ("", "quite", "rather", "really", "so", "truly", "very")
+OPENINGS = ("", "all in all", "at first", "for once", "in the end", "this time", "to be fair")
+CLOSINGS = (
+    "",
+    "from start to finish",
+    "if you ask me",
+    "on a big screen",
+    "once again",
+    "throughout",
+    "to the last",
+)
+LINKS = ("a", "and", "but", "is", "it", "makes", "never", "not", "of", "piece", "the", "though", "with")
+DEMO_PHRASES = SUBJECTS + PRAISE + BLAME + EVEN + ADVERBS + OPENINGS + CLOSINGS + LINKS

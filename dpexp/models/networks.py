@@ -1,0 +1,149 @@
+"""Hugging Face sequence classifiers: the config with its overrides, then pretrained or random weights."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dpexp.errors import UserError
+from dpexp.models.sources import Source, hub, not_found
+from dpexp.models.trainable import head_parameters
+
+if TYPE_CHECKING:
+    from dpexp.schemas import ModelConfig
+
+
+def load_config(model: ModelConfig, source: Source | None) -> Any:
+    """The Hugging Face config with `model.config` applied.
+
+    Args:
+        model: `architecture` counts without a source.
+        source: of a pretrained network; None for a random one.
+
+    Raises:
+        UserError: an unknown architecture or field, or files that can't be found.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    overrides = dict(model.config)
+    if source is None:
+        if model.architecture not in CONFIG_MAPPING:
+            close = _close_matches(str(model.architecture), CONFIG_MAPPING)
+            raise UserError(f"model.architecture={model.architecture} is no Hugging Face architecture{close}")
+        _check_fields(AutoConfig.for_model(model.architecture), overrides)
+        try:
+            return AutoConfig.for_model(
+                model.architecture, **overrides
+            )  # so that derived fields follow the overrides
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"model.config does not make a {model.architecture}: {_first_line(error)}"
+            ) from error
+    with hub() as reason:
+        try:
+            config = AutoConfig.from_pretrained(source.location)
+        except (OSError, ValueError, KeyError) as error:
+            raise not_found("model.id", source.location, reason, error) from error
+    _check_fields(config, overrides)
+    for key, value in overrides.items():
+        setattr(config, key, value)
+    return config
+
+
+def set_dropout(config: Any, model: ModelConfig) -> None:
+    """Overwrite every dropout probability that the config has, those of the attention weights and the rest apart.
+
+    Raises:
+        UserError: not a probability, or the config has none to set.
+    """
+    for name, value, on_attention in (
+        ("dropout", model.dropout, False),
+        ("attention_dropout", model.attention_dropout, True),
+    ):
+        if value is None:
+            continue
+        if not 0 <= value < 1:
+            raise UserError(f"model.{name}={value}: must be a probability below 1")
+        keys = [key for key in _dropout_fields(config) if ("att" in key) == on_attention]
+        if not keys:
+            raise UserError(
+                f"model.{name}={value}: a {config.model_type} config has no such probability to set"
+            )
+        for key in keys:
+            setattr(config, key, value)
+
+
+def random_network(config: Any) -> nn.Module:
+    """A classifier drawn from torch's global generator, float32.
+
+    Raises:
+        UserError: the library can't make a classifier of this config.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
+        raise UserError(
+            f"no sequence classifier can be made of this {config.model_type} config: {_first_line(error)}"
+        ) from error
+
+
+def pretrained_network(config: Any, source: Source) -> nn.Module:
+    """A classifier with the source's weights, float32; the head is drawn from torch's global generator where it is new.
+
+    Raises:
+        UserError: files that can't be found or read, or weights below the head that would stay random.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    with hub() as reason:
+        try:
+            network, loaded = AutoModelForSequenceClassification.from_pretrained(
+                source.location,
+                config=config,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # a head for other classes; anything else is refused below
+                output_loading_info=True,
+            )
+        except Exception as error:  # the libraries for files, formats and the hub each raise their own
+            raise not_found("model.id", source.location, reason, error) from error
+    mismatched = [key if isinstance(key, str) else key[0] for key in loaded["mismatched_keys"]]
+    body = {name for name, _ in network.named_parameters()} - set(head_parameters(network))
+    random = sorted(body.intersection([*loaded["missing_keys"], *mismatched]))
+    if random:
+        raise UserError(
+            f"{source.location}: {len(random)} tensors below the head are not in the checkpoint or have another shape "
+            f"there, {random[0]} for one, and would stay random; correct model.config, or ask for a random network"
+        )
+    return network
+
+
+def _check_fields(config: Any, overrides: dict[str, Any]) -> None:
+    for key in overrides:
+        if not hasattr(config, key):
+            close = _close_matches(key, config.to_dict())
+            raise UserError(f"model.config.{key}: a {config.model_type} config has no such field{close}")
+
+
+def _dropout_fields(config: Any) -> list[str]:
+    # `layerdrop` and `drop_path` skip whole layers, another thing, and are left alone.
+    return [
+        key
+        for key, value in config.to_dict().items()
+        if "drop" in key and "layerdrop" not in key and "path" not in key
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
+
+
+def _close_matches(word: str, choices: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(choices), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

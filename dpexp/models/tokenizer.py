@@ -1,0 +1,144 @@
+"""Tokenizers: a model's own, that of the MiniLM package, or the demo's embedded one; each is fitted to the network."""
+
+from __future__ import annotations
+
+import string
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dpexp.errors import UserError
+from dpexp.models.demo_words import DEMO_PHRASES
+from dpexp.models.networks import random_network
+from dpexp.models.sources import Source, hub, minilm_folder, not_found
+
+if TYPE_CHECKING:
+    from dpexp.schemas import ModelConfig
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def load_tokenizer(model: ModelConfig, config: Any, source: Source | None) -> Any:
+    """The tokenizer that `model.tokenizer` names, or the model's own.
+
+    Args:
+        model: `tokenizer` is null, "demo", "minilm", a folder or a hub id.
+        config: the Hugging Face config of the network.
+        source: where the network comes from; None for a random one.
+
+    Raises:
+        UserError: it can't be found or read, or a random network names none.
+    """
+    name = model.tokenizer or (source.location if source else None)
+    if name is None:
+        raise UserError(
+            "a randomly initialised model needs a tokenizer: model.tokenizer=demo, minilm, a folder or a hub id"
+        )
+    if name == "demo":
+        return demo_tokenizer()
+    location = str(minilm_folder()) if name == "minilm" else name
+    return _from_pretrained(location, config, "model.tokenizer" if model.tokenizer else "model.id")
+
+
+def demo_tokenizer() -> Any:
+    """A WordPiece tokenizer over the demo's words; any other text falls apart into letters. Needs no file."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = sorted({word for phrase in DEMO_PHRASES for word in phrase.split()})
+    characters = string.ascii_lowercase + string.digits
+    pieces = [*SPECIAL, *string.punctuation, *characters, *(f"##{c}" for c in characters), *words]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+    )
+    backend.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+
+
+def _from_pretrained(location: str, config: Any, setting: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(location).expanduser()
+    location = str(folder) if folder.is_dir() else location
+    with hub() as reason:
+        try:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(location)
+            except (OSError, ValueError):
+                if not folder.is_dir():
+                    raise
+                # A bare vocabulary does not say of which kind it is: the network's config does.
+                tokenizer = AutoTokenizer.from_pretrained(location, config=config)
+        except Exception as error:  # the libraries for files, formats and the hub each raise their own
+            raise not_found(setting, location, reason, error) from error
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        # The library makes an empty tokenizer of a folder in which it does not find the files it looks for.
+        raise UserError(f"{setting}={location}: no vocabulary for a {config.model_type} model was found there")
+    return tokenizer
+
+
+def fit_together(tokenizer: Any, config: Any, *, resize: bool) -> None:
+    """Make a tokenizer and a network's config agree about padding, segments, the vocabulary and the longest input.
+
+    Args:
+        tokenizer: changed in place; fitting it twice changes nothing more.
+        config: changed in place.
+        resize: give the network the tokenizer's vocabulary (a random one has none to lose).
+
+    Raises:
+        UserError: nothing to pad with, or a vocabulary larger than the network's.
+    """
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise UserError(
+                f"{type(tokenizer).__name__} has neither a padding nor an end token, so batches can't be padded; "
+                "give another model.tokenizer"
+            )
+        tokenizer.pad_token = tokenizer.eos_token  # masked, so that any token will do
+    config.pad_token_id = tokenizer.pad_token_id
+    if resize:
+        config.vocab_size = len(tokenizer)
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if config.vocab_size < len(tokenizer):
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model only {config.vocab_size}: they don't belong "
+            "together (for a random network leave model.config.vocab_size out)"
+        )
+    if getattr(config, "type_vocab_size", 0) < 2:
+        tokenizer.model_input_names = [
+            name for name in tokenizer.model_input_names if name != "token_type_ids"
+        ]
+    tokenizer.model_max_length = min(tokenizer.model_max_length, longest_input(config))
+
+
+def longest_input(config: Any) -> int:
+    """How many tokens the position table holds; `sys.maxsize` without one.
+
+    Read off the modules (on torch's meta device, without memory): in RoBERTa the rows up to the padding index are lost.
+    """
+    rows = getattr(config, "max_position_embeddings", None)
+    if rows is None:
+        return sys.maxsize
+    with torch.device("meta"):
+        model = random_network(config)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name and module.num_embeddings == rows:
+            return rows if module.padding_idx is None else rows - module.padding_idx - 1
+    return rows

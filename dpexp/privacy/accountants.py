@@ -1,0 +1,180 @@
+"""From an event and δ to ε, in four ways.
+
+========  =================================================================================================
+rdp       Rényi DP (Mironov 2017): an upper bound; what He et al. and Li et al. calibrate with
+prv       privacy random variables (Gopi, Lee & Wutschitz 2021), ``prv_accountant``: the upper end of its error interval
+pld       privacy loss distributions by connect-the-dots, ``dp_accounting``: a pessimistic, tight bound
+gdp       Gaussian DP by its central limit theorem (Dong, Roth & Su 2019; Bu et al. 2020): an approximation that
+          under-estimates, never a guarantee
+========  =================================================================================================
+
+Gaussians without sampling are one Gaussian; prv, pld and gdp then all give the exact closed form.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from types import MappingProxyType
+
+from dp_accounting import DpEvent, UnsupportedEventError
+from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
+from dp_accounting.rdp import RdpAccountant
+
+from dpexp.errors import UserError
+from dpexp.privacy.events import Releases, coarsen, releases
+from dpexp.privacy.gaussian import gaussian_epsilon
+from dpexp.privacy.renyi import renyi_epsilon
+
+# Beyond this both libraries work with e^ε near overflow; no such ε means anything, and "inf" says so.
+_LARGEST_EPSILON = 500.0
+_KINDS = 96  # of different releases that are composed exactly; more are rounded towards a larger ε
+_GRID_POINTS = 1 << 19
+
+
+def epsilon(event: DpEvent, delta: float, accountant: str = "rdp") -> float:
+    """ε of everything in the event at δ; may be inf, never NaN.
+
+    0 <= δ < 1. Raises `UserError` for a δ outside, an unknown accountant, or an event that the accountant
+    cannot treat."""
+    check_delta(delta)
+    if accountant not in ACCOUNTANTS:
+        raise UserError(f"accountant={accountant} is not a choice; choices: {', '.join(ACCOUNTANTS)}")
+    parts = releases(event)
+    if parts is None:
+        return _by_library(event, delta, accountant)
+    if not parts:
+        return 0.0
+    if delta == 0 or any(sigma == 0 for _, sigma in parts):
+        return math.inf
+    value = ACCOUNTANTS[accountant](coarsen(parts, _KINDS), delta)
+    return math.inf if math.isnan(value) else max(0.0, float(value))
+
+
+def epsilons(event: DpEvent, delta: float) -> dict[str, float | None]:
+    """ε under every accountant; None where one cannot treat the event."""
+    found: dict[str, float | None] = {}
+    check_delta(delta)
+    for name in ACCOUNTANTS:
+        try:
+            found[name] = epsilon(event, delta, name)
+        except UserError:
+            found[name] = None
+    return found
+
+
+def check_delta(delta: float) -> None:
+    """Raises `UserError` unless 0 <= δ < 1."""
+    if not 0 <= delta < 1:
+        raise UserError(
+            f"delta={delta} is not a probability in [0, 1); a usual choice is 1/(2N) for N examples"
+        )
+
+
+def prv_bounds(
+    parts: Releases, delta: float, eps_error: float | None = None, grid_points: int = _GRID_POINTS
+) -> tuple[float, float, float]:
+    """(lower end, estimate, upper end) of ε as ``prv_accountant`` reports them.
+
+    ``eps_error`` is the half-width of the interval; by default 0.3% of ε, more where ``grid_points`` cannot
+    hold it. The truncation follows Gopi et al., Remark 5.6, with our Rényi bound for the tails: the
+    package's own evaluates orders up to 64 only, and does not return for some σ."""
+    from prv_accountant import PRVAccountant
+    from prv_accountant.privacy_random_variables import GaussianMechanism, PoissonSubsampledGaussianMechanism
+
+    delta_error = delta / 1000
+    total = sum(parts.values())
+    rough = renyi_epsilon(parts, delta)
+    tails = [renyi_epsilon({key: 1}, delta_error / (8 * total)) for key in parts]
+    span = max(renyi_epsilon(parts, delta_error / 4), *tails) + 3
+    finest = 2 * span * math.sqrt(total / 2 * math.log(12 / delta_error)) / grid_points
+    variables = [
+        GaussianMechanism(s) if q == 1 else PoissonSubsampledGaussianMechanism(q, s) for q, s in parts
+    ]
+    counts = list(parts.values())
+    error = max(eps_error or 0.003 * rough, finest)
+    while True:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                accountant = PRVAccountant(variables, error, delta_error, counts, eps_max=span)
+                lower, estimate, upper = accountant.compute_epsilon(delta, counts)
+        except (
+            RuntimeError,
+            ValueError,
+            AssertionError,
+        ):  # the grid is too coarse, or δ too small for its arithmetic
+            lower, estimate, upper = 0.0, math.inf, math.inf
+        # A result above the rigorous Rényi bound betrays a grid that misses the rare, large losses of a
+        # small q.
+        if upper <= rough + 2 * error or error <= finest:
+            return lower, estimate, upper
+        error = max(error / 4, finest)
+
+
+def _prv(parts: Releases, delta: float) -> float:
+    if (mu := _unsampled(parts)) is not None:
+        return gaussian_epsilon(delta, mu)
+    if renyi_epsilon(parts, delta) > _LARGEST_EPSILON:
+        return math.inf
+    return prv_bounds(parts, delta)[2]
+
+
+def _pld(parts: Releases, delta: float) -> float:
+    if (mu := _unsampled(parts)) is not None:
+        return gaussian_epsilon(delta, mu)
+    if renyi_epsilon(parts, delta) > _LARGEST_EPSILON:
+        return math.inf
+    # The rounding of one loss is felt relative to its standard deviation; the grid has to reach over all
+    # that is likely.
+    scale = _clt_mu(parts) / math.sqrt(sum(parts.values()))
+    reach = max(math.log1p(q * math.expm1((1 + 20 * s) / (2 * s * s))) for q, s in parts)
+    span = max(renyi_epsilon(parts, delta / 1e6), reach)
+    interval = max(min(scale / 30, 1e-2), span / 4e5)
+    total = privacy_loss_distribution.identity(value_discretization_interval=interval)
+    for (q, sigma), count in parts.items():
+        one = privacy_loss_distribution.from_gaussian_mechanism(
+            sigma, value_discretization_interval=interval, sampling_prob=q
+        )
+        total = total.compose(one.self_compose(count))
+    return total.get_epsilon_for_delta(delta)
+
+
+def _gdp(parts: Releases, delta: float) -> float:
+    return gaussian_epsilon(delta, _clt_mu(parts))
+
+
+def _clt_mu(parts: Releases) -> float:
+    """μ² = Σ_t q_t² (e^{1/σ_t²} - 1) (Bu et al. 2020, Theorem 5, step by step), and exactly Σ 1/σ² where q
+    = 1."""
+    squares = (
+        count * (sigma**-2 if q == 1 else q * q * math.expm1(sigma**-2) if sigma**-2 < 700 else math.inf)
+        for (q, sigma), count in parts.items()
+    )
+    return math.sqrt(sum(squares))
+
+
+def _unsampled(parts: Releases) -> float | None:
+    """μ of the single Gaussian that the releases are, or None where there is any sampling."""
+    return _clt_mu(parts) if all(q == 1 for q, _ in parts) else None
+
+
+def _by_library(event: DpEvent, delta: float, accountant: str) -> float:
+    """Mechanisms other than Gaussians: as far as ``dp_accounting`` knows them."""
+    makers = {"rdp": RdpAccountant, "pld": PLDAccountant}
+    if accountant not in makers:
+        raise UserError(
+            f"accountant={accountant} treats Gaussians only, and this event holds more; choose rdp or pld"
+        )
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it reports every order that does not converge
+    try:
+        return float(makers[accountant]().compose(event).get_epsilon(delta))
+    except UnsupportedEventError as error:
+        raise UserError(f"accountant={accountant} cannot treat this event: {error}") from None
+
+
+ACCOUNTANTS: MappingProxyType[str, Callable[[Releases, float], float]] = MappingProxyType(
+    {"rdp": renyi_epsilon, "gdp": _gdp, "prv": _prv, "pld": _pld}
+)

@@ -1,0 +1,90 @@
+"""From a budget to the noise that keeps it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+from dp_accounting import DpEvent
+
+from dpexp.errors import UserError
+from dpexp.privacy.accountants import epsilon
+
+_TOLERANCE = 1e-4  # relative, of σ
+_SMALLEST, _LARGEST = 1e-4, 1e8
+
+
+def calibrate(
+    make_event: Callable[[float], DpEvent], target_epsilon: float, delta: float, accountant: str = "rdp"
+) -> float:
+    """The smallest noise multiplier σ (to 1e-4, relative) with ε(make_event(σ)) <= target_epsilon.
+
+    Never overspends: the σ that is returned has itself been evaluated. 0 where nothing is released. Raises
+    `UserError` for a target that is not a positive number, or that no noise can meet."""
+    if not 0 < target_epsilon < math.inf:
+        raise UserError(
+            f"epsilon={target_epsilon} is not a positive number; for no guarantee set noise_multiplier=0"
+        )
+
+    def spent(sigma: float) -> float:
+        return epsilon(make_event(sigma), delta, accountant)
+
+    if spent(0.0) <= target_epsilon:
+        return 0.0
+    # prv and pld take seconds for many steps: start at the answer of rdp, which is cheap and a little above
+    # theirs.
+    start, factor = (
+        (calibrate(make_event, target_epsilon, delta), 1.15) if accountant in ("prv", "pld") else (1.0, 2.0)
+    )
+    short, spent_short = 0.0, math.inf
+    enough, spent_enough = start, spent(start)
+    while spent_enough > target_epsilon:
+        short, spent_short = enough, spent_enough
+        enough *= factor
+        factor = min(factor * factor, 64.0)
+        if enough > _LARGEST:
+            raise UserError(
+                f"epsilon={target_epsilon} at delta={delta} cannot be met by any noise multiplier up to {_LARGEST:g}"
+                f" under the {accountant} accountant: raise epsilon or delta, or take fewer steps or a smaller batch"
+            )
+        spent_enough = spent(enough)
+    while short == 0.0:
+        candidate = enough / factor
+        if candidate < _SMALLEST:
+            return enough
+        if (value := spent(candidate)) > target_epsilon:
+            short, spent_short = candidate, value
+        else:
+            enough, spent_enough = candidate, value
+            factor = min(factor * factor, 2.0)
+    return _narrow(spent, target_epsilon, (short, spent_short), (enough, spent_enough))
+
+
+def _narrow(
+    spent: Callable[[float], float],
+    target: float,
+    too_small: tuple[float, float],
+    large_enough: tuple[float, float],
+) -> float:
+    """Shrink the bracket of pairs (σ, ε) to the tolerance; the upper end, which keeps the target, is the
+    answer."""
+    (short, spent_short), (enough, spent_enough) = too_small, large_enough
+    for trial in itertools.count(1):
+        if enough <= short * (1 + _TOLERANCE):
+            break
+        sigma = math.sqrt(short * enough)
+        if (
+            trial % 4 and spent_enough > 0 and math.isfinite(spent_short)
+        ):  # every fourth halves the bracket for certain
+            # log ε is nearly linear in log σ. Aim a quarter of the tolerance above the crossing: if that
+            # keeps the target, the next candidate, as far below the upper end as the tolerance allows, ends
+            # the search.
+            slope = math.log(enough / short) / math.log(spent_short / spent_enough)
+            guess = short * math.exp(slope * math.log(spent_short / target)) * (1 + _TOLERANCE / 4)
+            sigma = min(max(guess, short * (1 + _TOLERANCE / 2)), enough / (1 + 0.9 * _TOLERANCE))
+        if (value := spent(sigma)) <= target:
+            enough, spent_enough = sigma, value
+        else:
+            short, spent_short = sigma, value
+    return enough

@@ -1,0 +1,155 @@
+"""What a training step releases, in the event classes of ``dp_accounting``.
+
+Adjacency is add/remove one example everywhere. Noise multipliers are standard deviations in units of the L2
+sensitivity of what is released."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attr
+import dp_accounting
+from dp_accounting import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+)
+
+from dpexp.errors import UserError
+
+Releases = Mapping[tuple[float, float], int]
+"""Poisson-sampled Gaussians: (sampling rate q, noise multiplier) -> how many times. All accountants work on
+this."""
+
+# Equal up to rounding is equal: the multipliers of a budget that was split and put together again differ
+# from the one before in the last bits, far below what any accountant resolves.
+_DIGITS = 13
+
+
+def step_event(sample_rate: float, noise_multipliers: Sequence[float]) -> DpEvent:
+    """One step: everything that is released from one Poisson sample, composed *inside* the sampling.
+
+    Sampling each release by itself would claim that an example can be in the sample for the gradient and
+    outside it for the counts, and reports too small an epsilon (see ``docs/privacy.md``)."""
+    gaussians = [GaussianDpEvent(float(sigma)) for sigma in noise_multipliers]
+    inner = gaussians[0] if len(gaussians) == 1 else ComposedDpEvent(gaussians)
+    return PoissonSampledDpEvent(float(sample_rate), inner)
+
+
+def composed(counts: Iterable[tuple[DpEvent, int]]) -> DpEvent:
+    """Each event as often as its count says, one after the other (adaptively)."""
+    parts = [
+        event if count == 1 else SelfComposedDpEvent(event, count) for event, count in counts if count > 0
+    ]
+    if not parts:
+        return NoOpDpEvent()
+    return parts[0] if len(parts) == 1 else ComposedDpEvent(parts)
+
+
+def releases(event: DpEvent) -> Releases | None:
+    """The event as Poisson-sampled Gaussians, or None where it holds anything else.
+
+    Gaussians that see the same sample are one Gaussian of multiplier (Σ 1/σ_i²)^(-1/2): scale each release
+    by its own standard deviation, and together they are one vector of sensitivity (Σ 1/σ_i²)^(1/2) under
+    unit noise. σ = 0 stands for a release without noise; what releases nothing (q = 0, no steps, infinite
+    noise) is left out."""
+    counts: Counter[tuple[float, float]] = Counter()
+    if not _collect(event, 1, counts):
+        return None
+    unsampled = [(1 / sigma**2 if sigma > 0 else math.inf) * n for (q, sigma), n in counts.items() if q == 1]
+    merged = {key: n for key, n in counts.items() if 0 < key[0] < 1 and math.isfinite(key[1])}
+    if unsampled and (information := sum(unsampled)) > 0:
+        merged[1.0, _tidy(information**-0.5)] = 1
+    return merged
+
+
+def coarsen(parts: Releases, limit: int) -> Releases:
+    """At most about ``limit`` different kinds of release: q rounded up, σ down, which can only raise epsilon.
+
+    For noise that changes at every step; the grid is the finest that suffices.
+    """
+    if len(parts) <= limit:
+        return parts
+    logs = [math.log(sigma) for _, sigma in parts]
+    ratio = max(1e-4, (max(logs) - min(logs)) / limit)
+    while True:
+        rounded: Counter[tuple[float, float]] = Counter()
+        for (q, sigma), count in parts.items():
+            q_up = min(1.0, math.exp(math.ceil(math.log(q) / ratio) * ratio))
+            rounded[max(q, q_up), min(sigma, math.exp(math.floor(math.log(sigma) / ratio) * ratio))] += count
+        if len(rounded) <= limit:
+            return rounded
+        ratio *= 2
+
+
+def encode(event: DpEvent) -> dict[str, Any]:
+    """An event as plain JSON values: its class name and its fields."""
+    fields = attr.asdict(event, recurse=False)
+    return {"type": type(event).__name__} | {name: _encode_value(value) for name, value in fields.items()}
+
+
+def decode(record: Mapping[str, Any]) -> DpEvent:
+    """The inverse of `encode`. Raises `UserError` for what is not an event."""
+    kind = getattr(dp_accounting, str(record.get("type")), None)
+    if not (isinstance(kind, type) and issubclass(kind, DpEvent)):
+        raise UserError(f"{record.get('type')!r} is not an event of dp_accounting")
+    try:
+        return kind(**{name: _decode_value(value) for name, value in record.items() if name != "type"})
+    except TypeError as error:
+        raise UserError(f"{kind.__name__} does not fit its fields: {error}") from None
+
+
+def _collect(event: DpEvent, count: int, counts: Counter[tuple[float, float]]) -> bool:
+    """Add the event to the counts; False where it holds something that is not a (sampled) Gaussian."""
+    if isinstance(event, NoOpDpEvent) or count == 0:
+        return True
+    if isinstance(event, NonPrivateDpEvent):
+        counts[1.0, 0.0] += count
+        return True
+    if isinstance(event, SelfComposedDpEvent):
+        return _collect(event.event, count * event.count, counts)
+    if isinstance(event, ComposedDpEvent):
+        return all(_collect(inner, count, counts) for inner in event.events)
+    q, inner = (
+        (event.sampling_probability, event.event)
+        if isinstance(event, PoissonSampledDpEvent)
+        else (1.0, event)
+    )
+    seen: Counter[tuple[float, float]] = Counter()
+    if isinstance(event, GaussianDpEvent):
+        seen[1.0, float(event.noise_multiplier)] = 1
+    elif not isinstance(event, PoissonSampledDpEvent) or not _collect(inner, 1, seen):
+        return False
+    if any(inner_q != 1 for inner_q, _ in seen):  # a sample of a sample is not one Gaussian
+        return False
+    if q == 0 or not seen:
+        return True
+    if any(sigma == 0 for _, sigma in seen):
+        counts[q, 0.0] += count
+    else:
+        information = sum(n / sigma**2 for (_, sigma), n in seen.items())
+        counts[q, _tidy(information**-0.5) if information else math.inf] += count
+    return True
+
+
+def _tidy(sigma: float) -> float:
+    return float(f"{sigma:.{_DIGITS}g}")
+
+
+def _encode_value(value: Any) -> Any:
+    if isinstance(value, DpEvent):
+        return encode(value)
+    return [_encode_value(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _decode_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return decode(value)
+    return [_decode_value(item) for item in value] if isinstance(value, list) else value

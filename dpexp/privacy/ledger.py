@@ -1,0 +1,229 @@
+"""What a run has really released, step by step. Epsilon is always computed from here.
+
+One JSON object per line, appended and flushed to the disk *before* the noisy step is applied: killed at any
+instant, a run never under-counts. A line holds
+
+    {"step": 12, "attempt": 0, "event": {…}, "fingerprint": "…", "time": 1700000000.0, "check": "…"}
+
+where ``check`` is the beginning of a SHA-256 over the line and the check before it, so that an altered,
+missing or displaced line is noticed. Steps count from 0, and each line is charged in full.
+
+A step that comes up again (after a crash, from the last checkpoint) is either the same computation or
+another one. With the same fingerprint it is replayed with the same noise: nothing new is released, and it
+is charged once. With any difference (code, runtime, data, state) the same noise under another sum would
+reveal the difference of the two, so the step gets a new attempt number, from which fresh noise and a fresh
+sample follow, and is charged again."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dp_accounting import DpEvent
+
+from dpexp.errors import UserError
+from dpexp.privacy import accountants
+from dpexp.privacy.events import composed, decode, encode
+
+_FIELDS = {"step": int, "attempt": int, "event": dict, "fingerprint": str, "time": float, "check": str}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One charge: step and attempt, the event as canonical JSON, the fingerprint of the state and code that
+    made it."""
+
+    step: int
+    attempt: int
+    event: str
+    fingerprint: str
+
+
+def next_fingerprint(previous: str, static: str) -> str:
+    """The fingerprint of a step from that of the step before it and the run's own.
+
+    ``static`` names config, data, code and runtime; "" stands before the first step. A checkpoint keeps the
+    latest value. Chained like this, a fingerprint names the whole history of the state, without hashing
+    weights: two runs agree at a step only if they took all steps before it under the same conditions."""
+    return hashlib.sha256(f"{previous}\0{static}".encode()).hexdigest()
+
+
+class Ledger:
+    """The ledger in the file ``path``, which is made with the first entry.
+
+    Reading tolerates a last line that was cut off: its step had not been applied yet, and is not charged (a
+    last line that only lacks its line break is complete, and is). Anything else that is wrong raises
+    `UserError` with file and line."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._entries: dict[int, list[Entry]] = {}
+        self._counts: Counter[str] = Counter()
+        self._check = ""
+        self._size = 0  # bytes of the file that are complete lines
+        self._line_break_missing = False
+        self._torn = 0  # bytes after these, left by a crash
+        self._read()
+
+    @property
+    def steps_charged(self) -> int:
+        """Charges so far: every step once, and again for each attempt that was not a replay."""
+        return sum(self._counts.values())
+
+    @property
+    def next_step(self) -> int:
+        """The first step that has never been charged."""
+        return len(self._entries)
+
+    def begin_step(self, step: int, event: DpEvent, fingerprint: str) -> int:
+        """Charge the step unless it is a replay, and return the attempt whose noise and sample it must use.
+
+        Call it before anything noisy is applied; when it returns, the charge is on the disk. Raises
+        `UserError` for a step that would leave a gap, and where the disk does not take the line."""
+        encoded = _canonical(encode(event))
+        attempts = self._entries.get(step, [])
+        for entry in attempts:
+            if entry.fingerprint == fingerprint and entry.event == encoded:
+                return entry.attempt
+        if not 0 <= step <= self.next_step:
+            raise UserError(
+                f"{self.path}: step {step} cannot follow {self.next_step} charged steps: lines are missing"
+            )
+        entry = Entry(step, len(attempts), encoded, fingerprint)
+        self._append(entry)
+        return entry.attempt
+
+    def event(self) -> DpEvent:
+        """Everything released so far."""
+        return composed((decode(json.loads(encoded)), count) for encoded, count in self._counts.items())
+
+    def epsilon(self, delta: float, accountant: str = "rdp") -> float:
+        """ε of everything released so far."""
+        return accountants.epsilon(self.event(), delta, accountant)
+
+    def epsilons(self, delta: float) -> dict[str, float | None]:
+        """The same under every accountant."""
+        return accountants.epsilons(self.event(), delta)
+
+    def _read(self) -> None:
+        try:
+            content = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            raise UserError(f"cannot read the ledger {self.path}: {error.strerror}") from None
+        lines = content.split(b"\n")
+        unfinished = lines.pop()
+        for number, line in enumerate(lines, start=1):
+            self._take(line, number)
+            self._size += len(line) + 1
+        if unfinished:
+            try:
+                self._take(unfinished, len(lines) + 1)
+            except UserError:
+                self._torn = len(unfinished)
+            else:
+                self._size += len(unfinished)
+                self._line_break_missing = True
+
+    def _take(self, line: bytes, number: int) -> None:
+        """Check one line and add its charge; `UserError` leaves everything as it was."""
+        where = f"{self.path}, line {number}"
+        way_out = "restore the file from a copy: without it nobody can say what was released"
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        complete = isinstance(record, dict) and record.keys() == _FIELDS.keys()
+        if not complete or not all(isinstance(record[name], kind) for name, kind in _FIELDS.items()):
+            raise UserError(f"{where} is not a ledger entry; {way_out}")
+        if record["check"] != _checksum(self._check, record):
+            raise UserError(f"{where} was changed, or the line before it is missing; {way_out}")
+        decode(record["event"])
+        entry = Entry(record["step"], record["attempt"], _canonical(record["event"]), record["fingerprint"])
+        if not 0 <= entry.step <= self.next_step or entry.attempt != len(self._entries.get(entry.step, [])):
+            raise UserError(
+                f"{where}: attempt {entry.attempt} of step {entry.step} is out of order; {way_out}"
+            )
+        self._remember(entry, record["check"])
+
+    def _remember(self, entry: Entry, check: str) -> None:
+        self._entries.setdefault(entry.step, []).append(entry)
+        self._counts[entry.event] += 1
+        self._check = check
+
+    def _append(self, entry: Entry) -> None:
+        record: dict[str, Any] = {
+            "step": entry.step,
+            "attempt": entry.attempt,
+            "event": json.loads(entry.event),
+            "fingerprint": entry.fingerprint,
+            "time": time.time(),
+        }
+        record["check"] = _checksum(self._check, record)
+        line = ("\n" if self._line_break_missing else "") + json.dumps(record, allow_nan=False) + "\n"
+        try:
+            self._write(line.encode())
+        except OSError as error:
+            raise UserError(
+                f"cannot write the ledger {self.path}: {error.strerror}; the step was not taken"
+            ) from None
+        self._size += len(line.encode())
+        self._torn, self._line_break_missing = 0, False
+        self._remember(entry, record["check"])
+
+    def _write(self, line: bytes) -> None:
+        new = not self.path.exists()
+        if new:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_size != self._size + self._torn:
+                raise UserError(
+                    f"{self.path} was changed by another process: is this run training twice at once?"
+                )
+            try:
+                file.truncate(self._size)  # drops what a crash left of a line
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                self._torn = 0
+                file.truncate(self._size)
+                raise
+        if new:
+            _sync_folder(self.path.parent)
+
+
+def _canonical(event: dict[str, Any]) -> str:
+    if not math.isfinite(_largest(event)):
+        raise UserError("a ledger entry needs finite noise multipliers")
+    return json.dumps(event, sort_keys=True)
+
+
+def _largest(value: Any) -> float:
+    if isinstance(value, dict):
+        return max((_largest(item) for item in value.values()), default=0.0)
+    if isinstance(value, list):
+        return max((_largest(item) for item in value), default=0.0)
+    return abs(value) if isinstance(value, float) else 0.0
+
+
+def _checksum(previous: str, record: dict[str, Any]) -> str:
+    body = {name: value for name, value in record.items() if name != "check"}
+    return hashlib.sha256((previous + json.dumps(body, sort_keys=True)).encode()).hexdigest()[:16]
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file's name is on the disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

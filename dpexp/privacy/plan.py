@@ -1,0 +1,218 @@
+"""The frozen facts that fix a run's guarantee, and the event that they make.
+
+Training takes its noise from the plan and accounting takes its event from the plan: neither reads a number
+that the other does not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dp_accounting import DpEvent
+
+from dpexp.errors import UserError
+from dpexp.privacy import accountants
+from dpexp.privacy.accountants import ACCOUNTANTS, check_delta
+from dpexp.privacy.calibration import calibrate
+from dpexp.privacy.events import composed, step_event
+from dpexp.privacy.schedules import factor, factor_counts
+
+SAMPLINGS = ("poisson", "shuffle")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """N examples, each in the sample of a step with probability q, for T steps; see `make_plan`.
+
+    ``noise_multiplier`` is σ, the multiplier of the whole step's budget. With adaptive thresholds a share r
+    of it, ``quantile_budget``, is spent on the counts (He et al., Proposition 3.1): the gradient gets σ_new
+    = σ/√(1-r) and each of the K counts σ_b = σ√(K/(4r)). Steps count from 0."""
+
+    num_examples: int
+    sample_rate: float
+    steps: int
+    noise_multiplier: float
+    quantile_budget: float
+    delta: float
+    accountant: str
+    sampling: str = "poisson"
+    target_epsilon: float | None = None
+    schedule: str = "constant"
+
+    @property
+    def expected_batch_size(self) -> float:
+        """q·N: what sums are divided by, whatever was drawn."""
+        return self.sample_rate * self.num_examples
+
+    def sigma(self, step: int) -> float:
+        """σ of the step, before the budget is split."""
+        return self.noise_multiplier * factor(self.schedule, step, self.steps)
+
+    def sigma_new(self, step: int) -> float:
+        """Noise multiplier of the gradient sum: the noise has standard deviation σ_new·S·γ_k (He et al.,
+        eq. 3.1)."""
+        return self.sigma(step) / math.sqrt(1 - self.quantile_budget)
+
+    def sigma_b(self, step: int, num_groups: int) -> float:
+        """Standard deviation of the noise on each of the K centred counts Σ(b_i - 1/2) (He et al., Remark
+        3.1).
+
+        Raises `UserError` where the thresholds are fixed: nothing is then released about the norms.
+        """
+        if self.quantile_budget == 0:
+            raise UserError("the plan has no budget for counts: set quantile_budget for adaptive thresholds")
+        return self.sigma(step) * math.sqrt(num_groups / (4 * self.quantile_budget))
+
+    def step_event(self, step: int) -> DpEvent:
+        """What the step releases: PoissonSampled(q, Composed([gradient, counts]))."""
+        return self._event_at(self.sigma(step))
+
+    def event(self, steps: int | None = None) -> DpEvent:
+        """Everything that the first ``steps`` steps (all of them by default) release."""
+        done = self.steps if steps is None else steps
+        if not 0 <= done <= self.steps:
+            raise UserError(f"the plan has {self.steps} steps, not {done}")
+        counts = factor_counts(self.schedule, done, self.steps)
+        return composed((self._event_at(self.noise_multiplier * scale), count) for scale, count in counts)
+
+    def epsilon(self, steps: int | None = None, accountant: str | None = None) -> float:
+        """ε after ``steps`` steps at the plan's δ, under the plan's accountant unless another one is
+        named."""
+        return accountants.epsilon(self.event(steps), self.delta, accountant or self.accountant)
+
+    def epsilons(self, steps: int | None = None) -> dict[str, float | None]:
+        """The same under every accountant."""
+        return accountants.epsilons(self.event(steps), self.delta)
+
+    def caveats(self) -> list[str]:
+        """What a reader of ε must know beyond the numbers; each a sentence for the record."""
+        found: list[str] = []
+        if self.sampling != "poisson":
+            found.append(
+                "Batches were drawn by shuffling, but epsilon assumes Poisson sampling: it is not a guarantee."
+            )
+        if self.accountant == "gdp":
+            found.append(
+                "Epsilon is a central limit approximation (gdp), which under-estimates: it is not a guarantee."
+            )
+        if self.delta >= 1 / self.num_examples:
+            found.append(
+                f"delta = {self.delta:g} is not below 1/N: publishing a random example would satisfy it."
+            )
+        return found
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the plan, in hex."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values."""
+        return asdict(self)
+
+    def _event_at(self, sigma: float) -> DpEvent:
+        return step_event(self.sample_rate, _multipliers(sigma, self.quantile_budget))
+
+
+def _multipliers(sigma: float, quantile_budget: float) -> list[float]:
+    """Noise multipliers of what one step releases.
+
+    The K centred counts together have sensitivity √K/2 and noise σ_b = σ√(K/(4r)) each: multiplier 2σ_b/√K
+    = σ/√r, so that 1/σ_new² + r/σ² = 1/σ² for any K."""
+    if quantile_budget == 0:
+        return [sigma]
+    return [sigma / math.sqrt(1 - quantile_budget), sigma / math.sqrt(quantile_budget)]
+
+
+def make_plan(
+    *,
+    num_examples: int,
+    expected_batch_size: float,
+    steps: int,
+    delta: str | float,
+    accountant: str = "rdp",
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    quantile_budget: float = 0.0,
+    sampling: str = "poisson",
+    allow_clt: bool = False,
+    schedule: str = "constant",
+) -> Plan:
+    """A checked plan, with σ calibrated to ``epsilon`` unless ``noise_multiplier`` is given.
+
+    ``num_examples`` N is public; ``expected_batch_size`` B gives q = B/N; ``delta`` is a number or a rule
+    (see `resolve_delta`); ``quantile_budget`` r is the share of each step's budget for adaptive thresholds.
+    Raises `UserError` for values that make no plan, and for the gdp accountant without ``allow_clt``: its ε
+    is not a guarantee."""
+    if num_examples < 1:
+        raise UserError(f"the data set has {num_examples} examples; at least one is needed")
+    if not 0 < expected_batch_size <= num_examples:
+        raise UserError(
+            f"batch_size={expected_batch_size} must be above 0 and at most N = {num_examples} examples"
+        )
+    if steps < 1:
+        raise UserError(f"steps={steps}: at least one is needed")
+    if not 0 <= quantile_budget < 1:
+        raise UserError(f"quantile_budget={quantile_budget} is a share of the budget: 0 <= r < 1")
+    if accountant not in ACCOUNTANTS:
+        raise UserError(f"accountant={accountant} is not a choice; choices: {', '.join(ACCOUNTANTS)}")
+    if accountant == "gdp" and not allow_clt:
+        raise UserError(
+            "accountant=gdp is an approximation that under-estimates epsilon: choose rdp, prv or pld, or accept it with"
+            " accountant.allow_clt=true"
+        )
+    if sampling not in SAMPLINGS:
+        raise UserError(f"sampling={sampling} is not a choice; choices: {', '.join(SAMPLINGS)}")
+    if (epsilon is None) == (noise_multiplier is None):
+        raise UserError("give either epsilon or noise_multiplier, not both and not neither")
+    if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
+        raise UserError(f"noise_multiplier={noise_multiplier} must be a number, 0 or larger")
+    delta = resolve_delta(delta, num_examples)
+    sample_rate = expected_batch_size / num_examples
+    counts = factor_counts(schedule, steps, steps)
+    if noise_multiplier is None:
+        assert epsilon is not None
+
+        def make_event(sigma: float) -> DpEvent:
+            return composed(
+                (step_event(sample_rate, _multipliers(sigma * scale, quantile_budget)), count)
+                for scale, count in counts
+            )
+
+        noise_multiplier = calibrate(make_event, epsilon, delta, accountant)
+    return Plan(
+        num_examples=num_examples,
+        sample_rate=sample_rate,
+        steps=steps,
+        noise_multiplier=float(noise_multiplier),
+        quantile_budget=quantile_budget,
+        delta=delta,
+        accountant=accountant,
+        sampling=sampling,
+        target_epsilon=epsilon,
+        schedule=schedule,
+    )
+
+
+def resolve_delta(rule: str | float, num_examples: int) -> float:
+    """δ from a number or a rule: ``half_over_n`` is 1/(2N) (Li et al.), ``n_pow_-1.1`` is N^-1.1 (He et al.
+    section 5.2).
+
+    Raises `UserError` for what is neither, and for a δ outside (0, 1).
+    """
+    if rule == "half_over_n":
+        delta = 1 / (2 * num_examples)
+    elif match := re.fullmatch(r"n_pow_(-\d+(\.\d+)?)", str(rule)):
+        delta = num_examples ** float(match[1])
+    else:
+        try:
+            delta = float(rule)
+        except ValueError:
+            raise UserError(f"delta={rule} is neither a number nor a rule: half_over_n, n_pow_-1.1") from None
+    check_delta(delta)
+    if delta == 0:
+        raise UserError("delta=0 leaves no room for Gaussian noise; a usual choice is half_over_n")
+    return delta

@@ -1,0 +1,347 @@
+"""What a run writes about itself: where it ran, on which code, what it released, and the summary with its fixed keys."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from dpexp.config import RunConfig
+    from dpexp.privacy.plan import Plan
+    from dpexp.tasks.base import Task
+
+ACCOUNTANTS = ("rdp", "gdp", "prv", "pld")
+NEIGHBOURS = "add or remove one example"
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "peft",
+    "dp-accounting",
+    "prv-accountant",
+    "opacus",
+    "numpy",
+    "hydra-core",
+)
+SUMMARY_KEYS = (
+    *("task", "model", "clip", "engine", "scale", "data", "privacy", "metrics", "performance"),
+    *("seed", "versions", "git", "command", "wall_s", "status"),
+)
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def git_state() -> dict[str, Any]:
+    """`{"commit": str | None, "dirty": bool | None}` of the code that runs.
+
+    A copy without `.git` is told by its caller through the environment: DPEXP_COMMIT, and DPEXP_DIRTY=1 where files
+    differ from it.
+    """
+    if commit := os.environ.get("DPEXP_COMMIT"):
+        return {
+            "commit": commit,
+            "dirty": os.environ.get("DPEXP_DIRTY", "0").lower() not in {"", "0", "false", "no"},
+        }
+    commit = _git("rev-parse", "HEAD")
+    top = _git("rev-parse", "--show-toplevel")
+    if not commit or not top or _PACKAGE.parent != Path(top).resolve():
+        return {"commit": None, "dirty": None}  # installed elsewhere: the repository around it is not ours
+    changes = _git("status", "--porcelain", "--untracked-files=normal")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def code_hash() -> str:
+    """16 hex digits of the sources of the package: changes with every edit, with and without git."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Python and the libraries that a result can depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("dpexp", *LIBRARIES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """The machine, in the words of a record."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.system(),
+    }
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """One string for the performance block: the GPU's name, or the processor's and the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}: {_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def command_line() -> str:
+    """The command to type for this run again."""
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program = f"python -m {module.name}" if module is not None else f"python {sys.argv[0]}"
+    return " ".join([program, *map(shlex.quote, sys.argv[1:])])
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """High-water mark of this process: allocated GPU memory, or resident memory on a CPU. In MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB elsewhere
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file as a whole: after a crash it holds the old text or the new one, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            flush_file(file)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` for a JSON value."""
+    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def flush_file(file: Any) -> None:
+    """From the process to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Metrics:
+    """`metrics.jsonl`, one line per event, and what of it may be shown to whom.
+
+    Lines that hold anything computed from the private data without noise carry ``"not_private": true``; with a strict
+    release they are not written at all, nor handed to the tracker.
+    """
+
+    def __init__(self, path: Path, strict: bool, tracker: Any = None):
+        self.path, self.strict, self.tracker = path, strict, tracker
+
+    def resume_at(self, step: int) -> None:
+        """Drop the lines of steps after `step`: they are run again."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue  # torn by a crash
+        write_atomic(self.path, "".join(line + "\n" for line in kept))
+
+    def write(self, step: int, values: dict[str, Any], *, released: bool = True) -> None:
+        """Append one line.
+
+        Args:
+            step: steps done.
+            values: JSON values.
+            released: False where the values depend on the private data in a way that no noise covers.
+        """
+        if self.strict and not released:
+            return
+        line = {"step": step} | ({} if released else {"not_private": True}) | values
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.tracker is not None:
+            self.tracker.log(
+                values if released else {f"not_private/{name}": v for name, v in values.items()}, step
+            )
+
+
+def privacy_block(
+    run: "RunConfig",
+    plan: "Plan | None",
+    spent: dict[str, float | None] | None,
+    num_groups: int,
+    charged: int,
+) -> dict[str, Any]:
+    """The summary's privacy block.
+
+    Args:
+        run: the configuration.
+        plan: None for a non-private run.
+        spent: ε under every accountant, computed from the ledger; None for a non-private run.
+        num_groups: K.
+        charged: steps in the ledger, those paid twice after a change of the runtime included.
+    """
+    if plan is None:
+        return {
+            "epsilon": dict.fromkeys(ACCOUNTANTS),
+            **dict.fromkeys(
+                ("delta", "accountant", "noise_multiplier", "sigma_new", "sigma_b", "sample_rate")
+            ),
+            "steps": 0,
+            "sampling": run.privacy.sampling,
+            "released": ["model without any guarantee"],
+            "neighbouring": None,
+            "notes": ["trained without privacy: nothing is guaranteed about the training data"],
+            "trials": run.trials,
+        }
+    adaptive = plan.quantile_budget > 0
+    return {
+        "epsilon": {name: _finite((spent or {}).get(name)) for name in ACCOUNTANTS},
+        "delta": plan.delta,
+        "accountant": plan.accountant,
+        "noise_multiplier": plan.noise_multiplier,
+        "sigma_new": plan.sigma_new(0),
+        "sigma_b": plan.sigma_b(0, num_groups) if adaptive else None,
+        "sample_rate": plan.sample_rate,
+        "steps": charged,
+        "sampling": plan.sampling,
+        "released": ["gradients", "counts"] if adaptive else ["gradients"],
+        "neighbouring": NEIGHBOURS,
+        "notes": privacy_notes(run, plan, spent or {}, charged),
+        "trials": run.trials,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None  # JSON has no infinity
+
+
+def privacy_notes(run: "RunConfig", plan: "Plan", spent: dict[str, float | None], charged: int) -> list[str]:
+    """What a reader of ε must know, in sentences."""
+    notes = [f"the unit of privacy is one example: neighbouring data sets differ in one ({NEIGHBOURS})"]
+    if plan.sampling == "poisson":
+        notes.append("batches are drawn by Poisson sampling, as the accountants assume")
+    notes += plan.caveats()
+    if unbounded := [name for name, value in spent.items() if value is not None and not math.isfinite(value)]:
+        notes.append(
+            f"epsilon has no finite value under {', '.join(unbounded)}: there is no guarantee to speak of"
+        )
+    if run.privacy.noise_seed is not None:
+        notes.append(
+            "sampling and noise were drawn from a fixed seed: the guarantee holds only while that seed is secret"
+        )
+    if charged > plan.steps:
+        notes.append(
+            f"{charged - plan.steps} steps were charged twice: they were run again after an interruption with another "
+            "runtime, and with fresh noise"
+        )
+    tuned = "one configuration was tried" if run.trials == 1 else f"chosen from {run.trials} configurations"
+    notes.append(f"{tuned}; epsilon excludes the tuning")
+    notes.append("the dev set, on which the metrics are computed, is taken to be public, and so is N")
+    if run.privacy.release != "strict":
+        notes.append(
+            'the lines marked "not_private" in metrics.jsonl are outside the guarantee: keep them to yourself'
+        )
+    return notes
+
+
+def summarise(
+    run: "RunConfig",
+    task: "Task",
+    *,
+    privacy: dict[str, Any],
+    metrics: dict[str, float],
+    performance: dict[str, Any],
+    wall_s: float,
+    status: str,
+    details: dict[str, Any],
+) -> dict[str, Any]:
+    """`summary.json`: the fixed keys first, in their order, then `details` (provenance and what else is of use)."""
+    data = task.data
+    return {
+        "task": run.task.name,
+        "model": run.model.name,
+        "clip": run.clip.name,
+        "engine": run.engine.name if run.clip.private else "none",
+        "scale": run.scale.name,
+        "data": {"source": data.source, "name": data.name, "rows": data.rows, "sha256": data.sha256},
+        "privacy": privacy,
+        "metrics": metrics,
+        "performance": performance,
+        "seed": run.seed,
+        "versions": versions(),
+        "git": git_state(),
+        "command": command_line(),
+        "wall_s": round(wall_s, 3),
+        "status": status,
+        "details": details,
+    }
+
+
+def finished_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of a finished run, or None."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary if summary.get("status") == "finished" else None
+
+
+def code_changes(summary: dict[str, Any]) -> str | None:
+    """One sentence where the code is not what it was when this run finished, else None."""
+    then, now = summary.get("git", {}), git_state()
+    if summary.get("details", {}).get("code") == code_hash():
+        return None
+    if then.get("commit") != now["commit"]:
+        return f"the code has changed since: it ran at commit {_short(then)}, this is {_short(now)}"
+    return f"the code has changed since, at the same commit ({_short(now)})"
+
+
+def _short(git: dict[str, Any]) -> str:
+    commit = (git.get("commit") or "unknown")[:10]
+    return f"{commit} with local changes" if git.get("dirty") else commit

@@ -1,0 +1,131 @@
+"""What the training loop knows of a task, and how a task is chosen.
+
+A new kind of task is one file with a subclass of `Task` and one line in `build_task`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+
+if TYPE_CHECKING:
+    from dpexp.schemas import DataConfig, TaskConfig
+
+Progress = Callable[[int, int], object]
+"""Called with (examples done, examples in all)."""
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """Where the data came from, for the record.
+
+    source: "files", "hub", "demo" or "own files".
+    name: a path, a hub id, or the plain words that it is synthetic.
+    rows: split -> number of rows.
+    sha256: split -> hash of the uncompressed bytes of its file, so that plain, .gz and .xz copies agree (for data sets
+        in Hugging Face's format, of the rows read, as JSON lines); hexadecimal.
+    notes: what a reader of the record must know: truncation, labels taken from private data.
+    """
+
+    source: str
+    name: str
+    rows: dict[str, int]
+    sha256: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+
+class Task(ABC):
+    """Private training data, public dev data, one loss per example, metrics.
+
+    name: as in `task=NAME`.
+    num_examples: N, declared by the configuration and equal to `len(train)`; public.
+    labels: the names of the classes; empty where there are none.
+    train, dev: sequences of examples, each of them whatever `collate` takes.
+    data: for the record.
+    """
+
+    name: str
+    num_examples: int
+    labels: list[str]
+    train: Sequence[Any]
+    dev: Sequence[Any]
+    data: DataInfo
+
+    @abstractmethod
+    def collate(self, examples: list[Any]) -> dict[str, Tensor]:
+        """A batch, padded to its longest example; of no examples, tensors with a first dimension of 0."""
+
+    @abstractmethod
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """One loss per example, `[B]`, float32 (float64 in a float64 model), unreduced.
+
+        `losses[i]` depends on example i alone: the sensitivity of the clipped sum rests on it. An empty batch gives
+        `[0]` without a forward pass, which Hugging Face's models do not survive.
+        """
+
+    @abstractmethod
+    def evaluate(
+        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """The metrics on dev. The model's mode, training or evaluation, is left as it is found."""
+
+    @abstractmethod
+    def length(self, i: int) -> int:
+        """The length of training example i (tokens), for batches of similar length."""
+
+
+def declared_num_examples(task: TaskConfig, data: DataConfig, scale: str) -> int | None:
+    """N as the configuration declares it, or None. The task knows N of its own data alone, and `data` wins."""
+    if data.num_examples is not None or data.train is not None:
+        return data.num_examples
+    return task.num_examples.get(scale)
+
+
+def check_num_examples(task: TaskConfig, data: DataConfig, scale: str, found: int, where: str) -> int:
+    """N, after comparing what is declared with what is there.
+
+    Raises:
+        UserError: N is not declared, or is another one than found.
+    """
+    declared = declared_num_examples(task, data, scale)
+    why = (
+        "N is public: it fixes the sampling rate and delta, and with them the guarantee, before the private data is "
+        "read"
+    )
+    if declared is None:
+        raise UserError(
+            f"task={task.name}: the number of examples N is not declared, and {where} has {found}. {why}. Add "
+            f"data.num_examples={found}"
+        )
+    if declared != found:
+        raise UserError(
+            f"task={task.name}, scale={scale}: {declared} examples are declared, and {where} has {found}. {why}. "
+            f"Give the complete file, or say data.num_examples={found} if this other data set is meant"
+        )
+    return declared
+
+
+def build_task(task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any, seed: int) -> Task:
+    """The task that the configuration describes, with its data read, checked and prepared.
+
+    Args:
+        task, data: see their schemas.
+        scale: "paper", "small" or "demo".
+        tokenizer: of the model, for text; see `dpexp.models.build_tokenizer`.
+        seed: for public random choices of a task. Data sets are the same for every seed.
+
+    Raises:
+        UserError: data that can't be found, is malformed, or is not of the declared size.
+    """
+    if task.kind == "text_classification":
+        from dpexp.tasks.classification import TextClassification
+
+        return TextClassification(task, data, scale, tokenizer)
+    raise UserError(f"task.kind={task.kind} is unknown: choose text_classification")

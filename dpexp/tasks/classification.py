@@ -1,0 +1,239 @@
+"""Text classification: one text or a pair of texts, one label."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+from dpexp.metrics import METRICS
+from dpexp.tasks.base import DataInfo, Progress, Task, check_num_examples
+from dpexp.tasks.demo import DEMO_LABELS
+from dpexp.tasks.files import Table
+from dpexp.tasks.lookup import Columns, Found, columns_of, find_tables
+from dpexp.tasks.tokens import TokenTable, tokenize_cached
+
+if TYPE_CHECKING:
+    from dpexp.schemas import DataConfig, TaskConfig
+
+
+MOST_CLASSES = 1000  # more distinct values than this are a mistaken column, unless they are declared
+
+
+class Example(NamedTuple):
+    """tokens: `[T]` int32; segments: `[T]` uint8 or None; label: the number of the class."""
+
+    tokens: np.ndarray
+    segments: np.ndarray | None
+    label: int
+
+
+class Examples(Sequence[Example]):
+    """A tokenised split.
+
+    tokens: the texts.
+    labels: `[rows]` int64.
+    """
+
+    def __init__(self, tokens: TokenTable, labels: np.ndarray) -> None:
+        self.tokens = tokens
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: Any) -> Any:
+        start, end = self.tokens.offsets[i], self.tokens.offsets[i + 1]
+        segments = self.tokens.segments
+        return Example(
+            self.tokens.tokens[start:end],
+            None if segments is None else segments[start:end],
+            int(self.labels[i]),
+        )
+
+
+_NO_EXAMPLES = Examples(
+    TokenTable(np.empty(0, np.int32), np.zeros(1, np.int64), None, 0), np.empty(0, np.int64)
+)
+
+
+class TextClassification(Task):
+    """A task whose configuration says `kind: text_classification`.
+
+    Without declared `task.labels` (own data alone), the classes are the sorted distinct labels of the training file;
+    the record then says that they were taken from private data and are treated as public.
+    """
+
+    def __init__(self, task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any) -> None:
+        """Find, read, check and tokenise the data.
+
+        Raises:
+            UserError: as `find_tables`; a label outside the classes; N not declared or another; an unknown metric.
+        """
+        if task.metric not in METRICS:
+            raise UserError(f"task.metric={task.metric} is unknown: choose one of {', '.join(METRICS)}")
+        found = find_tables(task, data, scale)
+        train = found.tables["train"]
+        self.name = task.name
+        self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
+        columns = columns_of(task, data)
+        self.labels, notes = _classes(task, found, columns)
+        self.metric = METRICS[task.metric]
+        self.metric_name = task.metric
+        self.pad_token = int(tokenizer.pad_token_id)
+        self.wants_segments = "token_type_ids" in tokenizer.model_input_names
+        max_length = min(data.max_length or task.max_length, tokenizer.model_max_length)
+        cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+        self.splits: dict[str, Examples] = {}  # "train", "dev", and perhaps more whose names begin with "dev"
+        for split, table in found.tables.items():
+            targets = _targets(table, columns.label, self.labels)
+            texts = table.columns[columns.text]
+            pairs = table.columns[columns.text_pair] if columns.text_pair else None
+            content = f"{table.sha256} {columns.wanted}"
+            tokens = tokenize_cached(cache, content, tokenizer, texts, pairs, max_length)
+            if tokens.truncated:
+                notes.append(
+                    f"{split}: {tokens.truncated} of {len(table)} rows were cut to {max_length} tokens"
+                )
+            self.splits[split] = Examples(tokens, targets)
+        self.train: Examples = self.splits["train"]
+        self.dev: Examples = self.splits.get("dev", _NO_EXAMPLES)
+        if "dev" not in self.splits:
+            notes.append("no dev set was given (data.dev), so nothing is measured")
+        self.data = DataInfo(
+            source=found.source,
+            name=found.name,
+            rows={split: len(table) for split, table in found.tables.items()},
+            sha256={split: table.sha256 for split, table in found.tables.items()},
+            notes=notes,
+        )
+
+    def collate(self, examples: list[Example]) -> dict[str, Tensor]:
+        """Pad on the right to the longest of the examples.
+
+        Returns:
+            `input_ids`, `attention_mask` and, where the model asks for it, `token_type_ids`, all int64 `[B, T]`;
+            `labels` int64 `[B]`. Without examples B = 0 and T = 1.
+        """
+        lengths = np.array([len(example.tokens) for example in examples], dtype=np.int64)
+        mask = np.arange(lengths.max(initial=1)) < lengths[:, None]
+        batch = {
+            "input_ids": self._padded(mask, [example.tokens for example in examples], self.pad_token),
+            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+            "labels": torch.tensor([example.label for example in examples], dtype=torch.int64),
+        }
+        if self.wants_segments:
+            segments = [example.segments for example in examples if example.segments is not None]
+            batch["token_type_ids"] = self._padded(mask, segments, 0)
+        return batch
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Cross-entropy of each example, `[B]`, in float32 or better."""
+        labels = batch["labels"]
+        if len(labels) == 0:
+            return torch.zeros(0, device=labels.device)
+        return _cross_entropy(self._logits(model, batch), labels)
+
+    def evaluate(
+        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """The metric and the mean loss on dev, and those of further dev sets with their names behind.
+
+        Args:
+            model: its mode is restored.
+            device: where the model is.
+            batch_size: examples per forward pass; examples of similar length go together.
+            progress: called with (examples done, examples in all).
+        """
+        splits = {split: examples for split, examples in self.splits.items() if split.startswith("dev")}
+        total = sum(len(examples) for examples in splits.values())
+        modes = {module: module.training for module in model.modules()}
+        metrics: dict[str, float] = {}
+        done = 0
+        model.eval()
+        try:
+            for split, examples in splits.items():
+                predicted = np.empty(len(examples), np.int64)
+                losses = np.empty(len(examples), np.float64)
+                longest_first = np.argsort(-examples.tokens.lengths, kind="stable")
+                for start in range(0, len(examples), batch_size):
+                    chosen = longest_first[start : start + batch_size]
+                    predicted[chosen], losses[chosen] = self._measure(
+                        model, device, [examples[i] for i in chosen]
+                    )
+                    done += len(chosen)
+                    if progress is not None:
+                        progress(done, total)
+                suffix = split.removeprefix("dev")
+                metrics[self.metric_name + suffix] = self.metric(predicted, examples.labels)
+                metrics["loss" + suffix] = float(losses.mean())
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return metrics
+
+    def length(self, i: int) -> int:
+        """Tokens of training example i, special ones included."""
+        return int(self.train.tokens.offsets[i + 1] - self.train.tokens.offsets[i])
+
+    @torch.no_grad()
+    def _measure(
+        self, model: nn.Module, device: torch.device, examples: list[Example]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        batch = {name: tensor.to(device) for name, tensor in self.collate(examples).items()}
+        logits = self._logits(model, batch)
+        return logits.argmax(-1).cpu().numpy(), _cross_entropy(logits, batch["labels"]).cpu().numpy()
+
+    def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+
+    def _padded(self, mask: np.ndarray, rows: list[np.ndarray], padding: int) -> Tensor:
+        padded = np.full(mask.shape, padding, dtype=np.int64)
+        if rows:
+            padded[mask] = np.concatenate(rows)
+        return torch.from_numpy(padded)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    at_least_float32 = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(at_least_float32), labels, reduction="none")
+
+
+def _classes(task: TaskConfig, found: Found, columns: Columns) -> tuple[list[str], list[str]]:
+    """The classes, and what the record must say about them."""
+    if task.labels:
+        return [str(label) for label in task.labels], []
+    if found.source == "demo":
+        return list(DEMO_LABELS), []
+    train = found.tables["train"]
+    labels = sorted(set(train.columns[columns.label]))
+    if len(labels) < 2:
+        raise UserError(f"{train.where}: column {columns.label} holds one class alone, {labels[0]}")
+    if len(labels) > MOST_CLASSES:
+        raise UserError(
+            f"{train.where}: column {columns.label} holds {len(labels)} distinct values; is it the label's?"
+        )
+    some = ", ".join(labels[:10]) + (", ..." if len(labels) > 10 else "")
+    return labels, [
+        f"the classes ({some}) were taken from the private training file and are treated as public; declare them with "
+        "task.labels=[...]"
+    ]
+
+
+def _targets(table: Table, column: str, labels: Sequence[str]) -> np.ndarray:
+    number = {label: i for i, label in enumerate(labels)}
+    targets = np.empty(len(table), dtype=np.int64)
+    for row, label in enumerate(table.columns[column]):
+        if label not in number:
+            raise UserError(
+                f"{table.at(row)}: label {label!r} is outside the classes {', '.join(labels[:20])}"
+            )
+        targets[row] = number[label]
+    return targets

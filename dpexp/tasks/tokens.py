@@ -1,0 +1,178 @@
+"""Text as one flat array of tokens, made once and cached by the hash of what it is made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+CHUNK = 8192  # texts per call of the tokenizer: large enough to be fast, small enough to bound memory
+FORMAT = 1
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Rows of tokens behind each other: row i is `tokens[offsets[i]:offsets[i + 1]]`.
+
+    tokens: `[total]` int32.
+    offsets: `[rows + 1]` int64.
+    segments: `[total]` uint8, which text of a pair a token belongs to, or None for a model that does not ask.
+    truncated: how many rows were cut to the longest allowed length.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    segments: np.ndarray | None
+    truncated: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """`[rows]` int64, tokens per row."""
+        return np.diff(self.offsets)
+
+
+def tokenize(
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
+) -> TokenTable:
+    """Tokenise texts, or pairs of texts, with the tokenizer's special tokens.
+
+    Args:
+        tokenizer: of Hugging Face.
+        texts: `[rows]`.
+        pairs: `[rows]` second texts, or None.
+        max_length: longer rows are cut: of a pair, token by token the longer of the two.
+    """
+    wants_segments = "token_type_ids" in tokenizer.model_input_names
+    rows: list[np.ndarray] = []
+    segments: list[np.ndarray] = []
+    truncated = 0
+    for start in range(0, len(texts), CHUNK):
+        chosen = slice(start, start + CHUNK)
+        batch = _encode(tokenizer, texts[chosen], pairs and pairs[chosen], wants_segments)
+        ids = batch["input_ids"]
+        too_long = [i for i, row in enumerate(ids) if len(row) > max_length]
+        if too_long:
+            again = _encode(
+                tokenizer,
+                [texts[start + i] for i in too_long],
+                pairs and [pairs[start + i] for i in too_long],
+                wants_segments,
+                max_length,
+            )
+            for name in again:
+                for i, row in zip(too_long, again[name], strict=True):
+                    batch[name][i] = row
+            truncated += len(too_long)
+        rows += [np.asarray(row, dtype=np.int32) for row in ids]
+        segments += (
+            [np.asarray(row, dtype=np.uint8) for row in batch["token_type_ids"]] if wants_segments else []
+        )
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
+    return TokenTable(
+        np.concatenate([np.empty(0, np.int32), *rows]),
+        offsets.astype(np.int64),
+        np.concatenate([np.empty(0, np.uint8), *segments]) if wants_segments else None,
+        truncated,
+    )
+
+
+def tokenize_cached(
+    cache: Path,
+    content: str,
+    tokenizer: Any,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None,
+    max_length: int,
+) -> TokenTable:
+    """As `tokenize`, from the cache where it holds the same thing.
+
+    The file is for its owner alone, because it holds private text, and appears under its name only when complete. A
+    cache that can't be written costs time and nothing else: a warning.
+
+    Args:
+        cache: a folder.
+        content: names the texts: a hash of their file together with the columns that were read.
+    """
+    parts = [FORMAT, content, tokenizer_hash(tokenizer), max_length]
+    path = cache / "tokens" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}.safetensors"
+    table = _load(path)
+    if table is None or len(table) != len(texts):
+        table = tokenize(tokenizer, texts, pairs, max_length)
+        try:
+            _save(path, table)
+        except OSError as error:
+            log.warning("the cache of tokens could not be written: %s (%s)", path, error.strerror)
+    return table
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """A hash of all that decides which tokens come out."""
+    if tokenizer.is_fast:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state.pop("truncation"), state.pop("padding")  # the settings of the last call
+    else:
+        state = tokenizer.get_vocab()
+    parts = [type(tokenizer).__name__, tokenizer.model_input_names, str(tokenizer.init_kwargs), state]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _encode(
+    tokenizer: Any,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None,
+    segments: bool,
+    max_length: int | None = None,
+) -> dict[str, list[list[int]]]:
+    return dict(
+        tokenizer(
+            list(texts),
+            list(pairs) if pairs is not None else None,
+            truncation=max_length is not None,
+            max_length=max_length,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=segments,
+            verbose=False,
+        )
+    )
+
+
+def _load(path: Path) -> TokenTable | None:
+    try:
+        with safe_open(path, framework="np") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            truncated = int(file.metadata()["truncated"])
+    except (OSError, SafetensorError, KeyError, TypeError):
+        return None  # not there, or not readable: made anew
+    return TokenTable(arrays["tokens"], arrays["offsets"], arrays.get("segments"), truncated)
+
+
+def _save(path: Path, table: TokenTable) -> None:
+    arrays = {"tokens": table.tokens, "offsets": table.offsets}
+    if table.segments is not None:
+        arrays["segments"] = table.segments
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(save(arrays, metadata={"truncated": str(table.truncated)}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

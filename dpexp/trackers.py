@@ -1,0 +1,94 @@
+"""Who else hears of the metrics: Weights & Biases (offline unless asked otherwise), TensorBoard, or nobody.
+
+A tracker is handed what `record.Metrics` decided may be told: with a strict release nothing that is not private, else
+such values under names that begin with ``not_private/``.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dpexp.errors import UserError
+
+if TYPE_CHECKING:
+    from dpexp.config import RunConfig
+
+
+class Tracker(Protocol):
+    """What every tracker can do."""
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Take numbers, nested dicts of numbers, or lists of numbers."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+def build_tracker(run: "RunConfig", settings: dict[str, Any], folder: Path) -> Tracker | None:
+    """The configured tracker, None for none. Its files go into the run's folder.
+
+    Raises:
+        UserError: its package is not installed.
+    """
+    if run.tracker.name == "none":
+        return None
+    kind = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}[run.tracker.name]
+    try:
+        return kind(run, settings, folder)
+    except ImportError as error:
+        raise UserError(
+            f"tracker={run.tracker.name} needs a package that is not installed ({error.name}): "
+            f"pip install {run.tracker.name}, or choose tracker=none"
+        ) from error
+
+
+class WandbTracker:
+    """Weights & Biases; a resumed run goes on under its name."""
+
+    def __init__(self, run: "RunConfig", settings: dict[str, Any], folder: Path):
+        import wandb
+
+        name = "-".join(folder.parts[-3:])
+        self.run = wandb.init(
+            project=run.tracker.project,
+            mode="online" if run.tracker.mode == "online" else "offline",
+            name=name,
+            id=name.replace("/", "-"),
+            resume="allow",
+            config=settings,
+            dir=str(folder),
+        )
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.run.log(flatten(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class TensorBoardTracker:
+    """TensorBoard event files in the run's folder."""
+
+    def __init__(self, run: "RunConfig", settings: dict[str, Any], folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        for name, value in flatten(values).items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Nested dicts and lists as one level of numbers, names joined by a slash; what is no number is left out."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            value = {str(index): item for index, item in enumerate(value)}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            flat[f"{prefix}{name}"] = float(value)
+    return flat

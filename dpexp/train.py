@@ -1,0 +1,191 @@
+"""``python -m dpexp.train task=sst2 clip=adaptive_perlayer``: train, evaluate, record."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+from dpexp import record
+from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
+from dpexp.errors import UserError
+from dpexp.models import build_model, build_tokenizer
+from dpexp.privacy.plan import Plan, make_plan
+from dpexp.privacy.sampling import load_or_make_key
+from dpexp.tasks import build_task
+from dpexp.training.batching import sampler_for
+from dpexp.training.export import export
+from dpexp.training.loop import Trainer
+from dpexp.training.progress import Progress, summary_table
+from dpexp.training.state import disk_errors, exclusive
+from dpexp.trackers import build_tracker
+
+INTERRUPTED = 130  # exit status after Ctrl-C
+
+
+@hydra_entry("train")
+def main(run: RunConfig) -> dict[str, float]:
+    """Run to the end, or tell what a finished run found. Returns its metrics."""
+    folder = run_folder(run)
+    console = Console(highlight=False, soft_wrap=True)
+    with disk_errors(folder), exclusive(folder):
+        summary = record.finished_summary(folder)
+        if summary is None:
+            return train(run, folder, console)["metrics"]
+    report_finished(summary, folder, console)
+    return summary["metrics"]
+
+
+def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
+    """Train one run from where its folder stands. Returns the summary; exits with 130 where it is interrupted."""
+    record.write_atomic(
+        folder / "config.yaml", yaml.safe_dump(to_dict(run), sort_keys=False, allow_unicode=True)
+    )
+    device = choose_device(run.runtime.device)
+    if run.runtime.threads:
+        torch.set_num_threads(run.runtime.threads)
+
+    tokenizer = build_tokenizer(run.model, scale=run.scale.name)
+    task = build_task(run.task, run.data, run.scale.name, tokenizer, run.seed)
+    bundle = build_model(
+        run.model,
+        run.peft,
+        num_labels=len(task.labels),
+        scale=run.scale.name,
+        seed=run.seed,
+        tokenizer=tokenizer,
+    )
+    steps = run.optim.steps or max(
+        1, round((run.optim.epochs or 0) * task.num_examples / run.optim.batch_size)
+    )
+    plan = build_plan(run, task.num_examples, steps)
+    key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
+    sampler = sampler_for(run.privacy.sampling, task.num_examples, run.optim.batch_size, key)
+
+    tracker = build_tracker(run, to_dict(run), folder)
+    metrics = record.Metrics(
+        folder / "metrics.jsonl", strict=run.privacy.release == "strict", tracker=tracker
+    )
+    trainer = Trainer(
+        run, task, bundle, plan,
+        steps=steps, expected_batch=run.optim.batch_size, sampler=sampler, key=key, signature=signature(run),
+        folder=folder, device=device, metrics=metrics,
+    )  # fmt: skip
+    announce(run, trainer, folder, console)
+    with Progress(steps, trainer.step, plan.delta if plan else None, device, console) as progress:
+        outcome = trainer.train(progress)
+    if outcome.status == "interrupted":
+        console.print(
+            f"interrupted after step {outcome.step} of {steps}; a checkpoint is in {folder}\n"
+            f"to go on, run the same command again: {record.command_line()}",
+            markup=False,
+        )
+        sys.exit(INTERRUPTED)
+
+    ledger = trainer.ledger
+    spent = ledger.epsilons(plan.delta) if ledger is not None and plan is not None else None
+    charged = ledger.steps_charged if ledger is not None else 0
+    summary = record.summarise(
+        run,
+        task,
+        privacy=record.privacy_block(run, plan, spent, trainer.num_groups, charged),
+        metrics=outcome.metrics,
+        performance=outcome.performance,
+        wall_s=outcome.wall_s,
+        status="finished",
+        details=trainer.details() | {"model_source": bundle.source, "config": to_dict(run)},
+    )
+    trainer.detach()
+    export(bundle, summary, folder / "model")
+    record.write_json(folder / "summary.json", summary)
+    if tracker is not None:
+        tracker.close()
+    show(summary, folder, console)
+    return summary
+
+
+def build_plan(run: RunConfig, num_examples: int, steps: int) -> Plan | None:
+    """The facts that fix the guarantee, from the configuration and the declared N alone; None without privacy."""
+    if not run.clip.private:
+        return None
+    return make_plan(
+        num_examples=num_examples,
+        expected_batch_size=run.optim.batch_size,
+        steps=steps,
+        delta=run.privacy.delta,
+        accountant=run.accountant.name,
+        epsilon=run.privacy.epsilon,
+        noise_multiplier=run.privacy.noise_multiplier,
+        quantile_budget=run.clip.quantile_budget if run.clip.adaptive else 0.0,
+        sampling=run.privacy.sampling,
+        allow_clt=run.accountant.allow_clt,
+        schedule=run.schedule.name,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is the GPU where there is one.
+
+    Raises:
+        UserError: the device does not exist on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"runtime.device={name} is no device: choose auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"runtime.device={name}, but this machine has no CUDA GPU: choose runtime=auto or runtime=cpu"
+        )
+    return device
+
+
+def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -> None:
+    """What is about to happen, in a few lines."""
+    plan, task = trainer.plan, trainer.task
+    lines = [
+        f"{run.task.name}  {run.model.name}  {run.clip.name}  scale={run.scale.name}  seed={run.seed}",
+        f"data: {task.data.name} ({task.data.source}), N = {task.num_examples}",
+        *(f"  {note}" for note in task.data.notes),
+        f"steps: {trainer.steps}, expected batch {trainer.expected_batch:g}, "
+        f"physical batch {trainer.physical_batch_size}, {record.device_name(trainer.device)}",
+    ]
+    if plan is None:
+        lines.append("privacy: none")
+    else:
+        lines.append(
+            f"privacy: noise multiplier {plan.noise_multiplier:.4f}, delta {plan.delta:.3g}, {plan.sampling} sampling, "
+            f"{trainer.num_groups} clipping groups"
+        )
+    if trainer.step:
+        lines.append(f"going on after step {trainer.step}, from the checkpoint in {folder}")
+    console.print("\n".join(lines), markup=False)
+
+
+def report_finished(summary: dict[str, Any], folder: Path, console: Console) -> None:
+    """This run is done already: show what it found, and whether the code is still the same."""
+    show(summary, folder, console)
+    console.print(
+        f"this run is finished: nothing was trained again; its record is {folder / 'summary.json'}",
+        markup=False,
+    )
+    if changed := record.code_changes(summary):
+        console.print(
+            f"note: {changed}. For a fresh run, change the seed or move {folder} away", markup=False
+        )
+
+
+def show(summary: dict[str, Any], folder: Path, console: Console) -> None:
+    """The final table, the conditions of the guarantee, and where everything is."""
+    console.print(summary_table(summary))
+    for note in summary["privacy"]["notes"]:
+        console.print(f"- {note}", markup=False)
+    console.print(f"record: {folder / 'summary.json'}\nmodel:  {folder / 'model'}", markup=False)
+
+
+if __name__ == "__main__":
+    main()

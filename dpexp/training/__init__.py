@@ -1,0 +1,1 @@
+"""The training loop: where clipping, privacy, tasks and models meet."""

@@ -1,0 +1,164 @@
+"""Logical batches by Poisson sampling or shuffling, their physical pieces, and how large a piece may be."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+from dpexp.privacy.sampling import PoissonSampler, stream
+
+CPU_ACTIVATION_BYTES = 512 << 20  # beyond this, larger batches don't make two or sixteen cores faster
+LARGEST = 1024
+
+
+class Sampler(Protocol):
+    """Which examples a step sees: a function of secret key, step and attempt alone, so resuming needs no state."""
+
+    def draw(self, step: int, attempt: int = 0) -> np.ndarray:
+        """`[n]` int64, distinct; independent for different attempts where the accounting needs it."""
+        ...
+
+
+class ShuffleSampler:
+    """Epoch after epoch in a fresh random order, in batches of a fixed size.
+
+    Not what the accountants assume; for comparison with papers that train so and account as if it were Poisson.
+
+    Args:
+        num_examples: N.
+        batch_size: at most N. A batch that crosses the end of an epoch takes its rest from the next one, except what it
+            holds already: it may be a little smaller.
+        key: secret.
+    """
+
+    def __init__(self, num_examples: int, batch_size: int, key: bytes):
+        self.num_examples, self.batch_size, self.key = num_examples, batch_size, key
+
+    def draw(self, step: int, attempt: int = 0) -> np.ndarray:
+        """`[n]` int64, sorted and distinct; the same for every attempt, for there is but one order of an epoch."""
+        first = step * self.batch_size
+        epoch, offset = divmod(first, self.num_examples)
+        drawn = self._order(epoch)[offset : offset + self.batch_size]
+        if len(drawn) < self.batch_size:
+            drawn = np.concatenate([drawn, self._order(epoch + 1)[: self.batch_size - len(drawn)]])
+        return np.unique(drawn)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng(stream(self.key, "shuffle", epoch)).permutation(self.num_examples)
+
+
+def sampler_for(sampling: str, num_examples: int, expected_batch: float, key: bytes) -> Sampler:
+    """The sampler of a run: ``poisson`` or ``shuffle``."""
+    if sampling == "poisson":
+        return PoissonSampler(num_examples, expected_batch / num_examples, key)
+    return ShuffleSampler(num_examples, max(1, round(expected_batch)), key)
+
+
+def physical_batches(indices: np.ndarray, length: Callable[[int], int], size: int) -> list[np.ndarray]:
+    """Cut a logical batch into physical ones of examples of similar length, so that little is padded.
+
+    The step needs a sum over examples, and a sum has no order: sorting changes nothing but the rounding.
+
+    Args:
+        indices: `[n]` int64, the drawn examples; n may be 0.
+        length: the length of an example, in tokens.
+        size: examples per physical batch.
+
+    Returns:
+        Arrays that together hold `indices`; none for an empty batch. The longest examples come first, so that
+        a lack of memory shows at once.
+    """
+    lengths = np.array([length(int(i)) for i in indices], dtype=np.int64)
+    longest_first = indices[np.argsort(-lengths, kind="stable")]
+    return [longest_first[start : start + size] for start in range(0, len(longest_first), size)]
+
+
+def automatic_size(
+    forward: Callable[[int], Tensor],
+    backward: Callable[[Tensor], object],
+    parameters: Sequence[nn.Parameter],
+    device: torch.device,
+    expected_batch: float,
+) -> int:
+    """The largest physical batch that fits, found with public examples (the dev set), so that it says nothing private.
+
+    On a GPU: double until the memory is gone, then leave one step back as a reserve for longer examples. On a
+    CPU, where memory is shared and a larger batch is not faster beyond some size: count the bytes that autograd keeps
+    for two examples, and take the size at which they reach `CPU_ACTIVATION_BYTES` or an eighth of the machine's memory.
+
+    Args:
+        forward: number of examples -> losses `[n]`, on batches as long as training will meet.
+        backward: what training does with the losses. Gradients are dropped afterwards.
+        parameters: their memory is not counted as activations, and their gradients are dropped.
+        device: where the model is.
+        expected_batch: there is no use in a physical batch far above the logical one.
+
+    Returns:
+        A power of two, at least 1.
+
+    Raises:
+        UserError: not even one example fits.
+    """
+    ceiling = min(LARGEST, _power_of_two_at_least(max(1.0, expected_batch)))
+    try:
+        if device.type == "cuda":
+            return _largest_on_gpu(forward, backward, parameters, ceiling)
+        return _estimate_on_cpu(forward, parameters, ceiling)
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def _largest_on_gpu(
+    forward: Callable[[int], Tensor],
+    backward: Callable[[Tensor], object],
+    parameters: Sequence[nn.Parameter],
+    ceiling: int,
+) -> int:
+    size = 1
+    while True:
+        try:
+            backward(forward(size))
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise UserError(
+                    "not even one example fits into the GPU's memory: take a smaller model"
+                ) from None
+            return max(1, size // 4)
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+            torch.cuda.empty_cache()
+        if size >= ceiling:
+            return size
+        size *= 2
+
+
+def _estimate_on_cpu(
+    forward: Callable[[int], Tensor], parameters: Sequence[nn.Parameter], ceiling: int
+) -> int:
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        losses = forward(2)
+    per_example = max(1, sum(kept.values()) // 2)
+    del losses
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    budget = min(CPU_ACTIVATION_BYTES, memory // 8)
+    fits = max(1, budget // per_example)
+    return min(ceiling, 1 << (int(fits).bit_length() - 1))
+
+
+def _power_of_two_at_least(value: float) -> int:
+    return 1 << max(0, int(np.ceil(np.log2(value))))

@@ -1,0 +1,46 @@
+"""Evaluation on the dev set, which is public by declaration: it never touches the ledger or the step's random state."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from dpexp.tasks.base import Task
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The forward pass's precision: nothing for fp32, else autocast. Parameters and losses stay float32."""
+    dtype = PRECISIONS[precision]
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no autograd inside; every module's own mode comes back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def evaluate(
+    task: "Task",
+    model: nn.Module,
+    device: torch.device,
+    batch_size: int,
+    precision: str = "fp32",
+    progress: Callable[..., Any] | None = None,
+) -> dict[str, float]:
+    """The task's metrics on its dev set, in the precision of the training."""
+    with evaluating(model), autocast(precision, device):
+        metrics = task.evaluate(model, device, batch_size, progress)
+    return {name: float(value) for name, value in metrics.items()}

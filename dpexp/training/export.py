@@ -1,0 +1,90 @@
+"""The trained model, ready for `from_pretrained`, with a card that says what is guaranteed about its training data."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+
+from dpexp.record import write_atomic
+
+if TYPE_CHECKING:
+    from dpexp.models import ModelBundle
+
+
+def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path:
+    """Write the model, its tokenizer and PRIVACY.md to `folder`.
+
+    Args:
+        bundle: the model, with its clipper detached.
+        summary: of the run.
+        folder: made where it doesn't exist.
+
+    Returns:
+        The folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model: nn.Module = bundle.model
+    transformers.utils.logging.disable_progress_bar()
+    if callable(save := getattr(model, "save_pretrained", None)):
+        save(str(folder))
+    else:
+        torch.save(model.state_dict(), folder / "model.pt")
+    if callable(save := getattr(bundle.tokenizer, "save_pretrained", None)):
+        save(str(folder))
+    write_atomic(folder / "PRIVACY.md", privacy_card(summary))
+    return folder
+
+
+def privacy_card(summary: dict[str, Any]) -> str:
+    """Markdown: ε, δ, accountant, sampling, neighbouring relation, what is public, and the command."""
+    privacy, data = summary["privacy"], summary["data"]
+    lines = [f"# Privacy of this model: {summary['task']}, {summary['clip']}", ""]
+    if privacy["delta"] is None:
+        lines += [
+            "**Trained without differential privacy.** It may reveal anything about its training data.",
+            "",
+        ]
+    else:
+        spent, accountant = privacy["epsilon"][privacy["accountant"]], privacy["accountant"].upper()
+        guarantee = (
+            f"The {accountant} accountant gives no finite ε: there is no guarantee."
+            if spent is None
+            else f"Trained with ({spent:.4f}, {privacy['delta']:.3g})-differential privacy, by the {accountant} "
+            "accountant, if what is listed under Conditions holds."
+        )
+        lines += [
+            guarantee,
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| ε by {name.upper()} | {_number(value)} |" for name, value in privacy["epsilon"].items()),
+            f"| δ | {privacy['delta']:.6g} |",
+            f"| neighbouring data sets | {privacy['neighbouring']} |",
+            f"| sampling | {privacy['sampling']}, rate {privacy['sample_rate']:.6g}, {privacy['steps']} steps |",
+            f"| noise multiplier | {_number(privacy['noise_multiplier'])} |",
+            f"| released at every step | {', '.join(privacy['released'])}, with noise |",
+            "",
+        ]
+    rows = ", ".join(f"{split} {count}" for split, count in data["rows"].items())
+    lines += ["## Conditions", "", *(f"- {note}" for note in privacy["notes"]), ""]
+    lines += [
+        "## Public",
+        "",
+        "- the number of training examples, the configuration, the public seed, the dev set and all results on it",
+        "- the pretrained weights, where there were any, with all that they know",
+        "",
+        "## Origin",
+        "",
+        f"- data: {data['name']} ({data['source']}), rows: {rows}, SHA-256 {data['sha256']}",
+        f"- command: `{summary['command']}`",
+        f"- commit: {summary['git']['commit'] or 'unknown'}"
+        + (" with local changes" if summary["git"]["dirty"] else ""),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

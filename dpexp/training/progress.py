@@ -1,0 +1,153 @@
+"""What a person sees while a run goes on: a live bar in a terminal, plain lines elsewhere, a table at the end."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from dpexp.record import ACCOUNTANTS, peak_memory_mib
+
+EPSILON_EVERY_S = 5.0
+LINE_EVERY_S = 10.0
+
+
+class Spent(Protocol):
+    """What can say how much has been spent: the ledger."""
+
+    def epsilon(self, delta: float, accountant: str) -> float: ...
+
+
+class Progress:
+    """Progress of one run, with loss (unless None is given), ε so far, examples/s, time left and peak memory.
+
+    Args:
+        steps: total number of steps.
+        start: steps done before this session.
+        delta: of the guarantee; None for a non-private run.
+        device: whose peak memory to show.
+        console: where to write; standard output by default.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        start: int,
+        delta: float | None,
+        device: torch.device,
+        console: Console | None = None,
+    ):
+        self.steps, self.start, self.delta, self.device = steps, start, delta, device
+        self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.training = self.bar.add_task("training", total=steps, completed=start, facts="")
+        self.epsilon: float | None = None
+        self.begun = self.epsilon_at = self.line_at = time.monotonic()
+        self.stale = True
+
+    def __enter__(self) -> "Progress":
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """One line above the bar."""
+        self.console.print(text, markup=False)
+
+    def step(self, step: int, loss: float | None, rate: float, ledger: Spent | None) -> None:
+        """A step is done.
+
+        Args:
+            step: steps done.
+            loss: mean training loss, None where it is withheld.
+            rate: expected examples per second.
+            ledger: for ε so far, by the RDP accountant, which is quick; asked every few seconds only.
+        """
+        now = time.monotonic()
+        last = step == self.steps
+        if (
+            ledger is not None
+            and self.delta is not None
+            and (self.stale or last or now - self.epsilon_at > EPSILON_EVERY_S)
+        ):
+            self.epsilon, self.epsilon_at, self.stale = ledger.epsilon(self.delta, "rdp"), now, False
+        facts = self.facts(loss, rate)
+        self.bar.update(self.training, completed=step, facts=facts)
+        if not self.console.is_terminal and (
+            last or step == self.start + 1 or now - self.line_at > LINE_EVERY_S
+        ):
+            self.line_at = now
+            left = (now - self.begun) / max(1, step - self.start) * (self.steps - step)
+            self.say(f"step {step}/{self.steps}  {facts}  {_duration(left)} left")
+
+    def facts(self, loss: float | None, rate: float) -> str:
+        """The numbers beside the bar."""
+        shown = [] if loss is None else [f"loss {loss:.4f}"]
+        if self.epsilon is not None:
+            shown.append(f"ε {self.epsilon:.3f} (rdp)")
+        shown.append(f"{rate:.0f} examples/s")
+        shown.append(f"peak {peak_memory_mib(self.device):.0f} MiB")
+        return "  ".join(shown)
+
+    def evaluation(self, done: int, total: int) -> None:
+        """The dev set is being measured: examples done, and in all."""
+        self.bar.update(self.training, facts=f"evaluating {done}/{total}")
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """The dev set has been measured."""
+        self.say(f"step {step}/{self.steps}  dev: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The final table of a run."""
+    table = Table(title=f"{summary['task']}  {summary['clip']}  scale={summary['scale']}", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    data, privacy, performance = summary["data"], summary["privacy"], summary["performance"]
+    rows = ", ".join(f"{split} {count}" for split, count in data["rows"].items())
+    table.add_row("model", summary["model"])
+    table.add_row("data", f"{data['name']} ({data['source']}): {rows}")
+    for name, value in summary["metrics"].items():
+        table.add_row(name, f"{value:.4f}")
+    if privacy["delta"] is None:
+        table.add_row("privacy", "none")
+    else:
+        for name in ACCOUNTANTS:
+            value = privacy["epsilon"][name]
+            decides = "  (decides)" if name == privacy["accountant"] else ""
+            clt = "  (approximation)" if name == "gdp" else ""
+            table.add_row(f"ε {name}", ("-" if value is None else f"{value:.4f}") + decides + clt)
+        table.add_row("δ", f"{privacy['delta']:.3g}")
+        table.add_row(
+            "noise multiplier", f"{privacy['noise_multiplier']:.4f}, gradients {privacy['sigma_new']:.4f}"
+        )
+    if performance.get("step_s"):
+        table.add_row("examples/s", f"{performance['examples_per_s']:.1f}")
+        table.add_row("seconds per step", f"{performance['step_s']:.3f}")
+        table.add_row("peak memory", f"{performance['peak_memory_mib']:.0f} MiB")
+    table.add_row("engine", f"{summary['engine']} on {performance['device']}")
+    return table

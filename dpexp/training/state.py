@@ -1,0 +1,218 @@
+"""What survives a crash: checkpoints, the decisions of a machine, and the lock of a run's folder.
+
+A checkpoint is a file `state-<step>.pt` and a pointer `latest.json` that names it with its SHA-256. Both are written to
+a temporary name, flushed to the disk and renamed; the pointer moves last. A process killed at any instant leaves a
+pointer to a complete checkpoint.
+
+No random state is kept, because none is needed: batches, dropout and noise of step t are drawn from seeds that depend on
+t alone, and the learning rate is a function of t.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+from dpexp.record import flush_file, flush_folder, write_json
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@contextlib.contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn a full disk, or one that can't be written, into one clear error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise UserError(
+                f"the disk is full: could not write to {folder}. The last checkpoint there is still good: "
+                "free some space and run the same command again to go on"
+            ) from error
+        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+            raise UserError(
+                f"cannot write to {folder} ({error.strerror}): choose another folder with runtime.runs_dir"
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold a run's folder: two processes must not write one ledger.
+
+    Raises:
+        UserError: another process holds it. The lock goes with its process, also when that is killed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is running {folder}: wait for it, or change the seed or a setting for another run"
+            ) from None
+        yield
+
+
+@dataclass
+class Checkpoint:
+    """The state after `step` steps; `step` = 0 is the state before training."""
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    thresholds: dict[str, Any]
+    signature: str
+    wall_s: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """The trainable parameters and all buffers by name; frozen parameters come from the model's source again."""
+    state = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return state | {name: b.detach() for name, b in model.named_buffers()}
+
+
+def load_model_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Write a `model_state` back in place.
+
+    Raises:
+        UserError: the names or shapes are not those of this model.
+    """
+    current = model_state(model)
+    if current.keys() != state.keys():
+        odd = sorted(current.keys() ^ state.keys())[0]
+        raise UserError(
+            f"the checkpoint does not fit the model ({odd!r} is in one and not in the other): the model's code or "
+            "its libraries have changed since; start again with another seed, or delete the run's folder"
+        )
+    with torch.no_grad():
+        for name, tensor in current.items():
+            if tensor.shape != state[name].shape:
+                raise UserError(
+                    f"the checkpoint does not fit the model: {name!r} has shape {tuple(state[name].shape)} there and "
+                    f"{tuple(tensor.shape)} here; start again with another seed, or delete the run's folder"
+                )
+            tensor.copy_(state[name])
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint and make it the latest one, then drop its predecessors.
+
+    Raises:
+        OSError: the disk is full, for example. The last checkpoint stays as it was.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"state-{checkpoint.step}.pt"
+    temporary = target.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            writer = _HashingWriter(file)
+            torch.save(vars(checkpoint), writer)
+            flush_file(file)
+        os.replace(temporary, target)
+        flush_folder(folder)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    write_json(
+        folder / "latest.json",
+        {"file": target.name, "step": checkpoint.step, "sha256": writer.hash.hexdigest()},
+    )
+    for old in folder.glob("state-*"):
+        if old != target:
+            old.unlink(missing_ok=True)
+
+
+def load_checkpoint(folder: Path, signature: str) -> Checkpoint | None:
+    """The latest checkpoint, or None where there is none yet.
+
+    Args:
+        folder: the run's checkpoint folder.
+        signature: of the run's configuration; a checkpoint of another one is refused.
+
+    Raises:
+        UserError: the checkpoint is corrupt, its file is gone, or it belongs to another configuration.
+    """
+    pointer = folder / "latest.json"
+    if not pointer.exists():
+        return None
+    way_out = (
+        f"Put a copy of the folder back, or delete {folder} to train again from the start (the ledger stays: "
+        "what was released so far is charged again)"
+    )
+    try:
+        latest = json.loads(pointer.read_text(encoding="utf-8"))
+        path, expected = folder / latest["file"], latest["sha256"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"corrupt checkpoint: {pointer} is no valid pointer. {way_out}") from None
+    if not path.exists():
+        raise UserError(f"corrupt checkpoint: {path}, named by {pointer.name}, is gone. {way_out}")
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+            raise UserError(
+                f"corrupt checkpoint: {path} does not have the checksum in {pointer.name}. {way_out}"
+            )
+    checkpoint = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+    if checkpoint.signature != signature:
+        raise UserError(
+            f"{path} belongs to another configuration ({checkpoint.signature}, not {signature}). {way_out}"
+        )
+    return checkpoint
+
+
+@dataclass
+class Decisions:
+    """What was decided on this machine by trying: the physical batch size and the engine's measured choices.
+
+    Kept in the run's folder from before the first release, so that a resumed run repeats the same sums instead of
+    measuring again. Decisions of another device are ignored.
+    """
+
+    path: Path
+    device: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.path.exists():
+            return
+        try:
+            stored = json.loads(self.path.read_text(encoding="utf-8"))
+        except ValueError:
+            return  # unreadable: measure again, which costs time and at most a second charge, never the guarantee
+        if stored.get("device") == self.device:
+            self.values = stored
+
+    def get(self, name: str) -> Any:
+        """The decision called `name`, or None."""
+        return self.values.get(name)
+
+    def keep(self, name: str, value: Any) -> None:
+        """Write a decision down, durably; nothing happens where it stands there already."""
+        if self.values.get(name) != value:
+            self.values = {"device": self.device} | self.values | {name: value}
+            write_json(self.path, self.values)
+
+
+class _HashingWriter:
+    """A file for `torch.save` that hashes what passes through."""
+
+    def __init__(self, file: Any):
+        self.file, self.hash = file, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()

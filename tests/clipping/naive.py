@@ -1,0 +1,103 @@
+"""Per-example gradients that are obviously right: ordinary autograd on one example at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.contributions import Contribution
+from dpexp.clipping.layers import kind_of
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+def rows_of(x: Tensor, i: int, num_examples: int) -> Tensor:
+    """The rows of example i: ``x[i * m : (i + 1) * m]``."""
+    m = x.shape[0] // num_examples
+    return x[i * m : (i + 1) * m]
+
+
+def naive_per_example(
+    module: nn.Module, loss_fn: LossFn, x: Tensor, probe: Tensor, num_examples: int
+) -> dict[str, Tensor]:
+    """Gradients ``[B, *shape]`` by parameter name, from B separate forward and backward passes."""
+    params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    found: dict[str, list[Tensor]] = {name: [] for name in params}
+    for i in range(num_examples):
+        loss = loss_fn(module(rows_of(x, i, num_examples)), rows_of(probe, i, num_examples))
+        for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())), strict=True):
+            found[name].append(grad)
+    return {name: torch.stack(grads) for name, grads in found.items()}
+
+
+def nonlinear_loss(y: Tensor, probe: Tensor) -> Tensor:
+    """A loss whose gradient depends on the output and differs at every position; summed over rows."""
+    return (y * probe + (y - probe).square() / 2).sum()
+
+
+def contributions_of(
+    module: nn.Module,
+    x: Tensor,
+    probe: Tensor,
+    num_examples: int,
+    names: set[str] | None = None,
+    loss_fn: LossFn = nonlinear_loss,
+) -> dict[str, Contribution]:
+    """As the engine does it: the own forward with detached parameters, then the kind with input and output gradient."""
+    detached = {name: p.detach() for name, p in module.named_parameters()}
+    y = torch.func.functional_call(module, detached, (x,)).detach().requires_grad_()
+    (gy,) = torch.autograd.grad(loss_fn(y, probe), y)
+    kind = kind_of(module)
+    assert kind is not None
+    with torch.no_grad():
+        return kind.contributions(module, (x,), gy, num_examples, names or set(detached))
+
+
+def assert_exact(contribution: Contribution, grads: Tensor, rtol: float = 1e-9) -> None:
+    """Everything a contribution can be asked for, by every method, against instantiated gradients ``[B, *shape]``."""
+    close = torch.testing.assert_close
+    examples = grads.shape[0]
+    scale = grads.abs().max().item() if grads.numel() else 1.0
+    tolerance = {"rtol": rtol, "atol": rtol * max(scale, 1e-30) * (grads[0].numel() if examples else 1)}
+    norm_tolerance = {"rtol": rtol, "atol": tolerance["atol"] * scale}
+    norms = grads.flatten(1).square().sum(1) if grads.dim() > 1 else grads.square()
+    factors = torch.rand(examples, generator=torch.Generator().manual_seed(0), dtype=grads.dtype)
+    weighted = torch.tensordot(factors, grads, 1)
+
+    assert contribution.shape == grads.shape[1:]
+    assert contribution.num_examples == examples
+    close(contribution.instantiate(), grads, **tolerance)
+    close(contribution.weighted_sum(None), grads.sum(0), **tolerance)
+    close(contribution.weighted_sum(factors), weighted, **tolerance)
+    base = torch.ones(grads.shape[1:], dtype=grads.dtype)
+    returned = contribution.weighted_sum(factors, out=base)
+    assert returned is base
+    close(base, 1 + weighted, **tolerance)
+    for method in contribution.methods():
+        close(contribution.sq_norms(method), norms, **norm_tolerance)
+
+        def factors_of(some: Tensor, where: slice, factors: Tensor = factors) -> Tensor:
+            assert some.shape == factors[where].shape
+            return factors[where]
+
+        found, total = contribution.norms_and_sum(method, factors_of)
+        close(found, norms, **norm_tolerance)
+        close(total, weighted, **tolerance)
+        base = torch.ones(grads.shape[1:], dtype=grads.dtype)
+        contribution.norms_and_sum(method, factors_of, out=base)
+        close(base, 1 + weighted, **tolerance)
+        close(contribution.sq_norms(method, keep=True), norms, **norm_tolerance)
+        close(contribution.weighted_sum(factors), weighted, **tolerance)
+        close(contribution.weighted_sum(None), grads.sum(0), **tolerance)
+        contribution.drop_kept()
+        assert contribution.cost(method).flops >= 0
+        assert contribution.workspace(method) >= 0
+    keep = torch.arange(examples) % 2 == 0
+    masked = contribution.mask(keep)
+    close(masked.weighted_sum(factors), torch.tensordot(factors * keep, grads, 1), **tolerance)
+    for method in masked.methods():
+        close(masked.sq_norms(method), norms * keep, **norm_tolerance)
+    assert contribution.nbytes >= 0
+    hash(contribution.signature())

@@ -1,0 +1,109 @@
+"""Which norm method is chosen, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpexp.clipping import choice
+from dpexp.clipping.choice import choose
+from dpexp.clipping.contributions import Conv, Dense, Geometry, Lookup, Outer, Tied
+
+CAP = 1 << 30
+
+
+def outer(examples: int, positions: int, p: int, d: int) -> Outer:
+    return Outer(torch.zeros(examples, positions, d), torch.zeros(examples, positions, p))
+
+
+@pytest.mark.parametrize(
+    ("positions", "p", "d", "expected"),
+    [
+        (3, 4, 5, "ghost"),
+        (3, 2, 9, "instantiate"),
+        (4, 4, 4, "instantiate"),
+        (1, 2, 1, "instantiate"),
+        (1, 3, 1, "ghost"),
+    ],
+)
+def test_the_rule_of_the_paper(positions: int, p: int, d: int, expected: str):
+    """Ghost if and only if 2T² < pd, for any batch size."""
+    for examples in (1, 5):
+        assert choose(outer(examples, positions, p, d), "rule", CAP, {}) == expected
+
+
+def test_forced_methods():
+    conv = Conv(
+        torch.zeros(2, 3, 9, 9), torch.zeros(2, 4, 7, 7), (4, 3, 3, 3), Geometry((1, 1), (0, 0), (1, 1)), 2
+    )
+    for mode, expected in (("ghost", "ghost"), ("instantiate", "instantiate"), ("loop", "loop")):
+        assert choose(outer(2, 3, 4, 5), mode, CAP, {}) == expected
+        assert choose(Dense(torch.zeros(2, 3)), mode, CAP, {}) == "instantiate"
+    assert [choose(conv, mode, CAP, {}) for mode in ("ghost", "instantiate", "loop")] == [
+        "ghost",
+        "loop",
+        "loop",
+    ]
+    assert choose(Tied(outer(2, 3, 9, 4), lookup(9)), "instantiate", CAP, {}) == "instantiate"
+
+
+def lookup(positions: int) -> Lookup:
+    return Lookup(torch.zeros(2, positions, dtype=torch.int64), torch.zeros(2, positions, 4), 9)
+
+
+def test_embeddings_compare_with_the_rows_they_touched():
+    assert choose(lookup(1), "rule", CAP, {}) == "ghost"
+    assert choose(lookup(5), "rule", CAP, {}) == "segments"
+
+
+def test_the_cap_excludes_what_does_not_fit_into_it():
+    large = outer(2, 100, 64, 64)
+    assert large.workspace("ghost") > large.workspace("instantiate")
+    assert "ghost" not in choice.affordable(large, large.workspace("instantiate"))
+    assert choice.affordable(large, 1) == ["instantiate"]
+    assert choose(large, "measured", 1, {}) == "instantiate"
+
+
+def test_measurements_are_remembered_by_shape(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    def measured(contribution, methods, fused, scratch):
+        calls.append((contribution.signature(), fused))
+        return methods[-1]
+
+    monkeypatch.setattr(choice, "fastest", measured)
+    cache: dict = {}
+    assert choose(outer(4, 100, 64, 64), "measured", CAP, cache) == "loop"
+    assert choose(outer(4, 100, 64, 64), "measured", CAP, cache) == "loop"
+    assert len(calls) == 1
+    choose(outer(4, 101, 64, 64), "measured", CAP, cache)
+    choose(outer(4, 100, 64, 64), "measured", CAP, cache, fused=True)
+    assert len(calls) == 3
+    assert choose(outer(4, 3, 4, 5), "measured", CAP, cache) == "ghost"
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_fastest_warm_run_wins(fused: bool, monkeypatch: pytest.MonkeyPatch):
+    """Cold runs do not count, except that a hopeless one is not repeated."""
+    script = {"ghost": [9.0, 2.0], "instantiate": [5.0, 1.0], "loop": [4.0]}
+    order = []
+
+    def seconds(task, device):
+        task()
+        return script[order.pop(0)].pop(0)
+
+    monkeypatch.setattr(choice, "_seconds", seconds)
+    order = ["ghost", "ghost", "instantiate", "instantiate", "loop"]
+    assert choice.fastest(outer(2, 3, 4, 5), ["ghost", "instantiate", "loop"], fused) == "instantiate"
+    assert not order
+
+
+def test_a_real_measurement():
+    assert choose(outer(4, 100, 64, 64), "measured", CAP, {}) in ("ghost", "instantiate", "loop")
+    assert choose(outer(4, 100, 64, 64), "measured", CAP, {}, fused=True) in ("ghost", "instantiate", "loop")
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="choice='best' is not known; choose measured"):
+        choose(outer(1, 1, 1, 1), "best", CAP, {})

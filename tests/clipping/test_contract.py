@@ -1,0 +1,338 @@
+"""The small print of the engine's contract: what is refused, what is zero, what is bounded."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpexp.clipping import attach
+from dpexp.clipping.engines import ENGINES
+from dpexp.errors import UserError
+from tests.clipping.test_engines import OURS, check, expected, naive
+from tests.clipping.zoo import ZOO, B, C, D, T
+
+ALL = list(ENGINES)
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, C)).to(dtype)
+
+
+def losses_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).pow(2).sum(1)
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_an_empty_batch_is_a_step_of_zeros(engine: str) -> None:
+    model = mlp()
+    clipper = attach(model, groups="layer", engine=engine)
+    for losses in (losses_of(model, torch.zeros(0, D, dtype=torch.float64)), torch.zeros(0)):
+        report = clipper.backward(losses)
+        assert report.norms.shape == (2, 0) and report.clipped.tolist() == [0, 0]
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_physical_batches_add_up(engine: str) -> None:
+    model, x = mlp(), torch.randn(6, D, dtype=torch.float64)
+    clipper = attach(model, clip_norm=0.1, engine=engine)
+    clipper.backward(losses_of(model, x))
+    whole = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for part in x.split([1, 3, 2]):
+        clipper.backward(losses_of(model, part))
+    for p, g in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(p.grad, g)
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e300])
+def test_one_bad_example_is_bounded_and_alone(engine: str, poison: float) -> None:
+    model, x = mlp(), torch.randn(4, D, dtype=torch.float64)
+    x[2, 1] = poison
+    clipper = attach(model, groups="layer", clip_norm=0.5, engine=engine)
+    report = clipper.backward(losses_of(model, x))
+    found = [p.grad.clone() for p in model.parameters()]
+    assert all(g.isfinite().all() for g in found)
+    model.zero_grad()
+    others = clipper.backward(losses_of(model, x[[0, 1, 3]]))
+    torch.testing.assert_close(report.norms[:, [0, 1, 3]], others.norms)
+    per_group: dict[int, float] = {}
+    for i, (g, p) in enumerate(zip(found, model.parameters(), strict=True)):
+        per_group[i // 2] = per_group.get(i // 2, 0.0) + float((g - p.grad).pow(2).sum())
+    for k, moved in per_group.items():
+        assert moved**0.5 <= float(clipper.thresholds[k]) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith(("hf_", "timm", "peft"))])
+def test_leaving_one_example_out_moves_no_group_by_more_than_its_threshold(name: str) -> None:
+    problem = ZOO[name]()
+    clipper = attach(problem.model, groups="layer", clip_norm=0.3)
+    sums = []
+    for keep in (range(B), range(1, B)):
+        problem.model.zero_grad()
+        index = torch.tensor(list(keep))
+        batch = {k: v.index_select(problem.batch_dim, index) for k, v in problem.batch.items()}
+        clipper.backward(problem.losses(problem.model, batch))
+        sums.append({n: p.grad.clone() for n, p in problem.model.named_parameters() if p.requires_grad})
+    for k, group in enumerate(clipper.groups):
+        moved = sum(float((sums[0][n] - sums[1][n]).pow(2).sum()) for n in group.params) ** 0.5
+        assert moved <= float(clipper.thresholds[k]) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("engine", OURS)
+def test_clip_scale_scales_each_examples_threshold(engine: str) -> None:
+    problem = ZOO["mlp"]()
+    per_example = naive(problem)
+    scale = torch.tensor([0.0, 0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
+    clipper = attach(problem.model, groups="layer", clip_norm=0.4, engine=engine, max_clip_scale=2.0)
+    report = clipper.backward(problem.losses(problem.model, problem.batch), clip_scale=scale)
+    for k, group in enumerate(clipper.groups):
+        sq = sum(per_example[n].flatten(1).pow(2).sum(1) for n in group.params)
+        factor = (clipper.thresholds[k] * scale / sq.sqrt()).clamp(max=1)
+        for n, p in group.params.items():
+            torch.testing.assert_close(p.grad, torch.tensordot(factor, per_example[n], dims=1))
+        assert report.clipped[k] == int((sq.sqrt() > clipper.thresholds[k] * scale).sum())
+    with pytest.raises(UserError, match="max_clip_scale"):
+        clipper.backward(problem.losses(problem.model, problem.batch), clip_scale=scale * 2)
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_rows_per_example(engine: str) -> None:
+    model, x = mlp(), torch.randn(6, D, dtype=torch.float64)
+    clipper = attach(model, clip_norm=0.4, engine=engine, rows_per_example=2)
+    report = clipper.backward(losses_of(model, x).view(3, 2).mean(1))
+    clipper.detach()
+    rows = []
+    for pair in x.split(2):
+        grads = torch.autograd.grad(losses_of(model, pair).mean(), list(model.parameters()))
+        rows.append(torch.cat([g.flatten() for g in grads]))
+    norms = torch.stack(rows).norm(dim=1)
+    torch.testing.assert_close(report.norms[0], norms, rtol=1e-6, atol=0)
+    total = sum(r * min(1.0, 0.4 / float(n)) for r, n in zip(rows, norms, strict=True))
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), total, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["automatic", "none"])
+def test_other_rules(rule: str) -> None:
+    problem = ZOO["mlp"]()
+    per_example = naive(problem)
+    clipper = attach(problem.model, clip_norm=0.4, rule=rule)
+    clipper.backward(problem.losses(problem.model, problem.batch))
+    norms, _ = expected(per_example, clipper.groups, clipper.thresholds)
+    factor = torch.ones(B, dtype=torch.float64) if rule == "none" else 0.4 / (norms[0] + 0.01)
+    for n, p in problem.model.named_parameters():
+        torch.testing.assert_close(p.grad, torch.tensordot(factor, per_example[n], dims=1))
+
+
+def test_several_forwards_before_their_backwards_and_forwards_that_are_dropped() -> None:
+    problem = ZOO["tied_head"]()
+    per_example = naive(problem)
+    for engine in OURS:
+        clipper = attach(problem.model, groups="layer", clip_norm=0.8, engine=engine)
+        problem.losses(problem.model, problem.batch)  # dropped
+        first = problem.losses(problem.model, problem.batch)
+        second = problem.losses(problem.model, problem.batch)
+        problem.model.zero_grad()
+        clipper.backward(first)
+        clipper.backward(second)
+        _, sums = expected(per_example, clipper.groups, clipper.thresholds)
+        for n, p in problem.model.named_parameters():
+            torch.testing.assert_close(p.grad, 2 * sums[n])
+        clipper.detach()
+
+
+@pytest.mark.parametrize("engine", OURS)
+def test_two_forwards_for_one_loss(engine: str) -> None:
+    model, x = mlp(), torch.randn(4, D, dtype=torch.float64)
+
+    def losses(m, a):
+        return (m(a) * m(a.flip(1))).sum(1)
+
+    rows = [torch.autograd.grad(losses(model, r[None]).sum(), list(model.parameters())) for r in x]
+    clipper = attach(model, groups="layer", clip_norm=0.2, engine=engine)
+    for _ in range(2):
+        model.zero_grad()
+        clipper.backward(losses(model, x))
+        flat = [torch.stack([torch.cat([r[2 * k].flatten(), r[2 * k + 1].flatten()]) for r in rows]) for k in range(2)]
+        for k, (weight, bias) in enumerate(((model[0].weight, model[0].bias), (model[2].weight, model[2].bias))):
+            factor = (clipper.thresholds[k] / flat[k].norm(dim=1)).clamp(max=1)
+            torch.testing.assert_close(torch.cat([weight.grad.flatten(), bias.grad]), factor @ flat[k])
+
+
+def test_refusals_leave_every_gradient_as_it_was() -> None:
+    model = mlp()
+    clipper = attach(model)
+    x = torch.randn(4, D, dtype=torch.float64)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    y = losses_of(model, x)
+    for bad in (y.sum(), y[:, None], y.detach(), torch.zeros(3)):
+        with pytest.raises(ValueError):
+            clipper.backward(bad)
+    with pytest.raises(ValueError):
+        clipper.backward(losses_of(model, x)[:3])
+    model.add_module("late", nn.Linear(2, 2).double())
+    with pytest.raises(ValueError, match="late"):
+        model(x)
+    assert all(torch.equal(p.grad, torch.full_like(p, 7.0)) for n, p in model.named_parameters() if "late" not in n)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)),
+        nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, affine=False)),
+        nn.Sequential(nn.Linear(D, D), nn.InstanceNorm1d(D, track_running_stats=True)),
+        nn.Sequential(nn.Embedding(5, D, max_norm=1.0)),
+        nn.Sequential(nn.Embedding(5, D, scale_grad_by_freq=True)),
+        nn.Linear(D, D).requires_grad_(False),
+    ],
+)
+def test_refused_at_attach(broken: nn.Module) -> None:
+    with pytest.raises(ValueError):
+        attach(broken)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"groups": "layers"}, {"groups": {"a": ["0.weight"]}}, {"groups": {"a": ["nope"]}}, {"engine": "bkk"},
+        {"clip_norm": 0.0}, {"clip_norm": float("nan")}, {"clip_norm": [1.0, 2.0]}, {"rule": "abadie"},
+        {"rows_per_example": 0}, {"groups": "block"}, {"max_clip_scale": -1.0},
+    ],
+)  # fmt: skip
+def test_bad_arguments(arguments: dict) -> None:
+    with pytest.raises(ValueError):
+        attach(mlp(), **arguments)
+
+
+def test_batch_statistics_by_hand_are_refused() -> None:
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(D, D), nn.Linear(D, C)
+
+        def forward(self, x):
+            h = self.a(x)
+            return self.b(h - h.mean(0))
+
+    model = Centred().double()
+    clipper = attach(model, groups="layer")
+    with pytest.raises(ValueError, match="mixes examples"):
+        clipper.backward(losses_of(model, torch.randn(4, D, dtype=torch.float64)))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_forgetting_the_clipper_is_loud() -> None:
+    model = mlp()
+    attach(model)
+    with pytest.raises(RuntimeError, match=r"clipper\.backward"):
+        losses_of(model, torch.randn(2, D, dtype=torch.float64)).sum().backward()
+
+
+def test_custom_groups_and_thresholds_in_place() -> None:
+    problem = ZOO["tied_head"]()
+    per_example = naive(problem)
+    mapping = {"a": ["head.weight", "wpe.weight", "body.bias"], "b": ["body.weight", "norm.weight", "norm.bias"]}
+    clipper = attach(problem.model, groups=mapping, clip_norm=[0.3, 0.7])
+    assert [g.name for g in clipper.groups] == ["a", "b"]
+    check(problem, clipper, per_example)
+    clipper.thresholds[0] = 5.0
+    check(problem, clipper, per_example)
+    clipper.thresholds = [0.01, 0.02]
+    check(problem, clipper, per_example)
+
+
+def test_layer_groups_follow_the_small_print() -> None:
+    model = ZOO["attention"]().model
+    assert [g.name for g in attach(model, groups="layer").groups] == ["mha", "mha.out_proj", "out"]
+
+
+def test_evaluation_copies_and_pickles() -> None:
+    problem = ZOO["hf_bert"]()
+    per_example = naive(problem)
+    clipper = attach(problem.model)
+    with torch.inference_mode():
+        problem.losses(problem.model, problem.batch)
+    with torch.no_grad():
+        problem.losses(problem.model, problem.batch)
+    twin = copy.deepcopy(problem.model)
+    check(problem, clipper, per_example)
+    assert isinstance(problem.model.classifier, nn.Linear)
+    torch.testing.assert_close(
+        problem.losses(twin, problem.batch), problem.losses(problem.model, problem.batch)
+    )
+    with pytest.raises(TypeError, match="detach"):
+        pickle.dumps(problem.model)
+    clipper.detach()
+    pickle.loads(pickle.dumps(problem.model))
+
+
+@pytest.mark.parametrize("groups", ["flat", "layer"])
+def test_bf16_autocast_is_close_and_float32_grads(groups: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4))
+    ids = torch.randint(0, 20, (6, 9))
+
+    def losses(m):
+        return F.cross_entropy(m(ids).mean(1).float(), ids[:, 0] % 4, reduction="none")
+
+    exact = attach(model, groups=groups, clip_norm=0.5)
+    reference = exact.backward(losses(model))
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = losses(model)
+    report = exact.backward(value)
+    assert report.norms.dtype == torch.float32
+    torch.testing.assert_close(report.norms, reference.norms, rtol=0.03, atol=1e-4)
+    for p, g in zip(model.parameters(), plain, strict=True):
+        assert p.grad.dtype == torch.float32
+        assert float((p.grad - g).norm()) <= 0.05 * float(g.norm()) + 1e-5
+
+
+@pytest.mark.parametrize("engine", OURS)
+def test_a_static_loss_scale_changes_nothing(engine: str) -> None:
+    problem = ZOO["mlp"]()
+    clipper = attach(problem.model, groups="layer", clip_norm=0.4, engine=engine)
+    reports, grads = [], []
+    for scale in (1.0, 1024.0):
+        problem.model.zero_grad()
+        reports.append(clipper.backward(problem.losses(problem.model, problem.batch), loss_scale=scale))
+        grads.append([p.grad.clone() for p in problem.model.parameters()])
+    torch.testing.assert_close(reports[0].norms, reports[1].norms)
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_moving_the_model_keeps_the_clipper() -> None:
+    model = mlp(torch.float32)
+    clipper = attach(model)
+    model.double()
+    clipper.backward(losses_of(model, torch.randn(3, D, dtype=torch.float64)))
+    assert model[0].weight.grad.dtype == torch.float64
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = mlp()
+    clipper = attach(model)
+    x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        clipper.backward(checkpoint(model, x, use_reentrant=True).pow(2).sum(1))
+
+
+def test_the_coverage_table_names_every_trainable_parameter() -> None:
+    problem = ZOO["bare_parameters"]()
+    clipper = attach(problem.model, groups="layer")
+    clipper.backward(problem.losses(problem.model, problem.batch))
+    text = str(clipper)
+    assert all(name in text for name, _ in problem.model.named_parameters())
+    assert T == 7

@@ -1,0 +1,319 @@
+"""The algebra of per-example gradients against explicit sums of outer products and one-hot vectors, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dpexp.clipping.contributions import (
+    Conv,
+    Dense,
+    Geometry,
+    Lookup,
+    Outer,
+    Pulled,
+    Scratch,
+    Tied,
+    grams,
+    merge,
+    numerics,
+)
+from dpexp.clipping.contributions.grams import gram_norms
+from tests.clipping.naive import assert_exact
+
+sizes = st.integers(1, 4)
+fast = settings(max_examples=25, deadline=None)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def indices(high: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def naive_outer(a: Tensor, g: Tensor) -> Tensor:
+    grads = torch.zeros(a.shape[0], g.shape[2], a.shape[2], dtype=a.dtype)
+    for i in range(a.shape[0]):
+        for t in range(a.shape[1]):
+            grads[i] += torch.outer(g[i, t], a[i, t])
+    return grads
+
+
+def naive_lookup(ids: Tensor, g: Tensor, rows: int, padding: int | None) -> Tensor:
+    grads = torch.zeros(ids.shape[0], rows, g.shape[2], dtype=g.dtype)
+    for i in range(ids.shape[0]):
+        for t in range(ids.shape[1]):
+            if ids[i, t] != padding:
+                grads[i, ids[i, t]] += g[i, t]
+    return grads
+
+
+@fast
+@given(sizes, st.integers(0, 5), sizes, sizes)
+def test_outer(examples: int, positions: int, p: int, d: int):
+    a, g = normal(examples, positions, d), normal(examples, positions, p, seed=1)
+    assert_exact(Outer(a, g), naive_outer(a, g))
+    reshaped = Outer(a, g, (p, d, 1, 1))
+    assert_exact(reshaped, naive_outer(a, g)[..., None, None])
+
+
+@fast
+@given(sizes, sizes, sizes)
+def test_outer_of_several_calls(first: int, second: int, third: int):
+    calls = [(normal(3, t, 4, seed=t), normal(3, t, 2, seed=10 + t)) for t in (first, second, third)]
+    merged = Outer(*calls[0]).merge(Outer(*calls[1])).merge(Outer(*calls[2]))
+    assert isinstance(merged, Outer)
+    assert_exact(merged, sum(naive_outer(*call) for call in calls))
+
+
+@pytest.mark.parametrize("positions", [1, 2, 3, 7, 10])
+@pytest.mark.parametrize("halves_from", [1, 2, 100])
+@pytest.mark.parametrize("cap", [1, 200, 1 << 20])
+def test_blocks_of_the_gram_matrix(
+    positions: int, halves_from: int, cap: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(grams, "HALVES_FROM", halves_from)
+    a, g = normal(5, positions, 3), normal(5, positions, 2, seed=1)
+    expected = naive_outer(a, g).square().sum((1, 2))
+    torch.testing.assert_close(gram_norms(a, g, Scratch(cap)), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_chunks_under_the_cap_change_nothing():
+    a, g = normal(7, 3, 4), normal(7, 3, 5, seed=1)
+    grads = naive_outer(a, g)
+    two_at_a_time = Scratch(2 * 4 * 5 * 8)
+    seen = []
+
+    def factors_of(norms: Tensor, where: slice) -> Tensor:
+        seen.append(where)
+        return norms
+
+    norms, total = Outer(a, g).norms_and_sum("instantiate", factors_of, two_at_a_time)
+    assert [(s.start, s.stop) for s in seen] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    torch.testing.assert_close(norms, grads.square().sum((1, 2)))
+    torch.testing.assert_close(total, torch.tensordot(norms, grads, 1))
+    contribution = Outer(a, g)
+    contribution.sq_norms("instantiate", keep=True, scratch=two_at_a_time)
+    torch.testing.assert_close(contribution.weighted_sum(norms), torch.tensordot(norms, grads, 1))
+
+
+@fast
+@given(
+    sizes,
+    st.integers(0, 6),
+    sizes,
+    sizes,
+    st.sampled_from([None, 0, 1]),
+    st.sampled_from([torch.int64, torch.int32]),
+)
+def test_lookup(examples: int, positions: int, rows: int, d: int, padding: int | None, dtype: torch.dtype):
+    padding = None if padding is None else padding % rows
+    ids, g = indices(rows, examples, positions), normal(examples, positions, d)
+    assert_exact(Lookup(ids.to(dtype), g, rows, padding), naive_lookup(ids, g, rows, padding))
+
+
+def test_lookup_ignores_what_is_not_finite_at_the_padding_row():
+    ids, g = torch.tensor([[0, 1, 1]]), normal(1, 3, 2)
+    broken = g.clone()
+    broken[0, 0] = torch.nan
+    for method in ("ghost", "segments"):
+        torch.testing.assert_close(
+            Lookup(ids, broken, 3, 0).sq_norms(method), Lookup(ids, g, 3, 0).sq_norms(method)
+        )
+    torch.testing.assert_close(
+        Lookup(ids, broken, 3, 0).weighted_sum(None), Lookup(ids, g, 3, 0).weighted_sum(None)
+    )
+
+
+@fast
+@given(sizes, st.integers(0, 4), st.integers(0, 5), sizes, sizes, st.booleans())
+def test_tied_head(examples: int, heads: int, lookups: int, rows: int, d: int, padded: bool):
+    padding = 0 if padded else None
+    h, gh = normal(examples, heads, d), normal(examples, heads, rows, seed=1)
+    ids, ge = indices(rows, examples, lookups), normal(examples, lookups, d, seed=2)
+    expected = naive_outer(h, gh) + naive_lookup(ids, ge, rows, padding)
+    tied = Outer(h, gh).merge(Lookup(ids, ge, rows, padding))
+    assert isinstance(tied, Tied)
+    assert_exact(tied, expected)
+    again = tied.merge(Outer(h, gh)).merge(Lookup(ids, ge, rows, padding)).merge(tied)
+    assert isinstance(again, Tied)
+    assert_exact(again, 3 * expected)
+
+
+def test_tied_norm_in_chunks():
+    h, gh, ids, ge = normal(5, 3, 4), normal(5, 3, 6, seed=1), indices(6, 5, 7), normal(5, 7, 4, seed=2)
+    expected = (naive_outer(h, gh) + naive_lookup(ids, ge, 6, None)).square().sum((1, 2))
+    tied = Tied(Outer(h, gh), Lookup(ids, ge, 6))
+    for cap in (1, 1000):
+        torch.testing.assert_close(tied.sq_norms("ghost", scratch=Scratch(cap)), expected)
+        torch.testing.assert_close(tied.sq_norms("instantiate", scratch=Scratch(cap)), expected)
+
+
+@fast
+@given(sizes, st.lists(sizes, max_size=3))
+def test_dense(examples: int, shape: list[int]):
+    grad = normal(examples, *shape)
+    assert_exact(Dense(grad), grad)
+
+
+def test_other_mixtures_are_instantiated_and_added():
+    a, g, dense = normal(3, 2, 4), normal(3, 2, 5, seed=1), normal(3, 5, 4, seed=2)
+    assert_exact(merge(Outer(a, g), Dense(dense)), naive_outer(a, g) + dense)
+    ids, rows = indices(5, 3, 6), normal(3, 6, 4, seed=3)
+    with_and_without = merge(Lookup(ids, rows, 5, 0), Lookup(ids, rows, 5))
+    assert_exact(with_and_without, naive_lookup(ids, rows, 5, 0) + naive_lookup(ids, rows, 5, None))
+
+
+def test_only_uses_of_one_parameter_and_batch_merge():
+    with pytest.raises(ValueError, match="do not belong"):
+        merge(Dense(normal(3, 4)), Dense(normal(2, 4)))
+    with pytest.raises(ValueError, match="do not belong"):
+        merge(Dense(normal(3, 4)), Dense(normal(3, 5)))
+
+
+def test_pulled_back_through_a_linear_map():
+    a, g, jacobian = normal(3, 2, 4), normal(3, 2, 5, seed=1), normal(20, 6, seed=2)
+    pulled = Pulled(Outer(a, g), lambda grads: grads.flatten(1) @ jacobian, (6,))
+    assert pulled.resolve("ghost") == "instantiate"
+    assert_exact(pulled, naive_outer(a, g).flatten(1) @ jacobian)
+
+
+def everything(examples: int) -> list:
+    a, g, rows = normal(examples, 3, 4), normal(examples, 3, 5, seed=1), normal(examples, 6, 4, seed=3)
+    ids = indices(5, examples, 6)
+    geometry = Geometry((1, 1), (1, 1), (1, 1))
+    conv = Conv(normal(examples, 2, 4, 4), normal(examples, 3, 4, 4), (3, 2, 3, 3), geometry, examples)
+    outer = Outer(a, g)
+    pulled = Pulled(outer, lambda grads: 2 * grads, (5, 4))
+    return [
+        outer,
+        Lookup(ids, rows, 5, 0),
+        Tied(outer, Lookup(ids, rows, 5)),
+        Dense(normal(examples, 5)),
+        conv,
+        pulled,
+    ]
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_empty_batch(index: int):
+    contribution = everything(0)[index]
+    assert_exact(contribution, torch.zeros(0, *contribution.shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_example_that_is_not_finite_adds_nothing(index: int, bad: float):
+    """Neither in one go nor by mask and weighted sum; its norm says so."""
+    good, broken = everything(3)[index], everything(3)[index]
+    tensors = {
+        "Outer": lambda c: c.parts[1],
+        "Lookup": lambda c: c.g,
+        "Tied": lambda c: c.lookup.g,
+        "Dense": lambda c: c.grad,
+        "Conv": lambda c: c.gy,
+        "Pulled": lambda c: c.inner.parts[1],
+    }
+    tensors[type(broken).__name__](broken)[1] = bad
+    keep = torch.tensor([True, False, True])
+    expected = good.weighted_sum(keep.double())
+    for method in broken.methods():
+        norms = broken.sq_norms(method)
+        assert torch.equal(norms.isfinite(), keep), method
+        _, total = broken.norms_and_sum(method, lambda norms, _: torch.ones_like(norms))
+        torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(broken.mask(keep).weighted_sum(keep.double()), expected)
+
+
+def test_general_names_stand_for_what_a_kind_has():
+    outer, lookup, _, dense, conv, pulled = everything(2)
+    assert [c.resolve("ghost") for c in (outer, lookup, dense, conv)] == [
+        "ghost",
+        "ghost",
+        "instantiate",
+        "ghost",
+    ]
+    assert [c.resolve("instantiate") for c in (lookup, dense, conv)] == ["segments", "instantiate", "loop"]
+    assert [c.resolve("loop") for c in (outer, lookup, dense, pulled)] == [
+        "loop",
+        "segments",
+        "instantiate",
+        "loop",
+    ]
+    assert not lookup.instantiates("instantiate")
+    with pytest.raises(ValueError, match="no norm method 'magic'"):
+        outer.resolve("magic")
+
+
+def test_norm_of_a_long_float32_vector():
+    """Numbers added one after the other in float32 stop counting; an underestimated norm is a broken guarantee."""
+    x = torch.full((1, 1 << 24), 0.1)
+    naive = torch.linalg.vector_norm(x[0]).double().square()
+    square = x[0, 0].double().square()
+    assert naive < 0.999 * square * (1 << 24)
+    for shape in ((1 << 24,), (1 << 10, 1 << 14), (1 << 14, 1 << 5, 1 << 5), (3, 4194301)):
+        view = x[:, : math.prod(shape)].view(1, *shape)
+        expected = square[None] * view.numel()
+        torch.testing.assert_close(numerics.squared_norms(view).double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("index", range(6))
+def test_norms_and_sums_of_16_bit_inputs_are_float32(index: int, low: torch.dtype):
+    """Against float64 on the same rounded inputs: only convolutions round their gradients to 16 bits."""
+    exact = everything(3)[index]
+    a, g = (x.to(low) for x in (normal(3, 3, 4), normal(3, 3, 5, seed=1)))
+    ids, rows = indices(5, 3, 6), normal(3, 6, 4, seed=3).to(low)
+    x, gy = normal(3, 2, 4, 4).to(low), normal(3, 3, 4, 4).to(low)
+    dense = normal(3, 5).to(low)
+    geometry = Geometry((1, 1), (1, 1), (1, 1))
+
+    def build(dtype: torch.dtype) -> list:
+        outer = Outer(a.to(dtype), g.to(dtype))
+        lookup = Lookup(ids, rows.to(dtype), 5, 0)
+        conv = Conv(x.to(dtype), gy.to(dtype), (3, 2, 3, 3), geometry, 3)
+        pulled = Pulled(outer, lambda grads: 2 * grads, (5, 4))
+        return [outer, lookup, Tied(outer, lookup), Dense(dense.to(dtype)), conv, pulled]
+
+    contribution, exact = build(low)[index], build(torch.float64)[index]
+    factors = torch.tensor([0.3, 1.0, 1e-3])
+    rtol = 2e-2 if isinstance(contribution, Conv) else 1e-5
+    for method in contribution.methods():
+        norms = contribution.sq_norms(method)
+        assert norms.dtype == torch.float32
+        torch.testing.assert_close(norms.double(), exact.sq_norms(method), rtol=rtol, atol=rtol)
+    total, expected = contribution.weighted_sum(factors), exact.weighted_sum(factors.double())
+    torch.testing.assert_close(total.double(), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_float16_factors_neither_overflow_nor_vanish():
+    a = torch.full((2, 1, 3), 2.0**-10, dtype=torch.float16)
+    g = torch.full((2, 1, 5), 2.0**-10, dtype=torch.float16)
+    factors = torch.tensor([1e6, 2e6])
+    torch.testing.assert_close(Outer(a, g).weighted_sum(factors), torch.full((5, 3), 3e6 * 2.0**-20))
+
+
+def test_mixed_dtypes_meet_in_the_lower_one():
+    a, g = normal(3, 2, 4).bfloat16(), normal(3, 2, 5, seed=1).float()
+    low = Outer(a, g.bfloat16())
+    for contribution in (Outer(a, g), Outer(a.float(), g.bfloat16())):
+        torch.testing.assert_close(contribution.sq_norms("ghost"), low.sq_norms("ghost"))
+    assert numerics.align(a, g.half())[0].dtype == torch.float32
+
+
+def test_scratch_grows_and_is_reused():
+    scratch = Scratch(100)
+    first = scratch.take((4, 4), torch.float32, torch.device("cpu"))
+    again = scratch.take((2, 4), torch.float32, torch.device("cpu"))
+    assert first is not None
+    assert again is not None
+    assert first.data_ptr() == again.data_ptr()
+    assert scratch.chunk(30) == 3
+    assert scratch.chunk(1000) == 1

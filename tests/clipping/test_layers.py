@@ -1,0 +1,361 @@
+"""Every layer kind with its options against one autograd pass per example, in float64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dpexp.clipping.layers import KINDS, kind_of, refusal
+from dpexp.errors import UserError
+from tests.clipping.naive import assert_exact, contributions_of, naive_per_example
+
+fast = settings(max_examples=20, deadline=None)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """In float64, with parameters away from the ones and zeros that norm layers start from."""
+    module.double()
+    for k, p in enumerate(module.parameters()):
+        p.data.copy_(normal(*p.shape, seed=100 + k))
+    return module
+
+
+def check(module: nn.Module, x: Tensor, num_examples: int | None = None, rtol: float = 1e-9) -> None:
+    """All parameters of the module, together and each alone, by every method."""
+    module = randomised(module)
+    num_examples = x.shape[0] if num_examples is None else num_examples
+    with torch.no_grad():
+        probe = normal(*module(x).shape, seed=1)
+    expected = naive_per_example(module, nonlinear, x, probe, num_examples)
+    found = contributions_of(module, x, probe, num_examples, loss_fn=nonlinear)
+    assert found.keys() == expected.keys()
+    for name, grads in expected.items():
+        assert_exact(found[name], grads, rtol)
+        alone = contributions_of(module, x, probe, num_examples, {name}, nonlinear)
+        assert alone.keys() == {name}
+        torch.testing.assert_close(alone[name].weighted_sum(None), grads.sum(0), rtol=1e-7, atol=1e-7)
+
+
+def nonlinear(y: Tensor, probe: Tensor) -> Tensor:
+    return (y * probe + y.sin() / 2).sum()
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_linear(rank: int, bias: bool, rows: int):
+    middle = (3, 2)[: rank - 2]
+    check(nn.Linear(4, 5, bias=bias), normal(3 * rows, *middle, 4), 3)
+
+
+def test_linear_of_width_one():
+    check(nn.Linear(1, 1), normal(1, 1))
+
+
+def test_transformers_conv1d():
+    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+    module = pytorch_utils.Conv1D(5, 4)
+    assert kind_of(module).name == "conv1d"
+    check(module, normal(3, 2, 4))
+    check(module, normal(6, 4), 3)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, -1])
+@pytest.mark.parametrize("shape", [(3, 6), (3,), (3, 2, 3), (6, 4)])
+def test_embedding(padding_idx: int | None, shape: tuple[int, ...]):
+    module = nn.Embedding(4, 5, padding_idx=padding_idx)
+    ids = torch.randint(4, shape, generator=torch.Generator().manual_seed(0))
+    check(module, ids, 3)
+
+
+CONV_OPTIONS = [
+    {},
+    {"kernel_size": 1},
+    {"kernel_size": 1, "stride": 2, "bias": False},
+    {"kernel_size": 1, "stride": 3},
+    {"kernel_size": 1, "padding": 1},
+    {"kernel_size": 1, "groups": 2},
+    {"stride": 2, "padding": 1},
+    {"stride": 3, "padding": 2},
+    {"dilation": 2},
+    {"dilation": 2, "stride": 2, "padding": 2},
+    {"groups": 2},
+    {"groups": 4, "padding": 1},
+    {"padding": "same"},
+    {"padding": "valid"},
+    {"kernel_size": 2, "padding": "same"},
+    {"kernel_size": 4, "padding": "same", "dilation": 1},
+    {"kernel_size": 2, "padding": "same", "dilation": 3, "groups": 2},
+    {"padding": 1, "padding_mode": "circular"},
+    {"padding": 2, "padding_mode": "reflect", "stride": 2},
+    {"padding": 1, "padding_mode": "replicate", "groups": 4},
+    {"kernel_size": 2, "padding": "same", "padding_mode": "circular"},
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("options", CONV_OPTIONS, ids=str)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolution(options: dict, dims: int):
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    module = kind(4, 8, **({"kernel_size": 3} | options))
+    size = (7, 6, 5)[:dims]
+    check(module, normal(2, 4, *size))
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 2, "stride": 2}, {"kernel_size": 1}], ids=str)
+def test_convolution_of_several_rows_per_example(options: dict):
+    check(nn.Conv2d(4, 6, **({"kernel_size": 3} | options)), normal(6, 4, 5, 5), 2)
+    check(nn.ConvTranspose2d(4, 6, **({"kernel_size": 3} | options)), normal(6, 4, 3, 4), 2)
+
+
+@fast
+@given(st.data())
+def test_convolution_of_any_shape(data: st.DataObject):
+    kernel, stride, dilation = (data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3))) for _ in range(3))
+    padding = data.draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
+    groups = data.draw(st.sampled_from([1, 2]))
+    size = [d * (k - 1) + 1 + data.draw(st.integers(0, 3)) for k, d in zip(kernel, dilation)]
+    module = nn.Conv2d(2, 2 * groups, kernel, stride, padding, dilation, groups)
+    check(module, normal(data.draw(st.integers(1, 3)), 2, *size))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (13, 1), (20, 20), (21, 20)])
+def test_pixels_only_where_they_are_few(shape: tuple[int, int]):
+    few = shape[0] * shape[1] <= 400
+    module = nn.Conv2d(2, 2, 1, groups=2).double()
+    x = normal(1, 2, *shape)
+    weight = contributions_of(module, x, x, 1)["weight"]
+    assert ("pixel" in weight.methods()) == few
+
+
+TRANSPOSED_OPTIONS = [
+    {},
+    {"stride": 2},
+    {"stride": 2, "padding": 1, "output_padding": 1},
+    {"stride": 1, "dilation": 3, "output_padding": 2},
+    {"groups": 2, "stride": 3, "padding": 2},
+    {"kernel_size": 1, "stride": 2, "output_padding": 1},
+    {"kernel_size": 2, "stride": 2, "bias": False},
+]
+
+
+@pytest.mark.parametrize("options", TRANSPOSED_OPTIONS, ids=str)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolution(options: dict, dims: int):
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+    check(kind(4, 6, **({"kernel_size": 3} | options)), normal(2, 4, *(4, 3, 2)[:dims]))
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm(shape: tuple[int, ...], bias: bool):
+    for middle in ((), (3,), (2, 3)):
+        check(nn.LayerNorm(shape, eps=0.1, bias=bias), normal(6, *middle, *shape), 3)
+
+
+@pytest.mark.parametrize("eps", [None, 0.1])
+def test_rms_norm(eps: float | None):
+    check(nn.RMSNorm(5, eps=eps), normal(3, 2, 5))
+    check(nn.RMSNorm((4, 5), eps=eps), normal(6, 4, 5), 3)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("size", [(3,), (2, 2), (), (3, 1, 2)])
+def test_group_norm(groups: int, size: tuple[int, ...]):
+    check(nn.GroupNorm(groups, 6, eps=0.1), normal(6, 6, *size), 3, rtol=1e-8)
+    if groups < 6 or size:  # torch itself refuses to normalise one number
+        check(nn.GroupNorm(groups, 6, eps=0.1), 100 + normal(3, 6, *size), rtol=1e-8)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_instance_norm(dims: int):
+    kind = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[dims - 1]
+    check(kind(4, affine=True, eps=0.1), normal(6, 4, *(5, 3, 2)[:dims]), 3, rtol=1e-8)
+
+
+def test_batch_norm_with_constant_statistics():
+    for kind, size in (
+        (nn.BatchNorm1d, ()),
+        (nn.BatchNorm1d, (3,)),
+        (nn.BatchNorm2d, (2, 3)),
+        (nn.BatchNorm3d, (2, 1, 2)),
+    ):
+        module = kind(4).eval()
+        module.track_running_stats = False
+        module.running_mean.normal_()
+        module.running_var.uniform_(0.5, 2)
+        assert refusal(module) is None
+        check(module, normal(6, 4, *size), 3)
+
+
+@pytest.mark.parametrize("name", ["StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame"])
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2, "bias": True}, {"kernel_size": 1}, {"groups": 2}], ids=str
+)
+def test_standardised_convolution(name: str, options: dict):
+    std_conv = pytest.importorskip("timm.layers.std_conv")
+    module = getattr(std_conv, name)(4, 6, **({"kernel_size": 3} | options))
+    assert kind_of(module).name == "weight-standardised convolution"
+    check(module, normal(2, 4, 6, 5), rtol=1e-8)
+
+
+LAYERS = [
+    (nn.Linear(4, 5), (3, 4)),
+    (nn.Embedding(4, 5), (3,)),
+    (nn.Conv2d(4, 5, 3), (4, 5, 5)),
+    (nn.Conv2d(4, 5, 1), (4, 5, 5)),
+    (nn.ConvTranspose1d(4, 5, 3), (4, 5)),
+    (nn.LayerNorm(5), (3, 5)),
+    (nn.RMSNorm(5), (3, 5)),
+    (nn.GroupNorm(2, 4), (4, 5)),
+    (nn.InstanceNorm1d(4, affine=True), (4, 5)),
+]
+
+
+@pytest.mark.parametrize(("module", "shape"), LAYERS, ids=lambda v: type(v).__name__)
+def test_empty_batch(module: nn.Module, shape: tuple[int, ...]):
+    lookup = isinstance(module, nn.Embedding)
+    x = torch.zeros(0, *shape, dtype=torch.int64 if lookup else torch.float32)
+    with torch.no_grad():
+        gy = torch.zeros_like(module(x)) if not isinstance(module, nn.InstanceNorm1d) else x
+        names = {name for name, _ in module.named_parameters()}
+        found = kind_of(module).contributions(module, (x,), gy, 0, names)
+    assert found.keys() == names
+    for name, contribution in found.items():
+        assert contribution.sq_norms(contribution.methods()[0]).shape == (0,)
+        total = contribution.weighted_sum(torch.zeros(0))
+        assert total.shape == module.get_parameter(name).shape
+        assert not total.any()
+
+
+@pytest.mark.parametrize(("module", "shape"), LAYERS, ids=lambda v: type(v).__name__)
+def test_low_precision_inputs_give_float32_norms(module: nn.Module, shape: tuple[int, ...]):
+    """As under autocast: 16-bit activations, 32-bit output gradients."""
+    if isinstance(module, nn.Embedding):
+        pytest.skip("looks up integers")
+    x = normal(3, *shape).bfloat16()
+    with torch.no_grad():
+        y = module(x.float())
+        gy = normal(*y.shape, seed=1).bfloat16()
+        names = {name for name, _ in module.named_parameters()}
+        low = kind_of(module).contributions(module, (x,), gy.float(), 3, names)
+        double = kind_of(module).contributions(module, (x.double(),), gy.double(), 3, names)
+    for name in names:
+        exact = double[name].sq_norms("instantiate")
+        for method in low[name].methods():
+            norms = low[name].sq_norms(method)
+            assert norms.dtype == torch.float32
+            torch.testing.assert_close(norms.double(), exact, rtol=2e-2, atol=1e-3)
+
+
+def test_a_call_without_a_batch_is_refused():
+    for module, shape in ((nn.Conv1d(4, 5, 3), (4, 9)), (nn.InstanceNorm1d(4, affine=True), (4, 9))):
+        with pytest.raises(UserError, match="call the layer with a batch"):
+            kind_of(module).contributions(
+                module, (torch.zeros(shape),), module(torch.zeros(shape)), 4, {"weight"}
+            )
+
+
+REFUSED = [
+    (nn.BatchNorm2d(4), "GroupNorm"),
+    (nn.BatchNorm2d(4).eval(), "tracks statistics"),
+    (nn.BatchNorm1d(4, track_running_stats=False).eval(), "statistics of the whole batch"),
+    (nn.BatchNorm3d(4, affine=False), "statistics of the whole batch"),
+    (nn.SyncBatchNorm(4), "statistics of the whole batch"),
+    (nn.InstanceNorm2d(4, track_running_stats=True), "track_running_stats=False"),
+    (nn.Embedding(4, 5, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    (nn.Embedding(4, 5, max_norm=1.0), "max_norm"),
+    (nn.Embedding(4, 5, sparse=True), "sparse"),
+    (type("OwnBatchNorm", (nn.BatchNorm2d,), {"forward": lambda self, x: x})(4), "GroupNorm"),
+]
+
+
+@pytest.mark.parametrize(("module", "way_out"), REFUSED, ids=lambda v: type(v).__name__)
+def test_refusals_name_the_way_out(module: nn.Module, way_out: str):
+    for p in module.parameters():
+        p.requires_grad_(False)
+    assert way_out in refusal(module)
+
+
+def test_nothing_speaks_against_the_rest():
+    for module, _ in LAYERS:
+        assert refusal(module) is None
+    assert refusal(nn.Dropout()) is None
+
+
+class Renamed(nn.Linear):
+    """Computes as its base does."""
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnConvolution(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return 2 * super()._conv_forward(x, weight, bias)
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+def test_only_what_surely_computes_like_a_known_layer_has_a_kind():
+    assert kind_of(Renamed(3, 3)) is KINDS[nn.Linear]
+    assert kind_of(nn.MultiheadAttention(4, 2).out_proj).name == "linear"
+    for module in (Doubled(3, 3), OwnConvolution(3, 3, 1), Scaled(), nn.LSTM(3, 3), nn.PReLU(), nn.Dropout()):
+        assert kind_of(module) is None
+    assert kind_of(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))) is None
+    assert kind_of(nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 3, 1))) is None
+    with pytest.warns(FutureWarning):
+        assert kind_of(nn.utils.weight_norm(nn.Linear(3, 3))) is None
+    patched = nn.Linear(3, 3)
+    patched.forward = lambda x: x
+    assert kind_of(patched) is None
+    assert kind_of(Doubled(3, 3), nn.Linear) is KINDS[nn.Linear]
+
+
+def test_layers_load_without_optional_packages():
+    code = (
+        "import sys, dpexp.clipping.layers; print([m for m in ('transformers', 'timm') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("method", ["ghost", "instantiate"])
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [(nn.Linear(4, 5), (3, 4)), (nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5)), (nn.GroupNorm(2, 4), (4, 5))],
+    ids=lambda v: type(v).__name__,
+)
+def test_traced_into_one_graph(module: nn.Module, shape: tuple[int, ...], method: str):
+    x = normal(3, *shape).float()
+    gy = normal(*module(x).shape, seed=1).float()
+
+    def norms_and_sums(x: Tensor, gy: Tensor) -> list[Tensor]:
+        found = kind_of(module).contributions(module, (x,), gy, 3, {"weight", "bias"})
+        results = []
+        for contribution in found.values():
+            results += [contribution.sq_norms(method), contribution.weighted_sum(torch.arange(3.0))]
+            results += contribution.norms_and_sum(method, lambda norms, _: 1 / (1 + norms))
+        return results
+
+    torch._dynamo.reset()
+    compiled = torch.compile(norms_and_sums, fullgraph=True, backend="aot_eager")
+    for traced, eager in zip(compiled(x, gy), norms_and_sums(x, gy), strict=True):
+        torch.testing.assert_close(traced, eager)

@@ -1,0 +1,30 @@
+"""What every test gets: no network, few threads, and nothing written outside its own folder."""
+
+import os
+
+import pytest
+
+# Before torch, transformers or datasets is imported anywhere.
+for name, value in {
+    "OMP_NUM_THREADS": "1",  # the suite runs one process per core
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}.items():
+    os.environ.setdefault(name, value)
+os.environ.pop("DPEXP_DATA", None)  # a test that reads real files says so itself
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Tokenised data of a test session stays in its temporary folder."""
+    monkeypatch.setenv("DPEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def runs_dir(tmp_path):
+    """A folder for runs, to be given as ``runtime.runs_dir``."""
+    return tmp_path / "runs"

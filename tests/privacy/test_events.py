@@ -1,0 +1,97 @@
+"""Events: what is released from one sample, and the Gaussians that it amounts to."""
+
+import json
+import math
+
+import pytest
+from dp_accounting import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+)
+
+from dpexp.errors import UserError
+from dpexp.privacy.events import coarsen, composed, decode, encode, releases, step_event
+
+
+def test_gaussians_of_one_sample_are_one_gaussian():
+    event = step_event(0.1, [1.0, 2.0, 2.0])
+    assert releases(event) == {(0.1, pytest.approx((1 + 1 / 4 + 1 / 4) ** -0.5)): 1}
+
+
+def test_nested_compositions_are_counted_and_merged():
+    inner = ComposedDpEvent([GaussianDpEvent(3.0), SelfComposedDpEvent(GaussianDpEvent(4.0), 2)])
+    event = ComposedDpEvent(
+        [
+            SelfComposedDpEvent(PoissonSampledDpEvent(0.2, inner), 5),
+            PoissonSampledDpEvent(0.2, inner),
+            NoOpDpEvent(),
+            SelfComposedDpEvent(GaussianDpEvent(10.0), 4),
+            PoissonSampledDpEvent(1.0, GaussianDpEvent(5.0)),
+        ]
+    )
+    found = releases(event)
+    assert found == {
+        (0.2, pytest.approx((1 / 9 + 2 / 16) ** -0.5)): 6,
+        (1.0, pytest.approx((4 / 100 + 1 / 25) ** -0.5)): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        NoOpDpEvent(),
+        composed([]),
+        composed([(step_event(0.1, [1.0]), 0)]),
+        step_event(0.0, [1.0]),
+        step_event(0.0, [0.0]),
+        step_event(0.3, [math.inf]),
+        GaussianDpEvent(math.inf),
+    ],
+)
+def test_what_releases_nothing_is_left_out(event):
+    assert releases(event) == {}
+
+
+@pytest.mark.parametrize("event", [NonPrivateDpEvent(), GaussianDpEvent(0.0), step_event(0.1, [1.0, 0.0])])
+def test_a_release_without_noise_stays_visible(event):
+    assert [sigma for _, sigma in releases(event)] == [0.0]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        LaplaceDpEvent(1.0),
+        PoissonSampledDpEvent(0.1, LaplaceDpEvent(1.0)),
+        PoissonSampledDpEvent(0.1, PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))),
+    ],
+)
+def test_what_is_not_a_sampled_gaussian_is_not_taken_for_one(event):
+    assert releases(event) is None
+
+
+def test_coarsening_only_raises_rates_and_lowers_noise():
+    parts = {(0.01 + 1e-5 * i, 1.0 + 1e-3 * i): i + 1 for i in range(500)}
+    rough = coarsen(parts, 40)
+    assert len(rough) <= 40
+    assert sum(rough.values()) == sum(parts.values())
+    # Every release has a counterpart that is no more private: compare the sums over all of them.
+    for (q, sigma), _ in parts.items():
+        assert any(q_rough >= q and s_rough <= sigma for q_rough, s_rough in rough)
+    assert max(q for q, _ in rough) <= 0.015 * 1.15
+    assert coarsen(parts, 500) is parts
+
+
+def test_events_survive_json():
+    event = composed([(step_event(0.1, [1.0, 2.0]), 3), (LaplaceDpEvent(2.0), 1)])
+    assert decode(json.loads(json.dumps(encode(event)))) == event
+
+
+@pytest.mark.parametrize("record", [{"type": "os"}, {}, {"type": "GaussianDpEvent", "sigma": 1.0}, {"type": "DpEventBuilder"}])
+def test_what_is_no_event_is_refused(record):
+    with pytest.raises(UserError):
+        decode(record)

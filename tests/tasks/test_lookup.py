@@ -1,0 +1,114 @@
+"""The order in which data is looked for, and that nothing is ever put in its place."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from dpexp.errors import UserError
+from dpexp.models import sources
+from dpexp.schemas import DataConfig, TaskConfig
+from dpexp.tasks.lookup import find_tables
+
+Data = Callable[..., DataConfig]
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "hub_unreachable", lambda: "no network in this test")
+
+
+@pytest.fixture
+def fake_hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str | None], Any]:
+    """Data sets that `datasets.load_dataset` finds; the hub counts as reachable."""
+    there: dict[tuple[str, str | None], Any] = {}
+    monkeypatch.setattr(sources, "hub_unreachable", lambda: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config=None: there[name, config])
+    return there
+
+
+def glue(labels: list[str], **columns: list[Any]) -> datasets.Dataset:
+    features = {name: datasets.Value("string") for name in columns if name != "label"}
+    return datasets.Dataset.from_dict(
+        columns, features=datasets.Features({**features, "label": datasets.ClassLabel(names=labels)})
+    )
+
+
+def write(root: Path, splits: tuple[str, ...] = ("train", "dev")) -> None:
+    (root / "sst2").mkdir(parents=True, exist_ok=True)
+    for split in splits:
+        (root / "sst2" / f"{split}.tsv").write_text(f"sentence\tlabel\nfrom a {split} file\t1\n")
+
+
+def test_files_come_before_the_hub(tmp_path: Path, sst2: TaskConfig, data: Data, fake_hub: dict) -> None:
+    split = glue(["negative", "positive"], sentence=["from the hub"], label=[0])
+    fake_hub["nyu-mll/glue", "sst2"] = {"train": split, "validation": split}
+    write(tmp_path, ("train",))
+    from_hub = find_tables(sst2, data(root=str(tmp_path)), "paper")
+    assert from_hub.source == "hub"  # dev is not below the root, and one source gives all splits
+    assert from_hub.tables["train"].columns == {"sentence": ["from the hub"], "label": ["0"]}
+    write(tmp_path)
+    from_files = find_tables(sst2, data(root=str(tmp_path)), "paper")
+    assert from_files.source == "files"
+    assert from_files.tables["dev"].columns == {"sentence": ["from a dev file"], "label": ["1"]}
+    assert find_tables(sst2, data(root=str(tmp_path), source="hub"), "paper").source == "hub"
+
+
+def test_the_error_names_all_that_was_tried(tmp_path: Path, sst2: TaskConfig, data: Data, no_hub: None) -> None:
+    with pytest.raises(UserError) as error:
+        find_tables(sst2, data(root=str(tmp_path)), "paper")
+    for part in ("sst2/train.tsv", "sst2/dev.tsv", ".gz", ".xz", str(tmp_path), "nyu-mll/glue/sst2", "no network in"):
+        assert part in str(error.value)
+    with pytest.raises(UserError, match="neither data.root nor DPEXP_DATA is set"):
+        find_tables(sst2, data(), "small")
+    with pytest.raises(UserError, match="no such folder"):
+        find_tables(sst2, data(root=str(tmp_path / "gone")), "small")
+    with pytest.raises(UserError) as error:
+        find_tables(sst2, data(source="files"), "small")
+    assert "hub, data set" not in str(error.value)
+
+
+def test_synthetic_data_only_where_it_is_asked_for(sst2: TaskConfig, data: Data, no_hub: None) -> None:
+    found = find_tables(sst2, data(), "demo")
+    assert found.source == "demo"
+    assert "synthetic" in found.name
+    with pytest.raises(UserError):
+        find_tables(sst2, data(source="files"), "demo")
+
+
+def test_own_files_win_even_over_the_demo(tmp_path: Path, sst2: TaskConfig, data: Data) -> None:
+    write(tmp_path)
+    own = data(train=str(tmp_path / "sst2" / "train.tsv"))
+    assert find_tables(sst2, own, "demo").source == "own files"
+    with pytest.raises(UserError, match="data.dev is given without data.train"):
+        find_tables(sst2, data(dev=own.train), "demo")
+
+
+def test_a_task_without_data_says_how_to_give_some(own: TaskConfig, data: Data) -> None:
+    with pytest.raises(UserError, match="data.train=FILE data.text=COLUMN data.label=COLUMN"):
+        find_tables(own, data(), "small")
+
+
+def test_mnli_of_the_hub_gets_the_published_column_names(data: Data, fake_hub: dict) -> None:
+    names = ["entailment", "neutral", "contradiction"]
+    split = glue(names, premise=["p"], hypothesis=["h"], label=[2])
+    splits = {"train": split, "validation_matched": split, "validation_mismatched": split}
+    fake_hub["nyu-mll/glue", "mnli"] = splits
+    task = TaskConfig(
+        name="mnli",
+        labels=names,
+        text="sentence1",
+        text_pair="sentence2",
+        label="gold_label",
+        hub_id="nyu-mll/glue",
+        hub_config="mnli",
+        files={"train": "mnli/train.tsv", "dev": "mnli/dev_matched.tsv", "dev_mismatched": "mnli/dev_mismatched.tsv"},
+    )
+    tables = find_tables(task, data(), "paper").tables
+    assert set(tables) == {"train", "dev", "dev_mismatched"}
+    assert tables["dev"].columns == {"sentence1": ["p"], "sentence2": ["h"], "gold_label": ["contradiction"]}
+    del splits["validation_mismatched"]
+    with pytest.raises(UserError, match="no split for dev_mismatched"):
+        find_tables(task, data(), "paper")

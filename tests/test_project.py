@@ -1,0 +1,137 @@
+"""The scaffolding: what a fresh clone needs is there and says what it should."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import dpexp
+
+ROOT = Path(dpexp.__file__).resolve().parents[1]
+TARGETS = ("help", "setup", "demo", "test", "check", "tables")
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "pyproject.toml").is_file(), reason="an installed wheel has no project files"
+)
+
+
+def make(*arguments, **environment):
+    clean = {
+        key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHON", "MAKEFLAGS")
+    }
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "--no-print-directory", *arguments],
+        env=clean | environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def normal(requirement):
+    return re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", requirement)[0]).lower()
+
+
+def test_help_lists_every_target():
+    listed = make("help")
+    for target in TARGETS:
+        assert re.search(rf"make {target} +\w", listed), target
+
+
+def test_set_up_comes_first_unless_an_interpreter_is_given(tmp_path):
+    for target in ("demo", "test", "check", "tables"):
+        fresh = make("-n", target, f"VENV={tmp_path}/env")
+        assert "-m venv" in fresh
+        assert fresh.index("pip install") < fresh.rindex(f"{tmp_path}/env/bin/python -m")
+        given = make("-n", target, "PYTHON=some-python")
+        assert "pip install" not in given
+        assert "some-python -m" in given
+    assert f"{tmp_path}/active/bin/python -m pip" in make("-n", "test", VIRTUAL_ENV=f"{tmp_path}/active")
+
+
+def test_set_up_happens_once(tmp_path):
+    (tmp_path / ".stamp-dpexp").touch()
+    assert "pip install" not in make("-n", "test", f"VENV={tmp_path}")
+
+
+def test_every_dependency_is_pinned_within_its_bounds(project):
+    packaging = pytest.importorskip("packaging.requirements")
+    pinned = pins()
+    requirements = [
+        *project["dependencies"],
+        *(r for extra in project["optional-dependencies"].values() for r in extra),
+    ]
+    for requirement in map(packaging.Requirement, requirements):
+        assert requirement.specifier, f"{requirement.name} has no lower bound"
+        assert requirement.specifier.contains(pinned[normal(requirement.name)]), requirement
+
+
+def test_constraints_are_versions_and_nothing_else():
+    for name, version in pins().items():
+        assert re.fullmatch(r"[a-z0-9-]+", name)
+        assert re.fullmatch(r"[0-9][0-9a-z.]*", version), f"{name}=={version}"
+
+
+def test_the_version_is_one(project):
+    assert project["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", dpexp.__version__)
+
+
+def test_the_citation_names_the_four_papers():
+    citation = OmegaConf.to_container(OmegaConf.load(ROOT / "CITATION.cff"))
+    papers = {reference["authors"][0]["family-names"]: reference for reference in citation["references"]}
+    assert set(papers) == {"He", "Bu", "Li", "Monir"}
+    arxiv = {
+        name: paper["identifiers"][0]["value"] for name, paper in papers.items() if "identifiers" in paper
+    }
+    assert arxiv == {"He": "arXiv:2212.01539", "Bu": "arXiv:2210.00038", "Li": "arXiv:2110.05679"}
+
+
+def test_the_licence_is_whole():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text[:200]
+    assert "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION" in text
+    assert "limitations under the License." in text[-200:]
+
+
+def test_no_file_names_a_package_index():
+    for name in ("constraints.txt", "pyproject.toml", "Makefile", ".ci/run"):
+        assert not re.search(r"https?://|file://|--index-url|--find-links", (ROOT / name).read_text()), name
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_conf(tmp_path):
+    """Built without isolation where the build backend is installed, else as pip does it."""
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "site")
+    expected = {f"dpexp/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
+    assert expected <= names
+    assert not [name for name in names if name.startswith(("tests/", "conf/", "runs/"))]
+    code = "from dpexp.config import *; print(conf_dir(), compose(['task=sst2', 'clip=flat']).model.name)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(tmp_path / "site" / "dpexp" / "conf"), "roberta_base"], done.stderr

@@ -1,0 +1,174 @@
+"""What a run says about itself."""
+
+import json
+import math
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dpexp import record
+from dpexp.privacy.plan import make_plan
+from dpexp.schemas import RunConfig
+from dpexp.tasks import DataInfo
+
+TASK = SimpleNamespace(data=DataInfo("files", "here", {"train": 100, "dev": 5}, {"train": "ab"}, []))
+
+
+def plan(**changes):
+    settings = {
+        "num_examples": 100, "expected_batch_size": 10, "steps": 5, "delta": "1e-3", "accountant": "rdp",
+        "noise_multiplier": 1.0,
+    }  # fmt: skip
+    return make_plan(**(settings | changes))
+
+
+def block(run=None, made=None, spent=None, charged=5):
+    return record.privacy_block(
+        run or RunConfig(),
+        made or plan(),
+        spent or {"rdp": 2.0, "gdp": 1.0, "prv": 1.5, "pld": 1.4},
+        3,
+        charged,
+    )
+
+
+def summary(privacy):
+    return record.summarise(
+        RunConfig(), TASK, privacy=privacy, metrics={"accuracy": 0.5}, performance={}, wall_s=1.0, status="finished",
+        details={"code": record.code_hash()},
+    )  # fmt: skip
+
+
+def test_the_summary_has_the_fixed_keys_and_is_strict_json():
+    written = json.loads(json.dumps(summary(block()), allow_nan=False))
+    assert tuple(written)[: len(record.SUMMARY_KEYS)] == record.SUMMARY_KEYS
+    assert set(written["data"]) == {"source", "name", "rows", "sha256"}
+    fixed = "epsilon delta accountant noise_multiplier sigma_new sigma_b sample_rate steps sampling released".split()
+    assert list(written["privacy"])[: len(fixed)] == fixed
+    assert set(written["privacy"]["epsilon"]) == {"rdp", "gdp", "prv", "pld"}
+    assert set(written["git"]) == {"commit", "dirty"}
+    assert all(isinstance(written[key], str) for key in ("task", "model", "clip", "engine", "scale"))
+
+
+def test_without_privacy_the_numbers_are_null():
+    run = RunConfig()
+    run.clip.private = False
+    privacy = record.privacy_block(run, None, None, 0, 0)
+    assert privacy["epsilon"] == dict.fromkeys(("rdp", "gdp", "prv", "pld"))
+    assert privacy["delta"] is privacy["noise_multiplier"] is privacy["sigma_b"] is None
+
+
+def test_the_split_of_the_budget_is_stated():
+    made = plan(quantile_budget=0.1)
+    privacy = block(made=made)
+    assert privacy["released"] == ["gradients", "counts"]
+    assert privacy["sigma_new"] ** -2 + 3 / (4 * privacy["sigma_b"] ** 2) == pytest.approx(1.0)
+    assert block()["released"] == ["gradients"]
+    assert block()["sigma_b"] is None
+
+
+def test_an_infinite_epsilon_is_null_and_said():
+    privacy = block(spent={"rdp": math.inf, "gdp": 1.0, "prv": None, "pld": 1.0})
+    assert privacy["epsilon"]["rdp"] is None
+    assert any("no finite value under rdp:" in note for note in privacy["notes"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: setattr(run.privacy, "noise_seed", 3), "only while that seed is secret"),
+        (
+            lambda run: setattr(run, "trials", 12),
+            "chosen from 12 configurations; epsilon excludes the tuning",
+        ),
+        (lambda run: None, "dev set"),
+        (lambda run: None, "Poisson sampling, as the accountants assume"),
+    ],
+)
+def test_what_a_reader_must_know_is_in_the_notes(change, words):
+    run = RunConfig()
+    change(run)
+    assert any(words in note for note in block(run)["notes"])
+
+
+def test_shuffling_and_double_charges_are_said():
+    notes = block(made=plan(sampling="shuffle"), charged=7)["notes"]
+    assert any("shuffling" in note and "not a guarantee" in note for note in notes)
+    assert not any("as the accountants assume" in note for note in notes)
+    assert any(note.startswith("2 steps were charged twice") for note in notes)
+
+
+def test_without_git_the_caller_says_what_runs(monkeypatch):
+    monkeypatch.setenv("DPEXP_COMMIT", "abc123")
+    monkeypatch.setenv("DPEXP_DIRTY", "1")
+    assert record.git_state() == {"commit": "abc123", "dirty": True}
+    monkeypatch.delenv("DPEXP_DIRTY")
+    assert record.git_state() == {"commit": "abc123", "dirty": False}
+
+
+def test_git_is_asked_about_this_code_and_no_other(monkeypatch, tmp_path):
+    monkeypatch.delenv("DPEXP_COMMIT", raising=False)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "venv" / "dpexp").mkdir(parents=True)
+    monkeypatch.setattr(record, "_PACKAGE", tmp_path / "venv" / "dpexp")
+    assert record.git_state() == {"commit": None, "dirty": None}  # installed inside someone else's repository
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    monkeypatch.setattr(record, "_PACKAGE", tmp_path / "dpexp")
+    (tmp_path / "dpexp").mkdir()
+    (tmp_path / "dpexp" / "a.py").write_text("1")
+    subprocess.run(["git", "-C", str(tmp_path), "add", "dpexp"], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), *identity, "commit", "-q", "-m", "x"], check=True)
+    state = record.git_state()
+    assert len(state["commit"]) == 40
+    assert state["dirty"] is False
+    (tmp_path / "dpexp" / "a.py").write_text("2")
+    assert record.git_state()["dirty"] is True
+
+
+def test_changed_code_is_noticed(monkeypatch):
+    monkeypatch.setenv("DPEXP_COMMIT", "a" * 40)
+    finished = summary(block())
+    assert record.code_changes(finished) is None
+    finished["details"]["code"] = "other"
+    assert "at the same commit" in record.code_changes(finished)
+    monkeypatch.setenv("DPEXP_COMMIT", "b" * 40)
+    assert "aaaaaaaaaa, this is bbbbbbbbbb" in record.code_changes(finished)
+
+
+def test_only_a_finished_summary_counts(tmp_path):
+    assert record.finished_summary(tmp_path) is None
+    (tmp_path / "summary.json").write_text("{")
+    assert record.finished_summary(tmp_path) is None
+    record.write_json(tmp_path / "summary.json", summary(block()))
+    assert record.finished_summary(tmp_path)["metrics"] == {"accuracy": 0.5}
+
+
+def test_metrics_after_the_resumed_step_and_torn_lines_are_dropped(tmp_path):
+    metrics = record.Metrics(tmp_path / "metrics.jsonl", strict=False)
+    for step in (1, 2, 3):
+        metrics.write(step, {"lr": 0.1})
+    with open(metrics.path, "a") as file:
+        file.write('{"step": 4, "l')
+    metrics.resume_at(2)
+    assert [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_tracker_sees_names_that_say_what_is_not_private(tmp_path):
+    seen = {}
+    tracker = SimpleNamespace(log=lambda values, step: seen.update(values))
+    metrics = record.Metrics(tmp_path / "metrics.jsonl", strict=False, tracker=tracker)
+    metrics.write(1, {"lr": 0.1})
+    metrics.write(1, {"loss": 2.0}, released=False)
+    assert seen == {"lr": 0.1, "not_private/loss": 2.0}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
+def test_peak_memory_is_the_high_water_mark_of_the_process():
+    pages = torch.ones(8 << 20)  # 32 MiB, touched
+    status = open("/proc/self/status").read()
+    high_water_kib = int(status.split("VmHWM:")[1].split()[0])
+    assert record.peak_memory_mib(torch.device("cpu")) == pytest.approx(high_water_kib / 1024, abs=16)
+    del pages

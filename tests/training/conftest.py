@@ -1,0 +1,10 @@
+"""The sources may be edited while a test runs; what is tested here is not that."""
+
+import pytest
+
+from dpexp import record
+
+
+@pytest.fixture(autouse=True)
+def settled_code(monkeypatch):
+    monkeypatch.setattr(record, "code_hash", lambda: "c0de")

@@ -1,0 +1,69 @@
+"""Physical batches, and how large they may be."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dpexp.errors import UserError
+from dpexp.training import batching
+from dpexp.training.batching import automatic_size, physical_batches, sampler_for
+
+CPU = torch.device("cpu")
+
+
+def test_pieces_hold_every_example_once_the_longest_first():
+    lengths = {3: 5, 8: 50, 9: 7, 20: 50, 21: 1}
+    pieces = physical_batches(np.array(sorted(lengths)), lengths.__getitem__, 2)
+    assert [piece.tolist() for piece in pieces] == [[8, 20], [9, 3], [21]]
+    assert physical_batches(np.array([], dtype=np.int64), lengths.__getitem__, 2) == []
+
+
+def test_a_poisson_sampler_has_the_expected_batch():
+    sampler = sampler_for("poisson", 1000, 50.0, b"k" * 32)
+    sizes = [len(sampler.draw(step)) for step in range(300)]
+    assert np.mean(sizes) == pytest.approx(50, abs=5 * np.sqrt(50 / 300))
+    assert np.std(sizes) > 3
+
+
+def test_on_a_cpu_the_size_follows_the_activations(monkeypatch):
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 1))
+    parameters = list(model.parameters())
+
+    def forward(count):
+        return model(torch.ones(count, 1000)).squeeze(1)
+
+    # Kept per example: the input and one hidden activation of 1,000 floats each (ReLU's output is Linear's input).
+    monkeypatch.setattr(batching, "CPU_ACTIVATION_BYTES", 40 * 8000)
+    assert automatic_size(forward, None, parameters, CPU, 1e6) == 32
+    monkeypatch.setattr(batching, "CPU_ACTIVATION_BYTES", 1)
+    assert automatic_size(forward, None, parameters, CPU, 1e6) == 1
+    monkeypatch.setattr(batching, "CPU_ACTIVATION_BYTES", 1 << 40)
+    assert automatic_size(forward, None, parameters, CPU, 5.0) == 8  # no use in more than the logical batch
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+@pytest.mark.parametrize(("fits", "expected"), [(1, 1), (10, 4), (64, 32), (100_000, 256)])
+def test_on_a_gpu_it_doubles_until_the_memory_is_gone_and_keeps_a_reserve(monkeypatch, fits, expected):
+    parameter = nn.Parameter(torch.zeros(1))
+
+    def forward(count):
+        if count > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return parameter.expand(count)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    found = automatic_size(
+        forward, lambda losses: losses.sum().backward(), [parameter], torch.device("cuda"), 200
+    )
+    assert found == expected
+    assert parameter.grad is None
+
+
+def test_when_not_even_one_example_fits_it_says_so(monkeypatch):
+    def forward(count):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(UserError, match="not even one example"):
+        automatic_size(forward, None, [nn.Parameter(torch.zeros(1))], torch.device("cuda"), 200)

@@ -1,0 +1,157 @@
+"""Killed at any instant, a run ends with the same weights, and its ledger never counts too little."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dpexp.training import loop
+from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_run, train, weights
+
+ROOT = Path(__file__).parents[2]
+
+
+class Crash(Exception):
+    """Stands for kill -9 where one process is enough."""
+
+
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("killed")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.crashes", str(folder)],
+        capture_output=True, text=True, cwd=ROOT, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_scenarios_really_kill(killed_runs):
+    for name, result in killed_runs.items():
+        assert result["killed"] >= (0 if name == "never" else 1), name
+
+
+def test_killed_at_any_instant_it_ends_with_the_same_weights_bit_for_bit(killed_runs):
+    assert {result["weights"] for result in killed_runs.values()} == {killed_runs["never"]["weights"]}
+
+
+def test_killed_at_any_instant_every_step_is_charged_once(killed_runs):
+    for name, result in killed_runs.items():
+        assert sorted(map(tuple, result["charged"])) == [(step, 0) for step in range(6)], name
+
+
+def crash_in_step(monkeypatch, trainer, step):
+    """Train until the noise of this step is about to be drawn, then crash."""
+    real, calls = loop.add_gaussian_, 0
+
+    def crashing(tensors, std, generator=None):
+        nonlocal calls
+        calls += 1
+        if calls == 2 * step + 1:
+            raise Crash
+        real(tensors, std, generator=generator)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "add_gaussian_", crashing)
+        with pytest.raises(Crash):
+            train(trainer)
+
+
+def crashed(folder, monkeypatch, step=4):
+    """A run whose checkpoint is at step 3, and which crashed in `step` after it was charged."""
+    run = tiny_run()
+    run.runtime.checkpoint_every = 3
+    crash_in_step(monkeypatch, make_trainer(folder, run), step)
+    return run
+
+
+def test_the_same_runtime_repeats_the_step_and_pays_once(tmp_path, monkeypatch):
+    run = crashed(tmp_path / "cut", monkeypatch)
+    resumed = make_trainer(tmp_path / "cut", run)
+    assert (resumed.step, resumed.ledger.steps_charged) == (3, 5)
+    train(resumed)
+    assert resumed.ledger.steps_charged == 6
+    assert np.array_equal(weights(resumed), weights(run_to_end(tmp_path / "whole", run)))
+
+
+class OtherData(TinyTask):
+    """One example differs; so does the hash, unless it is forged."""
+
+    def __init__(self, forged: bool):
+        super().__init__()
+        self.train = [(x + 1e-6, y) for x, y in self.train]
+        if not forged:
+            self.data = type(self.data)("demo", "tiny", self.data.rows, {"train": "1" * 64}, [])
+
+
+@pytest.mark.parametrize(
+    "change", ["physical batch", "threads", "engine", "code", "data", "data with a forged hash"]
+)
+def test_with_anything_changed_the_repeated_steps_get_fresh_noise_and_are_charged_again(
+    tmp_path, monkeypatch, change
+):
+    run = crashed(tmp_path, monkeypatch)
+    changes, threads = {}, torch.get_num_threads()
+    if change == "physical batch":
+        run.runtime.physical_batch_size = "5"
+    elif change == "threads":
+        torch.set_num_threads(threads + 1)
+    elif change == "engine":
+        run.engine.name = "loop"
+    elif change == "code":
+        monkeypatch.setattr(loop.record, "code_hash", lambda: "edited")
+    else:
+        changes["task"] = OtherData(forged="forged" in change)
+    seeds, drawn = {}, {}
+    real = loop.stream
+
+    def spy(key, name, step, attempt):
+        seeds[name, step] = (attempt, real(key, name, step, attempt))
+        return real(key, name, step, attempt)
+
+    monkeypatch.setattr(loop, "stream", spy)
+    try:
+        trainer = make_trainer(tmp_path, run, **changes)
+        sampler = trainer.sampler
+        trainer.sampler = SimpleNamespace(
+            draw=lambda step, attempt: drawn.setdefault((step, attempt), sampler.draw(step, attempt))
+        )
+        train(trainer)
+    finally:
+        torch.set_num_threads(threads)
+    assert trainer.ledger.steps_charged == 6 + 2  # steps 3 and 4 were charged before the crash
+    attempts = {step: attempt for (name, step), (attempt, _) in seeds.items() if name == "gradients"}
+    assert attempts == {3: 1, 4: 1, 5: 0}
+    assert seeds["gradients", 3][1] != real(trainer.key, "gradients", 3, 0)
+    # The charge of a repeated step is that of an independent sample, so the sample must be one.
+    assert not np.array_equal(drawn[3, 1], sampler.draw(3, 0))
+    fresh = run_to_end(tmp_path / "whole", tiny_run()).ledger
+    assert trainer.ledger.epsilon(1e-3, "rdp") > fresh.epsilon(1e-3, "rdp")
+
+
+def test_going_back_to_a_runtime_that_was_charged_repeats_its_noise_and_costs_nothing_more(
+    tmp_path, monkeypatch
+):
+    run = crashed(tmp_path, monkeypatch)
+    other = tiny_run()
+    other.runtime.checkpoint_every, other.runtime.physical_batch_size = 3, "5"
+    crash_in_step(monkeypatch, make_trainer(tmp_path, other), 1)  # steps 3 and 4 of the run, once more
+    trainer = make_trainer(tmp_path, run)
+    assert trainer.ledger.steps_charged == 7
+    train(trainer)
+    assert trainer.ledger.steps_charged == 8
+    assert np.array_equal(weights(trainer), weights(run_to_end(tmp_path / "whole", run)))
+
+
+def test_a_ledger_that_lost_steps_is_refused(tmp_path, monkeypatch):
+    run = crashed(tmp_path, monkeypatch)
+    ledger = tmp_path / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(lines[:-3]))
+    with pytest.raises(ValueError, match="ledger"):
+        make_trainer(tmp_path, run)

@@ -1,0 +1,52 @@
+"""The exported model and its privacy card."""
+
+from types import SimpleNamespace
+
+import torch
+
+from dpexp import record
+from dpexp.schemas import RunConfig
+from dpexp.training.export import export, privacy_card
+from tests.test_record import block, summary
+
+
+def test_the_card_states_the_guarantee_and_its_conditions():
+    card = privacy_card(summary(block()))
+    for words in (
+        "(2.0000, 0.001)-differential privacy",
+        "RDP accountant",
+        "add or remove one example",
+        "poisson, rate 0.1",
+    ):
+        assert words in card
+    for note in block()["notes"]:
+        assert note in card
+    assert f"`{record.command_line()}`" in card
+
+
+def test_the_card_of_an_unprivate_model_promises_nothing():
+    run = RunConfig()
+    card = privacy_card(summary(record.privacy_block(run, None, None, 0, 0)))
+    assert "without differential privacy" in card
+    assert "ε by" not in card
+
+
+def test_an_epsilon_without_bound_is_not_printed_as_a_number():
+    card = privacy_card(summary(block(spent={"rdp": float("inf"), "gdp": None, "prv": None, "pld": None})))
+    assert "no guarantee" in card
+    assert "-differential privacy, by" not in card
+
+
+def test_a_plain_module_is_saved_as_its_state(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    export(SimpleNamespace(model=model, tokenizer=None), summary(block()), tmp_path / "model")
+    loaded = torch.load(tmp_path / "model" / "model.pt", weights_only=True)
+    assert torch.equal(loaded["weight"], model.weight)
+    assert (tmp_path / "model" / "PRIVACY.md").read_text().startswith("# Privacy of this model")
+
+
+def test_a_pretrained_model_and_its_tokenizer_save_themselves(tmp_path):
+    saved = []
+    part = SimpleNamespace(save_pretrained=saved.append)
+    export(SimpleNamespace(model=part, tokenizer=part), summary(block()), tmp_path)
+    assert saved == [str(tmp_path)] * 2

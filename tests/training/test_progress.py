@@ -1,0 +1,78 @@
+"""What is shown, and what is not."""
+
+import io
+import json
+
+import torch
+from rich.console import Console
+
+from dpexp.training.progress import Progress, summary_table
+from tests.test_record import TASK, block, summary
+
+
+class Spent:
+    asked = 0
+
+    def epsilon(self, delta, accountant):
+        self.asked += 1
+        return 1.234
+
+
+def output(terminal=False):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=200, highlight=False)
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    console, ledger = output(), Spent()
+    with Progress(500, 0, 1e-5, torch.device("cpu"), console) as progress:
+        for step in range(1, 501):
+            progress.step(step, 0.5, 100.0, ledger)
+        progress.evaluated(500, {"accuracy": 0.75})
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].startswith("step 1/500  loss 0.5000  ε 1.234 (rdp)  100 examples/s  peak ")
+    assert lines[-2].startswith("step 500/500")
+    assert lines[-1] == "step 500/500  dev: accuracy 0.7500"
+    assert len(lines) < 10  # not a line for every step
+    assert ledger.asked <= 4  # nor an accountant
+
+
+def test_a_bar_in_a_terminal():
+    console = output(terminal=True)
+    with Progress(3, 1, 1e-5, torch.device("cpu"), console) as progress:
+        progress.step(2, 0.25, 10.0, Spent())
+        progress.evaluation(5, 10)
+        progress.step(3, 0.25, 10.0, Spent())
+    assert "3/3" in console.file.getvalue()
+    assert "loss 0.2500" in console.file.getvalue()
+
+
+def test_no_loss_where_it_is_withheld_and_no_epsilon_without_privacy():
+    progress = Progress(3, 0, None, torch.device("cpu"), output())
+    progress.step(1, None, 10.0, None)
+    text = progress.console.file.getvalue()
+    assert "loss" not in text
+    assert "ε" not in text
+
+
+def test_the_final_table_shows_all_accountants_and_which_decides():
+    console = output()
+    written = summary(block())
+    written["performance"] = {
+        "examples_per_s": 12.3,
+        "step_s": 0.5,
+        "peak_memory_mib": 99.0,
+        "device": "cpu: x",
+    }
+    console.print(summary_table(json.loads(json.dumps(written))))
+    text = console.file.getvalue()
+    for expected in (
+        "2.0000  (decides)",
+        "1.0000  (approximation)",
+        "1.5000",
+        "1.4000",
+        "0.5000",
+        "12.3",
+        "99 MiB",
+    ):
+        assert expected in text
+    assert TASK.data.name in text

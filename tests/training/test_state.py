@@ -1,0 +1,151 @@
+"""Checkpoints against crashes, corruption and full disks; decisions; the lock."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dpexp.errors import UserError
+from dpexp.training import state
+from dpexp.training.state import Checkpoint, Decisions, load_checkpoint, save_checkpoint
+
+
+def checkpoint(step: int, signature: str = "abc") -> Checkpoint:
+    tensors = {"weight": torch.full((50, 50), float(step))}
+    return Checkpoint(
+        step, tensors, {"state": {}, "param_groups": []}, {"estimates": torch.ones(2)}, signature, 1.5
+    )
+
+
+def test_a_checkpoint_comes_back_and_replaces_its_predecessor(tmp_path):
+    for step in (3, 7):
+        save_checkpoint(tmp_path, checkpoint(step))
+    loaded = load_checkpoint(tmp_path, "abc")
+    assert loaded is not None
+    assert (loaded.step, loaded.wall_s) == (7, 1.5)
+    assert torch.equal(loaded.model["weight"], torch.full((50, 50), 7.0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "state-7.pt"]
+
+
+def test_without_a_checkpoint_there_is_none(tmp_path):
+    assert load_checkpoint(tmp_path / "absent", "abc") is None
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "pointer"])
+def test_a_corrupt_checkpoint_is_one_clear_error(tmp_path, damage):
+    save_checkpoint(tmp_path, checkpoint(3))
+    path = tmp_path / "state-3.pt"
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif damage == "truncate":
+        path.write_bytes(content[:-100])
+    elif damage == "remove":
+        path.unlink()
+    else:
+        (tmp_path / "latest.json").write_text("{")
+    with pytest.raises(UserError, match="corrupt checkpoint") as error:
+        load_checkpoint(tmp_path, "abc")
+    assert str(tmp_path) in str(error.value)
+    assert "delete" in str(error.value)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
+    save_checkpoint(tmp_path, checkpoint(3))
+    with pytest.raises(UserError, match="another configuration"):
+        load_checkpoint(tmp_path, "xyz")
+
+
+@pytest.mark.parametrize("instant", ["while writing", "before the rename", "before the pointer"])
+def test_a_full_disk_or_a_crash_at_any_instant_leaves_the_last_checkpoint(tmp_path, monkeypatch, instant):
+    save_checkpoint(tmp_path, checkpoint(3))
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*args, **kwargs):
+        raise full
+
+    with monkeypatch.context() as patch:
+        if instant == "while writing":
+            patch.setattr(state._HashingWriter, "write", fail)
+        elif instant == "before the rename":
+            patch.setattr(os, "replace", fail)
+        else:
+            patch.setattr(state, "write_json", fail)
+        with pytest.raises(UserError, match="disk is full") as error, state.disk_errors(tmp_path):
+            save_checkpoint(tmp_path, checkpoint(7))
+    assert "same command" in str(error.value)
+    loaded = load_checkpoint(tmp_path, "abc")
+    assert loaded is not None
+    assert loaded.step == 3
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_other_os_errors_are_not_called_a_full_disk(tmp_path):
+    with pytest.raises(FileNotFoundError), state.disk_errors(tmp_path):
+        raise FileNotFoundError(errno.ENOENT, "gone")
+    with pytest.raises(UserError, match="cannot write"), state.disk_errors(tmp_path):
+        raise PermissionError(errno.EACCES, "denied")
+
+
+def test_model_state_is_what_trains_and_the_buffers(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    model[0].weight.requires_grad_(False)
+    saved = {name: tensor.clone() for name, tensor in state.model_state(model).items()}
+    assert set(saved) == {
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    }
+    with torch.no_grad():
+        model[0].bias.add_(1)
+        model[1].running_mean.add_(1)
+    state.load_model_state(model, saved)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in state.model_state(model).items())
+
+
+def test_a_state_of_another_model_is_refused():
+    saved = state.model_state(torch.nn.Linear(3, 2))
+    with pytest.raises(UserError, match="does not fit"):
+        state.load_model_state(torch.nn.Linear(3, 2, bias=False), saved)
+    with pytest.raises(UserError, match="shape"):
+        state.load_model_state(torch.nn.Linear(4, 2), saved)
+
+
+def test_decisions_are_durable_and_belong_to_a_device(tmp_path):
+    path = tmp_path / "decisions.json"
+    Decisions(path, "cpu").keep("physical_batch_size", 32)
+    assert Decisions(path, "cpu").get("physical_batch_size") == 32
+    assert Decisions(path, "gpu").get("physical_batch_size") is None
+    path.write_text('{"torn')
+    assert Decisions(path, "cpu").get("physical_batch_size") is None
+    Decisions(path, "cpu").keep("physical_batch_size", 8)
+    assert json.loads(path.read_text()) == {"device": "cpu", "physical_batch_size": 8}
+
+
+def test_a_second_process_is_refused_while_the_first_holds_the_folder(tmp_path):
+    holder = "import sys; from pathlib import Path; import fcntl\n"
+    holder += "f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path / ".lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="another process"), state.exclusive(tmp_path):
+            pass
+    finally:
+        other.kill()
+        other.wait()
+    with state.exclusive(tmp_path):  # the lock went with its process
+        pass
