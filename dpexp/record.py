@@ -1,4 +1,4 @@
-"""What a run writes about itself: where it ran, on which code, what it released, and the summary with its fixed keys."""
+"""What a run writes about itself: where it ran, on which code, what it released; the summary with its fixed keys."""
 
 import hashlib
 import json
@@ -213,7 +213,7 @@ class Metrics:
 def privacy_block(
     run: "RunConfig",
     plan: "Plan | None",
-    spent: dict[str, float | None] | None,
+    spent: dict[str, float | None],
     num_groups: int,
     charged: int,
 ) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def privacy_block(
     Args:
         run: the configuration.
         plan: None for a non-private run.
-        spent: ε under every accountant, computed from the ledger; None for a non-private run.
+        spent: ε under every accountant, computed from the ledger; empty for a non-private run.
         num_groups: K.
         charged: steps in the ledger, those paid twice after a change of the runtime included.
     """
@@ -241,7 +241,7 @@ def privacy_block(
         }
     adaptive = plan.quantile_budget > 0
     return {
-        "epsilon": {name: _finite((spent or {}).get(name)) for name in ACCOUNTANTS},
+        "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
         "delta": plan.delta,
         "accountant": plan.accountant,
         "noise_multiplier": plan.noise_multiplier,
@@ -252,7 +252,7 @@ def privacy_block(
         "sampling": plan.sampling,
         "released": ["gradients", "counts"] if adaptive else ["gradients"],
         "neighbouring": NEIGHBOURS,
-        "notes": privacy_notes(run, plan, spent or {}, charged),
+        "notes": privacy_notes(run, plan, spent, charged),
         "trials": run.trials,
     }
 

@@ -4,6 +4,8 @@ A tracker is handed what `record.Metrics` decided may be told: with a strict rel
 such values under names that begin with ``not_private/``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,22 +25,29 @@ class Tracker(Protocol):
         """No more will come."""
 
 
-def build_tracker(run: "RunConfig", settings: dict[str, Any], folder: Path) -> Tracker | None:
-    """The configured tracker, None for none. Its files go into the run's folder.
+@contextmanager
+def tracking(run: "RunConfig", settings: dict[str, Any], folder: Path) -> Iterator[Tracker | None]:
+    """The configured tracker while it is needed, None for none. Its files go into the run's folder.
 
     Raises:
         UserError: its package is not installed.
     """
-    if run.tracker.name == "none":
-        return None
-    kind = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}[run.tracker.name]
+    tracker: Tracker | None = None
     try:
-        return kind(run, settings, folder)
+        if run.tracker.name == "wandb":
+            tracker = WandbTracker(run, settings, folder)
+        elif run.tracker.name == "tensorboard":
+            tracker = TensorBoardTracker(run, settings, folder)
     except ImportError as error:
         raise UserError(
             f"tracker={run.tracker.name} needs a package that is not installed ({error.name}): "
             f"pip install {run.tracker.name}, or choose tracker=none"
         ) from error
+    try:
+        yield tracker
+    finally:
+        if tracker is not None:
+            tracker.close()
 
 
 class WandbTracker:

@@ -11,16 +11,16 @@ from rich.console import Console
 from dpexp import record
 from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
 from dpexp.errors import UserError
-from dpexp.models import build_model, build_tokenizer
+from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.privacy.plan import Plan, make_plan
 from dpexp.privacy.sampling import load_or_make_key
 from dpexp.tasks import build_task
+from dpexp.trackers import tracking
 from dpexp.training.batching import sampler_for
 from dpexp.training.export import export
-from dpexp.training.loop import Trainer
+from dpexp.training.loop import Outcome, Trainer
 from dpexp.training.progress import Progress, summary_table
 from dpexp.training.state import disk_errors, exclusive
-from dpexp.trackers import build_tracker
 
 INTERRUPTED = 130  # exit status after Ctrl-C
 
@@ -30,80 +30,78 @@ def main(run: RunConfig) -> dict[str, float]:
     """Run to the end, or tell what a finished run found. Returns its metrics."""
     folder = run_folder(run)
     console = Console(highlight=False, soft_wrap=True)
-    with disk_errors(folder), exclusive(folder):
-        summary = record.finished_summary(folder)
-        if summary is None:
-            return train(run, folder, console)["metrics"]
+    try:
+        with disk_errors(folder), exclusive(folder):
+            summary = record.finished_summary(folder)
+            if summary is None:
+                return train(run, folder, console)["metrics"]
+    except KeyboardInterrupt:  # before the first step, after the last one, or a second time
+        console.print(how_to_resume(folder), markup=False)
+        sys.exit(INTERRUPTED)
     report_finished(summary, folder, console)
     return summary["metrics"]
 
 
 def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Train one run from where its folder stands. Returns the summary; exits with 130 where it is interrupted."""
-    record.write_atomic(
-        folder / "config.yaml", yaml.safe_dump(to_dict(run), sort_keys=False, allow_unicode=True)
-    )
+    settings = to_dict(run)
+    record.write_atomic(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     device = choose_device(run.runtime.device)
     if run.runtime.threads:
         torch.set_num_threads(run.runtime.threads)
 
-    tokenizer = build_tokenizer(run.model, scale=run.scale.name)
-    task = build_task(run.task, run.data, run.scale.name, tokenizer, run.seed)
+    # What is learnt from, and what learns.
+    scale = run.scale.name
+    tokenizer = build_tokenizer(run.model, scale=scale)
+    task = build_task(run.task, run.data, scale, tokenizer, run.seed)
     bundle = build_model(
-        run.model,
-        run.peft,
-        num_labels=len(task.labels),
-        scale=run.scale.name,
-        seed=run.seed,
-        tokenizer=tokenizer,
+        run.model, run.peft, num_labels=len(task.labels), scale=scale, seed=run.seed, tokenizer=tokenizer
     )
-    steps = run.optim.steps or max(
-        1, round((run.optim.epochs or 0) * task.num_examples / run.optim.batch_size)
-    )
+
+    # What is guaranteed.
+    batch = run.optim.batch_size
+    steps = run.optim.steps or max(1, round((run.optim.epochs or 0) * task.num_examples / batch))
     plan = build_plan(run, task.num_examples, steps)
     key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
-    sampler = sampler_for(run.privacy.sampling, task.num_examples, run.optim.batch_size, key)
+    sampler = sampler_for(run.privacy.sampling, task.num_examples, batch, key)
 
-    tracker = build_tracker(run, to_dict(run), folder)
-    metrics = record.Metrics(
-        folder / "metrics.jsonl", strict=run.privacy.release == "strict", tracker=tracker
-    )
-    trainer = Trainer(
-        run, task, bundle, plan,
-        steps=steps, expected_batch=run.optim.batch_size, sampler=sampler, key=key, signature=signature(run),
-        folder=folder, device=device, metrics=metrics,
-    )  # fmt: skip
-    announce(run, trainer, folder, console)
-    with Progress(steps, trainer.step, plan.delta if plan else None, device, console) as progress:
-        outcome = trainer.train(progress)
+    with tracking(run, settings, folder) as tracker:
+        metrics = record.Metrics(folder / "metrics.jsonl", run.privacy.release == "strict", tracker)
+        trainer = Trainer(
+            run, task, bundle, plan,
+            steps=steps, expected_batch=batch, sampler=sampler, key=key, signature=signature(run),
+            folder=folder, device=device, metrics=metrics,
+        )  # fmt: skip
+        announce(run, trainer, folder, console)
+        with Progress(steps, trainer.step, plan.delta if plan else None, device, console) as progress:
+            outcome = trainer.train(progress)
     if outcome.status == "interrupted":
-        console.print(
-            f"interrupted after step {outcome.step} of {steps}; a checkpoint is in {folder}\n"
-            f"to go on, run the same command again: {record.command_line()}",
-            markup=False,
-        )
+        console.print(f"{outcome.step} of {steps} steps are done; {how_to_resume(folder)}", markup=False)
         sys.exit(INTERRUPTED)
 
-    ledger = trainer.ledger
-    spent = ledger.epsilons(plan.delta) if ledger is not None and plan is not None else None
+    summary = summarise(run, trainer, outcome, bundle)
+    trainer.detach()
+    export(bundle, summary, folder / "model")
+    record.write_json(folder / "summary.json", summary)
+    show(summary, folder, console)
+    return summary
+
+
+def summarise(run: RunConfig, trainer: Trainer, outcome: Outcome, bundle: ModelBundle) -> dict[str, Any]:
+    """The record of a finished run; epsilon is that of the ledger."""
+    plan, ledger = trainer.plan, trainer.ledger
+    spent = ledger.epsilons(plan.delta) if ledger is not None and plan is not None else {}
     charged = ledger.steps_charged if ledger is not None else 0
-    summary = record.summarise(
+    return record.summarise(
         run,
-        task,
+        trainer.task,
         privacy=record.privacy_block(run, plan, spent, trainer.num_groups, charged),
         metrics=outcome.metrics,
         performance=outcome.performance,
         wall_s=outcome.wall_s,
-        status="finished",
+        status=outcome.status,
         details=trainer.details() | {"model_source": bundle.source, "config": to_dict(run)},
     )
-    trainer.detach()
-    export(bundle, summary, folder / "model")
-    record.write_json(folder / "summary.json", summary)
-    if tracker is not None:
-        tracker.close()
-    show(summary, folder, console)
-    return summary
 
 
 def build_plan(run: RunConfig, num_examples: int, steps: int) -> Plan | None:
@@ -164,6 +162,11 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
     if trainer.step:
         lines.append(f"going on after step {trainer.step}, from the checkpoint in {folder}")
     console.print("\n".join(lines), markup=False)
+
+
+def how_to_resume(folder: Path) -> str:
+    """What to do after an interruption."""
+    return f"interrupted. {folder} can be resumed: run the same command again\n  {record.command_line()}"
 
 
 def report_finished(summary: dict[str, Any], folder: Path, console: Console) -> None:

@@ -2,8 +2,8 @@
 
 import json
 import math
-import os
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +46,18 @@ def test_the_summary_has_the_fixed_keys_and_is_strict_json():
     written = json.loads(json.dumps(summary(block()), allow_nan=False))
     assert tuple(written)[: len(record.SUMMARY_KEYS)] == record.SUMMARY_KEYS
     assert set(written["data"]) == {"source", "name", "rows", "sha256"}
-    fixed = "epsilon delta accountant noise_multiplier sigma_new sigma_b sample_rate steps sampling released".split()
+    fixed = [
+        "epsilon",
+        "delta",
+        "accountant",
+        "noise_multiplier",
+        "sigma_new",
+        "sigma_b",
+        "sample_rate",
+        "steps",
+        "sampling",
+        "released",
+    ]
     assert list(written["privacy"])[: len(fixed)] == fixed
     assert set(written["privacy"]["epsilon"]) == {"rdp", "gdp", "prv", "pld"}
     assert set(written["git"]) == {"commit", "dirty"}
@@ -56,7 +67,7 @@ def test_the_summary_has_the_fixed_keys_and_is_strict_json():
 def test_without_privacy_the_numbers_are_null():
     run = RunConfig()
     run.clip.private = False
-    privacy = record.privacy_block(run, None, None, 0, 0)
+    privacy = record.privacy_block(run, None, {}, 0, 0)
     assert privacy["epsilon"] == dict.fromkeys(("rdp", "gdp", "prv", "pld"))
     assert privacy["delta"] is privacy["noise_multiplier"] is privacy["sigma_b"] is None
 
@@ -165,10 +176,10 @@ def test_a_tracker_sees_names_that_say_what_is_not_private(tmp_path):
     assert seen == {"lr": 0.1, "not_private/loss": 2.0}
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_peak_memory_is_the_high_water_mark_of_the_process():
     pages = torch.ones(8 << 20)  # 32 MiB, touched
-    status = open("/proc/self/status").read()
+    status = Path("/proc/self/status").read_text()
     high_water_kib = int(status.split("VmHWM:")[1].split()[0])
     assert record.peak_memory_mib(torch.device("cpu")) == pytest.approx(high_water_kib / 1024, abs=16)
     del pages

@@ -5,7 +5,7 @@ import pytest
 from dpexp import trackers
 from dpexp.errors import UserError
 from dpexp.schemas import RunConfig
-from dpexp.trackers import build_tracker, flatten
+from dpexp.trackers import flatten, tracking
 
 
 def test_values_are_flattened_to_numbers():
@@ -14,16 +14,16 @@ def test_values_are_flattened_to_numbers():
 
 
 def test_nobody_is_told_by_default(tmp_path):
-    assert build_tracker(RunConfig(), {}, tmp_path) is None
+    with tracking(RunConfig(), {}, tmp_path) as tracker:
+        assert tracker is None
 
 
 def test_tensorboard_writes_into_the_folder(tmp_path):
     pytest.importorskip("tensorboard")
     run = RunConfig()
     run.tracker.name = "tensorboard"
-    tracker = build_tracker(run, {}, tmp_path)
-    tracker.log({"lr": 0.1}, 1)
-    tracker.close()
+    with tracking(run, {}, tmp_path) as tracker:
+        tracker.log({"lr": 0.1}, 1)
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
@@ -33,9 +33,8 @@ def test_wandb_is_offline_unless_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = RunConfig()
     run.tracker.name = "wandb"
-    tracker = build_tracker(run, {"seed": 0}, tmp_path)
-    tracker.log({"lr": 0.1}, 1)
-    tracker.close()
+    with tracking(run, {"seed": 0}, tmp_path) as tracker:
+        tracker.log({"lr": 0.1}, 1)
     assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 
@@ -46,5 +45,5 @@ def test_a_missing_package_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "WandbTracker", missing)
     run = RunConfig()
     run.tracker.name = "wandb"
-    with pytest.raises(UserError, match="pip install wandb"):
-        build_tracker(run, {}, tmp_path)
+    with pytest.raises(UserError, match="pip install wandb"), tracking(run, {}, tmp_path):
+        pass

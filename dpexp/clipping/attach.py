@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping import distributed
-from dpexp.clipping.backward import BackwardPass, Memory
+from dpexp.clipping.backward import BackwardPass, LateSum, Memory
 from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, refuse_couplings
 from dpexp.clipping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.engines import Engine, engine_named
@@ -38,12 +38,15 @@ class Report:
     clipped: Tensor
 
 
+Sums = dict[str, Tensor | LateSum]
+
+
 class Backend(Protocol):
     """How an engine computes squared norms and clipped sums."""
 
     def uninstall(self) -> None: ...
 
-    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, Sums]: ...
 
     def coverage(self) -> list[CoverageRow]: ...
 
@@ -156,16 +159,16 @@ class Clipper:
         scale = _checked_scale(clip_scale, num_examples, self.max_clip_scale, thresholds)
         rule = RULES[self.rule]
 
-        def factors(k: int, sq_norms: Tensor) -> Tensor:
+        def factors(k: int, sq_norms: Tensor, examples: slice = slice(None)) -> Tensor:
             """Factors for gradients that still carry the loss scale."""
-            limit = thresholds[k].to(sq_norms) * (1.0 if scale is None else scale.to(sq_norms))
+            limit = thresholds[k].to(sq_norms) * (1.0 if scale is None else scale[examples].to(sq_norms))
             result = rule(sq_norms / loss_scale**2, limit) / loss_scale
             # 0/0 where both the norm and the threshold vanish: an example without a budget contributes nothing
             return result if scale is None else result.nan_to_num(nan=0.0)
 
         if num_examples == 0:
             sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
-            sums: dict[str, Tensor] = {}
+            sums: Sums = {}
         else:
             sq, sums = self._backend.clipped_sums(losses, factors, loss_scale)
         norms = (sq / loss_scale**2).clamp(min=0).sqrt().detach()
@@ -260,7 +263,7 @@ class TapBackend:
     ):
         distributed.refuse_sharded(model)
         self.groups, self.rows_per_example = groups, rows_per_example
-        self.engine = engine if choice is None else Engine(engine.name, choice, engine.keep, engine.second_pass)
+        self.engine = engine if choice is None else replace(engine, norm=choice)
         self.recorder = Recorder()
         self.memory = Memory(memory_cap_mib * 2**20)
         if engine.name == "loop":
@@ -273,7 +276,7 @@ class TapBackend:
         for module, _ in self.sites:
             uninstall(module)
 
-    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, Sums]:
         step = BackwardPass(
             self.recorder, self.groups, self.engine, self.memory, losses, self.rows_per_example, factors, grad_scale
         )

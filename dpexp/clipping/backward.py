@@ -11,6 +11,7 @@ Gradients are never written to ``p.grad`` here: a refusal, at any point, leaves 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -18,14 +19,16 @@ from torch import Tensor
 
 from dpexp.clipping import layouts
 from dpexp.clipping.choice import choose
+from dpexp.clipping.contributions import Lookup, Tied
 from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.contributions.scratch import Scratch
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group
 from dpexp.clipping.swap import REENTRANT
 from dpexp.clipping.taps import Call, ForwardPass, Recorder
 from dpexp.errors import UserError
 
-Factors = Callable[[int, Tensor], Tensor]
+Factors = Callable[..., Tensor]  # (group index, squared norms [b], slice of the examples that they belong to)
 
 
 class BackwardPass:
@@ -33,7 +36,8 @@ class BackwardPass:
 
     Args:
         losses: ``[B]`` with a graph.
-        factors: group index and squared norms ``[B]`` -> factors ``[B]``; already undoes the loss scale.
+        factors: group index, squared norms ``[b]`` and the slice of their examples -> factors ``[b]`` for gradients that still
+            carry the loss scale.
         memory: what is remembered between backward passes: proven layouts, parameters known to need the loop, choices.
     """
 
@@ -69,14 +73,19 @@ class BackwardPass:
                 f"{list(owner.shape or ())}…: pass the losses of exactly the examples that entered the model"
             )
         self.arrived.add(owner)
-        with torch.no_grad(), torch.autocast(gy.device.type, enabled=False):
-            self._handle(owner, call, saved, gy)
+        self._handle(owner, call, saved, gy)
 
     # -- the whole ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def run(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns squared norms ``[K, B]`` (of the scaled losses) and the clipped sums by parameter name."""
+    def run(self) -> tuple[Tensor, dict[str, Tensor | LateSum]]:
+        """Returns squared norms ``[K, B]`` (of the scaled losses) and the clipped sums by parameter name.
+
+        Autograd and autocast are off: nothing here is differentiated, and 16 bits belong to the model's forward alone.
+        """
+        with torch.no_grad(), torch.autocast(self.losses.device.type, enabled=False):
+            return self._run()
+
+    def _run(self) -> tuple[Tensor, dict[str, Tensor | LateSum]]:
         self.recorder.running = self
         try:
             self._prove_layouts()
@@ -205,7 +214,7 @@ class BackwardPass:
         self.sq_norms = [
             torch.zeros(self.num_examples, dtype=accumulate, device=self.losses.device) for _ in self.groups
         ]
-        self.grads: dict[str, Tensor] = {}
+        self.grads: dict[str, Tensor | LateSum] = {}
         self.flushed: set[int] = set()
         self.kept: dict[int, dict[str, Contribution]] = {}
         self.factor: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -246,15 +255,18 @@ class BackwardPass:
 
     def _record(self, owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         names = {name for name in call.source.names if name not in self.looped}
-        for name, contribution in self._contributions(call, saved, gy, names).items():
+        found = self._contributions(call, saved, gy, names)
+        for name in sorted(found, key=lambda n: self.params[n].numel()):  # the largest last: see `_finish`
             k = self.group_of[name]
             self.remaining[k] -= 1
             held = self.pending.setdefault(name, [])
-            held.append(contribution)
-            if len(held) == self.expected[name]:
-                self._measure(name)
+            held.append(found[name])
+            if len(held) < self.expected[name]:
+                continue
             if self.remaining[k] == 0 and self.early[k]:
-                self._flush(k)
+                self._finish(k, name)
+            else:
+                self._measure(name)
 
     def _contributions(
         self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]
@@ -274,16 +286,44 @@ class BackwardPass:
                 raise
             raise _NeedsLoop(call.key, call.source.names) from error
 
+    def _merged(self, name: str, fused: bool) -> tuple[Contribution, str]:
+        """All uses of a parameter as one contribution, and the method for its norms."""
+        merged = reduce(lambda a, b: a.merge(b), self.pending.pop(name))
+        memory = self.memory
+        method = choose(merged, self.engine.norm, memory.cap_bytes, memory.choices, fused, memory.scratch)
+        memory.methods[name] = method
+        return merged, method
+
     def _measure(self, name: str) -> None:
         """All uses of a parameter have arrived: add its squared norms to its group's."""
         k = self.group_of[name]
-        merged = reduce(lambda a, b: a.merge(b), self.pending.pop(name))
-        method = choose(merged, self.engine.norm, self.memory.cap_bytes, self.memory.choices)
-        self.memory.methods[name] = method
-        keep = self.engine.keep and self.early[k] or self.engine.name == "opacus_improved"
-        self.sq_norms[k] += merged.sq_norms(method, keep=keep).to(self.sq_norms[k])
+        merged, method = self._merged(name, fused=False)
+        size = self.num_examples * merged.shape.numel() * merged.dtype.itemsize
+        keep = self.engine.keep and merged.instantiates(method) and (self.engine.always_keep or size <= merged.nbytes)
+        self.sq_norms[k] += merged.sq_norms(method, keep, self.memory.scratch).to(self.sq_norms[k])
         if not self.engine.second_pass:
             self.kept.setdefault(k, {})[name] = merged
+
+    def _finish(self, k: int, name: str) -> None:
+        """The last parameter of a group has arrived: its norms, the group's factors and its own sum in one go.
+
+        Its per-example gradients, where they are instantiated, are clipped and added while they are still in the cache.
+        """
+        for other in [n for n in self.groups[k].params if n in self.pending and n != name]:
+            self._measure(other)
+        merged, method = self._merged(name, fused=True)
+        if isinstance(merged, Lookup | Tied) or not bool(self.sq_norms[k].isfinite().all()):
+            self.pending[name] = [merged]
+            self._measure(name)
+            self._flush(k)
+            return
+        before = self.sq_norms[k]
+        norms, total = merged.norms_and_sum(
+            method, lambda sq, examples: self.factors(k, before[examples] + sq.to(before), examples), self.memory.scratch
+        )
+        self.sq_norms[k] = before + norms.to(before)
+        self._add(name, total)
+        self._flush(k)
 
     def _flush(self, k: int) -> None:
         """Factors, then the weighted sums of one group; what the group held is released."""
@@ -293,7 +333,12 @@ class BackwardPass:
         factors, keep = self._bounded_factors(k)
         self.factor[k] = factors, keep
         for name, contribution in self.kept.pop(k, {}).items():
-            self._add(name, self._weighted(contribution, factors, keep))
+            if keep is not None:
+                contribution = contribution.mask(keep)
+            if isinstance(contribution, Lookup | Tied) and name not in self.grads:
+                self.grads[name] = LateSum(contribution, factors)
+            else:
+                self._add(name, contribution.weighted_sum(factors))
 
     def _bounded_factors(self, k: int) -> tuple[Tensor, Tensor | None]:
         """Factors of group k, and which examples are finite (None if all are): NaN and Inf contribute nothing."""
@@ -304,24 +349,19 @@ class BackwardPass:
         factors = self.factors(k, torch.where(finite, sq, 0.0))
         return torch.where(finite, factors, 0.0), finite
 
-    @staticmethod
-    def _weighted(contribution: Contribution, factors: Tensor, keep: Tensor | None) -> Tensor:
-        if keep is not None:
-            contribution = contribution.mask(keep)
-        return contribution.weighted_sum(factors)
-
     def _sum(self, owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         """Second pass: the factors are known, so each call adds its weighted sum and keeps nothing."""
         names = {name for name in call.source.names if name not in self.looped}
         for name, contribution in self._contributions(call, saved, gy, names).items():
-            self._add(name, self._weighted(contribution, *self.factor[self.group_of[name]]))
+            factors, keep = self.factor[self.group_of[name]]
+            self._add(name, (contribution if keep is None else contribution.mask(keep)).weighted_sum(factors))
 
     def _add(self, name: str, value: Tensor) -> None:
+        held = self.grads.get(name)
+        if isinstance(held, LateSum):
+            held = held.tensor(self.params[name].dtype)
         value = value.to(self.params[name].dtype)
-        if name in self.grads:
-            self.grads[name] += value
-        else:
-            self.grads[name] = value
+        self.grads[name] = value if held is None else held.add_(value)
 
     # -- the per-example loop -----------------------------------------------------------------------------------------
 
@@ -390,6 +430,23 @@ def _finite(tensor: Tensor) -> Tensor:
     return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
+@dataclass
+class LateSum:
+    """A clipped sum that touches few rows of a table: formed when it is delivered, straight into an existing gradient."""
+
+    contribution: Contribution
+    factors: Tensor
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        return self.contribution.weighted_sum(self.factors).to(dtype)
+
+    def add_to(self, gradient: Tensor) -> None:
+        if gradient.dtype == self.contribution.dtype and gradient.is_contiguous():
+            self.contribution.weighted_sum(self.factors, out=gradient)
+        else:
+            gradient += self.tensor(gradient.dtype)
+
+
 class _NeedsLoop(Exception):
     def __init__(self, key: object, names: tuple[str, ...]):
         super().__init__(key)
@@ -401,6 +458,7 @@ class Memory:
 
     def __init__(self, cap_bytes: int):
         self.cap_bytes = cap_bytes
+        self.scratch = Scratch(cap_bytes)
         self.layouts: dict = {}
         self.looped: set[str] = set()
         self.choices: dict = {}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpexp.clipping.backward import LateSum
 from dpexp.errors import UserError
 
 
@@ -19,19 +20,28 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def deliver(model: nn.Module, params: dict[str, nn.Parameter], sums: dict[str, Tensor]) -> None:
+def deliver(model: nn.Module, params: dict[str, nn.Parameter], sums: dict[str, Tensor | LateSum]) -> None:
     """``p.grad += sum``; a parameter without a sum gets zeros, because it is noised like every other.
 
     Under `DistributedDataParallel` the sums go through its reducer, which averages over ranks: multiplied by the world size
     first, ``p.grad`` ends as the sum over all ranks.
     """
-    complete = {name: sums[name] if name in sums else torch.zeros_like(p) for name, p in params.items()}
     if isinstance(model, DistributedDataParallel):
         world = torch.distributed.get_world_size(model.process_group)
-        torch.autograd.backward(list(params.values()), [complete[name] * world for name in params])
+        values = [_tensor(sums.get(name), p) * world for name, p in params.items()]
+        torch.autograd.backward(list(params.values()), values)
         return
     for name, param in params.items():
+        value = sums.get(name)
         if param.grad is None:
-            param.grad = complete[name]
-        else:
-            param.grad += complete[name]
+            param.grad = _tensor(value, param)
+        elif isinstance(value, LateSum):
+            value.add_to(param.grad)
+        elif value is not None:
+            param.grad += value
+
+
+def _tensor(value: Tensor | LateSum | None, param: nn.Parameter) -> Tensor:
+    if value is None:
+        return torch.zeros_like(param)
+    return value.tensor(param.dtype) if isinstance(value, LateSum) else value

@@ -4,7 +4,8 @@ They share the same taps and the same algebra and differ in three choices (Bu et
 
 - ``norm``: how per-example norms are found: by the ghost norm, by instantiating per-example gradients, by the papers'
   layerwise rule ``2T² <= pd``, or by whichever method measured fastest for the shapes at hand;
-- ``keep``: whether instantiated per-example gradients are kept for the weighted sum or computed again;
+- ``keep``: whether instantiated per-example gradients are kept for the weighted sum or computed again (``always_keep``: whatever
+  they weigh; otherwise only where they are no heavier than the activations that would be held instead);
 - ``second_pass``: whether the clipped sum comes from a second back-propagation (ghost clipping, Li et al., section 4), or
   from the activations and output gradients kept since the first one (book-keeping).
 """
@@ -25,6 +26,7 @@ class Engine:
     norm: str = "measured"
     keep: bool = True
     second_pass: bool = False
+    always_keep: bool = False
 
 
 ENGINES: dict[str, Engine] = {
@@ -34,12 +36,12 @@ ENGINES: dict[str, Engine] = {
         Engine("onepass"),
         Engine("bk", norm="ghost", keep=False),
         Engine("bk_mixghost", norm="rule", keep=False),
-        Engine("bk_mixopt", norm="rule"),
+        Engine("bk_mixopt", norm="rule", always_keep=True),
         Engine("ghost", norm="ghost", keep=False, second_pass=True),
         Engine("mixghost", norm="rule", keep=False, second_pass=True),
         Engine("fastgrad", norm="instantiate", keep=False, second_pass=True),
         Engine("fastgrad_improved", norm="instantiate", keep=False),
-        Engine("opacus_improved", norm="instantiate"),
+        Engine("opacus_improved", norm="instantiate", always_keep=True),
         Engine("loop"),
         Engine("opacus"),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attr
@@ -71,22 +71,24 @@ def releases(event: DpEvent) -> Releases | None:
 
 
 def coarsen(parts: Releases, limit: int) -> Releases:
-    """At most about ``limit`` different kinds of release: q rounded up, σ down, which can only raise epsilon.
+    """At most ``limit`` different kinds of release, for noise that changes in every step.
 
-    For noise that changes at every step; the grid is the finest that suffices.
+    Neighbours on a logarithmic grid are put together with the largest q and the smallest σ among them, which can only
+    raise epsilon.
     """
     if len(parts) <= limit:
         return parts
-    logs = [math.log(sigma) for _, sigma in parts]
-    ratio = max(1e-4, (max(logs) - min(logs)) / limit)
-    while True:
-        rounded: Counter[tuple[float, float]] = Counter()
-        for (q, sigma), count in parts.items():
-            q_up = min(1.0, math.exp(math.ceil(math.log(q) / ratio) * ratio))
-            rounded[max(q, q_up), min(sigma, math.exp(math.floor(math.log(sigma) / ratio) * ratio))] += count
-        if len(rounded) <= limit:
-            return rounded
-        ratio *= 2
+    rates, sigmas = {q for q, _ in parts}, {sigma for _, sigma in parts}
+    bins = (1, limit) if len(rates) == 1 else (limit, 1) if len(sigmas) == 1 else (math.isqrt(limit),) * 2
+    rate_bin, sigma_bin = _binning(rates, bins[0]), _binning(sigmas, bins[1])
+    cells: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for q, sigma in parts:
+        cells.setdefault((rate_bin(q), sigma_bin(sigma)), []).append((q, sigma))
+    rounded: Counter[tuple[float, float]] = Counter()
+    for members in cells.values():
+        worst = max(q for q, _ in members), min(sigma for _, sigma in members)
+        rounded[worst] += sum(parts[member] for member in members)
+    return rounded
 
 
 def encode(event: DpEvent) -> dict[str, Any]:
@@ -137,6 +139,14 @@ def _collect(event: DpEvent, count: int, counts: Counter[tuple[float, float]]) -
         information = sum(n / sigma**2 for (_, sigma), n in seen.items())
         counts[q, _tidy(information**-0.5) if information else math.inf] += count
     return True
+
+
+def _binning(values: Collection[float], bins: int) -> Callable[[float], int]:
+    """A function that says in which of ``bins`` equal parts of the range of log(values) a value is."""
+    low, high = math.log(min(values)), math.log(max(values))
+    if high == low:
+        return lambda value: 0
+    return lambda value: min(bins - 1, int((math.log(value) - low) / (high - low) * bins))
 
 
 def _tidy(sigma: float) -> float:

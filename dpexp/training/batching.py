@@ -77,6 +77,12 @@ def physical_batches(indices: np.ndarray, length: Callable[[int], int], size: in
     return [longest_first[start : start + size] for start in range(0, len(longest_first), size)]
 
 
+def repeated(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """`count` rows of a collated batch, over and over; as long as its longest example."""
+    rows = torch.arange(count) % len(next(iter(batch.values())))
+    return {name: tensor[rows] for name, tensor in batch.items()}
+
+
 def automatic_size(
     forward: Callable[[int], Tensor],
     backward: Callable[[Tensor], object],
@@ -111,6 +117,8 @@ def automatic_size(
     finally:
         for parameter in parameters:
             parameter.grad = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # the trial is no part of the run's memory
 
 
 def _largest_on_gpu(

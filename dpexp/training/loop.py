@@ -10,14 +10,10 @@ One step t, in this order:
 
 Everything after 3 is post-processing of what the ledger has charged; nothing before 3 leaves the process. A step that
 was cut off before 3 has not happened. One that was cut off after 3 is repeated: with the same noise, and not charged
-again, where it is the same step to the last bit (`mechanism.fingerprint`); else as a new attempt, with a fresh sample and
-fresh noise, and charged again.
+again, where it is the same step to the last bit (`mechanism.fingerprint`); else as a new attempt, with a fresh
+sample and fresh noise, and charged again.
 """
 
-import hashlib
-import hmac
-import json
-import math
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -28,39 +24,24 @@ import torch
 from torch import Tensor
 
 from dpexp import record
-from dpexp.clipping import attach
-from dpexp.clipping.thresholds import FixedThresholds, QuantileThresholds
+from dpexp.clipping import Clipper, attach
+from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
 from dpexp.privacy.ledger import Ledger
-from dpexp.privacy.noise import SecureGenerator, add_gaussian_
-from dpexp.privacy.sampling import stream
 from dpexp.training import mechanism, state
-from dpexp.training.batching import automatic_size, physical_batches
-from dpexp.training.evaluation import autocast, evaluate
+from dpexp.training.batching import automatic_size, repeated
+from dpexp.training.evaluation import evaluate
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.optim import build_optimizer, learning_rate
 from dpexp.training.progress import Progress
+from dpexp.training.release import Release, build_policy
+from dpexp.training.sums import Accumulator, Sums
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
     from dpexp.models import ModelBundle
     from dpexp.privacy.plan import Plan
     from dpexp.tasks.base import Task
-
-FP16_LOSS_SCALE = (
-    2.0**10
-)  # static: a scale that reacted to an overflow would release, unnoised, that there was one
-
-
-@dataclass
-class Sums:
-    """What the physical batches of one step add up to besides `p.grad`, before any noise: private."""
-
-    counts: Tensor  # [K] centred counts, float64
-    norms: Tensor  # [K] sums of the norms
-    clipped: Tensor  # [K] how many examples were clipped
-    loss: Tensor  # sum of the losses
-    drawn: int = 0
 
 
 @dataclass
@@ -116,18 +97,24 @@ class Trainer:
         self.sampler, self.key, self.signature = sampler, key, signature
         self.folder, self.device, self.metrics = folder, device, metrics
         self.model = bundle.model.to(device).train()
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = build_optimizer(run.optim, self.parameters)
+        self.optimizer = build_optimizer(run.optim, (p for p in self.model.parameters() if p.requires_grad))
         self.decisions = state.Decisions(folder / "decisions.json", record.device_name(device))
         self.code = record.code_hash()
         self.ledger: Ledger | None = None
-        self.charged: dict[int, list[str]] = {}
-        self.clipper: Any = None
-        self.policy: Any = FixedThresholds(torch.zeros(0))
+        self.clipper: Clipper | None = None
+        self.release: Release | None = None
+        self.policy = FixedThresholds(torch.zeros(0))
         if plan is not None:
             self.ledger = Ledger(folder / "ledger.jsonl")
-            self.charged = read_fingerprints(self.ledger.path)
-            self._attach()
+            self.clipper = self._attach()
+            self.policy = build_policy(run.clip, len(self.clipper.groups))
+            self.release = Release(
+                plan, self.clipper, self.policy, self.ledger,
+                key=key, allocation=run.clip.allocation, secure=run.privacy.secure,
+            )  # fmt: skip
+        self.accumulator = Accumulator(
+            task, self.model, self.clipper, self.policy, device, run.runtime.precision, run.seed
+        )
         self.step = 0
         self.wall_before, self.started = 0.0, time.perf_counter()
         self.step_times: list[float] = []
@@ -135,10 +122,9 @@ class Trainer:
         self._restore()
         self.physical_batch_size = self._physical_batch_size()
 
-    def _attach(self) -> None:
-        """Attach the clipper and make the threshold policy."""
+    def _attach(self) -> Clipper:
         clip, engine = self.run.clip, self.run.engine
-        self.clipper = attach(
+        clipper = attach(
             self.model,
             groups=clip.groups,
             clip_norm=clip.clip_norm,
@@ -147,20 +133,9 @@ class Trainer:
             choice=None if engine.choice == "measured" else engine.choice,  # measured: each engine's own way
             memory_cap_mib=engine.memory_cap_mib,
         )
-        if (memory := self.decisions.get("engine")) is not None and hasattr(self.clipper, "recall"):
-            self.clipper.recall(memory)
-        num_groups = len(self.clipper.groups)
-        start = clip.clip_norm / math.sqrt(num_groups)
-        if not clip.adaptive:
-            self.policy = FixedThresholds(torch.full((num_groups,), start))
-            return
-        self.policy = QuantileThresholds(
-            torch.full((num_groups,), start if clip.init_threshold is None else clip.init_threshold),
-            clip.target_quantile,
-            clip.quantile_lr,
-            clip.threshold_floor,
-            clip.clip_norm if clip.rescale else None,
-        )
+        if (memory := self.decisions.get("engine")) is not None and hasattr(clipper, "recall"):
+            clipper.recall(memory)
+        return clipper
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, where there is one."""
@@ -223,7 +198,7 @@ class Trainer:
                 if runtime.checkpoint_every and self.step % runtime.checkpoint_every == 0:
                     self.save()
                     saved_at = self.step
-            if saved_at != self.step or self.step == self.steps:
+            if saved_at != self.step:
                 self.save()
             if self.step < self.steps:
                 return Outcome("interrupted", self.step, self.wall_s, metrics, self.performance())
@@ -281,37 +256,20 @@ class Trainer:
         if self.clipper is not None:
             self.clipper.detach()
 
-    def _losses(self, examples: list[Any]) -> Tensor:
-        """`[B]` losses of examples, in the precision of the run."""
-        batch = {
-            name: tensor.to(self.device, non_blocking=True)
-            for name, tensor in self.task.collate(examples).items()
-        }
-        with autocast(self.run.runtime.precision, self.device):
-            return self.task.losses(self.model, batch)
-
-    def _backward(self, losses: Tensor) -> Any:
-        """Add the sum of the (clipped) gradients to `p.grad`; returns the clipper's report, None without privacy."""
-        fp16 = self.run.runtime.precision == "fp16"
-        if self.clipper is not None:
-            return self.clipper.backward(losses, **({"loss_scale": FP16_LOSS_SCALE} if fp16 else {}))
-        if len(losses):
-            (losses.sum() * (FP16_LOSS_SCALE if fp16 else 1.0)).backward()
-        else:
-            for parameter in self.parameters:
-                parameter.grad = torch.zeros_like(parameter)
-        return None
-
     def _take_step(self, step: int, interrupts: Interrupts) -> Sums | None:
         """One step of the module's description. None where it was interrupted before it was charged."""
-        if self.plan is None:
-            sums, counts = self._accumulate(step, 0, interrupts), None
-        else:
-            sums, counts = self._private_sums(step, interrupts)
+        counts: Tensor | None = None
+        try:
+            if self.release is None:
+                sums = self._sums(step, 0, interrupts)
+            else:
+                sums, counts = self._released_sums(self.release, step, interrupts)
+        except torch.OutOfMemoryError:
+            self._shrink()
+            return self._take_step(step, interrupts)
         if sums is None:
             return None
-        fp16 = self.plan is None and self.run.runtime.precision == "fp16"
-        torch._foreach_div_(self._gradients(), self.expected_batch * (FP16_LOSS_SCALE if fp16 else 1.0))
+        torch._foreach_div_(self.accumulator.gradients, self.expected_batch)
         optim = self.run.optim
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.steps, optim.lr, optim.lr_schedule, optim.warmup_ratio)
@@ -320,94 +278,36 @@ class Trainer:
             self.policy.update(mechanism.noisy_fractions(counts, self.expected_batch))
         return sums
 
-    def _private_sums(self, step: int, interrupts: Interrupts) -> tuple[Sums | None, Tensor | None]:
+    def _released_sums(
+        self, release: Release, step: int, interrupts: Interrupts
+    ) -> tuple[Sums | None, Tensor | None]:
         """Points 1 to 4 but the division: leaves the noisy sum in `p.grad` and returns the noisy counts, `[K]`."""
-        assert self.plan is not None and self.ledger is not None
-        groups = self.clipper.groups
-        stds = mechanism.noise_stds(
-            self.policy.values, [g.size for g in groups], self.plan.sigma_new(step), self.run.clip.allocation
-        ).tolist()
-        count_std = self.plan.sigma_b(step, len(groups)) if self.policy.adaptive else None
-        facts = self._facts(step) | {"stds": stds, "count_std": count_std}
-
-        # A step that was charged before is repeated with the sample and the noise of that attempt, if it is the same one.
-        charged = self.charged.setdefault(step, [])
-        same_facts = mechanism.fingerprint_of_facts(self.key, facts)
-        attempt = next((a for a, known in enumerate(charged) if known.startswith(same_facts)), len(charged))
-        while True:
-            sums = self._accumulate(step, attempt, interrupts)
-            if sums is None:
-                return None, None
-            released = [p.grad for group in groups for p in group.params.values()]
+        facts = self._facts(step) | {"noise": release.noise(step)}
+        attempt = release.likely_attempt(step, facts)
+        while (sums := self._sums(step, attempt, interrupts)) is not None:
+            if remember := getattr(self.clipper, "remember", None):
+                self.decisions.keep("engine", remember())  # a resumed run need not measure again
             counts = sums.counts.cpu()
-            found = mechanism.fingerprint(self.key, facts, [*released, counts])
-            if attempt == len(charged) or charged[attempt] == found:
-                break
-            attempt = len(charged)  # equal facts, yet other sums: the runtime is not deterministic
+            if release.charge(step, attempt, facts, counts):
+                return sums, release.add_noise(step, attempt, counts)
+            attempt = release.next_attempt(step)
+        return None, None
 
-        if hasattr(
-            self.clipper, "remember"
-        ):  # what the engine measured, so that a resumed run does not measure again
-            self.decisions.keep("engine", self.clipper.remember())
-        if self.ledger.begin_step(step, self.plan.step_event(step), found) != attempt:
-            raise RuntimeError(f"the ledger does not agree that step {step} is in its attempt {attempt}")
-        if attempt == len(charged):
-            charged.append(found)
-
-        per_tensor = [std for group, std in zip(groups, stds, strict=True) for _ in group.params]
-        add_gaussian_(released, per_tensor, generator=self._generator("gradients", step, attempt))
-        if count_std is None:
-            return sums, None
-        add_gaussian_([counts], count_std, generator=self._generator("counts", step, attempt))
-        return sums, counts
-
-    def _accumulate(self, step: int, attempt: int, interrupts: Interrupts) -> Sums | None:
-        """Points 1 and 2: leaves the clipped sum in `p.grad`. None where an interruption was asked for before the end."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.clipper is not None:
-            self.clipper.thresholds = self.policy.values
-        zeros = torch.zeros(self.num_groups, dtype=torch.float64, device=self.device)
-        sums = Sums(zeros.clone(), zeros.clone(), zeros.clone(), torch.zeros((), device=self.device))
+    def _sums(self, step: int, attempt: int, interrupts: Interrupts) -> Sums | None:
         indices = self.sampler.draw(step, attempt)
-        pieces = physical_batches(indices, self.task.length, self.physical_batch_size)
-        for number, piece in enumerate(pieces):
-            if interrupts.requested:
-                self.optimizer.zero_grad(set_to_none=True)
-                return None
-            # Dropout of this piece depends on the public seed, the step and the piece alone: resuming needs no state.
-            torch.manual_seed(_public_seed(self.run.seed, step, number))
-            try:
-                losses = self._losses([self.task.train[int(i)] for i in piece])
-                self._add(sums, losses, self._backward(losses))
-            except torch.OutOfMemoryError:
-                raise UserError(
-                    f"out of memory with {len(piece)} examples at once; nothing of this step was released. "
-                    f"Run again with runtime.physical_batch_size={max(1, self.physical_batch_size // 2)}"
-                ) from None
-        if not pieces:  # the empty batch is a step like any other: zero sums, noise alone
-            empty = torch.zeros(0, device=self.device)
-            self._add(sums, empty, self._backward(empty))
-        mechanism.all_reduce_sum_([*self._gradients(), sums.counts, sums.norms, sums.clipped, sums.loss])
-        return sums
+        return self.accumulator.sums(indices, step, self.physical_batch_size, lambda: interrupts.requested)
 
-    def _add(self, sums: Sums, losses: Tensor, report: Any) -> None:
-        sums.drawn += len(losses)
-        sums.loss += losses.detach().sum().to(sums.loss)
-        if report is not None:
-            sums.counts += mechanism.centred_counts(report.norms, self.policy.estimates)
-            sums.norms += report.norms.sum(1).to(sums.norms)
-            sums.clipped += report.clipped.to(sums.clipped)
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-    def _generator(self, name: str, step: int, attempt: int) -> torch.Generator | SecureGenerator:
-        """Where the noise called `name` comes from: a function of the secret key, the step and the attempt."""
-        if self.run.privacy.secure:
-            return SecureGenerator(
-                hmac.digest(self.key, f"secure {name} {step} {attempt}".encode(), "sha256")
-            )
-        return torch.Generator().manual_seed(stream(self.key, name, step, attempt))
+    def _shrink(self) -> None:
+        """Take smaller physical batches. Nothing of this step has been released, so it can be begun again."""
+        half = self.physical_batch_size // 2
+        if self.run.runtime.physical_batch_size != "auto" or not half:
+            raise UserError(
+                f"out of memory with {self.physical_batch_size} examples at once; nothing of this step was released. "
+                + (f"Try runtime.physical_batch_size={half}" if half else "Take a smaller model")
+            ) from None
+        torch.cuda.empty_cache()
+        self.physical_batch_size = half
+        self.decisions.keep("physical_batch_size", half)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Everything but the sums themselves that makes a step what it is; see `mechanism.fingerprint`.
@@ -428,7 +328,6 @@ class Trainer:
             "device": record.device_name(self.device),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "secure": self.run.privacy.secure,
         }
 
     def _physical_batch_size(self) -> int:
@@ -438,20 +337,14 @@ class Trainer:
             return int(asked)
         if (known := self.decisions.get("physical_batch_size")) is not None:
             return int(known)
-        public = [self.task.dev[i] for i in range(min(64, len(self.task.dev)))]
-
-        def forward(count: int) -> Tensor:
-            # Padded to the longest of all the public examples, then cut to size.
-            longest = self.task.collate(public)
-            repeats = -(-count // len(public))
-            batch = {
-                name: tensor.repeat(repeats, *[1] * (tensor.ndim - 1))[:count].to(self.device)
-                for name, tensor in longest.items()
-            }
-            with autocast(self.run.runtime.precision, self.device):
-                return self.task.losses(self.model, batch)
-
-        size = automatic_size(forward, self._backward, self.parameters, self.device, self.expected_batch)
+        public = self.task.collate([self.task.dev[i] for i in range(min(64, len(self.task.dev)))])
+        size = automatic_size(
+            lambda count: self.accumulator.losses(repeated(public, count)),
+            self.accumulator.backward,
+            self.accumulator.parameters,
+            self.device,
+            self.expected_batch,
+        )
         self.decisions.keep("physical_batch_size", size)
         return size
 
@@ -485,20 +378,3 @@ class Trainer:
                     "clipped_share": (sums.clipped / drawn).tolist(),
                 }
             self.metrics.write(self.step, private, released=False)
-
-
-def read_fingerprints(ledger: Path) -> dict[int, list[str]]:
-    """Step -> the fingerprints of its attempts, from a ledger that `Ledger` has found to be sound."""
-    charged: dict[int, list[str]] = {}
-    for line in ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # the last line, torn by a crash: not charged
-        charged.setdefault(entry["step"], []).append(entry["fingerprint"])
-    return charged
-
-
-def _public_seed(seed: int, step: int, piece: int) -> int:
-    digest = hashlib.sha256(f"dropout {seed} {step} {piece}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

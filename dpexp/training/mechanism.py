@@ -82,7 +82,8 @@ def centred_counts(norms: Tensor, estimates: Tensor) -> Tensor:
     Args:
         norms: `[K, B]` per-example norms, B may be 0. A NaN counts as above the threshold (b = 0).
         estimates: `[K]` quantile estimates. With rescaled thresholds these are not the thresholds of the clipping: a
-            rescaled threshold has its size dictated by C, and a count taken against it could not say where the quantile is.
+            rescaled threshold has its size dictated by C, and a count taken against it could not say where the
+            quantile is (the factor is public, so scaling the thresholds moves no quantile of the norms).
 
     Returns:
         `[K]`, float64, exact: the sum over physical batches does not depend on how they were cut.

@@ -4,8 +4,8 @@ A checkpoint is a file `state-<step>.pt` and a pointer `latest.json` that names 
 a temporary name, flushed to the disk and renamed; the pointer moves last. A process killed at any instant leaves a
 pointer to a complete checkpoint.
 
-No random state is kept, because none is needed: batches, dropout and noise of step t are drawn from seeds that depend on
-t alone, and the learning rate is a function of t.
+No random state is kept, because none is needed: batches, dropout and noise of step t are drawn from seeds that
+depend on t alone, and the learning rate is a function of t.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     try:
         with open(temporary, "wb") as file:
             writer = _HashingWriter(file)
-            torch.save(vars(checkpoint), writer)
+            torch.save(vars(checkpoint), cast("IO[bytes]", writer))
             flush_file(file)
         os.replace(temporary, target)
         flush_folder(folder)

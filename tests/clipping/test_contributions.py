@@ -317,3 +317,21 @@ def test_scratch_grows_and_is_reused():
     assert first.data_ptr() == again.data_ptr()
     assert scratch.chunk(30) == 3
     assert scratch.chunk(1000) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu(low: torch.dtype):
+    """16-bit products come back in float32: as exact as the inputs, not as their dtype."""
+    a, g = normal(3, 7, 16).to(low), normal(3, 7, 8, seed=1).to(low)
+    expected = naive_outer(a.double(), g.double())
+    factors = torch.tensor([0.5, 1.0, 0.25])
+    outer = Outer(a.cuda(), g.cuda())
+    for method in outer.methods():
+        norms, total = outer.norms_and_sum(method, lambda _, where: factors.cuda()[where])
+        assert norms.dtype == total.dtype == torch.float32
+        torch.testing.assert_close(norms.cpu().double(), expected.square().sum((1, 2)), rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            total.cpu().double(), torch.tensordot(factors.double(), expected, 1), rtol=1e-2, atol=1e-2
+        )

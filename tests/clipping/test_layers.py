@@ -119,6 +119,24 @@ def test_convolution_of_several_rows_per_example(options: dict):
     check(nn.ConvTranspose2d(4, 6, **({"kernel_size": 3} | options)), normal(6, 4, 3, 4), 2)
 
 
+def test_channels_last():
+    for options in ({}, {"groups": 2}, {"kernel_size": 1}):
+        module = nn.Conv2d(4, 6, **({"kernel_size": 3} | options))
+        check(module, normal(3, 4, 5, 5).contiguous(memory_format=torch.channels_last))
+    x = normal(3, 4, 5, 5).float().contiguous(memory_format=torch.channels_last)
+    module = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+    gy = normal(3, 6, 3, 3).float().contiguous(memory_format=torch.channels_last)
+    weight = kind_of(module).contributions(module, (x,), gy, 3, {"weight"})["weight"]
+    expected = weight.instantiate().square().flatten(1).sum(1)
+    for method in weight.methods():
+        norms, total = weight.norms_and_sum(method, lambda norms, _: torch.ones_like(norms))
+        torch.testing.assert_close(norms, expected)
+        torch.testing.assert_close(total, weight.weighted_sum(None))
+        torch.testing.assert_close(weight.sq_norms(method, keep=True), expected)
+        torch.testing.assert_close(weight.weighted_sum(torch.ones(3)), total)
+        weight.drop_kept()
+
+
 @fast
 @given(st.data())
 def test_convolution_of_any_shape(data: st.DataObject):

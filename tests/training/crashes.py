@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the optimisers would import it, slowly, once for every fork
 
-from dpexp.training import loop, state
+from dpexp import record
+from dpexp.training import loop, release, state
 from tests.training.tiny import run_to_end, tiny_run, weights
 
 STEPS = 6
@@ -48,11 +49,11 @@ def at_call(number: int, function: Callable, *, after: bool) -> Callable:
 def patch(name: str) -> None:
     """Arrange for this process to be killed at a named instant."""
     if name == "before the ledger":
-        loop.Ledger.begin_step = at_call(KILLED_STEP, loop.Ledger.begin_step, after=False)
+        release.Ledger.begin_step = at_call(KILLED_STEP, release.Ledger.begin_step, after=False)
     elif name == "after the ledger":
-        loop.Ledger.begin_step = at_call(KILLED_STEP, loop.Ledger.begin_step, after=True)
+        release.Ledger.begin_step = at_call(KILLED_STEP, release.Ledger.begin_step, after=True)
     elif name == "between the two noises":  # gradients and counts of each step
-        loop.add_gaussian_ = at_call(2 * KILLED_STEP - 1, loop.add_gaussian_, after=True)
+        release.add_gaussian_ = at_call(2 * KILLED_STEP - 1, release.add_gaussian_, after=True)
     elif name == "after the optimiser":
         torch.optim.Adam.step = at_call(KILLED_STEP, torch.optim.Adam.step, after=True)
     elif name == "within a checkpoint":
@@ -109,7 +110,7 @@ def run(folder: Path, instant: str | None = None, kill_after: list[float] | None
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    loop.record.code_hash = lambda: "c0de"  # the sources may be edited while this runs
+    record.code_hash = lambda: "c0de"  # the sources may be edited while this runs
     rng = random.Random(0)
     results = {"never": run(folder / "never")}
     for name in NAMED:

@@ -7,7 +7,7 @@ from torch import nn
 
 from dpexp.errors import UserError
 from dpexp.training import batching
-from dpexp.training.batching import automatic_size, physical_batches, sampler_for
+from dpexp.training.batching import automatic_size, physical_batches, repeated, sampler_for
 
 CPU = torch.device("cpu")
 
@@ -53,6 +53,7 @@ def test_on_a_gpu_it_doubles_until_the_memory_is_gone_and_keeps_a_reserve(monkey
         return parameter.expand(count)
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     found = automatic_size(
         forward, lambda losses: losses.sum().backward(), [parameter], torch.device("cuda"), 200
     )
@@ -65,5 +66,12 @@ def test_when_not_even_one_example_fits_it_says_so(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     with pytest.raises(UserError, match="not even one example"):
         automatic_size(forward, None, [nn.Parameter(torch.zeros(1))], torch.device("cuda"), 200)
+
+
+def test_a_public_batch_is_repeated_to_any_size():
+    batch = {"x": torch.arange(6).view(3, 2), "y": torch.arange(3)}
+    assert repeated(batch, 5)["y"].tolist() == [0, 1, 2, 0, 1]
+    assert repeated(batch, 2)["x"].tolist() == [[0, 1], [2, 3]]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dpexp.training import loop
+from dpexp import record
+from dpexp.training import release
 from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_run, train, weights
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def test_killed_at_any_instant_every_step_is_charged_once(killed_runs):
 
 def crash_in_step(monkeypatch, trainer, step):
     """Train until the noise of this step is about to be drawn, then crash."""
-    real, calls = loop.add_gaussian_, 0
+    real, calls = release.add_gaussian_, 0
 
     def crashing(tensors, std, generator=None):
         nonlocal calls
@@ -57,7 +58,7 @@ def crash_in_step(monkeypatch, trainer, step):
         real(tensors, std, generator=generator)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "add_gaussian_", crashing)
+        patch.setattr(release, "add_gaussian_", crashing)
         with pytest.raises(Crash):
             train(trainer)
 
@@ -104,17 +105,17 @@ def test_with_anything_changed_the_repeated_steps_get_fresh_noise_and_are_charge
     elif change == "engine":
         run.engine.name = "loop"
     elif change == "code":
-        monkeypatch.setattr(loop.record, "code_hash", lambda: "edited")
+        monkeypatch.setattr(record, "code_hash", lambda: "edited")
     else:
         changes["task"] = OtherData(forged="forged" in change)
     seeds, drawn = {}, {}
-    real = loop.stream
+    real = release.stream
 
     def spy(key, name, step, attempt):
         seeds[name, step] = (attempt, real(key, name, step, attempt))
         return real(key, name, step, attempt)
 
-    monkeypatch.setattr(loop, "stream", spy)
+    monkeypatch.setattr(release, "stream", spy)
     try:
         trainer = make_trainer(tmp_path, run, **changes)
         sampler = trainer.sampler

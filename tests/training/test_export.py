@@ -26,7 +26,7 @@ def test_the_card_states_the_guarantee_and_its_conditions():
 
 def test_the_card_of_an_unprivate_model_promises_nothing():
     run = RunConfig()
-    card = privacy_card(summary(record.privacy_block(run, None, None, 0, 0)))
+    card = privacy_card(summary(record.privacy_block(run, None, {}, 0, 0)))
     assert "without differential privacy" in card
     assert "ε by" not in card
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
-from dpexp.training import loop, mechanism
+from dpexp.training import mechanism, release
 from dpexp.training.batching import ShuffleSampler
 from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_model, tiny_run, train, weights
 
@@ -49,7 +50,7 @@ def silence(monkeypatch):
     def record(tensors, std, generator=None):
         asked.append(([tuple(t.shape) for t in tensors], std))
 
-    monkeypatch.setattr(loop, "add_gaussian_", record)
+    monkeypatch.setattr(release, "add_gaussian_", record)
     return asked
 
 
@@ -152,13 +153,13 @@ def weights_of(model):
 
 def test_the_ledger_is_written_before_any_noise(tmp_path, monkeypatch):
     lines_at_noise = []
-    real = loop.add_gaussian_
+    real = release.add_gaussian_
 
     def spy(tensors, std, generator=None):
         lines_at_noise.append(len((tmp_path / "ledger.jsonl").read_text().splitlines()))
         real(tensors, std, generator=generator)
 
-    monkeypatch.setattr(loop, "add_gaussian_", spy)
+    monkeypatch.setattr(release, "add_gaussian_", spy)
     run_to_end(tmp_path, tiny_run(steps=3))
     assert lines_at_noise == [1, 1, 2, 2, 3, 3]  # gradients and counts of each step
 
@@ -248,22 +249,17 @@ def test_losses_and_norms_are_marked(tmp_path):
 
 
 def test_a_strict_release_withholds_them_everywhere(tmp_path, capsys):
-    class Tracker:
-        seen: list = []
-
-        def log(self, values, step):
-            self.seen.append(values)
-
+    seen = []
     run = tiny_run(steps=2)
     run.privacy.release = "strict"
     trainer = make_trainer(tmp_path, run)
-    trainer.metrics.tracker = Tracker()
+    trainer.metrics.tracker = SimpleNamespace(log=lambda values, step: seen.append(values))
     train(trainer)
     written = (tmp_path / "metrics.jsonl").read_text()
     printed = capsys.readouterr().out
-    assert Tracker.seen
+    assert seen
     assert "dev" in written
-    for text in (written, str(Tracker.seen), printed):
+    for text in (written, str(seen), printed):
         assert "loss" not in text
         assert "norm" not in text
         assert "drawn" not in text
@@ -297,15 +293,39 @@ def test_an_interruption_drops_the_step_it_falls_into_and_the_run_goes_on_to_the
     assert resumed.ledger.steps_charged == 6
 
 
-def test_a_lack_of_memory_releases_nothing_and_names_the_way_out(tmp_path):
-    class Hungry(TinyTask):
-        def losses(self, model, batch):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+class Hungry(TinyTask):
+    """Has memory for this many examples at once."""
 
-    trainer = make_trainer(tmp_path, tiny_run(), task=Hungry())
+    def __init__(self, fits):
+        super().__init__()
+        self.fits, self.largest = fits, 0
+
+    def losses(self, model, batch):
+        if len(batch["y"]) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.largest = max(self.largest, len(batch["y"]))
+        return super().losses(model, batch)
+
+
+def test_a_lack_of_memory_releases_nothing_and_names_the_way_out(tmp_path):
+    trainer = make_trainer(tmp_path, tiny_run(), task=Hungry(7))
     with pytest.raises(UserError, match="physical_batch_size=4"):
         train(trainer)
     assert trainer.ledger.steps_charged == 0
+
+
+def test_an_automatic_size_shrinks_and_the_step_begins_again(tmp_path):
+    run = tiny_run()
+    run.runtime.physical_batch_size = "auto"
+    task = Hungry(fits=1000)
+    trainer = make_trainer(tmp_path, run, task=task)
+    assert trainer.physical_batch_size > 8
+    task.fits, task.largest = 7, 0
+    train(trainer)
+    assert task.largest == 4 == trainer.physical_batch_size
+    assert trainer.ledger.steps_charged == 6
+    run.runtime.physical_batch_size = "4"
+    assert np.array_equal(weights(trainer), weights(run_to_end(tmp_path / "four", run)))
 
 
 def test_the_learning_rate_follows_its_schedule(tmp_path):

@@ -24,9 +24,9 @@ class TinyTask(Task):
     """Points in the plane of ten features, three classes; lengths are made up."""
 
     name = "tiny"
-    labels = ["a", "b", "c"]
 
     def __init__(self, num_examples: int = NUM_EXAMPLES):
+        self.labels = ["a", "b", "c"]
         generator = torch.Generator().manual_seed(5)
         features = torch.randn(num_examples + 20, 10, generator=generator)
         labels = (features[:, :3]).argmax(1)
@@ -60,7 +60,7 @@ def tiny_model(hidden: int = 16) -> nn.Module:
 def tiny_run(
     steps: int = 6, batch_size: float = 20.0, adaptive: bool = True, private: bool = True
 ) -> RunConfig:
-    """Seven seconds of nothing: no files, a fixed noise seed, physical batches of eight."""
+    """No files, a fixed noise seed, physical batches of eight."""
     run = RunConfig()
     run.task.name, run.model.name, run.scale.name = "tiny", "mlp", "demo"
     run.clip.name, run.clip.private = ("adaptive_perlayer" if private else "nonprivate"), private

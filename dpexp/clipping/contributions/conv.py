@@ -166,7 +166,8 @@ class Conv(Contribution):
         x, gy = self.x[start * m : stop * m], self.gy[start * m : stop * m]
         if count > 1:  # examples become groups of channels; the rows of an example remain a batch
             x, gy = (t.unflatten(0, (count, m)).transpose(0, 1).flatten(1, 2) for t in (x, gy))
-        return self._weight_gradient(x, gy, count).view(count, *self.shape).to(self.dtype)
+        rows = self._weight_gradient(x, gy, count).view(count, *self.shape)
+        return rows.to(self.dtype).contiguous()  # channels-last inputs give channels-last gradients
 
     def _weight_gradient(self, x: Tensor, gy: Tensor, copies: int = 1) -> Tensor:
         """The library's weight gradient; ``copies`` times as many groups as the layer has."""

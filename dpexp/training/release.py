@@ -1,0 +1,152 @@
+"""From private sums to released ones: charge the step, then add its noise.
+
+The rule that everything here serves: noise is used twice for exactly the same sum only.
+"""
+
+import hmac
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping import Clipper
+from dpexp.clipping.thresholds import FixedThresholds, QuantileThresholds
+from dpexp.privacy.ledger import Ledger
+from dpexp.privacy.noise import SecureGenerator, add_gaussian_
+from dpexp.privacy.sampling import stream
+from dpexp.training import mechanism
+
+if TYPE_CHECKING:
+    from dpexp.config import ClipConfig
+    from dpexp.privacy.plan import Plan
+
+
+class Release:
+    """The releases of one run.
+
+    Args:
+        plan: sampling and noise multipliers.
+        clipper: attached; `p.grad` of its parameters is what is released.
+        policy: its thresholds are those of the clipping.
+        ledger: where steps are charged.
+        key: the run's secret.
+        allocation: of the noise to the groups, see `mechanism.noise_scales`.
+        secure: draw noise from a cryptographic generator.
+    """
+
+    def __init__(
+        self,
+        plan: "Plan",
+        clipper: Clipper,
+        policy: FixedThresholds,
+        ledger: Ledger,
+        *,
+        key: bytes,
+        allocation: str,
+        secure: bool,
+    ):
+        self.plan, self.clipper, self.policy, self.ledger = plan, clipper, policy, ledger
+        self.key, self.allocation, self.secure = key, allocation, secure
+        self.sizes = [group.size for group in clipper.groups]
+        self.parameters = [p for group in clipper.groups for p in group.params.values()]
+        self.charged = read_fingerprints(ledger.path)
+
+    def noise(self, step: int) -> dict[str, Any]:
+        """Standard deviations of a step: `gradients`, one per group, and `counts`, None where none are released."""
+        stds = mechanism.noise_stds(
+            self.policy.values, self.sizes, self.plan.sigma_new(step), self.allocation
+        )
+        counts = self.plan.sigma_b(step, len(self.sizes)) if self.policy.adaptive else None
+        return {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
+
+    def likely_attempt(self, step: int, facts: dict[str, Any]) -> int:
+        """The attempt that a step is repeated as, if its sums turn out to be the same; else a new one.
+
+        A new attempt has its own sample: the ledger charges it as an independent one.
+        """
+        charged = self.charged.get(step, [])
+        same = mechanism.fingerprint_of_facts(self.key, facts)
+        return next(
+            (attempt for attempt, known in enumerate(charged) if known.startswith(same)), len(charged)
+        )
+
+    def next_attempt(self, step: int) -> int:
+        """The first attempt of a step that is not charged."""
+        return len(self.charged.get(step, []))
+
+    def charge(self, step: int, attempt: int, facts: dict[str, Any], counts: Tensor) -> bool:
+        """Write the step to the ledger, on the disk, unless it stands there.
+
+        Args:
+            step, attempt: what the sums were drawn as.
+            facts: see `mechanism.fingerprint`.
+            counts: `[K]`, before noise; the other sums are in `p.grad`.
+
+        Returns:
+            False where this attempt was charged for other sums although the facts are equal (the runtime is not
+            deterministic): draw the sums again, as the next attempt. Nothing was written then.
+        """
+        charged = self.charged.setdefault(step, [])
+        found = mechanism.fingerprint(self.key, facts, [*self._gradients(), counts])
+        if attempt < len(charged) and charged[attempt] != found:
+            return False
+        if self.ledger.begin_step(step, self.plan.step_event(step), found) != attempt:
+            raise RuntimeError(f"the ledger does not agree that step {step} is in attempt {attempt}")
+        if attempt == len(charged):
+            charged.append(found)
+        return True
+
+    def add_noise(self, step: int, attempt: int, counts: Tensor) -> Tensor | None:
+        """Add the noise of a charged step to `p.grad` and to the counts, in place.
+
+        Returns:
+            The noisy counts, `[K]`; None where the thresholds are fixed, and no counts are released.
+        """
+        noise = self.noise(step)
+        groups = zip(self.clipper.groups, noise["gradients"], strict=True)
+        stds = [std for group, std in groups for _ in group.params]
+        add_gaussian_(self._gradients(), stds, generator=self._generator("gradients", step, attempt))
+        if noise["counts"] is None:
+            return None
+        add_gaussian_([counts], noise["counts"], generator=self._generator("counts", step, attempt))
+        return counts
+
+    def _gradients(self) -> list[Tensor]:
+        """The clipper leaves a tensor for every parameter, zeros where nothing arrived."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _generator(self, name: str, step: int, attempt: int) -> torch.Generator | SecureGenerator:
+        if self.secure:
+            return SecureGenerator(
+                hmac.digest(self.key, f"secure {name} {step} {attempt}".encode(), "sha256")
+            )
+        return torch.Generator().manual_seed(stream(self.key, name, step, attempt))
+
+
+def build_policy(clip: "ClipConfig", num_groups: int) -> FixedThresholds:
+    """The threshold policy of a configuration: C/√K for every group to begin with (He et al., Appendix A.1)."""
+    start = clip.clip_norm / math.sqrt(num_groups)
+    if not clip.adaptive:
+        return FixedThresholds(torch.full((num_groups,), start))
+    return QuantileThresholds(
+        torch.full((num_groups,), start if clip.init_threshold is None else clip.init_threshold),
+        clip.target_quantile,
+        clip.quantile_lr,
+        clip.threshold_floor,
+        clip.clip_norm if clip.rescale else None,
+    )
+
+
+def read_fingerprints(ledger: Path) -> dict[int, list[str]]:
+    """Step -> the fingerprints of its attempts, from a ledger that `Ledger` has found to be sound."""
+    charged: dict[int, list[str]] = {}
+    for line in ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # the last line, torn by a crash: not charged
+        charged.setdefault(entry["step"], []).append(entry["fingerprint"])
+    return charged

@@ -1,0 +1,249 @@
+"""Noise: its distribution, its independence, and that nothing but the seed decides it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest, norm
+
+from dpexp.errors import UserError
+from dpexp.privacy import noise
+from dpexp.privacy.noise import SecureGenerator, add_gaussian_
+
+LONG = 3 * (1 << 16) + 12345  # several chunks and a rest
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(shape=(LONG,), std=1.0, seed=0, dtype=torch.float32, generator=None):
+    tensor = torch.zeros(shape, dtype=dtype)
+    add_gaussian_([tensor], std, generator or seeded(seed))
+    return tensor
+
+
+GENERATORS = {
+    "float32": lambda: drawn(),
+    "float64": lambda: drawn(dtype=torch.float64),
+    "secure": lambda: drawn(generator=SecureGenerator(b"k" * 32)),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_noise_is_gaussian(kind):
+    values = GENERATORS[kind]().double().numpy()
+    assert kstest(values, norm.cdf).pvalue > 1e-3
+    assert values.std() == pytest.approx(1.0, abs=4 / math.sqrt(2 * LONG))
+    # No structure at any lag that the chunks, the vector units or the threads could make.
+    for lag in (1, 2, 8, 16, 1 << 15, 1 << 16):
+        correlation = np.corrcoef(values[:-lag], values[lag:])[0, 1]
+        assert abs(correlation) < 4.5 / math.sqrt(LONG - lag)
+
+
+def test_without_knowledge_of_torchs_state_numpy_draws(monkeypatch):
+    monkeypatch.setattr(noise, "_state_layout", lambda: None)
+    values = drawn().numpy()
+    assert kstest(values, norm.cdf).pvalue > 1e-3
+    assert not np.array_equal(values[: 1 << 16], values[1 << 16 : 1 << 17])
+
+
+def test_this_torch_keeps_its_generator_as_expected():
+    """Otherwise noise still is right, but comes at half the speed."""
+    assert noise._state_layout() is not None
+
+
+@pytest.mark.parametrize("std", [1e-6, 0.3, 1e4])
+def test_each_tensor_has_its_own_standard_deviation(std):
+    tensors = [torch.zeros(50_000), torch.zeros(200, 300), torch.zeros(50_000)]
+    add_gaussian_(tensors, [std, 2 * std, 0.0], seeded())
+    for tensor, expected in zip(tensors, [std, 2 * std]):
+        assert tensor.std().item() == pytest.approx(expected, rel=4 / math.sqrt(2 * tensor.numel()))
+    assert not tensors[2].any()
+
+
+def test_noise_is_added_to_what_is_there():
+    value = torch.randn(LONG, generator=seeded(9))
+    noisy = value.clone()
+    add_gaussian_(noisy, 0.5, seeded())
+    assert torch.allclose(noisy - value, drawn(std=0.5), atol=1e-6)
+
+
+def test_the_same_seed_gives_the_same_noise_for_any_number_of_threads():
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            tensors = [
+                torch.zeros(7),
+                torch.zeros(20, LONG // 10).t(),
+                torch.zeros(LONG, dtype=torch.bfloat16),
+            ]
+            add_gaussian_(tensors, [1.0, 2.0, 3.0], seeded(5))
+            found.append(tensors)
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+
+def test_noise_is_independent_of_the_global_generators():
+    torch.manual_seed(1)
+    first = drawn(seed=4)
+    torch.manual_seed(2)
+    np.random.seed(2)
+    assert torch.equal(first, drawn(seed=4))
+
+
+def test_seeds_that_share_their_low_32_bits_differ():
+    """torch's CPU generator keeps only those: a run's millions of chunks would repeat."""
+    assert not torch.equal(drawn(seed=7), drawn(seed=7 + (1 << 40)))
+
+
+def test_tensors_chunks_calls_and_seeds_are_independent():
+    generator = seeded()
+    one, two = torch.zeros(LONG), torch.zeros(LONG)
+    add_gaussian_([one, two], 1.0, generator)
+    later = torch.zeros(LONG)
+    add_gaussian_([later], 1.0, generator)
+    pieces = [one, two, later, drawn(seed=1)]
+    pieces += [one.roll(1 << 16)]
+    for i, a in enumerate(pieces):
+        for b in pieces[:i]:
+            assert abs(np.corrcoef(a.numpy(), b.numpy())[0, 1]) < 4.5 / math.sqrt(LONG)
+
+
+def test_a_tensor_without_noise_does_not_shift_the_others():
+    both, one = [torch.zeros(10), torch.zeros(10)], [torch.zeros(10), torch.zeros(10)]
+    add_gaussian_(both, [1.0, 1.0], seeded())
+    add_gaussian_(one, [0.0, 1.0], seeded())
+    assert torch.equal(both[1], one[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (17,), (3, 0, 2), (0,), (40, 50), (2, 3, 4, 5)])
+def test_all_shapes_and_dtypes(shape, dtype):
+    tensor = torch.ones(shape, dtype=dtype)
+    add_gaussian_([tensor], 1.0, seeded())
+    assert tensor.shape == shape
+    assert tensor.dtype == dtype
+    assert tensor.isfinite().all()
+    assert tensor.numel() == 0 or (tensor != 1).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_once_after_the_addition(dtype):
+    """Noise in float32, sum in float32, then one rounding; not rounded noise on a rounded value."""
+    value = torch.linspace(-3, 3, 4096).to(dtype)
+    noisy = value.clone()
+    add_gaussian_(noisy, 0.37, seeded(3))
+    expected = (value.float() + 0.37 * drawn((4096,), seed=3)).to(dtype)
+    assert (
+        noisy == expected
+    ).float().mean() > 0.999  # a fused multiply-add may round the rare tie the other way
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: base.t(),
+        lambda base: base[::2, ::3],
+        lambda base: base[:, 5],
+        lambda base: base.view(10, 20, 10, 3).to(memory_format=torch.channels_last),
+    ],
+)
+def test_strides_do_not_matter(view):
+    base = torch.zeros(200, 30)
+    target = view(base)
+    contiguous = torch.zeros(target.shape)
+    add_gaussian_(target, 1.0, seeded())
+    add_gaussian_(contiguous, 1.0, seeded())
+    assert torch.equal(target, contiguous)
+
+
+def test_only_the_view_is_touched():
+    base = torch.zeros(20, 30)
+    add_gaussian_(base[::2], 1.0, seeded())
+    assert not base[1::2].any()
+
+
+def test_gradients_of_parameters_are_accepted_as_they_come():
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    parameter.grad = torch.zeros(10)
+    add_gaussian_((p.grad for p in [parameter]), 1.0, seeded())
+    assert parameter.grad.std() > 0
+    add_gaussian_(parameter, 1.0, seeded())
+    assert torch.equal(parameter.detach(), parameter.grad)
+    assert parameter.grad_fn is None
+
+
+def test_without_a_generator_the_system_decides():
+    torch.manual_seed(0)
+    first = torch.zeros(100)
+    add_gaussian_(first, 1.0)
+    torch.manual_seed(0)
+    second = torch.zeros(100)
+    add_gaussian_(second, 1.0)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("std", [-1.0, math.nan, math.inf, [1.0, -1.0], [1.0, math.nan]])
+def test_a_bad_standard_deviation_is_refused_before_anything_changes(std):
+    tensors = [torch.zeros(3), torch.zeros(3)]
+    with pytest.raises(UserError, match="standard deviation of tensor"):
+        add_gaussian_(tensors, std, seeded())
+    assert not torch.stack(tensors).any()
+
+
+def test_one_standard_deviation_for_each_tensor():
+    with pytest.raises(UserError, match="2 standard deviations for 3 tensors"):
+        add_gaussian_([torch.zeros(3)] * 3, [1.0, 2.0], seeded())
+    tensors = [torch.zeros(3), torch.zeros(3)]
+    add_gaussian_(tensors, torch.tensor([0.0, 1.0]), seeded())
+    assert not tensors[0].any()
+    assert tensors[1].any()
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(3, dtype=torch.int64), torch.zeros(3).to_sparse(), None])
+def test_what_cannot_hold_noise_is_refused_before_anything_changes(bad):
+    good = torch.zeros(3)
+    with pytest.raises(UserError, match="tensor 1"):
+        add_gaussian_([good, bad], 1.0, seeded())
+    assert not good.any()
+
+
+def test_an_empty_list_is_fine():
+    add_gaussian_([], 1.0, seeded())
+    add_gaussian_([], [], seeded())
+
+
+def test_secure_noise_replays_from_its_key_and_never_repeats():
+    assert torch.equal(
+        drawn((50,), generator=SecureGenerator(b"a" * 32)), drawn((50,), generator=SecureGenerator(b"a" * 32))
+    )
+    generator = SecureGenerator(b"a" * 32)
+    assert not torch.equal(drawn((50,), generator=generator), drawn((50,), generator=generator))
+    with pytest.raises(UserError, match="32 bytes"):
+        SecureGenerator(b"short")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_on_a_gpu(dtype):
+    def draw(seed, device_generator=False):
+        tensors = [
+            torch.zeros(300, 1000, dtype=dtype, device="cuda").t(),
+            torch.zeros((), dtype=dtype, device="cuda"),
+        ]
+        generator = torch.Generator("cuda").manual_seed(seed) if device_generator else seeded(seed)
+        add_gaussian_(tensors, [2.0, 1.0], generator)
+        return tensors[0].cpu()
+
+    values = draw(0)
+    assert values.double().std().item() == pytest.approx(2.0, rel=0.01)
+    assert torch.equal(values, draw(0))
+    assert not torch.equal(values, draw(1))
+    assert torch.equal(draw(0, True), draw(0, True))

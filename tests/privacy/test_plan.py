@@ -1,0 +1,168 @@
+"""The plan: the budget split of Proposition 3.1, composition inside the sampling, and what is refused."""
+
+import math
+
+import pytest
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpexp.errors import UserError
+from dpexp.privacy import schedules
+from dpexp.privacy.accountants import ACCOUNTANTS, epsilon
+from dpexp.privacy.plan import Plan, make_plan, resolve_delta
+
+E2E = {"num_examples": 42061, "expected_batch_size": 1024, "steps": 410, "delta": "half_over_n"}
+
+
+def plan(**changes):
+    return make_plan(**{**E2E, "noise_multiplier": 1.07, **changes})
+
+
+@given(r=st.floats(1e-6, 0.999), sigma=st.floats(0.1, 50), groups=st.integers(1, 10**5))
+def test_the_split_is_proposition_3_1_for_any_number_of_groups(r, sigma, groups):
+    """σ_new = (σ^-2 - K/(2σ_b)²)^(-1/2), and the share of the counts is r = Kσ²/(4σ_b²) (Remark 3.1)."""
+    split = plan(noise_multiplier=sigma, quantile_budget=r)
+    sigma_b = split.sigma_b(0, groups)
+    assert groups * sigma**2 / (4 * sigma_b**2) == pytest.approx(r)
+    assert split.sigma_new(0) == pytest.approx((sigma**-2 - groups / (2 * sigma_b) ** 2) ** -0.5, rel=1e-6)
+
+
+def test_the_event_holds_the_noise_that_training_uses():
+    """K counts of sensitivity 1/2 with noise σ_b each are one Gaussian of multiplier σ_b / (√K/2)."""
+    split = plan(quantile_budget=0.1)
+    event = split.step_event(7)
+    assert isinstance(event, PoissonSampledDpEvent)
+    assert event.sampling_probability == split.sample_rate == 1024 / 42061
+    gradient, counts = event.event.events
+    assert gradient.noise_multiplier == split.sigma_new(7)
+    for groups in (1, 12, 199):
+        assert counts.noise_multiplier == pytest.approx(split.sigma_b(7, groups) / (math.sqrt(groups) / 2))
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("r", [1e-4, 0.01, 0.1, 0.5])
+def test_an_adaptive_run_costs_exactly_what_the_plain_run_costs(accountant, r):
+    assert plan(quantile_budget=r).epsilon(accountant=accountant) == plan().epsilon(accountant=accountant)
+
+
+def test_sampling_each_release_by_itself_undercounts():
+    """At r = 0.1, ε = 3.0 would print as about 2.8."""
+    split = make_plan(**E2E, epsilon=3.0, quantile_budget=0.1)
+    gradient, counts = split.step_event(0).event.events
+    apart = ComposedDpEvent(
+        [PoissonSampledDpEvent(split.sample_rate, release) for release in (gradient, counts)]
+    )
+    wrong = epsilon(SelfComposedDpEvent(apart, split.steps), split.delta)
+    assert split.epsilon() == pytest.approx(3.0, abs=1e-3)
+    assert wrong == pytest.approx(2.8, abs=0.05)
+
+
+def test_calibrating_the_adaptive_run_gives_the_noise_of_the_plain_run():
+    assert make_plan(**E2E, epsilon=3.0, quantile_budget=0.1).noise_multiplier == pytest.approx(
+        make_plan(**E2E, epsilon=3.0).noise_multiplier, rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_a_calibrated_plan_keeps_its_target(accountant):
+    made = make_plan(**E2E, epsilon=8.0, accountant=accountant, allow_clt=True)
+    assert 0.998 * 8 < made.epsilon() <= 8.0
+    assert made.target_epsilon == 8.0
+
+
+def test_epsilon_grows_with_the_steps_that_were_taken():
+    made = plan()
+    assert made.epsilon(0) == 0
+    assert 0 < made.epsilon(1) < made.epsilon(200) < made.epsilon(410) == made.epsilon()
+    assert set(made.epsilons()) == set(ACCOUNTANTS)
+    with pytest.raises(UserError, match="410 steps, not 411"):
+        made.epsilon(411)
+
+
+def test_no_noise_is_an_infinite_epsilon():
+    assert plan(noise_multiplier=0.0).epsilon() == math.inf
+
+
+def test_full_batches_are_not_sampled():
+    made = plan(expected_batch_size=42061, steps=1, noise_multiplier=5.0)
+    assert made.sample_rate == 1.0
+    assert made.epsilon(accountant="pld") == epsilon(GaussianDpEvent(5.0), made.delta, "pld")
+
+
+def test_a_schedule_reaches_training_and_accounting_alike(monkeypatch):
+    monkeypatch.setattr(
+        schedules,
+        "SCHEDULES",
+        {"constant": schedules.constant, "halving": lambda t, steps: 0.5 ** (t // 100)},
+    )
+    schedules.factor_counts.cache_clear()
+    made = plan(schedule="halving", steps=200, noise_multiplier=2.0)
+    assert [made.sigma(99), made.sigma(100)] == [2.0, 1.0]
+    by_hand = ComposedDpEvent([made.step_event(step) for step in range(200)])
+    assert made.epsilon() == pytest.approx(epsilon(by_hand, made.delta), rel=1e-12)
+    calibrated = plan(schedule="halving", steps=200, noise_multiplier=None, epsilon=1.0)
+    assert calibrated.epsilon() <= 1.0
+    assert calibrated.epsilon() == pytest.approx(1.0, rel=1e-3)
+    with pytest.raises(UserError, match=r"schedule=linear.*constant"):
+        plan(schedule="linear")
+
+
+def test_the_fingerprint_names_every_field():
+    made = plan()
+    assert made.fingerprint() == Plan(**made.to_dict()).fingerprint()
+    changes = {
+        "steps": 411,
+        "noise_multiplier": 1.08,
+        "quantile_budget": 0.01,
+        "delta": 1e-5,
+        "sampling": "shuffle",
+    }
+    others = [plan(**{name: value}).fingerprint() for name, value in changes.items()]
+    assert len({made.fingerprint(), *others}) == 1 + len(changes)
+
+
+def test_what_is_not_a_guarantee_says_so():
+    assert plan().caveats() == []
+    assert "not a guarantee" in plan(sampling="shuffle").caveats()[0]
+    assert "central limit" in plan(accountant="gdp", allow_clt=True).caveats()[0]
+    assert "1/N" in plan(delta=1e-3).caveats()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_examples": 0}, "0 examples"),
+        ({"expected_batch_size": 0}, "batch_size=0"),
+        ({"expected_batch_size": 42062}, "at most N = 42061"),
+        ({"expected_batch_size": math.nan}, "batch_size=nan"),
+        ({"steps": 0}, "steps=0"),
+        ({"quantile_budget": 1.0}, "0 <= r < 1"),
+        ({"quantile_budget": math.nan}, "0 <= r < 1"),
+        ({"accountant": "moments"}, "rdp, gdp, prv, pld"),
+        ({"accountant": "gdp"}, "allow_clt=true"),
+        ({"sampling": "round_robin"}, "poisson, shuffle"),
+        ({"epsilon": 3.0}, "either epsilon or noise_multiplier"),
+        ({"noise_multiplier": None}, "either epsilon or noise_multiplier"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier=nan"),
+        ({"delta": 1.5}, "delta=1.5"),
+        ({"delta": 0}, "delta=0"),
+        ({"delta": "one_over_n"}, "half_over_n"),
+        ({"noise_multiplier": None, "epsilon": -3.0}, "positive number"),
+    ],
+)
+def test_bad_input_is_one_clear_error(changes, message):
+    with pytest.raises(UserError, match=message):
+        plan(**changes)
+
+
+def test_fixed_thresholds_release_no_counts():
+    with pytest.raises(UserError, match="quantile_budget"):
+        plan().sigma_b(0, 3)
+
+
+def test_rules_for_delta():
+    assert resolve_delta("half_over_n", 42061) == 1 / (2 * 42061)
+    assert resolve_delta("n_pow_-1.1", 67349) == 67349**-1.1
+    assert resolve_delta("1e-5", 10) == resolve_delta(1e-5, 10) == 1e-5
