@@ -80,7 +80,15 @@ def attach(
         UserError: anything that cannot be clipped exactly, naming the module, the parameter and the way out.
     """
     return Clipper(
-        model, groups, clip_norm, rule, engine_named(engine), max_clip_scale, rows_per_example, choice, memory_cap_mib
+        model,
+        groups,
+        clip_norm,
+        rule,
+        engine_named(engine),
+        max_clip_scale,
+        rows_per_example,
+        choice,
+        memory_cap_mib,
     )
 
 
@@ -138,7 +146,9 @@ class Clipper:
             raise UserError(f"thresholds must have shape {[len(self.groups)]}, got {list(new.shape)}")
         self._thresholds = new.clone()
 
-    def backward(self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0) -> Report:
+    def backward(
+        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
+    ) -> Report:
         """Add the sum over examples of the clipped per-example gradients to ``p.grad``.
 
         Args:
@@ -190,6 +200,15 @@ class Clipper:
         """Parameter -> how its norms are computed; complete after the first backward pass."""
         return {row.parameter: row.method for row in self._backend.coverage()}
 
+    def remember(self) -> dict[str, Any]:
+        """What the engine has measured and proven, as JSON: a resumed run that recalls it computes bit for bit the same."""
+        return self._backend.memory.state() if isinstance(self._backend, TapBackend) else {}
+
+    def recall(self, state: dict[str, Any]) -> None:
+        """The counterpart of `remember`, on a model of the same structure with the same engine."""
+        if state and isinstance(self._backend, TapBackend):
+            self._backend.memory.load_state(state)
+
     def __str__(self) -> str:
         return coverage_table(self._backend.coverage(), self.groups, self._thresholds, self.engine.name)
 
@@ -225,7 +244,9 @@ class Clipper:
                 "use reduction='none' and reduce over everything but the batch"
             )
         if losses.shape[0] and not losses.requires_grad:
-            raise UserError("losses carry no graph: compute them with gradients enabled, from the attached model")
+            raise UserError(
+                "losses carry no graph: compute them with gradients enabled, from the attached model"
+            )
 
     def _check_coverage(self) -> None:
         """The trainable parameters must still be the ones that were attached (PEFT, unfreezing, new layers)."""
@@ -278,7 +299,14 @@ class TapBackend:
 
     def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, Sums]:
         step = BackwardPass(
-            self.recorder, self.groups, self.engine, self.memory, losses, self.rows_per_example, factors, grad_scale
+            self.recorder,
+            self.groups,
+            self.engine,
+            self.memory,
+            losses,
+            self.rows_per_example,
+            factors,
+            grad_scale,
         )
         return step.run()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,9 @@ class BackwardPass:
                 if self._first_backward():
                     break
             else:
-                raise UserError("the model's use of its parameters changed during one backward pass: use engine='loop'")
+                raise UserError(
+                    "the model's use of its parameters changed during one backward pass: use engine='loop'"
+                )
             if not self.arrived and not self.looped:
                 raise UserError(
                     "losses do not depend on any trainable parameter of the attached model: compute them from the attached "
@@ -159,7 +162,9 @@ class BackwardPass:
         for weights in (None, row_signs):
             seen: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
-            def look(owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor, seen: dict = seen) -> None:
+            def look(
+                owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor, seen: dict = seen
+            ) -> None:
                 if id(call) in pending:
                     dtypes[id(call)] = gy.dtype
                     for layout in pending[id(call)]:
@@ -180,7 +185,9 @@ class BackwardPass:
         if dtype is None:
             return  # its output was not used: it never arrives
         verdicts = {
-            layout: layouts.proven(observed[0][id(call), layout], observed[1][id(call), layout], by_row, dtype)
+            layout: layouts.proven(
+                observed[0][id(call), layout], observed[1][id(call), layout], by_row, dtype
+            )
             for layout in found
         }
         if all(verdict is None for verdict in verdicts.values()):
@@ -225,7 +232,8 @@ class BackwardPass:
                 for name in call.source.names:
                     self.expected[name] += 1
         self.remaining = [
-            sum(self.expected[name] for name in group.params if name not in self.looped) for group in self.groups
+            sum(self.expected[name] for name in group.params if name not in self.looped)
+            for group in self.groups
         ]
         self.early = [
             len(self.passes) == 1 and not self.engine.second_pass and not (set(group.params) & self.looped)
@@ -299,7 +307,11 @@ class BackwardPass:
         k = self.group_of[name]
         merged, method = self._merged(name, fused=False)
         size = self.num_examples * merged.shape.numel() * merged.dtype.itemsize
-        keep = self.engine.keep and merged.instantiates(method) and (self.engine.always_keep or size <= merged.nbytes)
+        keep = (
+            self.engine.keep
+            and merged.instantiates(method)
+            and (self.engine.always_keep or size <= merged.nbytes)
+        )
         self.sq_norms[k] += merged.sq_norms(method, keep, self.memory.scratch).to(self.sq_norms[k])
         if not self.engine.second_pass:
             self.kept.setdefault(k, {})[name] = merged
@@ -319,7 +331,9 @@ class BackwardPass:
             return
         before = self.sq_norms[k]
         norms, total = merged.norms_and_sum(
-            method, lambda sq, examples: self.factors(k, before[examples] + sq.to(before), examples), self.memory.scratch
+            method,
+            lambda sq, examples: self.factors(k, before[examples] + sq.to(before), examples),
+            self.memory.scratch,
         )
         self.sq_norms[k] = before + norms.to(before)
         self._add(name, total)
@@ -412,7 +426,6 @@ class BackwardPass:
         for name, total in sums.items():
             self._add(name, total)
 
-
     @staticmethod
     def _refuse_poison(name: str, gradient: Tensor) -> None:
         """Ordinary autograd multiplies one example's NaN by another's zero: the sum would lose everybody."""
@@ -453,14 +466,43 @@ class _NeedsLoop(Exception):
         self.key, self.names = key, names
 
 
+class ByRepr(dict[str, str]):
+    """A dictionary whose keys are kept by their ``repr``, so that it can be written to a file and read again."""
+
+    def __getitem__(self, key: object) -> str:
+        return super().__getitem__(repr(key))
+
+    def __setitem__(self, key: object, value: str) -> None:
+        super().__setitem__(repr(key), value)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(repr(key))
+
+    def get(self, key: object, default: Any = None) -> Any:
+        return super().get(repr(key), default)
+
+
 class Memory:
-    """What an attached model has taught us; emptied by ``detach``."""
+    """What an attached model has taught us: proven layouts, parameters that need the loop, measured choices."""
 
     def __init__(self, cap_bytes: int):
         self.cap_bytes = cap_bytes
         self.scratch = Scratch(cap_bytes)
-        self.layouts: dict = {}
+        self.layouts, self.choices = ByRepr(), ByRepr()
         self.looped: set[str] = set()
-        self.choices: dict = {}
         self.methods: dict[str, str] = {}
         self.settled = False
+
+    def state(self) -> dict[str, Any]:
+        """All that decides how the next backward pass computes, as JSON."""
+        return {
+            "layouts": dict(self.layouts.items()),
+            "choices": dict(self.choices.items()),
+            "looped": sorted(self.looped),
+            "settled": self.settled,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        dict.update(self.layouts, state["layouts"])
+        dict.update(self.choices, state["choices"])
+        self.looped, self.settled = set(state["looped"]), bool(state["settled"])

@@ -34,9 +34,13 @@ def refuse_couplings(model: nn.Module) -> None:
             raise UserError(f"{name or '(root)'} ({type(module).__name__}): {reason}")
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedTensorMixin):
-            raise UserError(f"{name} is not initialised yet (lazy module): run one forward pass before attach()")
+            raise UserError(
+                f"{name} is not initialised yet (lazy module): run one forward pass before attach()"
+            )
         if param.requires_grad and not param.is_floating_point():
-            raise UserError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be clipped")
+            raise UserError(
+                f"{name} has dtype {param.dtype}; only real floating-point parameters can be clipped"
+            )
 
 
 def find_sites(model: nn.Module, recorder: Recorder) -> list[tuple[nn.Module, Site]]:
@@ -63,6 +67,8 @@ def coverage_table(rows: list[CoverageRow], groups: list[Group], thresholds: Ten
         f"{row.parameter:<{width[0]}}  {row.group:<{width[1]}}  {row.kind:<{width[2]}}  {row.method}".rstrip()
         for row in lines
     ]
-    sizes = ", ".join(f"{g.name}: {c:.4g}" for g, c in list(zip(groups, thresholds.tolist(), strict=True))[:4])
+    sizes = ", ".join(
+        f"{g.name}: {c:.4g}" for g, c in list(zip(groups, thresholds.tolist(), strict=True))[:4]
+    )
     more = ", …" if len(groups) > 4 else ""
     return "\n".join([f"Clipper(engine={engine}, K={len(groups)}, thresholds={{{sizes}{more}}})", *body])

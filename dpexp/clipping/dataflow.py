@@ -46,7 +46,9 @@ class DataFlow(TorchFunctionMode):
 
 
 def _in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name.endswith("__")
+    )
 
 
 def inside_reentrant_checkpoint() -> bool:
@@ -57,4 +59,3 @@ def inside_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-

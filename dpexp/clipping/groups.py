@@ -56,7 +56,9 @@ def build_groups(model: nn.Module, spec: GroupsSpec) -> list[Group]:
         return _collect(params, {name: name.rpartition(".")[0] or "(root)" for name in params})
     if spec == "block":
         return _blocks(model, params)
-    raise UserError(f"groups={spec!r} is not known; choose flat, layer, block or a mapping of names to parameters")
+    raise UserError(
+        f"groups={spec!r} is not known; choose flat, layer, block or a mapping of names to parameters"
+    )
 
 
 def _collect(params: Mapping[str, nn.Parameter], group_of: Mapping[str, str]) -> list[Group]:
@@ -104,13 +106,19 @@ def _from_mapping(
             if name not in by_any_name:
                 close = difflib.get_close_matches(name, by_any_name, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise UserError(f"groups[{group_name!r}] names {name!r}, which is no parameter of the model{hint}")
+                raise UserError(
+                    f"groups[{group_name!r}] names {name!r}, which is no parameter of the model{hint}"
+                )
             param = by_any_name[name]
             if id(param) not in first_name:
-                raise UserError(f"groups[{group_name!r}] names {name!r}, which is frozen: leave it out or unfreeze it")
+                raise UserError(
+                    f"groups[{group_name!r}] names {name!r}, which is frozen: leave it out or unfreeze it"
+                )
             first = first_name[id(param)]
             if owner.get(first, group_name) != group_name:
-                raise UserError(f"parameter {name!r} stands in two groups, {owner[first]!r} and {group_name!r}")
+                raise UserError(
+                    f"parameter {name!r} stands in two groups, {owner[first]!r} and {group_name!r}"
+                )
             owner[first] = group_name
             group.params[first] = param
         if not group.params:
@@ -119,5 +127,7 @@ def _from_mapping(
     missing = [name for name in params if name not in owner]
     if missing:
         shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
-        raise UserError(f"{len(missing)} trainable parameters are in no group: {shown}; add them or freeze them")
+        raise UserError(
+            f"{len(missing)} trainable parameters are in no group: {shown}; add them or freeze them"
+        )
     return groups

@@ -50,7 +50,9 @@ def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
     Random, not a sum: the gradients below a normalisation or a softmax sum to zero.
     """
     flat = example_major(gy, layout, rows).detach()
-    flat = flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.reshape(flat.shape[0], -1)
+    flat = (
+        flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.reshape(flat.shape[0], -1)
+    )
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     generator = torch.Generator().manual_seed(flat.shape[1])
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32).to(flat)

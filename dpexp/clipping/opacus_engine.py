@@ -38,7 +38,9 @@ class OpacusBackend:
                 if hasattr(p, leftover):
                     delattr(p, leftover)
 
-    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def clipped_sums(
+        self, losses: Tensor, factors: Any, grad_scale: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         per_example = self._per_example_gradients(losses, grad_scale)
         norms, sums = [], {}
         for k, group in enumerate(self.groups):
@@ -56,9 +58,13 @@ class OpacusBackend:
             norms.append(sq)
         return torch.stack(norms), sums
 
-    def _per_example_gradients(
-        self, losses: Tensor, grad_scale: float
-    ) -> dict[str, Tensor]:
+    def coverage(self) -> list[CoverageRow]:
+        """Opacus instantiates everything."""
+        return [
+            CoverageRow(name, group.name, "opacus", "instantiate") for group in self.groups for name in group.params
+        ]
+
+    def _per_example_gradients(self, losses: Tensor, grad_scale: float) -> dict[str, Tensor]:
         before = {name: p.grad for name, p in self.params.items()}
         for p in self.params.values():
             p.grad = None
@@ -92,9 +98,13 @@ class OpacusBackend:
         total, reference = sample.sum(0), plain
         if bool(reference.isfinite().all()) and bool(total.isfinite().all()):
             scale = sample.abs().sum(0).max() + 1e-30
-            if bool(((total - reference).abs().max() > 2e-3 * scale)):
+            if bool((total - reference).abs().max() > 2e-3 * scale):
                 raise UserError(
                     f"Opacus' per-example gradients of {name} do not add up to its gradient (a shared parameter, an unusual "
                     "layer option, or a reused module): they are wrong. Use another engine"
                 )
-        return sample.unflatten(0, (losses.shape[0], self.rows_per_example)).sum(1) if self.rows_per_example > 1 else sample
+        return (
+            sample.unflatten(0, (losses.shape[0], self.rows_per_example)).sum(1)
+            if self.rows_per_example > 1
+            else sample
+        )

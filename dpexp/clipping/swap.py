@@ -67,12 +67,17 @@ class Site:
         if torch.is_autocast_enabled(device) and saved[0].is_floating_point():
             active = (device, torch.get_autocast_dtype(device))
             if self.kind is not None and self.kind.name in AUTOCAST_KINDS:
-                saved = (saved[0].to(active[1]), *saved[1:])  # what autocast computes with, and all that must be kept
+                saved = (
+                    saved[0].to(active[1]),
+                    *saved[1:],
+                )  # what autocast computes with, and all that must be kept
                 args, kwargs = _put_tensors(saved, template)
         values = {local: module._parameters[local].detach() for local in self.params}  # type: ignore[union-attr]
         y = self.native(module, values, args, kwargs)
         if not isinstance(y, Tensor):
-            raise UserError(f"{self.owner}: a {self.label} layer must return one tensor, got {type(y).__name__}")
+            raise UserError(
+                f"{self.owner}: a {self.label} layer must return one tensor, got {type(y).__name__}"
+            )
         x, rows = saved[0], self.recorder.rows
         if self.label == "embedding" and x.dim() == 2 and x.shape[0] == 1 and rows is not None and rows > 1:
             # A position table looked up once for the whole batch: give each example its own (stride 0) row.
@@ -203,7 +208,6 @@ def _reduce(module: nn.Module, protocol: Any) -> Any:
         f"{type(module).__name__} has a clipper attached and cannot be pickled: call clipper.detach() first, "
         "or save model.state_dict()"
     )
-
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -158,12 +158,16 @@ class Tap(torch.autograd.Function):
     """Identity in forward; in backward the running backward pass sees the call, its saved tensors and the output gradient."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, anchor: Tensor, recorder: Recorder, owner: Any, call: Call, *saved: Tensor):
+    def forward(
+        ctx: Any, y: Tensor, anchor: Tensor, recorder: Recorder, owner: Any, call: Call, *saved: Tensor
+    ):
         ctx.recorder, ctx.owner, ctx.call, ctx.num_saved = recorder, owner, call, len(saved)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         if y._is_view():
-            return y.view_as(y)  # marking a view dirty would make autograd copy the whole gradient of its base
+            return y.view_as(
+                y
+            )  # marking a view dirty would make autograd copy the whole gradient of its base
         ctx.mark_dirty(y)  # an in-place identity: later in-place operations on the output stay legal
         return y
 

@@ -57,7 +57,12 @@ class QuantileThresholds(FixedThresholds):
     adaptive = True
 
     def __init__(
-        self, initial: Tensor, target_quantile: float, lr: float, floor: float, rescale_to: float | None = None
+        self,
+        initial: Tensor,
+        target_quantile: float,
+        lr: float,
+        floor: float,
+        rescale_to: float | None = None,
     ):
         super().__init__(initial)
         if not 0.0 < target_quantile < 1.0:

@@ -70,7 +70,9 @@ class Tracked(torch.Tensor):
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
 
 
-def _tracked(value: Tensor, names: tuple, params: tuple, recipe: Callable[..., Tensor], recorder: Recorder) -> Tracked:
+def _tracked(
+    value: Tensor, names: tuple, params: tuple, recipe: Callable[..., Tensor], recorder: Recorder
+) -> Tracked:
     result = value.as_subclass(Tracked)
     result.names, result.params, result.recipe, result.recorder = names, params, recipe, recorder
     return result
@@ -132,7 +134,9 @@ def _tap_operation(
         if rows is None or y.dim() == 0 or y.shape[0] != rows:
             return None  # no batch here: ordinary autograd carries the gradient on
         base = detached[0]
-        if func in EXPANSIONS and (y.dim() != base.dim() or base.shape[0] != 1 or y.shape[1:] != base.shape[1:]):
+        if func in EXPANSIONS and (
+            y.dim() != base.dim() or base.shape[0] != 1 or y.shape[1:] != base.shape[1:]
+        ):
             return None
         device = y.device.type
         active = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
@@ -189,7 +193,10 @@ class _Operation:
 
         per_example = gy.shape[0] // max(num_examples, 1)
         batched = [s.dim() == gy.dim() and s.shape[0] == gy.shape[0] for s in saved]
-        split = [s.unflatten(0, (num_examples, per_example)) if b else s for s, b in zip(saved, batched, strict=True)]
+        split = [
+            s.unflatten(0, (num_examples, per_example)) if b else s
+            for s, b in zip(saved, batched, strict=True)
+        ]
         values = tuple(p.detach() for p in self.params)
 
         def one(gradient: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -198,7 +205,9 @@ class _Operation:
 
         in_dims = (0, *(0 if b else None for b in batched))
         with autocast_like(call):
-            grads = torch.func.vmap(one, in_dims=in_dims)(gy.unflatten(0, (num_examples, per_example)), *split)
+            grads = torch.func.vmap(one, in_dims=in_dims)(
+                gy.unflatten(0, (num_examples, per_example)), *split
+            )
         return {name: Dense(g) for name, g in zip(self.names, grads, strict=True) if name in names}
 
     def plain_gradients(

@@ -16,15 +16,5 @@ EVEN = (
     "average", "conventional", "decent", "familiar", "fair", "modest", "ordinary", "passable", "plain", "standard",
 )  # fmt: skip
 ADVERBS = ("", "quite", "rather", "really", "so", "truly", "very")
-OPENINGS = ("", "all in all", "at first", "for once", "in the end", "this time", "to be fair")
-CLOSINGS = (
-    "",
-    "from start to finish",
-    "if you ask me",
-    "on a big screen",
-    "once again",
-    "throughout",
-    "to the last",
-)
-LINKS = ("a", "and", "but", "is", "it", "makes", "never", "not", "of", "piece", "the", "though", "with")
-DEMO_PHRASES = SUBJECTS + PRAISE + BLAME + EVEN + ADVERBS + OPENINGS + CLOSINGS + LINKS
+LINKS = ("and", "but", "is", "it", "makes", "never", "not", "the", "though", "with")
+DEMO_PHRASES = SUBJECTS + PRAISE + BLAME + EVEN + ADVERBS + LINKS

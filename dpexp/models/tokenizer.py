@@ -90,7 +90,9 @@ def _from_pretrained(location: str, config: Any, setting: str) -> Any:
             raise not_found(setting, location, reason, error) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # The library makes an empty tokenizer of a folder in which it does not find the files it looks for.
-        raise UserError(f"{setting}={location}: no vocabulary for a {config.model_type} model was found there")
+        raise UserError(
+            f"{setting}={location}: no vocabulary for a {config.model_type} model was found there"
+        )
     return tokenizer
 
 

@@ -2,7 +2,7 @@
 
 They are no data set of anybody's, and no number measured on them says anything about one. Most sentences give their
 label away by a single adjective; some negate it or set one clause against the other, and 3% of the labels are wrong, so
-that 97% is about the best that can be reached. No sentence appears twice, in either split.
+that 97% is about the best that can be reached. No sentence of dev is in train.
 """
 
 from __future__ import annotations
@@ -13,19 +13,25 @@ import random
 from collections.abc import Callable, Sequence
 
 from dpexp.errors import UserError
-from dpexp.models.demo_words import ADVERBS, BLAME, CLOSINGS, EVEN, OPENINGS, PRAISE, SUBJECTS
+from dpexp.models.demo_words import ADVERBS, BLAME, EVEN, PRAISE, SUBJECTS
 from dpexp.tasks.files import Table
 
 DEMO_NAME = "synthetic demo data (embedded), not a published data set"
 DEMO_LABELS = ("0", "1")
-DEMO_ROWS = {"train": 2000, "dev": 400}
+DEMO_TRAIN_ROWS = 2000  # where the configuration declares no N
+DEMO_DEV_ROWS = 400
+MOST_ROWS = 100_000
 WRONG_LABELS = 0.03
 
 Row = tuple[str, str, int]
 """First text, second text ("" without pairs), number of the class."""
+Maker = Callable[[random.Random, int, int], tuple[str, str]]
+"""(source of randomness, number of the class, number of classes) -> first text, second text."""
 
 
-def demo_tables(labels: Sequence[str], text: str, text_pair: str | None, label: str) -> dict[str, Table]:
+def demo_tables(
+    labels: Sequence[str], text: str, text_pair: str | None, label: str, rows: int | None = None
+) -> dict[str, Table]:
     """The demo's train and dev tables, the same on every machine and for every seed.
 
     Args:
@@ -33,40 +39,40 @@ def demo_tables(labels: Sequence[str], text: str, text_pair: str | None, label: 
             praise; the second sentence of a pair agrees with the first or doesn't (of three classes: is about something
             else, or contradicts it).
         text, text_pair, label: what the columns are called; `text_pair` None for single sentences.
+        rows: of train; the declared N. Dev is the same for every N.
 
     Raises:
-        UserError: there is no such grammar for another number of classes.
+        UserError: there is no such grammar for another number of classes, or so many rows would be mere repetition.
     """
     names = list(labels) or list(DEMO_LABELS)
+    rows = DEMO_TRAIN_ROWS if rows is None else rows
     if len(names) not in (2, 3):
         raise UserError(
-            f"the synthetic demo data has two or three classes, and the task {len(names)}: take another scale"
+            f"the synthetic demo data has two or three classes, and the task has {len(names)}: take another scale"
         )
+    if not 1 <= rows <= MOST_ROWS:
+        raise UserError(f"the synthetic demo data has from 1 to {MOST_ROWS} rows, and {rows} are declared")
     draw = random.Random(f"dpexp demo, {len(names)} classes, {'pairs' if text_pair else 'single'}")
     make = _pair if text_pair else _single
-    seen: set[tuple[str, str]] = set()
+    dev = [_row(make, len(names), draw) for _ in range(DEMO_DEV_ROWS)]
+    held_out = {row[:2] for row in dev}
+    train: list[Row] = []
+    while len(train) < rows:
+        row = _row(make, len(names), draw)
+        if row[:2] not in held_out:
+            train.append(row)
     return {
-        split: _table(split, _rows(count, make, len(names), draw, seen), names, text, text_pair, label)
-        for split, count in DEMO_ROWS.items()
+        split: _table(split, made, names, text, text_pair, label)
+        for split, made in (("train", train), ("dev", dev))
     }
 
 
-def _rows(
-    count: int,
-    make: Callable[[random.Random, int, int], tuple[str, str]],
-    classes: int,
-    draw: random.Random,
-    seen: set[tuple[str, str]],
-) -> list[Row]:
-    rows: list[Row] = []
-    while len(rows) < count:
-        target = draw.randrange(classes)
-        texts = make(draw, target, classes)
-        if texts not in seen:
-            seen.add(texts)
-            wrong = draw.random() < WRONG_LABELS
-            rows.append((*texts, (target + draw.randrange(1, classes)) % classes if wrong else target))
-    return rows
+def _row(make: Maker, classes: int, draw: random.Random) -> Row:
+    target = draw.randrange(classes)
+    texts = make(draw, target, classes)
+    if draw.random() < WRONG_LABELS:
+        target = (target + draw.randrange(1, classes)) % classes
+    return (*texts, target)
 
 
 def _single(draw: random.Random, target: int, classes: int) -> tuple[str, str]:
@@ -78,7 +84,7 @@ def _single(draw: random.Random, target: int, classes: int) -> tuple[str, str]:
     if mine is EVEN or kind < 0.4:
         text = f"the {subject} is {_adjective(draw, mine)}"
     elif kind < 0.6:
-        text = f"a {draw.choice(mine)} {subject} with a {_adjective(draw, mine)} {other}"
+        text = f"{draw.choice(mine)} {subject} with {_adjective(draw, mine)} {other}"
     elif kind < 0.8:
         text = f"the {subject} is {_adjective(draw, mine)} and it makes the {other} {draw.choice(mine)}"
     elif kind < 0.9:
@@ -87,30 +93,23 @@ def _single(draw: random.Random, target: int, classes: int) -> tuple[str, str]:
         text = f"the {subject} is {draw.choice(opposite)} , but the {other} is {_adjective(draw, mine)}"
     else:
         text = f"though the {subject} is {draw.choice(opposite)} , the {other} is {_adjective(draw, mine)}"
-    return _join(draw.choice(OPENINGS), text, draw.choice(CLOSINGS), "."), ""
+    return f"{text} .", ""
 
 
 def _pair(draw: random.Random, target: int, classes: int) -> tuple[str, str]:
-    relation = (
-        target if classes == 3 else target * draw.randrange(1, 3)
-    )  # 0 agrees, 1 something else, 2 contradicts
+    # 0: the second sentence agrees, 1: it is about something else, 2: it contradicts; of two classes, 1 and 2 are one.
+    relation = target if classes == 3 else target * draw.randrange(1, 3)
     subject, other = draw.sample(SUBJECTS, 2)
     mine, opposite = draw.sample((BLAME, PRAISE), 2)
     second = (mine, draw.choice((mine, opposite)), opposite)[relation]
     return (
-        _join(
-            draw.choice(OPENINGS), f"the {subject} is {_adjective(draw, mine)}", draw.choice(CLOSINGS), "."
-        ),
-        _join(f"the {other if relation == 1 else subject} is {_adjective(draw, second)}", "."),
+        f"the {subject} is {_adjective(draw, mine)} .",
+        f"the {other if relation == 1 else subject} is {_adjective(draw, second)} .",
     )
 
 
 def _adjective(draw: random.Random, words: Sequence[str]) -> str:
-    return _join(draw.choice(ADVERBS), draw.choice(words))
-
-
-def _join(*parts: str) -> str:
-    return " ".join(part for part in parts if part)
+    return f"{draw.choice(ADVERBS)} {draw.choice(words)}".lstrip()
 
 
 def _table(

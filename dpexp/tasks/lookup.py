@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dpexp.errors import UserError
 from dpexp.models.sources import hub
+from dpexp.tasks.base import declared_num_examples
 from dpexp.tasks.demo import DEMO_NAME, demo_tables
 from dpexp.tasks.files import Table, find_file, from_dataset, read_table
 
@@ -74,9 +75,9 @@ def find_tables(task: TaskConfig, data: DataConfig, scale: str) -> Found:
     if data.dev is not None:
         raise UserError("data.dev is given without data.train: own data needs at least data.train=FILE")
     if data.source == "demo" or (data.source == "auto" and scale == "demo"):
-        return Found(
-            "demo", DEMO_NAME, demo_tables(task.labels, columns.text, columns.text_pair, columns.label)
-        )
+        rows = declared_num_examples(task, data, scale)
+        tables = demo_tables(task.labels, columns.text, columns.text_pair, columns.label, rows)
+        return Found("demo", DEMO_NAME, tables)
     if not task.files and not task.hub_id:
         raise UserError(
             f"task={task.name} has no data of its own: give data.train=FILE data.text=COLUMN data.label=COLUMN, and "

@@ -116,7 +116,9 @@ def test_rows_per_example(engine: str) -> None:
     norms = torch.stack(rows).norm(dim=1)
     torch.testing.assert_close(report.norms[0], norms, rtol=1e-6, atol=0)
     total = sum(r * min(1.0, 0.4 / float(n)) for r, n in zip(rows, norms, strict=True))
-    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), total, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        torch.cat([p.grad.flatten() for p in model.parameters()]), total, rtol=1e-6, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("rule", ["automatic", "none"])
@@ -160,8 +162,13 @@ def test_two_forwards_for_one_loss(engine: str) -> None:
     for _ in range(2):
         model.zero_grad()
         clipper.backward(losses(model, x))
-        flat = [torch.stack([torch.cat([r[2 * k].flatten(), r[2 * k + 1].flatten()]) for r in rows]) for k in range(2)]
-        for k, (weight, bias) in enumerate(((model[0].weight, model[0].bias), (model[2].weight, model[2].bias))):
+        flat = [
+            torch.stack([torch.cat([r[2 * k].flatten(), r[2 * k + 1].flatten()]) for r in rows])
+            for k in range(2)
+        ]
+        for k, (weight, bias) in enumerate(
+            ((model[0].weight, model[0].bias), (model[2].weight, model[2].bias))
+        ):
             factor = (clipper.thresholds[k] / flat[k].norm(dim=1)).clamp(max=1)
             torch.testing.assert_close(torch.cat([weight.grad.flatten(), bias.grad]), factor @ flat[k])
 
@@ -181,7 +188,9 @@ def test_refusals_leave_every_gradient_as_it_was() -> None:
     model.add_module("late", nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match="late"):
         model(x)
-    assert all(torch.equal(p.grad, torch.full_like(p, 7.0)) for n, p in model.named_parameters() if "late" not in n)
+    assert all(
+        torch.equal(p.grad, torch.full_like(p, 7.0)) for n, p in model.named_parameters() if "late" not in n
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,7 +249,10 @@ def test_forgetting_the_clipper_is_loud() -> None:
 def test_custom_groups_and_thresholds_in_place() -> None:
     problem = ZOO["tied_head"]()
     per_example = naive(problem)
-    mapping = {"a": ["head.weight", "wpe.weight", "body.bias"], "b": ["body.weight", "norm.weight", "norm.bias"]}
+    mapping = {
+        "a": ["head.weight", "wpe.weight", "body.bias"],
+        "b": ["body.weight", "norm.weight", "norm.bias"],
+    }
     clipper = attach(problem.model, groups=mapping, clip_norm=[0.3, 0.7])
     assert [g.name for g in clipper.groups] == ["a", "b"]
     check(problem, clipper, per_example)
@@ -278,7 +290,9 @@ def test_evaluation_copies_and_pickles() -> None:
 @pytest.mark.parametrize("groups", ["flat", "layer"])
 def test_bf16_autocast_is_close_and_float32_grads(groups: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(20, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4))
+    model = nn.Sequential(
+        nn.Embedding(20, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4)
+    )
     ids = torch.randint(0, 20, (6, 9))
 
     def losses(m):

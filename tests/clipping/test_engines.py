@@ -24,7 +24,9 @@ def naive(problem: Problem) -> dict[str, torch.Tensor]:
     for i in range(size):
         loss = problem.losses(model, problem.example(i))
         grads = torch.autograd.grad(loss.sum(), list(params.values()), allow_unused=True)
-        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads, strict=True)])
+        rows.append(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads, strict=True)]
+        )
     return {name: torch.stack([row[j] for row in rows]) for j, name in enumerate(params)}
 
 
@@ -47,7 +49,9 @@ def check(problem: Problem, clipper, per_example, times: int = 2) -> None:
         torch.testing.assert_close(report.norms, norms, rtol=1e-9, atol=1e-12)
         for name, p in problem.model.named_parameters():
             if p.requires_grad:
-                torch.testing.assert_close(p.grad, sums[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    p.grad, sums[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+                )
         assert report.clipped.tolist() == (norms > clipper.thresholds[:, None]).sum(1).tolist()
 
 

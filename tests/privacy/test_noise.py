@@ -229,6 +229,34 @@ def test_secure_noise_replays_from_its_key_and_never_repeats():
         SecureGenerator(b"short")
 
 
+@pytest.fixture
+def one_process_mesh(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if dist.is_initialized():
+        pytest.skip("another test left a process group")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_shards_of_a_tensor_get_their_own_noise_and_replicas_the_same(one_process_mesh, monkeypatch):
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    def local_noise(placement, rank):
+        monkeypatch.setattr(type(one_process_mesh), "get_local_rank", lambda self, dim=None: rank)
+        tensor = DTensor.from_local(torch.zeros(500), one_process_mesh, [placement])
+        add_gaussian_(tensor, 1.0, seeded())
+        return tensor.to_local()
+
+    assert local_noise(Shard(0), 0).std() == pytest.approx(1.0, abs=0.15)
+    assert not torch.equal(local_noise(Shard(0), 0), local_noise(Shard(0), 1))
+    assert torch.equal(local_noise(Replicate(), 0), local_noise(Replicate(), 1))
+    with pytest.raises(UserError, match="partial sum"):
+        local_noise(Partial(), 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

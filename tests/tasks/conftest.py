@@ -23,7 +23,9 @@ def real_data() -> Path:
     beside = Path(__file__).resolve().parents[2].parent / "shared" / "data"
     folder = Path(named).expanduser() if named else beside
     if not folder.is_dir():
-        pytest.skip(f"REAL DATA NOT TESTED: set DPEXP_DATA to the folder of published files; {folder} is not there")
+        pytest.skip(
+            f"REAL DATA NOT TESTED: set DPEXP_DATA to the folder of published files; {folder} is not there"
+        )
     return folder
 
 
@@ -83,7 +85,9 @@ def data(tmp_path: Path) -> Callable[..., DataConfig]:
 def own_data(tmp_path: Path, data: Callable[..., DataConfig]) -> Callable[..., DataConfig]:
     """A person's own CSV files of (text, label) rows."""
 
-    def make(train: list[tuple[str, str]], dev: list[tuple[str, str]] | None = None, **values: Any) -> DataConfig:
+    def make(
+        train: list[tuple[str, str]], dev: list[tuple[str, str]] | None = None, **values: Any
+    ) -> DataConfig:
         for name, rows in (("train", train), ("dev", dev)):
             if rows is not None:
                 lines = ["text,label", *(f'"{text}",{label}' for text, label in rows)]

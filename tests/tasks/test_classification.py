@@ -34,9 +34,6 @@ def task(own: TaskConfig, own_data: Data, tokenizer: Any) -> TextClassification:
     return built
 
 
-
-
-
 def test_n_must_be_declared_and_right(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"train\.csv has 5\. N is public.* Add data\.num_examples=5"):
         build_task(own, own_data(ROWS, num_examples=None), "small", tokenizer, 0)
@@ -97,9 +94,6 @@ def test_the_demo(sst2: TaskConfig, data: Data, tokenizer: Any) -> None:
     assert "synthetic" in built.data.name
 
 
-
-
-
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
 @pytest.mark.parametrize("pair", [None, "second"])
 def test_batches_are_those_of_the_tokenizer(
@@ -123,7 +117,9 @@ def test_batches_are_those_of_the_tokenizer(
 def test_truncation_is_counted(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:
     exactly = ("the film is superb .", "1")  # 5 words and 2 special tokens
     longer = ("the film is so superb .", "0")
-    built = build_task(own, own_data([exactly, longer, longer], [exactly], max_length=7), "small", tokenizer, 0)
+    built = build_task(
+        own, own_data([exactly, longer, longer], [exactly], max_length=7), "small", tokenizer, 0
+    )
     assert "train: 2 of 3 rows were cut to 7 tokens" in built.data.notes
     assert not any(note.startswith("dev:") for note in built.data.notes)
     assert [built.length(i) for i in range(3)] == [7, 7, 7]
@@ -132,14 +128,21 @@ def test_truncation_is_counted(own: TaskConfig, own_data: Data, tokenizer: Any) 
 
 def test_no_input_is_longer_than_the_position_table(own: TaskConfig, own_data: Data, tiny: Tiny) -> None:
     bundle = tiny("roberta")
-    built = build_task(own, own_data([("film " * 2000, "0"), ("film", "1")], max_length=4096), "small", bundle.tokenizer, 0)
+    built = build_task(
+        own, own_data([("film " * 2000, "0"), ("film", "1")], max_length=4096), "small", bundle.tokenizer, 0
+    )
     losses = built.losses(bundle.model, built.collate(list(built.train)))
     assert losses.shape == (2,)
     assert "train: 1 of 2 rows were cut to 511 tokens" in built.data.notes
 
 
 def test_tokens_are_made_once(
-    own: TaskConfig, own_data: Data, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    own: TaskConfig,
+    own_data: Data,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     from dpexp.tasks import tokens
 
@@ -154,7 +157,9 @@ def test_tokens_are_made_once(
 
     first = build()
     assert calls == [1]
-    tokenizer(["x"], padding=True, truncation=True, max_length=3)  # leaves its settings behind in the tokenizer
+    tokenizer(
+        ["x"], padding=True, truncation=True, max_length=3
+    )  # leaves its settings behind in the tokenizer
     assert build() == first
     assert calls == []
     assert build(max_length=5) != first
@@ -181,9 +186,6 @@ def test_other_tokenizers_have_other_hashes(tiny: Tiny) -> None:
     assert tokenizer_hash(one) != tokenizer_hash(other)
 
 
-
-
-
 def test_an_empty_batch(task: TextClassification, tiny: Tiny) -> None:
     batch = task.collate([])
     assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == {
@@ -193,7 +195,9 @@ def test_an_empty_batch(task: TextClassification, tiny: Tiny) -> None:
         "labels": (0,),
     }
     full = task.collate(list(task.train))
-    assert {name: tensor.dtype for name, tensor in batch.items()} == {name: t.dtype for name, t in full.items()}
+    assert {name: tensor.dtype for name, tensor in batch.items()} == {
+        name: t.dtype for name, t in full.items()
+    }
     losses = task.losses(tiny().model, batch)
     assert losses.shape == (0,)
     assert losses.dtype == torch.float32
@@ -209,14 +213,20 @@ def test_losses_are_the_cross_entropy_in_float32(task: TextClassification, tiny:
     assert torch.allclose(losses.double(), expected, rtol=1e-6)
 
 
-def gradients(task: TextClassification, model: nn.Module, batch: dict[str, torch.Tensor], i: int) -> list[torch.Tensor]:
+def gradients(
+    task: TextClassification, model: nn.Module, batch: dict[str, torch.Tensor], i: int
+) -> list[torch.Tensor]:
     parameters = list(model.parameters())
-    found = torch.autograd.grad(task.losses(model, batch)[i], parameters, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        task.losses(model, batch)[i], parameters, allow_unused=True, materialize_grads=True
+    )
     return list(found)
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
-def test_padding_changes_neither_losses_nor_gradients(architecture: str, task: TextClassification, tiny: Tiny) -> None:
+def test_padding_changes_neither_losses_nor_gradients(
+    architecture: str, task: TextClassification, tiny: Tiny
+) -> None:
     model = tiny(architecture).model.double()
     together = task.collate(list(task.train))
     assert (together["attention_mask"] == 0).any()
@@ -233,7 +243,9 @@ def test_padding_changes_neither_losses_nor_gradients(architecture: str, task: T
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
-def test_each_loss_depends_on_its_own_example_alone(architecture: str, task: TextClassification, tiny: Tiny) -> None:
+def test_each_loss_depends_on_its_own_example_alone(
+    architecture: str, task: TextClassification, tiny: Tiny
+) -> None:
     model = tiny(architecture).model.double()
     batch = task.collate(list(task.train))
     embedded: list[torch.Tensor] = []
@@ -244,7 +256,10 @@ def test_each_loss_depends_on_its_own_example_alone(architecture: str, task: Tex
     for i in range(len(losses)):
         (gradient,) = torch.autograd.grad(losses[i], embedded, retain_graph=True)
         assert gradient[i].abs().sum() > 0
-        assert torch.equal(gradient[i][batch["attention_mask"][i] == 0], torch.zeros_like(gradient[i][batch["attention_mask"][i] == 0]))
+        assert torch.equal(
+            gradient[i][batch["attention_mask"][i] == 0],
+            torch.zeros_like(gradient[i][batch["attention_mask"][i] == 0]),
+        )
         gradient[i] = 0
         assert torch.count_nonzero(gradient) == 0
     labels = batch["labels"].clone()
@@ -252,16 +267,17 @@ def test_each_loss_depends_on_its_own_example_alone(architecture: str, task: Tex
     assert torch.equal(task.losses(model, {**batch, "labels": labels})[1:], losses[1:])
 
 
-
-
-
 @pytest.mark.parametrize("batch_size", [1, 2, 100])
-def test_evaluation_equals_one_example_at_a_time(batch_size: int, task: TextClassification, tiny: Tiny) -> None:
+def test_evaluation_equals_one_example_at_a_time(
+    batch_size: int, task: TextClassification, tiny: Tiny
+) -> None:
     model = tiny().model.double().train()
     model.dropout.p = 0.5  # must be off while measuring
     model.bert.encoder.eval()
     calls: list[tuple[int, int]] = []
-    metrics = task.evaluate(model, torch.device("cpu"), batch_size, lambda done, total: calls.append((done, total)))
+    metrics = task.evaluate(
+        model, torch.device("cpu"), batch_size, lambda done, total: calls.append((done, total))
+    )
     assert model.training
     assert not model.bert.encoder.training
     assert calls[-1] == (3, 3)
@@ -291,9 +307,6 @@ def test_further_dev_sets_are_measured_under_their_names(tmp_path: Path, data: D
     assert metrics["loss"] == metrics["loss_mismatched"]
 
 
-
-
-
 def test_real_sst2(real_data: Path, sst2: TaskConfig, data: Data) -> None:
     from dpexp.tasks.lookup import find_tables
 
@@ -303,7 +316,9 @@ def test_real_sst2(real_data: Path, sst2: TaskConfig, data: Data) -> None:
     assert set(tables["dev"].columns["label"]) == {"0", "1"}
 
 
-def test_forty_real_sst2_rows(tmp_path: Path, real_data: Path, sst2: TaskConfig, data: Data, tiny: Tiny) -> None:
+def test_forty_real_sst2_rows(
+    tmp_path: Path, real_data: Path, sst2: TaskConfig, data: Data, tiny: Tiny
+) -> None:
     import lzma
 
     for split in ("train", "dev"):
@@ -313,7 +328,7 @@ def test_forty_real_sst2_rows(tmp_path: Path, real_data: Path, sst2: TaskConfig,
         with lzma.open(tmp_path / "SST-2" / f"{split}.tsv.xz", "wt", encoding="utf-8", newline="") as file:
             file.writelines(head)
     bundle = tiny()
-    with pytest.raises(UserError, match="67349 examples are declared, and .* has 40"):
+    with pytest.raises(UserError, match=r"67349 examples are declared, and .* has 40"):
         build_task(sst2, data(root=str(tmp_path)), "small", bundle.tokenizer, 0)
     built = build_task(sst2, data(root=str(tmp_path), num_examples=40), "small", bundle.tokenizer, 0)
     assert built.losses(bundle.model, built.collate(list(built.train))).isfinite().all()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dpexp.errors import UserError
 from dpexp.tasks.files import find_file, from_dataset, read_table
 
-ROWS = [('a "quoted" start', "0"), ("commas, and ünïcode", "1"), ("", "0"), ("ends with a quote\"", "1")]
+ROWS = [('a "quoted" start', "0"), ("commas, and ünïcode", "1"), ("", "0"), ('ends with a quote"', "1")]
 COLUMNS = ["text", "label"]
 
 
@@ -75,7 +75,11 @@ def test_windows_line_ends_and_a_byte_order_mark_are_no_content(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.tsv", b"text\tlabel\nfine\t0\nno tab here\n", r"a\.tsv, line 3: malformed row: 1 tab-separated cells"),
+        (
+            "a.tsv",
+            b"text\tlabel\nfine\t0\nno tab here\n",
+            r"a\.tsv, line 3: malformed row: 1 tab-separated cells",
+        ),
         ("a.tsv", b"text\tlabel\nfine\t0\n\nfine\t0\n", r"a\.tsv, line 3: malformed row"),
         ("a.tsv", b"text\tlabel\none\ttwo\t0\n", r"line 2: malformed row: 3 .* header has 2 \(text, label\)"),
         ("a.tsv", b"sentence\tlabel\nfine\t0\n", r"no column text; the columns are sentence, label"),
@@ -89,12 +93,20 @@ def test_windows_line_ends_and_a_byte_order_mark_are_no_content(tmp_path: Path) 
         ("a.csv", b"text,label\nfine,0\none,two,1\n", r"a\.csv, line 3: malformed row: 3 comma-separated"),
         ("a.jsonl", b'{"text": "x", "label": 1}\n{"text": \n', r"a\.jsonl, line 2: malformed JSON"),
         ("a.jsonl", b'{"text": "x"}\n', r"a\.jsonl, line 1: no column label; the columns are text"),
-        ("a.jsonl", b'{"text": null, "label": 1}\n', r"line 1: column text holds null, neither text nor a number"),
+        (
+            "a.jsonl",
+            b'{"text": null, "label": 1}\n',
+            r"line 1: column text holds null, neither text nor a number",
+        ),
         ("a.jsonl", b'"just text"\n', r"line 1: malformed row: a JSON object is expected"),
         ("a.json", b'[{"text": "x", "label": 1}, {"text": "y"}]', r"a\.json, item 2: no column label"),
         ("a.json", b'[{"text": "x",\n "label": }]', r"a\.json, line 2: malformed JSON"),
         ("a.tsv.gz", b"text\tlabel\n", r"a\.tsv\.gz: the compressed file is damaged"),
-        ("a.tsv.xz", lzma.compress(b"text\tlabel\nx\t0\n")[:-20], r"a\.tsv\.xz: the compressed file is damaged"),
+        (
+            "a.tsv.xz",
+            lzma.compress(b"text\tlabel\nx\t0\n")[:-20],
+            r"a\.tsv\.xz: the compressed file is damaged",
+        ),
         ("a.parquet", b"x", r"a\.parquet: unknown format; tables end in \.tsv"),
     ],
 )
@@ -113,7 +125,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_saved_datasets(tmp_path: Path) -> None:
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
     dataset = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [1, 0]}, features=features)
     dataset.save_to_disk(tmp_path / "saved")
     table = read_table(tmp_path / "saved", COLUMNS)
@@ -124,7 +138,7 @@ def test_saved_datasets(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no column words; the columns are text, label"):
         read_table(tmp_path / "saved", ["words"])
     datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(UserError, match="holds several splits: give one of the folders .*train"):
+    with pytest.raises(UserError, match=r"holds several splits: give one of the folders .*train"):
         read_table(tmp_path / "splits", COLUMNS)
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match=r"written by datasets\.save_to_disk"):

@@ -56,12 +56,22 @@ def test_files_come_before_the_hub(tmp_path: Path, sst2: TaskConfig, data: Data,
     assert find_tables(sst2, data(root=str(tmp_path), source="hub"), "paper").source == "hub"
 
 
-def test_the_error_names_all_that_was_tried(tmp_path: Path, sst2: TaskConfig, data: Data, no_hub: None) -> None:
+def test_the_error_names_all_that_was_tried(
+    tmp_path: Path, sst2: TaskConfig, data: Data, no_hub: None
+) -> None:
     with pytest.raises(UserError) as error:
         find_tables(sst2, data(root=str(tmp_path)), "paper")
-    for part in ("sst2/train.tsv", "sst2/dev.tsv", ".gz", ".xz", str(tmp_path), "nyu-mll/glue/sst2", "no network in"):
+    for part in (
+        "sst2/train.tsv",
+        "sst2/dev.tsv",
+        ".gz",
+        ".xz",
+        str(tmp_path),
+        "nyu-mll/glue/sst2",
+        "no network in",
+    ):
         assert part in str(error.value)
-    with pytest.raises(UserError, match="neither data.root nor DPEXP_DATA is set"):
+    with pytest.raises(UserError, match=r"neither data\.root nor DPEXP_DATA is set"):
         find_tables(sst2, data(), "small")
     with pytest.raises(UserError, match="no such folder"):
         find_tables(sst2, data(root=str(tmp_path / "gone")), "small")
@@ -82,12 +92,12 @@ def test_own_files_win_even_over_the_demo(tmp_path: Path, sst2: TaskConfig, data
     write(tmp_path)
     own = data(train=str(tmp_path / "sst2" / "train.tsv"))
     assert find_tables(sst2, own, "demo").source == "own files"
-    with pytest.raises(UserError, match="data.dev is given without data.train"):
+    with pytest.raises(UserError, match=r"data\.dev is given without data\.train"):
         find_tables(sst2, data(dev=own.train), "demo")
 
 
 def test_a_task_without_data_says_how_to_give_some(own: TaskConfig, data: Data) -> None:
-    with pytest.raises(UserError, match="data.train=FILE data.text=COLUMN data.label=COLUMN"):
+    with pytest.raises(UserError, match=r"data\.train=FILE data\.text=COLUMN data\.label=COLUMN"):
         find_tables(own, data(), "small")
 
 
@@ -104,7 +114,11 @@ def test_mnli_of_the_hub_gets_the_published_column_names(data: Data, fake_hub: d
         label="gold_label",
         hub_id="nyu-mll/glue",
         hub_config="mnli",
-        files={"train": "mnli/train.tsv", "dev": "mnli/dev_matched.tsv", "dev_mismatched": "mnli/dev_mismatched.tsv"},
+        files={
+            "train": "mnli/train.tsv",
+            "dev": "mnli/dev_matched.tsv",
+            "dev_mismatched": "mnli/dev_mismatched.tsv",
+        },
     )
     tables = find_tables(task, data(), "paper").tables
     assert set(tables) == {"train", "dev", "dev_mismatched"}

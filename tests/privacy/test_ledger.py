@@ -1,0 +1,195 @@
+"""The ledger: charged before, replayed once, charged again when anything differs, and never silently wrong."""
+
+import errno
+import json
+import os
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpexp.errors import UserError
+from dpexp.privacy.accountants import epsilon
+from dpexp.privacy.events import composed, step_event
+from dpexp.privacy.ledger import Ledger, next_fingerprint
+
+EVENT = step_event(0.02, [1.1, 3.0])
+DELTA = 1e-5
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "ledger.jsonl"
+
+
+def trained(path, steps, fingerprint="a", start=0):
+    """A run of the steps; the ledger and the attempts it handed out."""
+    ledger = Ledger(path)
+    return ledger, [ledger.begin_step(step, EVENT, f"{fingerprint}{step}") for step in range(start, steps)]
+
+
+def test_a_run_is_charged_step_by_step(path):
+    ledger, attempts = trained(path, 5)
+    assert attempts == [0] * 5
+    assert ledger.steps_charged == ledger.next_step == 5
+    expected = epsilon(composed([(EVENT, 5)]), DELTA)
+    assert ledger.epsilon(DELTA) == expected == Ledger(path).epsilon(DELTA)
+    assert Ledger(path).epsilons(DELTA)["rdp"] == expected
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[0].keys() == {"step", "attempt", "event", "fingerprint", "time", "check"}
+
+
+def test_an_empty_ledger_costs_nothing(path):
+    ledger = Ledger(path)
+    assert ledger.epsilon(DELTA) == 0
+    assert not path.exists()
+
+
+def test_the_line_is_on_the_disk_when_begin_step_returns(path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    Ledger(path).begin_step(0, EVENT, "a")
+    assert synced[0] == path.stat().st_size
+    assert len(synced) == 2  # and the folder, which holds the new file's name
+
+
+def test_the_same_fingerprint_is_a_replay_and_counts_once(path):
+    trained(path, 10)
+    ledger, attempts = trained(path, 12, start=6)
+    assert attempts == [0] * 6
+    assert ledger.steps_charged == 12
+    assert ledger.epsilon(DELTA) == epsilon(composed([(EVENT, 12)]), DELTA)
+
+
+def test_another_fingerprint_gets_fresh_noise_and_pays_again(path):
+    trained(path, 10)
+    ledger, attempts = trained(path, 12, fingerprint="b", start=6)
+    assert attempts == [1, 1, 1, 1, 0, 0]
+    assert ledger.steps_charged == 16
+    assert ledger.epsilon(DELTA) == epsilon(composed([(EVENT, 16)]), DELTA)
+    third, attempts = trained(path, 8, fingerprint="c", start=6)
+    assert attempts == [2, 2]
+    assert third.steps_charged == 18
+    # Each earlier attempt can still be replayed: it would release what has been released.
+    assert trained(path, 8, fingerprint="a", start=6)[1] == [0, 0]
+    assert trained(path, 8, fingerprint="b", start=6)[1] == [1, 1]
+    assert Ledger(path).steps_charged == 18
+
+
+def test_another_event_under_the_same_fingerprint_pays_again(path):
+    trained(path, 3)
+    ledger = Ledger(path)
+    assert ledger.begin_step(2, step_event(0.02, [0.9, 3.0]), "a2") == 1
+    assert ledger.steps_charged == 4
+
+
+def test_different_events_are_all_in_epsilon(path):
+    ledger = Ledger(path)
+    events = [step_event(0.02, [1.0]), step_event(0.05, [2.0]), step_event(0.02, [1.0])]
+    for step, event in enumerate(events):
+        ledger.begin_step(step, event, "a")
+    assert Ledger(path).epsilon(DELTA) == epsilon(composed([(events[0], 2), (events[1], 1)]), DELTA)
+
+
+def test_a_gap_is_refused(path):
+    trained(path, 3)
+    with pytest.raises(UserError, match="step 5 cannot follow 3 charged steps"):
+        Ledger(path).begin_step(5, EVENT, "a5")
+    with pytest.raises(UserError):
+        Ledger(path).begin_step(-1, EVENT, "a")
+
+
+def test_killed_at_any_byte_a_run_never_undercounts(path):
+    """Whatever prefix of the file reached the disk, complete lines count, and the run goes on from there."""
+    trained(path, 3)
+    content = path.read_bytes()
+    ends = [i for i, byte in enumerate(content) if byte == ord("\n")]
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        complete = sum(length >= end for end in ends)  # without its line break a line is complete
+        ledger = Ledger(path)
+        assert ledger.steps_charged == complete
+        if length % 17 == 0 or length in ends:
+            trained(path, 4, start=complete)
+            assert Ledger(path).steps_charged == 4
+
+
+@given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_corruption_anywhere_is_noticed(tmp_path_factory, where, flip):
+    """Any changed byte of the first two of three lines: an error with file and line, never another epsilon."""
+    path = tmp_path_factory.mktemp("ledger") / "ledger.jsonl"
+    event = trained(path, 3)[0].event()
+    content = bytearray(path.read_bytes())
+    end_of_second = content.index(b"\n", content.index(b"\n") + 1)
+    content[int(where * end_of_second)] ^= flip
+    path.write_bytes(content)
+    try:
+        survived = Ledger(path)
+    except UserError as error:
+        assert re.search(r"ledger.jsonl, line [123]", str(error))
+    else:  # another blank, or 1E-5 for 1e-5: the same content
+        assert survived.event() == event
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_line_is_noticed(path, lost):
+    trained(path, 3)
+    lines = path.read_bytes().splitlines(keepends=True)
+    del lines[lost]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=f"line {lost + 1} was changed, or the line before it is missing"):
+        Ledger(path)
+
+
+def test_two_runs_in_one_folder_are_noticed(path):
+    first, second = Ledger(path), Ledger(path)
+    first.begin_step(0, EVENT, "a0")
+    with pytest.raises(UserError, match="another process"):
+        second.begin_step(0, EVENT, "b0")
+    assert Ledger(path).steps_charged == 1
+
+
+def test_a_full_disk_is_one_clear_error_and_charges_nothing(path, monkeypatch):
+    ledger, _ = trained(path, 2)
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="No space left on device; the step was not taken"):
+            ledger.begin_step(2, EVENT, "a2")
+    assert path.read_bytes() == before
+    assert ledger.steps_charged == 2
+    assert ledger.begin_step(2, EVENT, "a2") == 0
+    assert Ledger(path).steps_charged == 3
+
+
+def test_a_ledger_that_cannot_be_read_is_one_clear_error(tmp_path):
+    with pytest.raises(UserError, match="cannot read the ledger"):
+        Ledger(tmp_path)
+
+
+def test_equal_charges_are_grouped(path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr("dpexp.privacy.ledger.Ledger._write", lambda self, line: None)
+    ledger = Ledger(path)
+    for step in range(20_000):
+        ledger.begin_step(step, EVENT, "a")
+    assert ledger.epsilon(DELTA) == epsilon(composed([(EVENT, 20_000)]), DELTA)
+
+
+def test_fingerprints_name_the_whole_history():
+    """A run that continues another's checkpoint never has the fingerprints of one that took the steps itself."""
+
+    def chain(conditions):
+        value = ""
+        for condition in conditions:
+            value = next_fingerprint(value, condition)
+        return value
+
+    assert chain("aaaa") == chain("aaaa")
+    assert len({chain(c) for c in ("aaaa", "aaab", "abaa", "aaa", "baaa")}) == 5

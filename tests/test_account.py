@@ -1,0 +1,101 @@
+"""The command of people who only want the numbers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dpexp.account import AccountArguments, account
+from dpexp.config import AccountantConfig
+from dpexp.errors import UserError
+
+PUBLISHED = ["noise_multiplier=1.07", "sample_rate=0.0243", "steps=410", "delta=1.2e-5"]
+
+
+def run(tmp_path, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "dpexp.account", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
+    assert os.listdir(tmp_path) == []  # no folder, no log
+    return done
+
+
+def test_epsilon_from_noise(tmp_path):
+    done = run(tmp_path, *PUBLISHED, "format=json")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    result = json.loads(done.stdout)
+    assert result["noise_multiplier"] == 1.07
+    assert result["epsilon"]["rdp"] == pytest.approx(3.019, abs=2e-3)
+    assert result["epsilon"]["gdp"] == pytest.approx(2.333, abs=2e-3)
+    assert result["epsilon"]["pld"] == pytest.approx(2.679, abs=2e-3)
+    assert result["epsilon"]["pld"] <= result["epsilon"]["prv"] < 2.70
+
+
+def test_noise_from_epsilon_as_text(tmp_path):
+    done = run(tmp_path, "target_epsilon=3", "accountant=rdp", *PUBLISHED[1:])
+    assert done.returncode == 0
+    assert "noise multiplier  1.073" in done.stdout
+    assert "calibrated to epsilon = 3 under rdp" in done.stdout
+    assert "not a guarantee" in done.stdout  # beside gdp
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["noise_multiplier=1", "steps=3"], "not given: delta=…; sample_rate=…"),
+        ([*PUBLISHED, "sampel_rate=0.1"], "did you mean sample_rate?"),
+        ([*PUBLISHED, "accountant=prvv"], "did you mean prv?"),
+        ([*PUBLISHED[:3], "delta=1"], "delta=1.0"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, message):
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+def values(**changes):
+    return AccountArguments(
+        **{"sample_rate": 0.02, "steps": 10, "delta": 1e-5, "noise_multiplier": 1.0, **changes}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_multiplier": None}, "either noise_multiplier=… or target_epsilon=…"),
+        ({"target_epsilon": 1.0}, "either noise_multiplier=… or target_epsilon=…"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+        ({"sample_rate": 2.0}, "sample_rate=2.0"),
+        ({"steps": -1}, "steps=-1"),
+        ({"format": "xml"}, "text, json"),
+        (
+            {"noise_multiplier": None, "target_epsilon": 1.0, "accountant": AccountantConfig(name="gdp")},
+            "accountant.allow_clt=true",
+        ),
+        ({"noise_multiplier": None, "target_epsilon": 1.0, "delta": 0.0}, "cannot be met"),
+    ],
+)
+def test_values_that_make_no_mechanism_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        account(values(**changes))
+
+
+def test_an_infinite_epsilon_is_null_in_json():
+    result = account(values(noise_multiplier=0.0))
+    assert result["epsilon"] == {"rdp": None, "gdp": None, "prv": None, "pld": None}
+    assert "Infinity" not in json.dumps(result)
+
+
+def test_nothing_released_costs_nothing():
+    assert set(account(values(steps=0))["epsilon"].values()) == {0.0}
