@@ -18,6 +18,7 @@ from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, ref
 from dpexp.clipping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.engines import Engine, engine_named
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
+from dpexp.clipping.layouts import LOOP
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.swap import REENTRANT, SITE, install, uninstall
 from dpexp.clipping.taps import Recorder
@@ -208,6 +209,7 @@ class Clipper:
         """The counterpart of `remember`, on a model of the same structure with the same engine."""
         if state and isinstance(self._backend, TapBackend):
             self._backend.memory.load_state(state)
+            self._backend.follow()
 
     def __str__(self) -> str:
         return coverage_table(self._backend.coverage(), self.groups, self._thresholds, self.engine.name)
@@ -308,7 +310,27 @@ class TapBackend:
             factors,
             grad_scale,
         )
-        return step.run()
+        result = step.run()
+        if self.engine.name != "loop":
+            self.memory.followed |= self.memory.surprises
+            if self.follow():
+                # the next forward takes another way: look at it as closely as at the first one
+                self.memory.looped -= self.memory.surprises
+                self.memory.settled = False
+        self.memory.surprises = set()
+        return result
+
+    def follow(self) -> bool:
+        """Make two kinds of use visible from the next forward on, which cost a loop over examples in this one.
+
+        Parameters read from outside of their module's forward, like a head tied by hand, and embeddings that are looked up
+        once for all examples. Returns whether anything is new.
+        """
+        before = [(site.shared_table, len(site.tracked)) for _, site in self.sites]
+        for _, site in self.sites:
+            site.shared_table = self.memory.layouts.get(site.owner) == LOOP
+            site.tracked |= {local for local, name in site.params.items() if name in self.memory.followed}
+        return before != [(site.shared_table, len(site.tracked)) for _, site in self.sites]
 
     def coverage(self) -> list[CoverageRow]:
         rows, seen = [], set()
@@ -317,8 +339,7 @@ class TapBackend:
             for name in site.names:
                 if name not in seen:
                     seen.add(name)
-                    method = "loop" if name in self.memory.looped else self.memory.methods.get(name, "")
-                    rows.append(CoverageRow(name, group_of[name], site.label, method))
+                    rows.append(CoverageRow(name, group_of[name], site.label, self.memory.methods.get(name, "")))
         return rows
 
 

@@ -103,6 +103,7 @@ class BackwardPass:
                     "losses do not depend on any trainable parameter of the attached model: compute them from the attached "
                     "model, after attach()"
                 )
+            self.memory.methods |= dict.fromkeys(self.looped, "one back-propagation per example")
             if self.looped:
                 self._loop_over_examples()
             for k in range(len(self.groups)):
@@ -251,6 +252,7 @@ class BackwardPass:
         surprises = {name for name, g in zip(outside, grads, strict=True) if g is not None}
         if surprises:
             self.memory.looped |= surprises
+            self.memory.surprises |= surprises
             if not retain:
                 raise UserError(
                     f"{sorted(surprises)[0]} was used in a way that earlier steps did not show (outside of its module's "
@@ -490,6 +492,8 @@ class Memory:
         self.scratch = Scratch(cap_bytes)
         self.layouts, self.choices = ByRepr(), ByRepr()
         self.looped: set[str] = set()
+        self.surprises: set[str] = set()
+        self.followed: set[str] = set()
         self.methods: dict[str, str] = {}
         self.settled = False
 
@@ -499,10 +503,12 @@ class Memory:
             "layouts": dict(self.layouts.items()),
             "choices": dict(self.choices.items()),
             "looped": sorted(self.looped),
+            "followed": sorted(self.followed),
             "settled": self.settled,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         dict.update(self.layouts, state["layouts"])
         dict.update(self.choices, state["choices"])
-        self.looped, self.settled = set(state["looped"]), bool(state["settled"])
+        self.looped, self.followed = set(state["looped"]), set(state["followed"])
+        self.settled = bool(state["settled"])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping import layouts
 from dpexp.clipping.coverage import CoverageRow
 from dpexp.clipping.groups import Group
 from dpexp.errors import UserError
@@ -26,6 +27,7 @@ class OpacusBackend:
             raise UserError("engine='opacus' needs the package opacus: pip install opacus") from error
         self.model, self.groups, self.rows_per_example = model, groups, rows_per_example
         self.params = {name: p for group in groups for name, p in group.params.items()}
+        self.proven = False
         try:
             self.wrapper: Any = GradSampleModule(model, batch_first=True, loss_reduction="sum", strict=True)
         except NotImplementedError as error:
@@ -65,6 +67,7 @@ class OpacusBackend:
         ]
 
     def _per_example_gradients(self, losses: Tensor, grad_scale: float) -> dict[str, Tensor]:
+        signs, signed = self._signed_gradients(losses, grad_scale)
         before = {name: p.grad for name, p in self.params.items()}
         for p in self.params.values():
             p.grad = None
@@ -80,7 +83,38 @@ class OpacusBackend:
             for name, p in self.params.items():
                 p.grad = before[name]
                 p.grad_sample = None  # type: ignore[attr-defined]
-        return {name: self._checked(name, samples[name], plain[name], losses) for name in samples}
+        found = {name: self._checked(name, samples[name], plain[name], losses) for name in samples}
+        for name, gradient in signed.items():
+            self._compare(name, signs, found[name], gradient)
+        self.proven = self.proven or bool(signed)
+        return found
+
+    def _signed_gradients(self, losses: Tensor, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Ordinary gradients under random signs of the losses, once per attach: they tell whose gradient is whose."""
+        row_signs = layouts.signs(losses.shape[0]).to(losses)
+        if self.proven or losses.shape[0] < 2:
+            return row_signs, {}
+        self.wrapper.disable_hooks()
+        try:
+            weights = row_signs * grad_scale
+            grads = torch.autograd.grad(
+                losses, list(self.params.values()), weights, retain_graph=True, allow_unused=True
+            )
+        finally:
+            self.wrapper.enable_hooks()
+        return row_signs, {name: g for name, g in zip(self.params, grads, strict=True) if g is not None}
+
+    @staticmethod
+    def _compare(name: str, weights: Tensor, sample: Tensor, reference: Tensor) -> None:
+        total = torch.tensordot(weights.to(sample), sample, dims=1)
+        if not (bool(reference.isfinite().all()) and bool(total.isfinite().all())):
+            return
+        scale = sample.abs().sum(0).max() + 1e-30
+        if bool((total - reference).abs().max() > 2e-3 * scale):
+            raise UserError(
+                f"Opacus' per-example gradients of {name} do not add up to its gradient (a shared parameter, a table that all "
+                "examples share, an unusual layer option, or a reused module): they are wrong. Use another engine"
+            )
 
     def _checked(self, name: str, sample: Any, plain: Tensor | None, losses: Tensor) -> Tensor:
         rows = losses.shape[0] * self.rows_per_example
@@ -95,14 +129,7 @@ class OpacusBackend:
                 f"Opacus gave no per-example gradients for {name} (shape {shape}, expected {[rows, *param.shape]}): "
                 "the model must be in training mode and the parameter used by one supported layer. Use another engine"
             )
-        total, reference = sample.sum(0), plain
-        if bool(reference.isfinite().all()) and bool(total.isfinite().all()):
-            scale = sample.abs().sum(0).max() + 1e-30
-            if bool((total - reference).abs().max() > 2e-3 * scale):
-                raise UserError(
-                    f"Opacus' per-example gradients of {name} do not add up to its gradient (a shared parameter, an unusual "
-                    "layer option, or a reused module): they are wrong. Use another engine"
-                )
+        self._compare(name, torch.ones(rows, device=sample.device), sample, plain)
         return (
             sample.unflatten(0, (losses.shape[0], self.rows_per_example)).sum(1)
             if self.rows_per_example > 1

@@ -11,13 +11,15 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.layers import LayerKind
+from dpexp.clipping.rewritten import REWRITTEN
 from dpexp.clipping.taps import Call, Recorder
-from dpexp.clipping.tracked import Tracked
+from dpexp.clipping.tracked import Tracked, derive
 from dpexp.errors import UserError
 
 SITE = "_dpexp_site"
@@ -40,6 +42,7 @@ class Site:
         self.names = tuple(params.values())
         self.values: dict[str, Tensor] | None = None
         self.tracked: set[str] = set() if kind else set(params)
+        self.shared_table = False  # an embedding that is looked up once for all examples, known after the first step
 
     def read(self, module: nn.Module, local: str) -> Tensor:
         """The value of ``module.<local>`` for whoever reads it."""
@@ -60,7 +63,11 @@ class Site:
             self.values = previous
 
     def forward(self, module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
+        if self.label == "embedding" and self.shared_table and isinstance(args[0], Tensor):
+            table = Tracked.of(module._parameters["weight"], self.names[0], self.recorder)  # type: ignore[arg-type]
+            return derive(F.embedding, (args[0], table, module.padding_idx), {}, [table])
         saved, template = _take_tensors(args, kwargs)
+        args, kwargs = _put_tensors(saved, template)
         if not saved:
             raise UserError(f"{self.owner}: its forward got no tensor to clip by; pass the input as a tensor")
         device, active = saved[0].device.type, None
@@ -145,7 +152,8 @@ def _take_tensors(args: tuple, kwargs: dict) -> tuple[tuple[Tensor, ...], Any]:
 
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
-            saved.append(value)
+            # a layer ends the following of a parameter that it gets as its input: ordinary autograd goes on from here
+            saved.append(value.as_subclass(Tensor) if isinstance(value, Tracked) else value)
             return _Slot(len(saved) - 1)
         return value
 
@@ -176,7 +184,7 @@ _swapped_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
 
 
 def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: bool) -> type[nn.Module]:
-    """A subclass of ``cls`` with one property per parameter and, for known kinds, the tapping forward."""
+    """A subclass of ``cls`` with one property per parameter and, for known kinds, a forward with taps."""
     key = (cls, params, with_forward)
     if key not in _swapped_classes:
         body: dict[str, Any] = {local: property(_reader(local)) for local in params}
@@ -194,13 +202,16 @@ def _reader(local: str) -> Any:
     return lambda module: module.__dict__[SITE].read(module, local)
 
 
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site: Site = module.__dict__[SITE]
     if not torch.is_grad_enabled():
         if site.recorder.current is not None and inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
         return native_class(module).forward(module, *args, **kwargs)
-    return site.forward(module, args, kwargs)
+    if site.kind is not None:
+        return site.forward(module, args, kwargs)
+    result = REWRITTEN[native_class(module)](module, *args, **kwargs)
+    return native_class(module).forward(module, *args, **kwargs) if result is NotImplemented else result
 
 
 def _reduce(module: nn.Module, protocol: Any) -> Any:
@@ -218,7 +229,7 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def install(module: nn.Module, site: Site) -> None:
     """Swap the class of ``module``; its parameters, buffers, hooks and children stay untouched."""
-    cls = swapped_class(type(module), tuple(site.params), site.kind is not None)
+    cls = swapped_class(type(module), tuple(site.params), site.kind is not None or type(module) in REWRITTEN)
     module.__dict__[SITE] = site
     module.__class__ = cls
 

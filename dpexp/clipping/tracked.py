@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpexp.clipping.contributions.base import Contribution
-from dpexp.clipping.contributions.dense import Dense
+from dpexp.clipping.contributions import Contribution, Dense, Outer
+from dpexp.clipping.contributions.numerics import by_example, wide
 from dpexp.clipping.taps import Call, Recorder
 
 T = torch.Tensor
@@ -25,16 +25,19 @@ SHAPE_OPERATIONS = {
     T.view, T.reshape, T.unsqueeze, T.squeeze, T.transpose, T.permute, T.__getitem__, T.flatten, T.contiguous, T.to,
     T.float, T.type_as, T.t, T.narrow, T.neg, T.__neg__, T.exp, T.unflatten, T.swapaxes, T.movedim, T.T.__get__,
     torch.reshape, torch.unsqueeze, torch.squeeze, torch.transpose, torch.permute, torch.flatten, torch.narrow,
-    torch.t, torch.exp, torch.swapaxes, torch.movedim,
+    torch.t, torch.exp, torch.swapaxes, torch.movedim, torch._weight_norm, T.clone,
 }  # fmt: skip
+LOOKUPS = {T.__getitem__, F.embedding}  # with an index that every example shares
 ELEMENTWISE = {
     T.add, T.__add__, T.__radd__, T.sub, T.__sub__, T.__rsub__, T.mul, T.__mul__, T.__rmul__, T.div, T.__truediv__,
     T.true_divide, T.__rtruediv__, torch.add, torch.sub, torch.mul, torch.div, torch.true_divide,
 }  # fmt: skip
+ADDITIONS = {T.add, T.__add__, T.__radd__, torch.add}
 EXPANSIONS = {T.expand, T.expand_as, torch.broadcast_to, T.broadcast_to, T.repeat}
 ROW_WISE = ELEMENTWISE | {
     F.linear, T.matmul, T.__matmul__, torch.matmul, F.layer_norm, F.rms_norm, F.group_norm, F.prelu,
     F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d, torch.rms_norm,
+    F.scaled_dot_product_attention,
 }  # fmt: skip
 
 
@@ -48,7 +51,7 @@ class Tracked(torch.Tensor):
 
     @staticmethod
     def of(param: nn.Parameter, name: str, recorder: Recorder) -> Tracked:
-        return _tracked(param, (name,), (param,), lambda p: p, recorder)
+        return _tracked(param, (name,), (param,), _unchanged, recorder)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +61,9 @@ class Tracked(torch.Tensor):
         if tracked and hasattr(tracked[0], "recipe"):
             others = [a for a in flat if isinstance(a, Tensor) and not isinstance(a, Tracked)]
             if not others and (func in SHAPE_OPERATIONS or func in ELEMENTWISE):
-                return _derive(func, args, kwargs, tracked)
+                return derive(func, args, kwargs, tracked)
+            if func in LOOKUPS and others and _shared_index(others, tracked[0].recorder.rows):
+                return derive(func, args, kwargs, tracked)
             if func in EXPANSIONS or (others and func in ROW_WISE):
                 result = _tap_operation(func, args, kwargs, tracked, others)
                 if result is not None:
@@ -70,12 +75,22 @@ class Tracked(torch.Tensor):
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
 
 
+def _unchanged(param: Tensor) -> Tensor:
+    """The recipe of a parameter that is used as it is."""
+    return param
+
+
 def _tracked(
     value: Tensor, names: tuple, params: tuple, recipe: Callable[..., Tensor], recorder: Recorder
 ) -> Tracked:
     result = value.as_subclass(Tracked)
     result.names, result.params, result.recipe, result.recorder = names, params, recipe, recorder
     return result
+
+
+def _shared_index(others: list[Tensor], rows: int | None) -> bool:
+    """Whether these can be an index that is the same for every example."""
+    return all(not o.is_floating_point() and o.dim() > 0 and o.shape[0] != rows for o in others)
 
 
 def _union(tracked: list[Tracked]) -> tuple[tuple[str, ...], tuple[nn.Parameter, ...]]:
@@ -112,7 +127,8 @@ def _freeze(item: Any) -> Any:
     return _Recipe(item) if isinstance(item, Tracked) else item
 
 
-def _derive(func: Any, args: tuple, kwargs: dict, tracked: list[Tracked]) -> Any:
+def derive(func: Any, args: tuple, kwargs: dict, tracked: list[Tracked]) -> Any:
+    """The result of ``func`` as a `Tracked`: its other arguments are the same for every example."""
     names, params = _union(tracked)
     with torch._C.DisableTorchFunctionSubclass():
         value = func(*args, **kwargs)
@@ -140,17 +156,18 @@ def _tap_operation(
             return None
         device = y.device.type
         active = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-        source = _Operation(func, args, kwargs, names, params, rows)
+        added = func in ADDITIONS and not kwargs
+        source = _Operation(func, args, kwargs, names, params, y.shape[1:] if added else None)
         key = (str(getattr(func, "__name__", func)), names)
         call = Call(
             source=source,
             key=(*key, recorder.forward_pass().ordinal(key)),
             input_shape=None,
             output_shape=y.shape,
-            from_batch=True,
+            from_batch=None if recorder.flow is None else any(o in recorder.flow for o in others),
             autocast=active,
         )
-        saved = () if func in EXPANSIONS else tuple(others)
+        saved = () if func in EXPANSIONS or added else tuple(others)
         return recorder.tap(y, call, saved)
 
 
@@ -159,8 +176,10 @@ class _Operation:
 
     label = "operation"
 
-    def __init__(self, func: Any, args: tuple, kwargs: dict, names: tuple, params: tuple, rows: int):
-        self.func, self.names, self.params, self.rows = func, names, params, rows
+    def __init__(
+        self, func: Any, args: tuple, kwargs: dict, names: tuple, params: tuple, added_to: torch.Size | None
+    ):
+        self.func, self.names, self.params, self.added_to = func, names, params, added_to
         self.owner = f"{names[0]}: {getattr(func, '__name__', func)}"
         counter = iter(range(len(args) + len(kwargs)))
 
@@ -184,6 +203,8 @@ class _Operation:
         if self.func in EXPANSIONS:
             base = put(self.args[0])
             return base.expand(rows, *base.shape[1:])
+        if self.added_to is not None:  # the gradient of a sum needs no other summand
+            return next(put(a) for a in self.args if isinstance(a, _Recipe)).expand(rows, *self.added_to)
         return self.func(*(put(a) for a in self.args), **{k: put(v) for k, v in self.kwargs.items()})
 
     def contributions(
@@ -191,6 +212,8 @@ class _Operation:
     ) -> dict[str, Contribution]:
         from dpexp.clipping.swap import autocast_like
 
+        if (found := self._linear(saved, gy, num_examples, names)) is not None:
+            return found
         per_example = gy.shape[0] // max(num_examples, 1)
         batched = [s.dim() == gy.dim() and s.shape[0] == gy.shape[0] for s in saved]
         split = [
@@ -209,6 +232,23 @@ class _Operation:
                 gy.unflatten(0, (num_examples, per_example)), *split
             )
         return {name: Dense(g) for name, g in zip(self.names, grads, strict=True) if name in names}
+
+    def _linear(
+        self, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, names: set[str]
+    ) -> dict[str, Contribution] | None:
+        """``F.linear`` with an unchanged weight is what `nn.Linear` is; None for anything else."""
+        given = dict(zip(("input", "weight", "bias"), self.args, strict=False)) | self.kwargs
+        weight, bias = given.get("weight"), given.get("bias")
+        whole = [item for item in (weight, bias) if isinstance(item, _Recipe)]
+        if self.func is not F.linear or not isinstance(weight, _Recipe) or not isinstance(given["input"], _Saved):
+            return None
+        if any(item.recipe is not _unchanged for item in whole) or (bias is not None and len(whole) == 1):
+            return None
+        x, g = by_example(saved[given["input"]], num_examples, 1), by_example(gy, num_examples, 1)
+        found: dict[str, Contribution] = {weight.names[0]: Outer(x, g)}
+        if isinstance(bias, _Recipe):
+            found[bias.names[0]] = Dense(g.sum(1, dtype=wide(g.dtype)))
+        return {name: contribution for name, contribution in found.items() if name in names}
 
     def plain_gradients(
         self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]

@@ -47,15 +47,6 @@ class Entry:
     fingerprint: str
 
 
-def next_fingerprint(previous: str, static: str) -> str:
-    """The fingerprint of a step from that of the step before it and the run's own.
-
-    ``static`` names config, data, code and runtime; "" stands before the first step. A checkpoint keeps the
-    latest value. Chained like this, a fingerprint names the whole history of the state, without hashing
-    weights: two runs agree at a step only if they took all steps before it under the same conditions."""
-    return hashlib.sha256(f"{previous}\0{static}".encode()).hexdigest()
-
-
 class Ledger:
     """The ledger in the file ``path``, which is made with the first entry.
 
@@ -83,8 +74,15 @@ class Ledger:
         """The first step that has never been charged."""
         return len(self._entries)
 
+    def fingerprints(self, step: int) -> list[str]:
+        """The fingerprints that the step was charged with so far, in the order of its attempts."""
+        return [entry.fingerprint for entry in self._entries.get(step, [])]
+
     def begin_step(self, step: int, event: DpEvent, fingerprint: str) -> int:
         """Charge the step unless it is a replay, and return the attempt whose noise and sample it must use.
+
+        ``fingerprint`` must differ whenever the sum to be released may: it has to cover the state that the step starts
+        from as well as config, data, code and runtime. A keyed hash of the sum itself does.
 
         Call it before anything noisy is applied; when it returns, the charge is on the disk. Raises
         `UserError` for a step that would leave a gap, and where the disk does not take the line."""

@@ -209,8 +209,8 @@ def as_markdown(table: list[dict[str, str]]) -> str:
         "",
         "With E2E's stated N, B and E, and δ = 1e-5, every printed value of E2E is met to about 0.01. DART's stated N"
         " leaves up to 0.05; N = 56000 with δ = 8e-6 meets every value to about 0.01, so the columns seem to come from"
-        " fewer training examples. Table 1: MNLI, QQP and QNLI need six, six and two times SST-2's updates or so,"
-        " not the same number (App. I); SST-2's CLT values fit no setting that gives its composed ones.",
+        " fewer training examples. Table 1: MNLI, QQP and QNLI need 1170, 1080 and 312 updates, not SST-2's 195 as App. I"
+        " says; SST-2's own settings give its composed values, but not its CLT values.",
         "",
         "Regenerate with `python -m dpexp.reproduce.accounting`.",
     ]

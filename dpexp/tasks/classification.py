@@ -99,8 +99,9 @@ class TextClassification(Task):
             content = f"{table.sha256} {columns.wanted}"
             tokens = tokenize_cached(cache, content, tokenizer, texts, pairs, max_length)
             if tokens.truncated:
+                private = " (counted without noise on private data)" if split == "train" else ""
                 notes.append(
-                    f"{split}: {tokens.truncated} of {len(table)} rows were cut to {max_length} tokens"
+                    f"{split}: {tokens.truncated} of {len(table)} rows were cut to {max_length} tokens{private}"
                 )
             self.splits[split] = Examples(tokens, targets)
         self.train: Examples = self.splits["train"]

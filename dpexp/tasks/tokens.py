@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 CHUNK = 8192  # texts per call of the tokenizer: large enough to be fast, small enough to bound memory
-FORMAT = 1
+FORMAT = 1  # of the cached files: count up when `tokenize` gives other rows
 log = logging.getLogger(__name__)
 
 
@@ -77,10 +77,10 @@ def tokenize(
                 for i, row in zip(too_long, again[name], strict=True):
                     batch[name][i] = row
             truncated += len(too_long)
-        rows += [np.asarray(row, dtype=np.int32) for row in ids]
-        segments += (
-            [np.asarray(row, dtype=np.uint8) for row in batch["token_type_ids"]] if wants_segments else []
-        )
+        # An empty text of a tokenizer without special tokens would leave the network nothing to attend to.
+        rows += [np.asarray(row or [tokenizer.pad_token_id], dtype=np.int32) for row in ids]
+        if wants_segments:
+            segments += [np.asarray(row or [0], dtype=np.uint8) for row in batch["token_type_ids"]]
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
     return TokenTable(
         np.concatenate([np.empty(0, np.int32), *rows]),

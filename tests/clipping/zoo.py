@@ -429,3 +429,59 @@ def peft_lora() -> Problem:
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
     found.model = get_peft_model(found.model, config)
     return found
+
+
+class CrossAttention(nn.Module):
+    """Attention with other keys than queries, masks, weights that are used, and a different width of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.same = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.other = nn.MultiheadAttention(D, 3, kdim=4, vdim=5, bias=False)
+        self.k, self.v, self.out = nn.Linear(D, 4), nn.Linear(D, 5), nn.Linear(D + T, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.zeros(x.shape[:2], dtype=torch.bool)
+        hidden[:, -2:] = True
+        causal = torch.triu(torch.full((T, T), -1e9, dtype=x.dtype), 1)
+        h, weights = self.same(x, x * 2, x, key_padding_mask=hidden, attn_mask=causal)
+        z = h.transpose(0, 1)
+        h = h + self.other(z, self.k(z), self.v(z), need_weights=False)[0].transpose(0, 1)
+        return self.out(torch.cat([h, weights], -1))
+
+
+@problem
+def cross_attention() -> Problem:
+    return Problem(CrossAttention(), floats(B, T, D), square)
+
+
+class TimeFirstRecurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.rnn = nn.LSTM(D, 4, proj_size=3), nn.RNN(3, 4, bias=False, nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, (h, c) = self.lstm(x.transpose(0, 1))
+        z, last = self.rnn(y, torch.ones(1, x.shape[0], 4, dtype=x.dtype))
+        return torch.cat([z.transpose(0, 1).mean(1), last[0], h[0], c[0]], -1)
+
+
+@problem
+def recurrent_time_first() -> Problem:
+    return Problem(TimeFirstRecurrent(), floats(B, T, D), square)
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(D, 4, batch_first=True), nn.Linear(4, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.full((x.shape[0],), T - 2)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.out(self.lstm(packed)[1][0][0])
+
+
+@problem
+def packed_sequence() -> Problem:
+    return Problem(Packed(), floats(B, T, D), square)

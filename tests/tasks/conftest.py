@@ -13,6 +13,7 @@ from dpexp.schemas import DataConfig, ModelConfig, PeftConfig, TaskConfig
 SIZES = {
     "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
     "roberta": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
 }
 
 

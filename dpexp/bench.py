@@ -1,0 +1,137 @@
+"""``python -m dpexp.bench``: speed and memory of clipping methods relative to training without privacy, in one interleaved run.
+
+Every method is a process of its own, so that its peak memory is its own; they take turns, and one computes at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from dpexp.benchmark.measure import Protocol, measure
+from dpexp.benchmark.methods import chosen_methods
+from dpexp.benchmark.render import overview, workload_table, write
+from dpexp.benchmark.workloads import SIZES, workload_named
+from dpexp.checks import did_you_mean
+from dpexp.config import hydra_entry
+from dpexp.errors import UserError
+from dpexp.record import code_hash, command_line, git_state, versions
+
+_DEVICES = ("cpu", "cuda")
+_PRECISIONS = ("fp32", "bf16")
+_CHECKS = ("tiny", "same", "none")
+
+
+@dataclass
+class BenchArguments:
+    """The settings of ``conf/bench.yaml``, where each is explained."""
+
+    workloads: list[str] = field(default_factory=list)
+    methods: list[str] = field(default_factory=list)
+    size: str = "full"
+    batch: int | None = None
+    rounds: int = 5
+    steps: int = 3
+    seconds: float = 1.0
+    threads: int = 2
+    device: str = "cpu"
+    precision: str = "fp32"
+    compile: bool = False
+    noise: float = 1.0
+    check: str = "tiny"
+    max_batch: bool = False
+    memory_gib: float | None = None
+    resolution: float = 0.01
+    patience: float = 1800.0
+    out: str = "runs/bench/latest"
+
+
+def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
+    """Measure, print and write. Returns the record; what was measured before an interruption is kept.
+
+    Raises:
+        UserError: settings that make no measurement.
+    """
+    methods = _check(arguments)
+    settings = dataclasses.asdict(arguments)
+    keys = [f.name for f in dataclasses.fields(Protocol)]
+    protocol = Protocol(**{key: settings[key] for key in keys})
+    out, started = Path(arguments.out), time.monotonic()
+    record: dict[str, Any] = {
+        "kind": "bench",
+        "name": out.name,
+        "settings": settings | {"methods": methods},
+        "rows": [],
+        "seconds": {},
+        "hardware": {},
+        "versions": versions(),
+        "git": git_state(),
+        "code": code_hash(),
+        "command": command_line(),
+        "status": "running",
+    }
+    try:
+        for workload in arguments.workloads:
+            with console.status("", spinner="dots") as status:
+                measured = measure(workload, methods, protocol, arguments.max_batch, status.update).to_dict()
+            record["rows"] += measured["rows"]
+            record["seconds"][workload] = measured["seconds"]
+            record["hardware"] = measured["hardware"] or record["hardware"]
+            record["wall_s"] = round(time.monotonic() - started, 1)
+            console.print(workload_table(measured["rows"], arguments.precision))
+            write(record, out)  # a long measurement loses one workload at most
+        record["status"] = "finished"
+    except KeyboardInterrupt:
+        record["status"] = "interrupted"
+        console.print("interrupted: what follows is what was measured until then")
+    if record["rows"]:
+        written = write(record, out)
+        console.print(overview(record))
+        console.print(f"written: {', '.join(map(str, written))}", markup=False)
+        if not any(path.suffix == ".svg" for path in written):
+            console.print("no plot: matplotlib is not installed")
+    return record
+
+
+def _check(arguments: BenchArguments) -> list[str]:
+    if not arguments.workloads:
+        raise UserError("workloads=[] names nothing to measure")
+    for name in arguments.workloads:
+        workload_named(name)
+    for key, value, choices in (
+        ("size", arguments.size, SIZES),
+        ("device", arguments.device, _DEVICES),
+        ("precision", arguments.precision, _PRECISIONS),
+        ("check", arguments.check, _CHECKS),
+    ):
+        if value not in choices:
+            raise UserError(f"{key}={value} is not a choice{did_you_mean(value, choices)}")
+    for key in ("rounds", "steps", "seconds", "threads", "patience", "batch", "memory_gib"):
+        value = getattr(arguments, key)
+        if value is not None and not value > 0:
+            raise UserError(f"{key}={value} must be larger than 0")
+    if arguments.noise < 0 or not 0 <= arguments.resolution < 1:
+        raise UserError("noise must be 0 or larger, and resolution in [0, 1)")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: no GPU is available here; use device=cpu")
+    if arguments.max_batch and arguments.device == "cpu" and arguments.memory_gib is None:
+        raise UserError(
+            "max_batch=true on a CPU needs memory_gib=…, the resident memory that one process may take"
+        )
+    return chosen_methods(arguments.methods)
+
+
+@hydra_entry("bench", BenchArguments)
+def main(arguments: BenchArguments) -> None:
+    """Speed and memory of clipping methods relative to training without privacy."""
+    bench(arguments, Console(highlight=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`python -m dpexp.bench` behind the scenes: workloads × methods, each method in a process of its own."""

@@ -1,0 +1,219 @@
+"""How a step is taken: without privacy, by an engine of ours, or by another library as its users would call it.
+
+A step is everything from the forward pass to the changed weights: one loss per example, clipping, Gaussian noise, plain SGD.
+Each library draws noise its own way; ours uses `add_gaussian_`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.checks import did_you_mean
+from dpexp.clipping import attach
+from dpexp.clipping.engines import ENGINES
+from dpexp.errors import UserError
+from dpexp.privacy.noise import add_gaussian_
+
+NONPRIVATE = "nonprivate"
+LEARNING_RATE = 1e-4  # small: the weights hardly move, and every step does the same work
+
+Losses = Callable[[Callable[..., Any]], Tensor]  # network -> [B], the batch being fixed
+
+
+class Method(Protocol):
+    """One way to train.
+
+    groups: which parameters share a norm, as `attach` takes it, or "param" (one group for each), or None (nothing clipped).
+    mean: `p.grad` after a step is divided by B.
+    """
+
+    groups: str | None
+    mean: bool
+    network: Any  # what the forward pass calls
+
+    def step(self, losses: Losses) -> None:
+        """Forward, backward, noise, update. `p.grad` stays until the next step."""
+
+
+class Settings:
+    """What every method needs: the model, its batch size, C, the noise multiplier and the learning rate."""
+
+    def __init__(self, model: nn.Module, batch_size: int, clip_norm: float, noise: float, lr: float):
+        self.model, self.batch_size, self.clip_norm, self.noise, self.lr = (
+            model,
+            batch_size,
+            clip_norm,
+            noise,
+            lr,
+        )
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def sgd(self, lr: float | None = None) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters, lr=self.lr if lr is None else lr)
+
+
+class NonPrivate:
+    """Ordinary training on the mean of the losses: what everything is compared with."""
+
+    groups, mean = None, True
+
+    def __init__(self, settings: Settings, variant: str = ""):
+        self.network: Any = settings.model
+        self.optimizer = settings.sgd()
+
+    def step(self, losses: Losses) -> None:
+        self.optimizer.zero_grad()
+        losses(self.network).mean().backward()
+        self.optimizer.step()
+
+
+class Ours:
+    """`attach`, then noise on the sum. The division by the batch size is in the learning rate, so it costs nothing."""
+
+    mean = False
+
+    def __init__(self, settings: Settings, engine: str, groups: str):
+        self.groups = groups
+        self.settings, self.network = settings, settings.model
+        self.clipper = attach(settings.model, groups=groups, clip_norm=settings.clip_norm, engine=engine)
+        self.optimizer = settings.sgd(settings.lr / settings.batch_size)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def step(self, losses: Losses) -> None:
+        self.optimizer.zero_grad()
+        self.clipper.backward(losses(self.network))
+        # the thresholds' sum of squares is C², whatever the number of groups
+        gradients = [p.grad for p in self.settings.parameters if p.grad is not None]
+        add_gaussian_(gradients, self.settings.noise * self.settings.clip_norm, self.generator)
+        self.optimizer.step()
+
+
+class Opacus:
+    """Opacus itself: its module wrapper and its optimizers; "layer" gives each parameter a threshold of its own."""
+
+    VARIANTS = ("flat", "layer", "ghost")
+    mean = True
+
+    def __init__(self, settings: Settings, variant: str):
+        from opacus import GradSampleModule
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+        from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+        from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
+
+        self.groups = "param" if variant == "layer" else "flat"
+        self.ghost = variant == "ghost"
+        common: dict[str, Any] = {
+            "optimizer": settings.sgd(),
+            "noise_multiplier": settings.noise,
+            "expected_batch_size": settings.batch_size,
+        }
+        norm = settings.clip_norm
+        self.optimizer: Any
+        if self.ghost:
+            self.network: Any = GradSampleModuleFastGradientClipping(
+                settings.model, max_grad_norm=norm, use_ghost_clipping=True
+            )
+            self.optimizer = DPOptimizerFastGradientClipping(max_grad_norm=norm, **common)
+        else:
+            self.network = GradSampleModule(settings.model)
+            if variant == "layer":
+                count = len(settings.parameters)
+                self.optimizer = DPPerLayerOptimizer(max_grad_norm=[norm / count**0.5] * count, **common)
+            else:
+                self.optimizer = DPOptimizer(max_grad_norm=norm, **common)
+        self.wrapper = self.network  # self.network may come to be compiled
+
+    def step(self, losses: Losses) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        values = losses(self.network)
+        if self.ghost:
+            from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+            DPTensorFastGradientClipping(self.wrapper, self.optimizer, values, "mean").backward()
+        else:
+            values.mean().backward()
+        self.optimizer.step()
+
+
+class FastDP:
+    """fastDP (Bu et al.): book-keeping with its hybrid of ghost norms and instantiation."""
+
+    VARIANTS = ("flat", "layer")
+    mean = True
+
+    def __init__(self, settings: Settings, variant: str):
+        from fastDP import PrivacyEngine
+
+        self.groups = variant
+        self.network: Any = settings.model
+        self.optimizer = settings.sgd()
+        engine = PrivacyEngine(
+            settings.model,
+            batch_size=settings.batch_size,
+            sample_size=100 * settings.batch_size,
+            epochs=1,
+            noise_multiplier=settings.noise,
+            max_grad_norm=settings.clip_norm,
+            clipping_fn="Abadi",
+            clipping_mode="MixOpt",
+            clipping_style="all-layer" if variant == "flat" else "layer-wise",
+        )
+        engine.attach(self.optimizer)
+
+    def step(self, losses: Losses) -> None:
+        self.optimizer.zero_grad()
+        losses(self.network).mean().backward()
+        self.optimizer.step()
+
+
+LIBRARIES: dict[str, tuple[type[Opacus] | type[FastDP], str]] = {  # name -> class, module to import
+    "opacus": (Opacus, "opacus"),
+    "fastdp": (FastDP, "fastDP"),
+}
+OURS = tuple(f"{engine}/{groups}" for engine in ENGINES for groups in ("flat", "layer"))
+OTHERS = tuple(
+    f"{name}:{variant}" for name, (made_by, _) in LIBRARIES.items() for variant in made_by.VARIANTS
+)
+METHODS = (NONPRIVATE, *OURS, *OTHERS)
+
+
+def chosen_methods(names: list[str]) -> list[str]:
+    """The methods to compare, non-private first; "all" stands for every one, "ours" and "libraries" for a part.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    short = {"all": METHODS, "ours": OURS, "libraries": OTHERS}
+    wanted = [method for name in names for method in short.get(name, (name,))]
+    for method in wanted:
+        engine, _, groups = method.partition("/")
+        if method not in METHODS and not (engine in ENGINES and groups == "block"):
+            raise UserError(
+                f"methods=[{method}] is not known{did_you_mean(method, list(METHODS))}: nonprivate, ENGINE/GROUPS with "
+                f"the engines {', '.join(ENGINES)} and the groups flat, layer, block; {', '.join(OTHERS)}; "
+                f"all, ours, libraries"
+            )
+    return list(dict.fromkeys([NONPRIVATE, *wanted]))
+
+
+def make_method(name: str, settings: Settings) -> Method:
+    """The method of this name around a model.
+
+    Raises:
+        UserError: the library is not installed, or refuses the model.
+    """
+    if name == NONPRIVATE:
+        return NonPrivate(settings)
+    if ":" in name:
+        library, variant = name.split(":")
+        made_by, module = LIBRARIES[library]
+        if importlib.util.find_spec(module) is None:
+            raise UserError("not installed")
+        return made_by(settings, variant)
+    engine, groups = name.split("/")
+    return Ours(settings, engine, groups)

@@ -1,0 +1,203 @@
+"""What a benchmark writes: CSV and JSON for machines, tables for the terminal, a plot. All of it from the record alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from dpexp.benchmark.methods import NONPRIVATE
+from dpexp.record import write_atomic, write_json
+
+WRONG = {"fp32": 1e-3, "bf16": 1e-1}  # a relative error above this is no rounding
+_NOT_IN_CSV = ("choices",)
+# Okabe and Ito's colours, told apart by readers with any colour vision; then again with hatching
+_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#000000")
+
+Rows = Sequence[dict[str, Any]]
+
+
+def write(record: dict[str, Any], out: Path) -> list[Path]:
+    """`out`.csv, `out`.json and `out`.svg (where matplotlib is installed). Returns what was written."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    paths = [out.with_name(out.name + ending) for ending in (".csv", ".json", ".svg")]
+    write_atomic(paths[0], as_csv(record["rows"]))
+    write_json(paths[1], record)
+    drawn = plot(record)
+    if drawn is None:
+        return paths[:2]
+    write_atomic(paths[2], drawn)
+    return paths
+
+
+def as_csv(rows: Rows) -> str:
+    """One line per method and workload; numbers with six digits."""
+    columns = [key for key in rows[0] if key not in _NOT_IN_CSV] if rows else []
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([_plain(row[column]) for column in columns])
+    return text.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else value
+
+
+def workload_table(rows: Rows, precision: str) -> Table:
+    """All methods of one workload."""
+    searched = any(row["max_batch"] is not None for row in rows)
+    extra = ("max batch", "examples/s there", "× plain there") if searched else ()
+    table = Table(
+        *(
+            "method",
+            "s/step fastest",
+            "median",
+            "examples/s",
+            "× plain",
+            "median ×",
+            "MiB",
+            "× memory",
+            "× steady",
+        ),
+        *extra,
+        *("error", "note"),
+        title=f"{rows[0]['workload']}, batch {rows[0]['batch_size']}",
+    )
+    for row in rows:
+        search = (
+            _number(row["max_batch"], "d"),
+            _number(row["max_batch_examples_per_s"], ".4g"),
+            _number(row["max_batch_throughput_ratio"], ".2f"),
+        )
+        table.add_row(
+            row["method"],
+            _number(row["fastest_s"], ".4g"),
+            _number(row["median_s"], ".4g"),
+            _number(row["examples_per_s"], ".4g"),
+            _number(row["time_ratio"], ".2f"),
+            _number(row["median_ratio"], ".2f"),
+            _number(row["peak_mib"], ".0f"),
+            _number(row["memory_ratio"], ".2f"),
+            _number(row["steady_ratio"], ".2f"),
+            *(search if searched else ()),
+            _number(row["error"], ".1e"),
+            note(row, precision),
+        )
+    return table
+
+
+def overview(record: dict[str, Any]) -> Table:
+    """Methods × workloads: time / memory relative to non-private."""
+    rows = {(row["workload"], row["method"]): row for row in record["rows"]}
+    workloads = list(dict.fromkeys(workload for workload, _ in rows))
+    table = Table(
+        "time / memory",
+        *workloads,
+        title="relative to training without privacy (fastest steps, added memory)",
+    )
+    for method in dict.fromkeys(method for _, method in rows):
+        cells = [_cell(rows.get((w, method)), method, record["settings"]["precision"]) for w in workloads]
+        table.add_row(method, *cells)
+    return table
+
+
+def note(row: dict[str, Any], precision: str) -> str:
+    """Why there is no number, or why not to believe it."""
+    if row["status"] != "ok":
+        return row["reason"]
+    said = [row["max_batch_reason"]] if row["max_batch_reason"] else []
+    if wrong(row, precision):
+        said.insert(0, "wrong gradient")
+    return "; ".join(said)
+
+
+def wrong(row: dict[str, Any], precision: str) -> bool:
+    """Is the clipped sum off by more than rounding? (NaN is.)"""
+    return row["error"] is not None and not row["error"] <= WRONG[precision]
+
+
+def _cell(row: dict[str, Any] | None, method: str, precision: str) -> str:
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return "not installed" if row["reason"] == "not installed" else "fails"
+    if method == NONPRIVATE:
+        return f"{row['fastest_s']:.3g} s / {row['peak_mib']:.0f} MiB"
+    if row["time_ratio"] is None:
+        return f"{row['fastest_s']:.3g} s"
+    text = f"{row['time_ratio']:.2f} / {_number(row['memory_ratio'], '.2f')}"
+    return f"{text} wrong" if wrong(row, precision) else text
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def plot(record: dict[str, Any]) -> str | None:
+    """SVG text: throughput and memory relative to non-private, a bar for each method. None without matplotlib.
+
+    The same record gives the same bytes (with the same matplotlib). A bar that is missing failed; a hollow one is wrong.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    rows = {(row["workload"], row["method"]): row for row in record["rows"]}
+    workloads = list(dict.fromkeys(workload for workload, _ in rows))
+    methods = [
+        m for m in dict.fromkeys(m for _, m in rows) if any(rows[w, m]["time_ratio"] for w in workloads)
+    ]
+    methods = [m for m in methods if m != NONPRIVATE]
+    panels = (
+        ("throughput / non-private", lambda row: 1 / row["time_ratio"]),
+        ("added memory / non-private", lambda row: row["memory_ratio"]),
+    )
+    settings = record["settings"]
+    with matplotlib.rc_context({"svg.hashsalt": "dpexp", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(max(6.0, 1.2 + 1.3 * len(workloads)), 6.5), layout="constrained")
+        axes = figure.subplots(2, 1, sharex=True)
+        width = 0.85 / max(1, len(methods))
+        for axis, (label, height) in zip(axes, panels, strict=True):
+            for number, method in enumerate(methods):
+                colour = _COLOURS[number % len(_COLOURS)]
+                for place, workload in enumerate(workloads):
+                    row = rows[workload, method]
+                    if row["time_ratio"] is None or row["memory_ratio"] is None:
+                        continue
+                    value = height(row)
+                    if not (math.isfinite(value) and value > 0):
+                        continue
+                    hollow = wrong(row, settings["precision"])
+                    axis.bar(
+                        place + (number - (len(methods) - 1) / 2) * width, value, width,
+                        facecolor="none" if hollow else colour, edgecolor=colour,
+                        hatch="//" if number >= len(_COLOURS) else None,
+                    )  # fmt: skip
+            axis.axhline(1.0, color="0.4", linewidth=0.8)
+            axis.set_ylabel(label)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[1].set_yscale("log", base=2)
+        axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes[1].set_xticks(range(len(workloads)), workloads)
+        handles = [_patch(number) for number in range(len(methods))]
+        if handles:
+            axes[0].legend(
+                handles, methods, ncols=3, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1)
+            )
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines())
+
+
+def _patch(number: int) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=_COLOURS[number % len(_COLOURS)], hatch="//" if number >= len(_COLOURS) else None)

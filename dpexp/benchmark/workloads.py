@@ -1,0 +1,283 @@
+"""What is trained in a benchmark: a model with random weights, a fixed batch of random data, one loss per example.
+
+The classes are those that people use (transformers, peft, timm, torch); nothing is downloaded. Dropout is off, so that every
+method computes the same thing. Position ids are given as ``[B, T]``: the libraries beside ours cannot handle the ``[1, T]``
+that the classes would make for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpexp.checks import did_you_mean
+from dpexp.errors import UserError
+
+SIZES = ("full", "tiny")
+TINY_BATCH = 4
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a family of workloads makes of its sizes.
+
+    model: a new network, drawn from torch's global generator, float32, in training mode.
+    batch: (B, generator) -> inputs and labels, the first dimension of every tensor being the batch.
+    losses: (network, batch) -> ``[B]``.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, torch.Generator], Batch]
+    losses: Callable[[Callable[..., Any], Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row of `WORKLOADS`: a family, its sizes, the sizes for tests, and the batch."""
+
+    family: Callable[..., Parts]
+    batch_size: int
+    full: dict[str, Any]
+    tiny: dict[str, Any] = field(default_factory=dict)
+
+    def parts(self, size: str) -> Parts:
+        """At size "tiny" a network of the same structure that takes milliseconds."""
+        return self.family(**{**self.full, **(self.tiny if size == "tiny" else {})})
+
+    def default_batch(self, size: str) -> int:
+        return TINY_BATCH if size == "tiny" else self.batch_size
+
+
+def workload_named(name: str) -> Workload:
+    """Look a workload up; a wrong name gets the list and the closest match."""
+    if name not in WORKLOADS:
+        raise UserError(f"workloads=[{name}] is not known{did_you_mean(name, list(WORKLOADS))}")
+    return WORKLOADS[name]
+
+
+def gpt2(
+    *, layers: int, width: int, heads: int, vocabulary: int, length: int, tied: bool, rank: int = 0
+) -> Parts:
+    """GPT-2 with a loss on every token; `rank` > 0: LoRA on the attention's input projection, the rest frozen."""
+
+    def model() -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        network = GPT2LMHeadModel(
+            GPT2Config(
+                n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=max(length, 1024),
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=tied, use_cache=False,
+                bos_token_id=0, eos_token_id=0,
+            )
+        )  # fmt: skip
+        return _with_lora(network, rank) if rank else network
+
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        return {
+            "input_ids": torch.randint(vocabulary, (size, length), generator=generator),
+            "position_ids": torch.arange(length).repeat(size, 1),
+            "labels": torch.randint(vocabulary, (size, length), generator=generator),
+        }
+
+    def losses(network: Callable[..., Any], batch: Batch) -> Tensor:
+        logits = network(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        per_token = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return per_token.view(batch["labels"].shape).mean(1)
+
+    return Parts(model, batch, losses)
+
+
+def _with_lora(network: Any, rank: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(
+        network,
+        LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0, target_modules=["c_attn"], fan_in_fan_out=True),
+    )
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:  # it starts at zero, and then no gradient reaches A
+                parameter.normal_(std=0.02)
+    return wrapped
+
+
+def roberta(*, layers: int, width: int, heads: int, vocabulary: int, length: int) -> Parts:
+    """RoBERTa with a head for two classes; the second half of the rows is padded from the middle on."""
+
+    def model() -> nn.Module:
+        from transformers import RobertaConfig, RobertaForSequenceClassification
+
+        return RobertaForSequenceClassification(
+            RobertaConfig(
+                num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width,
+                vocab_size=vocabulary, max_position_embeddings=max(length, 512) + 2, type_vocab_size=1, pad_token_id=1,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2,
+            )
+        ).train()  # fmt: skip
+
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        tokens = torch.randint(4, vocabulary, (size, length), generator=generator)
+        mask = torch.ones(size, length, dtype=torch.long)
+        mask[size // 2 :, length // 2 :] = 0
+        return {
+            "input_ids": tokens.masked_fill(mask == 0, 1),
+            "attention_mask": mask,
+            "labels": torch.randint(2, (size,), generator=generator),
+        }
+
+    def losses(network: Callable[..., Any], batch: Batch) -> Tensor:
+        logits = network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return F.cross_entropy(logits, batch["labels"], reduction="none")
+
+    return Parts(model, batch, losses)
+
+
+def _classified(model: Callable[[], nn.Module], shape: tuple[int, ...], classes: int) -> Parts:
+    """Random inputs of one shape, one of so many classes each."""
+
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        return {
+            "inputs": torch.randn(size, *shape, generator=generator),
+            "labels": torch.randint(classes, (size,), generator=generator),
+        }
+
+    def losses(network: Callable[..., Any], batch: Batch) -> Tensor:
+        return F.cross_entropy(network(batch["inputs"]), batch["labels"], reduction="none")
+
+    return Parts(model, batch, losses)
+
+
+def mlp(*, depth: int, width: int, inputs: int = 3072, classes: int = 100) -> Parts:
+    """`depth` hidden layers and a classifier on flattened CIFAR images (Bu et al., Figure 2)."""
+
+    def model() -> nn.Module:
+        sizes = [inputs, *[width] * depth]
+        hidden = [m for a, b in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(*hidden, nn.Linear(width, classes))
+
+    return _classified(model, (inputs,), classes)
+
+
+def vit(*, layers: int, width: int, heads: int, image: int, bare: bool, classes: int = 1000) -> Parts:
+    """timm's vision transformer on patches of 16 x 16.
+
+    `bare`: with its class token and position table, which are parameters of no layer; no other library clips these, so the
+    workload that compares libraries does without: the mean of the patches, without positions.
+    """
+
+    def model() -> nn.Module:
+        from timm.models.vision_transformer import VisionTransformer
+
+        token: dict[str, Any] = (
+            {} if bare else {"class_token": False, "global_pool": "avg", "pos_embed": "none"}
+        )
+        return VisionTransformer(
+            img_size=image,
+            patch_size=16,
+            embed_dim=width,
+            depth=layers,
+            num_heads=heads,
+            num_classes=classes,
+            **token,
+        )
+
+    return _classified(model, (3, image, image), classes)
+
+
+def wrn(*, depth: int, widening: int, base: int = 16, image: int = 32, classes: int = 10) -> Parts:
+    """A wide residual network with GroupNorm (Zagoruyko & Komodakis 2016; De et al. 2022 without weight standardisation)."""
+    return _classified(lambda: WideResNet(depth, widening, base, classes), (3, image, image), classes)
+
+
+class WideResNet(nn.Module):
+    """(depth - 4) / 6 blocks in each of three stages of width base·widening·(1, 2, 4); 16 groups in every norm."""
+
+    def __init__(self, depth: int, widening: int, base: int, classes: int):
+        super().__init__()
+        width = base
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        blocks = []
+        for stage in range(3):
+            wider = base * widening * 2**stage
+            for number in range((depth - 4) // 6):
+                blocks.append(_Residual(width, wider, stride=2 if stage and not number else 1))
+                width = wider
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.GroupNorm(16, width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.blocks(self.stem(x))))
+        return self.head(x.mean((2, 3)))
+
+
+class _Residual(nn.Module):
+    """Norm, ReLU, convolution, twice, beside a shortcut; where the shape changes the shortcut is a 1 x 1 convolution."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.norm1 = nn.GroupNorm(16, inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(16, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        same = inputs == outputs and stride == 1
+        self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(x))
+        kept = x if self.shortcut is None else self.shortcut(y)
+        return kept + self.conv2(F.relu(self.norm2(self.conv1(y))))
+
+
+_TINY_TEXT = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 97, "length": 12}
+_TINY_MLP = {"depth": 3, "width": 24, "inputs": 20, "classes": 7}
+_TINY_VIT = {"layers": 2, "width": 32, "heads": 2, "image": 48, "classes": 7}
+
+
+def _gpt2(
+    layers: int, width: int, *, tied: bool, rank: int = 0, heads: int | None = None, batch: int = 8
+) -> Workload:
+    full = {
+        "layers": layers,
+        "width": width,
+        "heads": heads or width // 64,
+        "vocabulary": 50257,
+        "length": 100,
+    }
+    return Workload(gpt2, batch, full | {"tied": tied, "rank": rank}, _TINY_TEXT)
+
+
+def _roberta(layers: int, width: int, length: int) -> Workload:
+    full = {"layers": layers, "width": width, "heads": width // 64, "vocabulary": 50265, "length": length}
+    return Workload(roberta, 8, full, _TINY_TEXT)
+
+
+_VIT = {"layers": 6, "width": 384, "heads": 6, "image": 224}
+
+WORKLOADS: dict[str, Workload] = {
+    # seven that run everywhere, in a few GiB
+    "gpt2": _gpt2(6, 768, tied=False),
+    "gpt2_tied": _gpt2(6, 768, tied=True),
+    "gpt2_lora": _gpt2(6, 768, tied=False, rank=4),
+    "roberta": _roberta(6, 768, 128),
+    "wrn": Workload(wrn, 32, {"depth": 16, "widening": 4}, {"depth": 10, "widening": 1, "image": 8}),
+    "mlp": Workload(mlp, 128, {"depth": 10, "width": 1000}, _TINY_MLP),
+    "vit": Workload(vit, 8, _VIT | {"bare": False}, _TINY_VIT),
+    # with bare parameters
+    "vit_timm": Workload(vit, 8, _VIT | {"bare": True}, _TINY_VIT),
+    # the papers' own: He et al., Figure 1 and Li et al., Figure 5 (GPT-2 with T = 100); Bu et al., Figures 2 and 5, Table 1
+    "gpt2_124m": _gpt2(12, 768, tied=True),
+    "gpt2_medium": _gpt2(24, 1024, tied=True),
+    "gpt2_large": _gpt2(36, 1280, tied=True),
+    "roberta_base": _roberta(12, 768, 128),
+    "roberta_large": _roberta(24, 1024, 256),
+    "mlp_deep": Workload(mlp, 128, {"depth": 50, "width": 1000}, _TINY_MLP | {"depth": 6}),
+    "mlp_wide": Workload(mlp, 128, {"depth": 10, "width": 5000}, _TINY_MLP | {"width": 48}),
+}

@@ -1,0 +1,162 @@
+"""Modules whose own forward hides its parameters inside one fused call, written out as ordinary linear maps.
+
+`nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU` and `nn.RNN` hand their weights to a single C++ function, where no tap can go. These
+forwards compute the same with ``F.linear``, whose uses of a bare parameter `tracked` follows. What they don't cover (packed
+sequences, key and value biases, inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Forward = Callable[..., Any]
+
+
+def multihead_attention(
+    self: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    """Attention over ``[B, T, E]`` (``[T, B, E]`` without ``batch_first``), with boolean (True: hidden) or additive masks."""
+    if query.dim() != 3 or self.bias_k is not None or self.add_zero_attn:
+        return NotImplemented
+    same = query is key and key is value
+    if not self.batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    bias = self.in_proj_bias
+    if self._qkv_same_embed_dim and same:
+        q, k, v = F.linear(query, self.in_proj_weight, bias).chunk(3, dim=-1)
+    else:
+        size = self.embed_dim
+        if self._qkv_same_embed_dim:
+            weights = [self.in_proj_weight[i * size : (i + 1) * size] for i in range(3)]
+        else:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        biases = [None if bias is None else bias[i * size : (i + 1) * size] for i in range(3)]
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, T, E / H]
+    mask = _attention_mask(attn_mask, key_padding_mask, q, k)
+    dropout = self.dropout if self.training else 0.0
+    if need_weights:
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        weights = F.dropout(weights, dropout)
+        out = weights @ v
+    else:
+        weights = None
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+    out = self.out_proj(out.transpose(1, 2).flatten(2))
+    if weights is not None and average_attn_weights:
+        weights = weights.mean(dim=1)
+    return (out if self.batch_first else out.transpose(0, 1)), weights
+
+
+def _attention_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Both masks as one additive mask that broadcasts over ``[B, H, T, S]``."""
+    batch, heads, length = q.shape[:3]
+
+    def additive(mask: Tensor) -> Tensor:
+        if mask.dtype == torch.bool:
+            return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -math.inf)
+        return mask.to(q.dtype)
+
+    total = None
+    if attn_mask is not None:
+        total = additive(attn_mask)
+        if total.dim() == 3:
+            total = total.view(batch, heads, length, k.shape[2])
+    if padding is not None:
+        hidden = additive(padding)[:, None, None, :]
+        total = hidden if total is None else total + hidden
+    return total
+
+
+def recurrent(self: nn.RNNBase, x: Tensor, hx: Any = None) -> Any:
+    """LSTM, GRU and RNN over ``[B, T, d]`` (``[T, B, d]`` without ``batch_first``), any number of layers and directions."""
+    if not isinstance(x, Tensor) or x.dim() != 3:
+        return NotImplemented
+    if not self.batch_first:
+        x = x.transpose(0, 1)
+    directions = 2 if self.bidirectional else 1
+    batch, is_lstm = x.shape[0], isinstance(self, nn.LSTM)
+    if hx is None:
+        hidden = x.new_zeros(self.num_layers * directions, batch, self.proj_size or self.hidden_size)
+        cell = x.new_zeros(self.num_layers * directions, batch, self.hidden_size)
+    else:
+        hidden, cell = hx if is_lstm else (hx, hx)
+    last_hidden, last_cell = [], []
+    for layer in range(self.num_layers):
+        outputs = []
+        for direction in range(directions):
+            index, name = layer * directions + direction, f"l{layer}{'_reverse' if direction else ''}"
+            y, h, c = _one_direction(self, x.flip(1) if direction else x, hidden[index], cell[index], name)
+            outputs.append(y.flip(1) if direction else y)
+            last_hidden.append(h)
+            last_cell.append(c)
+        x = torch.cat(outputs, dim=-1)
+        if layer < self.num_layers - 1:
+            x = F.dropout(x, self.dropout, self.training)
+    state = torch.stack(last_hidden)
+    y = x if self.batch_first else x.transpose(0, 1)
+    return y, ((state, torch.stack(last_cell)) if is_lstm else state)
+
+
+def _one_direction(module: nn.RNNBase, x: Tensor, h: Tensor, c: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer in one direction: outputs ``[B, T, ·]`` and the last hidden and cell states."""
+    step = {nn.LSTM: _lstm_step, nn.GRU: _gru_step}.get(_kind(module), _rnn_step)
+
+    def read(part: str) -> Any:
+        return getattr(module, f"{part}_{name}") if hasattr(module, f"{part}_{name}") else None
+
+    w_ih, w_hh, b_ih, b_hh, w_hr = (
+        read(part) for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+    )
+    inputs = F.linear(x, w_ih, b_ih)
+    outputs = []
+    for t in range(x.shape[1]):
+        h, c = step(module, inputs[:, t], F.linear(h, w_hh, b_hh), h, c)
+        if w_hr is not None:
+            h = F.linear(h, w_hr)
+        outputs.append(h)
+    return torch.stack(outputs, dim=1), h, c
+
+
+def _kind(module: nn.Module) -> type:
+    return next(cls for cls in (nn.LSTM, nn.GRU, nn.RNNBase) if isinstance(module, cls))
+
+
+def _lstm_step(module: Any, x: Tensor, g: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, n, o = (x + g).chunk(4, dim=-1)
+    c = f.sigmoid() * c + i.sigmoid() * n.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru_step(module: Any, x: Tensor, g: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    (xr, xz, xn), (gr, gz, gn) = x.chunk(3, dim=-1), g.chunk(3, dim=-1)
+    z = (xz + gz).sigmoid()
+    n = (xn + (xr + gr).sigmoid() * gn).tanh()
+    return (1 - z) * n + z * h, c
+
+
+def _rnn_step(module: Any, x: Tensor, g: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    return ((x + g).tanh() if module.nonlinearity == "tanh" else (x + g).relu()), c
+
+
+REWRITTEN: dict[type[nn.Module], Forward] = {
+    nn.MultiheadAttention: multihead_attention,
+    nn.LSTM: recurrent,
+    nn.GRU: recurrent,
+    nn.RNN: recurrent,
+}
