@@ -46,7 +46,9 @@ def check(run: RunConfig) -> None:
 
 def declared_num_examples(run: RunConfig) -> int | None:
     """N as the configuration declares it, or None where only the data can tell (a person's own file)."""
-    return run.data.num_examples or run.task.num_examples.get(run.scale.name)
+    if run.data.num_examples is not None or run.data.train is not None:
+        return run.data.num_examples
+    return run.task.num_examples.get(run.scale.name)
 
 
 def did_you_mean(word: str, names: list[str] | tuple[str, ...]) -> str:

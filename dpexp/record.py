@@ -319,8 +319,17 @@ def summarise(
         "command": command_line(),
         "wall_s": round(wall_s, 3),
         "status": status,
-        "details": details,
+        "details": details | {"data_notes": data_notes(run, task)},
     }
+
+
+def data_notes(run: "RunConfig", task: "Task") -> list[str]:
+    """What the task says about its data; with a strict release, without what it counted on private data.
+
+    Tasks say "without noise on private data" in such a note.
+    """
+    strict = run.privacy.release == "strict"
+    return [note for note in task.data.notes if not (strict and "without noise on private data" in note)]
 
 
 def finished_summary(folder: Path) -> dict[str, Any] | None:

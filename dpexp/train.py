@@ -148,7 +148,7 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
     lines = [
         f"{run.task.name}  {run.model.name}  {run.clip.name}  scale={run.scale.name}  seed={run.seed}",
         f"data: {task.data.name} ({task.data.source}), N = {task.num_examples}",
-        *(f"  {note}" for note in task.data.notes),
+        *(f"  {note}" for note in record.data_notes(run, task)),
         f"steps: {trainer.steps}, expected batch {trainer.expected_batch:g}, "
         f"physical batch {trainer.physical_batch_size}, {record.device_name(trainer.device)}",
     ]

@@ -183,3 +183,14 @@ def test_peak_memory_is_the_high_water_mark_of_the_process():
     high_water_kib = int(status.split("VmHWM:")[1].split()[0])
     assert record.peak_memory_mib(torch.device("cpu")) == pytest.approx(high_water_kib / 1024, abs=16)
     del pages
+
+
+def test_a_strict_release_does_not_tell_what_was_counted_on_private_data():
+    run = RunConfig()
+    counted = "train: 3 of 9 rows were cut (counted without noise on private data)"
+    task = SimpleNamespace(
+        data=DataInfo("files", "x", {}, {}, ["the classes were taken from private data", counted])
+    )
+    assert record.data_notes(run, task) == task.data.notes
+    run.privacy.release = "strict"
+    assert record.data_notes(run, task) == ["the classes were taken from private data"]

@@ -81,6 +81,12 @@ class Task(ABC):
         """The length of training example i (tokens), for batches of similar length."""
 
 
+COUNTED = (
+    "N was counted in the training file and is taken to be public, with the sampling rate and delta that follow from it; "
+    "data.num_examples=N declares it instead"
+)
+
+
 def declared_num_examples(task: TaskConfig, data: DataConfig, scale: str) -> int | None:
     """N as the configuration declares it, or None. The task knows N of its own data alone, and `data` wins."""
     if data.num_examples is not None or data.train is not None:
@@ -91,14 +97,19 @@ def declared_num_examples(task: TaskConfig, data: DataConfig, scale: str) -> int
 def check_num_examples(task: TaskConfig, data: DataConfig, scale: str, found: int, where: str) -> int:
     """N, after comparing what is declared with what is there.
 
+    A published data set declares its N. For a person's own file N may be left to be counted; the record then says so
+    (`COUNTED`), because the count is a fact about private data that is taken to be public.
+
     Raises:
-        UserError: N is not declared, or is another one than found.
+        UserError: another N is declared than found, or a published data set declares none.
     """
     declared = declared_num_examples(task, data, scale)
     why = (
         "N is public: it fixes the sampling rate and delta, and with them the guarantee, before the private data is "
         "read"
     )
+    if declared is None and data.train is not None:
+        return found
     if declared is None:
         raise UserError(
             f"task={task.name}: the number of examples N is not declared, and {where} has {found}. {why}. Add "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpexp.errors import UserError
 from dpexp.metrics import METRICS
-from dpexp.tasks.base import DataInfo, Progress, Task, check_num_examples
+from dpexp.tasks.base import COUNTED, DataInfo, Progress, Task, check_num_examples, declared_num_examples
 from dpexp.tasks.demo import DEMO_LABELS
 from dpexp.tasks.files import Table
 from dpexp.tasks.lookup import Columns, Found, columns_of, find_tables
@@ -85,6 +85,8 @@ class TextClassification(Task):
         self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
         columns = columns_of(task, data)
         self.labels, notes = _classes(task, found, columns)
+        if declared_num_examples(task, data, scale) is None:
+            notes.append(COUNTED)
         self.metric = METRICS[task.metric]
         self.metric_name = task.metric
         self.pad_token = int(tokenizer.pad_token_id)

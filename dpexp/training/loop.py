@@ -133,7 +133,7 @@ class Trainer:
             choice=None if engine.choice == "measured" else engine.choice,  # measured: each engine's own way
             memory_cap_mib=engine.memory_cap_mib,
         )
-        if (memory := self.decisions.get("engine")) is not None and hasattr(clipper, "recall"):
+        if (memory := self.decisions.get("engine")) is not None:
             clipper.recall(memory)
         return clipper
 
@@ -285,8 +285,7 @@ class Trainer:
         facts = self._facts(step) | {"noise": release.noise(step)}
         attempt = release.likely_attempt(step, facts)
         while (sums := self._sums(step, attempt, interrupts)) is not None:
-            if remember := getattr(self.clipper, "remember", None):
-                self.decisions.keep("engine", remember())  # a resumed run need not measure again
+            self.decisions.keep("engine", release.clipper.remember())  # a resumed run need not measure again
             counts = sums.counts.cpu()
             if release.charge(step, attempt, facts, counts):
                 return sums, release.add_noise(step, attempt, counts)

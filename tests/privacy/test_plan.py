@@ -4,7 +4,7 @@ import math
 
 import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpexp.errors import UserError
@@ -19,6 +19,7 @@ def plan(**changes):
     return make_plan(**{**E2E, "noise_multiplier": 1.07, **changes})
 
 
+@settings(deadline=None)
 @given(r=st.floats(1e-6, 0.999), sigma=st.floats(0.1, 50), groups=st.integers(1, 10**5))
 def test_the_split_is_proposition_3_1_for_any_number_of_groups(r, sigma, groups):
     """σ_new = (σ^-2 - K/(2σ_b)²)^(-1/2), and the share of the counts is r = Kσ²/(4σ_b²) (Remark 3.1)."""

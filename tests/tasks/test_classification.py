@@ -34,14 +34,16 @@ def task(own: TaskConfig, own_data: Data, tokenizer: Any) -> TextClassification:
     return built
 
 
-def test_n_must_be_declared_and_right(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:
-    with pytest.raises(UserError, match=r"train\.csv has 5\. N is public.* Add data\.num_examples=5"):
-        build_task(own, own_data(ROWS, num_examples=None), "small", tokenizer, 0)
+def test_n_is_right_or_counted_and_said_so(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"4 examples are declared, and .*train\.csv has 5\. N is public"):
         build_task(own, own_data(ROWS, num_examples=4), "small", tokenizer, 0)
     # the N of the embedded data says nothing about a person's own file
-    with pytest.raises(UserError, match=r"not declared.* Add data\.num_examples=5"):
-        build_task(own, own_data(ROWS, num_examples=None), "demo", tokenizer, 0)
+    for scale in ("small", "demo"):
+        counted = build_task(own, own_data(ROWS, num_examples=None), scale, tokenizer, 0)
+        assert counted.num_examples == 5
+        assert any("counted in the training file" in note for note in counted.data.notes)
+    declared = build_task(own, own_data(ROWS), "small", tokenizer, 0)
+    assert not any("counted in the training file" in note for note in declared.data.notes)
 
 
 def test_own_classes_are_the_sorted_distinct_labels_and_the_record_says_so(

@@ -1,0 +1,227 @@
+"""``python -m dpexp.explain``: which norm method suits which layer of a network, and what every implementation of private
+training costs on it (Bu et al., Tables 3-5, 8). Only shapes are computed: no weights, no data, no training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from dpexp.checks import did_you_mean
+from dpexp.clipping.choice import choose
+from dpexp.clipping.layers import refusal
+from dpexp.config import EngineConfig, ModelConfig, hydra_entry
+from dpexp.errors import UserError
+from dpexp.reproduce.architectures import Network, build
+from dpexp.reproduce.complexity import Layer, costs, depth_threshold, norm_space, views
+from dpexp.reproduce.shapes import coverage, layers_of
+
+_FORMATS = ("text", "json")
+_CHOICES = ("rule", "measured")
+
+
+@dataclass
+class ExplainArguments:
+    """The settings of ``conf/explain.yaml``."""
+
+    network: str | None = None  # the name given as model=…
+    model: ModelConfig = field(default_factory=ModelConfig)  # what conf/model holds under that name, if it does
+    image: int | None = None
+    tokens: int | None = None
+    batch: int = 1
+    leave_out: str | None = None
+    choice: str = "rule"
+    device: str = "cpu"
+    memory_cap_mib: int = EngineConfig.memory_cap_mib
+    format: str = "text"
+
+
+def explain(arguments: ExplainArguments) -> dict[str, Any]:
+    """What the command prints, as plain values.
+
+    Raises:
+        UserError: no such network, an input that it does not take, or settings that mean nothing.
+    """
+    _check(arguments)
+    network = build(arguments.model, image=arguments.image, tokens=arguments.tokens)
+    every = layers_of(network.model, network.run)
+    layers = _kept(every, arguments)
+    parameters, listed, unlisted = coverage(network.model, every)
+    measured = _measure(layers, arguments) if arguments.choice == "measured" else None
+    return {
+        "model": arguments.model,
+        "source": network.source,
+        "input": network.size,
+        "batch": arguments.batch,
+        "parameters": {"total": parameters, "weights_listed": listed, "weights_not_listed": unlisted},
+        "notes": network.notes + _refusals(network),
+        "layers": [
+            {
+                **{key: getattr(layer, key) for key in ("name", "kind", "T", "p", "d", "groups", "tied")},
+                **{key: getattr(layer, key) for key in ("ghost", "instantiation", "choice")},
+                **({"measured": measured[number]} if measured else {}),
+            }
+            for number, layer in enumerate(layers)
+        ],
+        "totals": {
+            view: {
+                "layers": len(chosen),
+                "norm_space": asdict(norm_space(chosen)),
+                "last_instantiated": depth_threshold(chosen),
+                "implementations": costs(chosen, arguments.batch),
+            }
+            for view, chosen in views(layers).items()
+        },
+    }
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """The result as aligned tables."""
+    size = ", ".join(f"{key} {value}" for key, value in result["input"].items())
+    parameters = result["parameters"]
+    total, listed = parameters["total"], parameters["weights_listed"]
+    lines = [f"{result['model']} ({result['source']}), {size}, batch {result['batch']}", ""]
+    lines += _layer_table(result["layers"])
+    share = listed / total if total else 0.0
+    lines += [
+        "",
+        f"{listed:,} of {total:,} parameters ({share:.2%}) are weights of these layers; the others are biases, norms and",
+        "bare parameters, whose per-example gradients cost next to nothing"
+        + _examples(parameters["weights_not_listed"]),
+        *(f"note: {note}" for note in result["notes"]),
+    ]
+    for view, found in result["totals"].items():
+        space = found["norm_space"]
+        lines += [
+            "",
+            f"{view}: {found['layers']}",
+            f"  space of the norms, floats for one example: ghost {short(space['ghost'])}, instantiation"
+            f" {short(space['instantiation'])}, mixed {short(space['mixed'])}",
+            f"  the last layer that instantiates: {found['last_instantiated'] or 'none'}",
+            "",
+            *_cost_table(found["implementations"]),
+        ]
+    lines += [
+        "",
+        "Time in flops, space in floats, summed over layers. Derived: from the modules of Bu et al., Table 3;",
+        "printed: by the formulas of their Tables 2 and 5. docs/complexity.md says why they differ.",
+    ]
+    return "\n".join(lines)
+
+
+def short(number: float) -> str:
+    """Four digits and a unit: 399934572 is 399.9M."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if number >= size:
+            scaled = number / (1e3 if unit == "k" else size)
+            return f"{scaled:.{max(0, 3 - len(str(int(scaled))) + 1)}f}{unit}"
+    return f"{number:.0f}"
+
+
+def _layer_table(layers: list[dict[str, Any]]) -> list[str]:
+    columns = ["layer", "kind", "T", "p", "d", "ghost 2T²", "instantiate pd", "choice"]
+    columns += ["measured"] if layers and "measured" in layers[0] else []
+    rows = []
+    for number, layer in enumerate(layers, 1):
+        name = f"{number:3} {layer['name']}" + (f" (= {layer['tied']})" if layer["tied"] else "")
+        kind = layer["kind"] + (f" / {layer['groups']}" if layer["groups"] > 1 else "")
+        sizes = [f"{layer[key]:,}" for key in ("T", "p", "d")]
+        costs_ = [short(layer[key]) for key in ("ghost", "instantiation")]
+        row = [name, kind, *sizes, *costs_, layer["choice"]]
+        rows.append(row + ([layer["measured"]] if "measured" in layer else []))
+    return _aligned(columns, rows, left=(0, 1, 7, 8))
+
+
+def _cost_table(rows: list[dict[str, Any]]) -> list[str]:
+    columns = ["implementation", "time", "/ non-DP", "printed", "/ non-DP", "space", "/ non-DP", "printed", "/ non-DP"]  # fmt: skip
+    table = []
+    for row in rows:
+        cells = [row["implementation"]]
+        for key in ("time", "printed_time", "space", "printed_space"):
+            value, relative = row[key], row[f"{key}_relative"]
+            cells += ["-", "-"] if value is None else [short(value), f"{relative:.3f}"]
+        table.append(cells)
+    return ["  " + line for line in _aligned(columns, table, left=(0,))]
+
+
+def _aligned(columns: list[str], rows: list[list[str]], left: tuple[int, ...]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [columns, *rows]
+    ]
+
+
+def _examples(names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"\nnot listed, though matrices: {names[0]}{more} (json lists them all)"
+
+
+def _kept(layers: list[Layer], arguments: ExplainArguments) -> list[Layer]:
+    patterns = [pattern for pattern in (arguments.leave_out or "").split("|") if pattern]
+    for pattern in patterns:
+        if not any(fnmatchcase(layer.name, pattern) for layer in layers):
+            raise UserError(
+                f"leave_out={pattern} fits no layer{did_you_mean(pattern, [layer.name for layer in layers][:14])}"
+            )
+    kept = [layer for layer in layers if not any(fnmatchcase(layer.name, pattern) for pattern in patterns)]
+    if not kept:
+        raise UserError(f"no layer is left of model={arguments.model}")
+    return kept
+
+
+def _refusals(network: Network) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for name, module in network.model.named_modules():
+        if reason := refusal(module):
+            found.setdefault(f"{type(module).__name__}: {reason}", []).append(name)
+    return [
+        f"{len(names)} modules ({names[0]}, …) cannot be clipped, {reason}" for reason, names in found.items()
+    ]
+
+
+def _measure(layers: list[Layer], arguments: ExplainArguments) -> list[str]:
+    """The fastest norm method of each layer on this machine, one by one; equal shapes are measured once."""
+    cache: dict[Any, str] = {}
+    found: list[str] = []
+    with torch.device(arguments.device):
+        for layer in layers:
+            if layer.sample is None:
+                found.append("loop")
+                continue
+            contribution = layer.sample(arguments.batch)
+            found.append(choose(contribution, "measured", arguments.memory_cap_mib << 20, cache))
+    return found
+
+
+def _check(arguments: ExplainArguments) -> None:
+    for key, choices in (("format", _FORMATS), ("choice", _CHOICES)):
+        value = getattr(arguments, key)
+        if value not in choices:
+            raise UserError(f"{key}={value} is not a choice{did_you_mean(value, choices)}")
+    for key in ("batch", "memory_cap_mib"):
+        if (value := getattr(arguments, key)) < 1:
+            raise UserError(f"{key}={value} must be 1 or larger")
+    try:
+        torch.empty(0, device=arguments.device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={arguments.device}: {str(error).splitlines()[0]}") from error
+
+
+@hydra_entry("explain", ExplainArguments)
+def main(arguments: ExplainArguments) -> None:
+    """Print the layerwise decision and what every implementation costs."""
+    result = explain(arguments)
+    print(json.dumps(result) if arguments.format == "json" else as_text(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Networks by name without their weights, and what their layers look like on an input of a given size.
+
+Everything is built on torch's meta device: shapes are computed and nothing else, so the largest network takes seconds and
+no memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpexp.errors import UserError
+
+# Sizes as published with the weights; what is not named is transformers' default, which is the smallest published size.
+_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2-medium": ("gpt2", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "gpt2-large": ("gpt2", {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
+    "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "distilgpt2": ("gpt2", {"n_layer": 6}),
+    "roberta-base": ("roberta", _ROBERTA),
+    "roberta-large": ("roberta", _ROBERTA | _LARGE),
+    "distilroberta-base": ("roberta", _ROBERTA | {"num_hidden_layers": 6}),
+    "bert-base": ("bert", {}),
+    "bert-large": ("bert", _LARGE),
+    "distilbert-base": ("distilbert", {}),
+    "minilm": (
+        "bert",
+        {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    ),
+}
+# The paper's short names for what timm names in full.
+TIMM_SHORT = {
+    "vit_base": "vit_base_patch16_224",
+    "vit_large": "vit_large_patch16_224",
+    "beit_base": "beit_base_patch16_224",
+    "beit_large": "beit_large_patch16_224",
+}
+DEFAULT_TOKENS = {"gpt2": 100}  # section 2.3: E2E has about 100 tokens, GLUE is run with 256
+OTHER_TOKENS = 256
+
+
+@dataclass
+class Network:
+    """A network on the meta device and an input for it of one example.
+
+    Attributes:
+        source: what was built, for the reader.
+        size: "image" or "tokens", and how large.
+        notes: what was changed to make the input fit.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    source: str
+    size: dict[str, int]
+    notes: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """One forward pass. Gradients stay enabled: without them torch takes fused paths that hide layers.
+
+        Raises:
+            UserError: the network does not take this input, or asks for values where there are only shapes.
+        """
+        images = self.inputs.get("images")
+        with torch.device("meta"), quiet(), torch.enable_grad():
+            try:
+                self.model(**self.inputs) if images is None else self.model(images)
+            except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+                size = ", ".join(f"{key}={value}" for key, value in self.size.items())
+                raise UserError(f"{self.source} does not run with {size}: {_first_line(error)}") from error
+
+
+def build(name: str, *, image: int | None = None, tokens: int | None = None) -> Network:
+    """The network of that name, in evaluation mode.
+
+    Args:
+        name: one of `PUBLISHED` (``_`` for ``-`` and a hub's owner in front will do), any name of timm, a folder with a
+            ``config.json``, or ``OWNER/NAME`` on the hub.
+        image: height and width; None: what the network was published for.
+        tokens: None: 100 for GPT-2, 256 otherwise (section 2.3).
+
+    Raises:
+        UserError: no such name, or an input that does not fit it.
+    """
+    for key, value in (("image", image), ("tokens", tokens)):
+        if value is not None and value < 1:
+            raise UserError(f"{key}={value} must be 1 or larger")
+    if Path(name).expanduser().is_dir() or name.startswith((".", "/", "~")):
+        return _from_config(_config_of_folder(name), name, image, tokens)
+    owner, _, last = name.rpartition("/")
+    if (short := last.replace("_", "-").removesuffix("-uncased")) in PUBLISHED:
+        return _published(short, image, tokens)
+    known = timm_names()
+    if owner in ("", "timm") and (full := TIMM_SHORT.get(last, last)).partition(".")[0] in known:
+        return _timm(full, image, tokens)
+    if owner and owner != "timm":
+        return _from_config(_config_of_hub(name), name, image, tokens)
+    names = [*PUBLISHED, *TIMM_SHORT, *known]
+    near = get_close_matches(last, names, n=3, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    missing = "" if known else "; for ResNet, VGG, ViT, BEiT and many more: pip install timm"
+    others = f" ({', '.join(PUBLISHED)}; a name of timm; a folder with config.json)" if not near else ""
+    raise UserError(f"model={name} is not known{hint}{missing}{others}")
+
+
+def timm_names() -> list[str]:
+    """Every architecture that timm has; none where it is not installed."""
+    try:
+        import timm
+    except ImportError:
+        return []
+    return list(timm.list_models())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Libraries warn about weights that nobody asked for."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _timm(name: str, image: int | None, tokens: int | None) -> Network:
+    import timm
+
+    if tokens is not None:
+        raise UserError(f"tokens={tokens}: {name} sees images; give image=… instead")
+    with torch.device("meta"), quiet():
+        try:  # vision transformers are built for a size, convolutional networks take any
+            model = timm.create_model(name, **({} if image is None else {"img_size": image}))
+        except TypeError:
+            model = timm.create_model(name)
+        except (AssertionError, ValueError, RuntimeError) as error:
+            raise UserError(f"timm cannot build {name} for image={image}: {_first_line(error)}") from error
+    channels, *sides = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
+    sides = [image, image] if image is not None else sides
+    images = torch.empty(1, channels, *sides, device="meta")
+    return Network(model.eval(), {"images": images}, f"timm {name}", {"image": sides[0]})
+
+
+def _published(name: str, image: int | None, tokens: int | None) -> Network:
+    from transformers import AutoConfig
+
+    architecture, sizes = PUBLISHED[name]
+    head = "LMHeadModel" if architecture == "gpt2" else "ForSequenceClassification"
+    config = AutoConfig.for_model(architecture, **sizes)
+    config.architectures = [head]
+    return _from_config(config, f"{name}, published sizes", image, tokens)
+
+
+def _config_of_folder(name: str) -> Any:
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        what = "holds no config.json" if folder.is_dir() else "is no folder"
+        raise UserError(f"model={name} {what}: give a folder written by save_pretrained, or a name")
+    return _load_config(str(folder), name)
+
+
+def _config_of_hub(name: str) -> Any:
+    if name.count("/") > 1:
+        raise UserError(f"model={name}: no such folder (and not the form of a hub id, which is OWNER/NAME)")
+    return _load_config(name, name)
+
+
+def _load_config(location: str, name: str) -> Any:
+    from dpexp.models.networks import load_config
+    from dpexp.models.sources import Source
+    from dpexp.schemas import ModelConfig
+
+    with quiet():
+        return load_config(ModelConfig(name="hf", id=name, family="hf"), Source(location, name))
+
+
+_HEADS = {
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+
+
+def _from_config(config: Any, source: str, image: int | None, tokens: int | None) -> Network:
+    """A network of transformers, with the head that its configuration names."""
+    import transformers
+
+    notes: list[str] = []
+    sees_images = hasattr(config, "image_size")
+    given, wrong, other = (image, tokens, "tokens") if sees_images else (tokens, image, "image")
+    if wrong is not None:
+        kind, key = ("images", "image") if sees_images else ("tokens", "tokens")
+        raise UserError(f"{other}={wrong}: {config.model_type} sees {kind}; give {key}=… instead")
+    if sees_images:
+        size = given or config.image_size
+        config.image_size = size
+    else:
+        size = given or DEFAULT_TOKENS.get(config.model_type, OTHER_TOKENS)
+        notes += _make_room(config, size)
+        config.use_cache = False
+    architecture = (config.architectures or [""])[0]
+    auto = next((auto for suffix, auto in _HEADS.items() if architecture.endswith(suffix)), "AutoModel")
+    with torch.device("meta"), quiet():
+        try:
+            model = getattr(transformers, auto).from_config(config, attn_implementation="eager")
+        except (ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
+            raise UserError(
+                f"transformers cannot build {source} for this input: {_first_line(error)}"
+            ) from error
+    if sees_images:
+        channels = getattr(config, "num_channels", 3)
+        inputs = {"pixel_values": torch.empty(1, channels, size, size, device="meta")}
+    else:
+        ids = torch.zeros(1, size, dtype=torch.long, device="meta")
+        inputs = {"input_ids": ids}
+        if _is_causal(config):  # without a mask it asks where packed sequences begin, and shapes can't tell
+            inputs["attention_mask"] = torch.ones_like(ids)
+        if config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = ids
+    return Network(model.eval(), inputs, source, {"image" if sees_images else "tokens": size}, notes)
+
+
+def _is_causal(config: Any) -> bool:
+    from transformers.models.auto import modeling_auto
+
+    causal, masked = (
+        getattr(modeling_auto, f"MODEL_FOR_{kind}_LM_MAPPING_NAMES") for kind in ("CAUSAL", "MASKED")
+    )
+    return config.model_type in causal and config.model_type not in masked
+
+
+def _make_room(config: Any, tokens: int) -> list[str]:
+    """Longer tables of positions where an input has more tokens than the published network."""
+    reserved = config.pad_token_id + 1 if "roberta" in config.model_type else 0  # RoBERTa counts from there
+    have = getattr(config, "max_position_embeddings", None)
+    if have is None or tokens + reserved <= have:
+        return []
+    config.max_position_embeddings = tokens + reserved
+    return [
+        f"{tokens} tokens are more than the {have - reserved} positions published: the table was made longer"
+    ]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
