@@ -130,7 +130,10 @@ def _check(arguments: BenchArguments) -> list[str]:
 @hydra_entry("bench", BenchArguments)
 def main(arguments: BenchArguments) -> None:
     """Speed and memory of clipping methods relative to training without privacy."""
-    bench(arguments, Console(highlight=False))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=180)  # a log file has no width of its own
+    bench(arguments, console)
 
 
 if __name__ == "__main__":

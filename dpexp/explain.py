@@ -28,7 +28,9 @@ class ExplainArguments:
     """The settings of ``conf/explain.yaml``."""
 
     network: str | None = None  # the name given as model=…
-    model: ModelConfig = field(default_factory=ModelConfig)  # what conf/model holds under that name, if it does
+    model: ModelConfig = field(
+        default_factory=ModelConfig
+    )  # what conf/model holds under that name, if it does
     image: int | None = None
     tokens: int | None = None
     batch: int = 1
@@ -46,13 +48,20 @@ def explain(arguments: ExplainArguments) -> dict[str, Any]:
         UserError: no such network, an input that it does not take, or settings that mean nothing.
     """
     _check(arguments)
-    network = build(arguments.model, image=arguments.image, tokens=arguments.tokens)
+    model = arguments.model
+    network = build(
+        model.id or arguments.network or "",
+        architecture=model.architecture,
+        config=model.config,
+        image=arguments.image,
+        tokens=arguments.tokens,
+    )
     every = layers_of(network.model, network.run)
     layers = _kept(every, arguments)
     parameters, listed, unlisted = coverage(network.model, every)
     measured = _measure(layers, arguments) if arguments.choice == "measured" else None
     return {
-        "model": arguments.model,
+        "model": model.id or arguments.network,
         "source": network.source,
         "input": network.size,
         "batch": arguments.batch,
@@ -174,7 +183,7 @@ def _kept(layers: list[Layer], arguments: ExplainArguments) -> list[Layer]:
             )
     kept = [layer for layer in layers if not any(fnmatchcase(layer.name, pattern) for pattern in patterns)]
     if not kept:
-        raise UserError(f"no layer is left of model={arguments.model}")
+        raise UserError(f"no layer is left of model={arguments.network}")
     return kept
 
 
@@ -203,6 +212,10 @@ def _measure(layers: list[Layer], arguments: ExplainArguments) -> list[str]:
 
 
 def _check(arguments: ExplainArguments) -> None:
+    if not arguments.network:
+        raise UserError("not given: model=… (gpt2, roberta-large, resnet18, vit_base, a folder, …)")
+    if arguments.network == "hf" and not arguments.model.id:
+        raise UserError("not given: model.id=… (a folder with config.json, or a hub id)")
     for key, choices in (("format", _FORMATS), ("choice", _CHOICES)):
         value = getattr(arguments, key)
         if value not in choices:

@@ -58,6 +58,7 @@ class Row:
     )
     memory_ratio: float | None = None  # peak / peak of non-private
     steady_ratio: float | None = None
+    total_ratio: float | None = None  # baseline + peak / the same of non-private: what a GPU must hold
     error: float | None = None  # of the clipped sum, against the naive loop
     max_batch: int | None = None
     max_batch_examples_per_s: float | None = None
@@ -255,3 +256,9 @@ def _relate(rows: list[Row]) -> None:
             mine, theirs = getattr(row, number), getattr(plain, number)
             if row.status == plain.status == "ok" and mine is not None and theirs:
                 setattr(row, ratio, mine / theirs)
+        if row.memory_ratio is not None:
+            row.total_ratio = _total(row) / _total(plain)
+
+
+def _total(row: Row) -> float:
+    return (row.baseline_mib or 0.0) + (row.peak_mib or 0.0)

@@ -53,7 +53,7 @@ def _plain(value: Any) -> Any:
 def workload_table(rows: Rows, precision: str) -> Table:
     """All methods of one workload."""
     searched = any(row["max_batch"] is not None for row in rows)
-    extra = ("max batch", "examples/s there", "× plain there") if searched else ()
+    extra = ("max batch", "examples/s at it", "× at it") if searched else ()
     table = Table(
         *(
             "method",

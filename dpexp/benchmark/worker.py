@@ -6,6 +6,7 @@ by side. Started by `dpexp.benchmark.processes`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -37,10 +38,8 @@ class Memory:
 
             torch.cuda.reset_peak_memory_stats()
         else:
-            try:
+            with contextlib.suppress(OSError):  # the mark then includes the building of the model
                 Path("/proc/self/clear_refs").write_text("5")
-            except OSError:
-                pass  # the mark then includes the building of the model
 
     def now(self) -> float:
         if self.cuda:
@@ -86,20 +85,32 @@ class Bench:
         self.memory = Memory(self.device)
         if job["cap_mib"] is not None:
             self._cap(job["cap_mib"])
-        workload = workload_named(job["workload"])
-        self.parts = workload.parts(job["size"])
-        self.batch_size = job["batch"] or workload.default_batch(job["size"])
         self.autocast: Callable[[], Any] = lambda: autocast(job["precision"], self.device)
+        self.workload = workload_named(job["workload"])
+        self.noise, self.rate = job["noise"], LEARNING_RATE
+        self._rehearse()
+        self.parts = self.workload.parts(job["size"])
+        self.batch_size = job["batch"] or self.workload.default_batch(job["size"])
         self.batch = self._batch(self.batch_size)
         model = self._model()
         self.num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.settings = Settings(model, self.batch_size, 1.0, job["noise"], LEARNING_RATE)
+        self.settings = Settings(model, self.batch_size, 1.0, self.noise, self.rate)
         gc.collect()
         _give_back_memory()
         self.baseline = self.memory.now()
         self.memory.reset()
         self.method = make_method(job["method"], self.settings)
         self.method.network = self._compiled(self.method.network)
+
+    def _rehearse(self) -> None:
+        """One step on the tiny workload: what libraries load when first used is in the baseline, for every method alike."""
+        from dpexp.benchmark.methods import Settings, make_method
+
+        self.parts = self.workload.parts("tiny")
+        size = self.workload.default_batch("tiny")
+        batch = self._batch(size)
+        method = make_method(self.job["method"], Settings(self._model(), size, 1.0, self.noise, self.rate))
+        method.step(lambda network: self._losses(network, batch))
 
     def facts(self) -> dict[str, Any]:
         from dpexp.record import hardware
@@ -137,15 +148,13 @@ class Bench:
     def check(self, size: str) -> dict[str, Any]:
         """See `exactness`; at size "same" on the workload as it is measured, otherwise on its tiny version."""
         from dpexp.benchmark.exactness import max_relative_error
-        from dpexp.benchmark.workloads import workload_named
 
         self._rest()
         if size == "same":
             batch = self.batch
         else:
-            workload = workload_named(self.job["workload"])
-            self.parts = workload.parts("tiny")
-            batch = self._batch(workload.default_batch("tiny"))
+            self.parts = self.workload.parts("tiny")
+            batch = self._batch(self.workload.default_batch("tiny"))
         error = max_relative_error(
             self.job["method"], self.parts, batch, self._model(), self._compiled, self._losses
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def mlp(*, depth: int, width: int, inputs: int = 3072, classes: int = 100) -> Pa
 
     def model() -> nn.Module:
         sizes = [inputs, *[width] * depth]
-        hidden = [m for a, b in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+        hidden = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(*hidden, nn.Linear(width, classes))
 
     return _classified(model, (inputs,), classes)

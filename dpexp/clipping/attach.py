@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from dpexp.clipping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.engines import Engine, engine_named
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.layouts import LOOP
+from dpexp.clipping.opacus_engine import OpacusBackend
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.swap import REENTRANT, SITE, install, uninstall
 from dpexp.clipping.taps import Recorder
@@ -42,20 +43,10 @@ class Report:
 Sums = dict[str, Tensor | LateSum]
 
 
-class Backend(Protocol):
-    """How an engine computes squared norms and clipped sums."""
-
-    def uninstall(self) -> None: ...
-
-    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, Sums]: ...
-
-    def coverage(self) -> list[CoverageRow]: ...
-
-
 def attach(
     model: nn.Module,
     groups: GroupsSpec = "flat",
-    clip_norm: float | Sequence[float] = 1.0,
+    clip_norm: float | Sequence[float] | Tensor = 1.0,
     rule: str = "abadi",
     engine: str = "auto",
     *,
@@ -100,7 +91,7 @@ class Clipper:
         self,
         model: nn.Module,
         groups: GroupsSpec,
-        clip_norm: float | Sequence[float],
+        clip_norm: float | Sequence[float] | Tensor,
         rule: str,
         engine: Engine,
         max_clip_scale: float,
@@ -124,10 +115,8 @@ class Clipper:
         device = next(iter(self._params.values())).device
         self._thresholds = _initial_thresholds(clip_norm, len(self.groups)).to(device)
         self._hooks: list[Any] = []
-        self._backend: Backend
+        self._backend: TapBackend | OpacusBackend
         if engine.name == "opacus":
-            from dpexp.clipping.opacus_engine import OpacusBackend
-
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
         else:
             self._backend = TapBackend(model, self.groups, engine, rows_per_example, choice, memory_cap_mib)
@@ -177,9 +166,9 @@ class Clipper:
             # 0/0 where both the norm and the threshold vanish: an example without a budget contributes nothing
             return result if scale is None else result.nan_to_num(nan=0.0)
 
+        sums: Sums = {}
         if num_examples == 0:
             sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
-            sums: Sums = {}
         else:
             sq, sums = self._backend.clipped_sums(losses, factors, loss_scale)
         norms = (sq / loss_scale**2).clamp(min=0).sqrt().detach()
@@ -206,7 +195,7 @@ class Clipper:
         return self._backend.memory.state() if isinstance(self._backend, TapBackend) else {}
 
     def recall(self, state: dict[str, Any]) -> None:
-        """The counterpart of `remember`, on a model of the same structure with the same engine."""
+        """The counterpart of `remember`, on a model of the same structure with the same engine; or ``{"choices": …}`` alone."""
         if state and isinstance(self._backend, TapBackend):
             self._backend.memory.load_state(state)
             self._backend.follow()
@@ -224,11 +213,11 @@ class Clipper:
         raise TypeError("a model with a clipper attached cannot be pickled: call clipper.detach() first")
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not isinstance(self._backend, TapBackend):
-            return
-        if torch.is_grad_enabled():
+            self._backend.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
+        elif torch.is_grad_enabled():
             self._check_coverage()
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._backend.recorder.open(inputs, follow=not self._backend.memory.settled)
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
@@ -339,11 +328,13 @@ class TapBackend:
             for name in site.names:
                 if name not in seen:
                     seen.add(name)
-                    rows.append(CoverageRow(name, group_of[name], site.label, self.memory.methods.get(name, "")))
+                    rows.append(
+                        CoverageRow(name, group_of[name], site.label, self.memory.methods.get(name, ""))
+                    )
         return rows
 
 
-def _initial_thresholds(clip_norm: float | Sequence[float], num_groups: int) -> Tensor:
+def _initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: int) -> Tensor:
     if isinstance(clip_norm, Tensor):
         clip_norm = clip_norm.tolist()
     if isinstance(clip_norm, int | float):

@@ -10,7 +10,7 @@ Gradients are never written to ``p.grad`` here: a refusal, at any point, leaves 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -119,7 +119,7 @@ class BackwardPass:
                 owner.consumed = True
 
     def _back_propagate(
-        self, retain: bool, weights: Tensor | None = None, params: list[Tensor] | None = None
+        self, retain: bool, weights: Tensor | None = None, params: Sequence[Tensor] | None = None
     ) -> list[Tensor | None]:
         """One visit of every tap. Returns the gradients that reached ``params`` by ways that no tap covers."""
         ones = torch.ones_like(self.losses) if weights is None else weights.to(self.losses)
@@ -468,7 +468,7 @@ class _NeedsLoop(Exception):
         self.key, self.names = key, names
 
 
-class ByRepr(dict[str, str]):
+class ByRepr(dict[Any, str]):
     """A dictionary whose keys are kept by their ``repr``, so that it can be written to a file and read again."""
 
     def __getitem__(self, key: object) -> str:
@@ -508,7 +508,8 @@ class Memory:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        dict.update(self.layouts, state["layouts"])
-        dict.update(self.choices, state["choices"])
-        self.looped, self.followed = set(state["looped"]), set(state["followed"])
-        self.settled = bool(state["settled"])
+        dict.update(self.layouts, state.get("layouts", {}))
+        dict.update(self.choices, state.get("choices", {}))
+        self.looped |= set(state.get("looped", ()))
+        self.followed |= set(state.get("followed", ()))
+        self.settled = bool(state.get("settled", False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +22,7 @@ def choose(
     contribution: Contribution,
     mode: str,
     cap_bytes: int,
-    cache: dict[Hashable, str],
+    cache: dict[Any, str],
     fused: bool = False,
     scratch: Scratch | None = None,
 ) -> str:
@@ -50,12 +50,20 @@ def choose(
         return methods[0]
     if mode == "rule" or small(contribution):
         return by_rule(contribution, methods)
-    key = (*contribution.signature(), fused)
+    key = (*(_coarse(part) for part in contribution.signature()), fused)
     if key not in cache:
         if torch.compiler.is_compiling():  # a clock has no place in a graph
             return by_rule(contribution, methods)
         cache[key] = fastest(contribution, methods, fused, scratch)
     return cache[key]
+
+
+def _coarse(part: Hashable) -> Hashable:
+    """Sizes in half octaves: which method is fastest changes slowly, and Poisson batches come in every size."""
+    if not isinstance(part, int) or isinstance(part, bool) or part < 4:
+        return part
+    octave = 1 << (part.bit_length() - 1)
+    return octave if part < 1.5 * octave else octave + octave // 2
 
 
 def affordable(contribution: Contribution, cap_bytes: int) -> list[str]:

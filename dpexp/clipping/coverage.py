@@ -33,7 +33,7 @@ def refuse_couplings(model: nn.Module) -> None:
         if reason:
             raise UserError(f"{name or '(root)'} ({type(module).__name__}): {reason}")
     for name, param in model.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        if isinstance(param, nn.UninitializedParameter):
             raise UserError(
                 f"{name} is not initialised yet (lazy module): run one forward pass before attach()"
             )

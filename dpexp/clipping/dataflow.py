@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -53,9 +54,9 @@ def _in_place(name: str) -> bool:
 
 def inside_reentrant_checkpoint() -> bool:
     """Whether the caller runs in the gradient-free first forward of reentrant activation checkpointing."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

@@ -97,7 +97,8 @@ def _from_mapping(
 ) -> list[Group]:
     first_name = {id(p): name for name, p in params.items()}
     by_any_name = dict(model.named_parameters(remove_duplicate=False))
-    groups, owner = [], {}
+    groups: list[Group] = []
+    owner: dict[str, str] = {}
     for group_name, names in spec.items():
         if isinstance(names, str):
             raise UserError(f"groups[{group_name!r}] is a string; give a list of parameter names")

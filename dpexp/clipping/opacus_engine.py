@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import layouts
+from dpexp.clipping.backward import LateSum
 from dpexp.clipping.coverage import CoverageRow
 from dpexp.clipping.groups import Group
 from dpexp.errors import UserError
@@ -32,8 +33,20 @@ class OpacusBackend:
             self.wrapper: Any = GradSampleModule(model, batch_first=True, loss_reduction="sum", strict=True)
         except NotImplementedError as error:
             raise UserError(f"Opacus refuses this model: {error}. Use another engine") from error
+        self.rows: int | None = None  # of the batch that is in the model
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        self.hooks = [table.register_forward_pre_hook(self._expand) for table in tables]
+
+    def _expand(self, table: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Opacus wants one row of positions per example, and transformers look them up once for all."""
+        ids = args[0] if args else None
+        if self.rows is None or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
+            return None
+        return (ids.expand(self.rows, -1), *args[1:])
 
     def uninstall(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
         self.wrapper.to_standard_module()
         for p in self.params.values():
             for leftover in ("grad_sample", "summed_grad", "_forward_counter"):
@@ -42,13 +55,14 @@ class OpacusBackend:
 
     def clipped_sums(
         self, losses: Tensor, factors: Any, grad_scale: float
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor | LateSum]]:
         per_example = self._per_example_gradients(losses, grad_scale)
-        norms, sums = [], {}
+        norms: list[Tensor] = []
+        sums: dict[str, Tensor | LateSum] = {}
         for k, group in enumerate(self.groups):
             sq = torch.zeros(losses.shape[0], dtype=torch.float32, device=losses.device)
             for name in group.params:
-                flat = per_example[name].flatten(1)
+                flat = per_example[name].reshape(losses.shape[0], -1)
                 sq = sq + flat.to(torch.promote_types(flat.dtype, torch.float32)).pow(2).sum(1)
             finite = sq.isfinite()
             factor = torch.where(finite, factors(k, torch.where(finite, sq, 0.0)), 0.0)
@@ -63,7 +77,9 @@ class OpacusBackend:
     def coverage(self) -> list[CoverageRow]:
         """Opacus instantiates everything."""
         return [
-            CoverageRow(name, group.name, "opacus", "instantiate") for group in self.groups for name in group.params
+            CoverageRow(name, group.name, "opacus", "instantiate")
+            for group in self.groups
+            for name in group.params
         ]
 
     def _per_example_gradients(self, losses: Tensor, grad_scale: float) -> dict[str, Tensor]:

@@ -49,18 +49,17 @@ def multihead_attention(
     q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, T, E / H]
     mask = _attention_mask(attn_mask, key_padding_mask, q, k)
     dropout = self.dropout if self.training else 0.0
+    attended: Tensor | None = None
     if need_weights:
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        weights = F.dropout(weights, dropout)
-        out = weights @ v
+        attended = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
+        out = attended @ v
     else:
-        weights = None
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
     out = self.out_proj(out.transpose(1, 2).flatten(2))
-    if weights is not None and average_attn_weights:
-        weights = weights.mean(dim=1)
-    return (out if self.batch_first else out.transpose(0, 1)), weights
+    if attended is not None and average_attn_weights:
+        attended = attended.mean(dim=1)
+    return (out if self.batch_first else out.transpose(0, 1)), attended
 
 
 def _attention_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -113,7 +112,9 @@ def recurrent(self: nn.RNNBase, x: Tensor, hx: Any = None) -> Any:
     return y, ((state, torch.stack(last_cell)) if is_lstm else state)
 
 
-def _one_direction(module: nn.RNNBase, x: Tensor, h: Tensor, c: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+def _one_direction(
+    module: nn.RNNBase, x: Tensor, h: Tensor, c: Tensor, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """One layer in one direction: outputs ``[B, T, ·]`` and the last hidden and cell states."""
     step = {nn.LSTM: _lstm_step, nn.GRU: _gru_step}.get(_kind(module), _rnn_step)
 

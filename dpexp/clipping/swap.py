@@ -42,7 +42,9 @@ class Site:
         self.names = tuple(params.values())
         self.values: dict[str, Tensor] | None = None
         self.tracked: set[str] = set() if kind else set(params)
-        self.shared_table = False  # an embedding that is looked up once for all examples, known after the first step
+        self.shared_table = (
+            False  # an embedding that is looked up once for all examples, known after the first step
+        )
 
     def read(self, module: nn.Module, local: str) -> Tensor:
         """The value of ``module.<local>`` for whoever reads it."""

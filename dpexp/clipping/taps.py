@@ -160,7 +160,7 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, anchor: Tensor, recorder: Recorder, owner: Any, call: Call, *saved: Tensor
-    ):
+    ) -> Tensor:
         ctx.recorder, ctx.owner, ctx.call, ctx.num_saved = recorder, owner, call, len(saved)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
@@ -172,7 +172,7 @@ class Tap(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor | None):  # type: ignore[override]
+    def backward(ctx: Any, gy: Tensor | None) -> Any:
         saved = ctx.saved_tensors
         running = ctx.recorder.running
         if running is None:

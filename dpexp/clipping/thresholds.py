@@ -17,6 +17,9 @@ from torch import Tensor
 from dpexp.errors import UserError
 
 
+CEILING = 1e12  # of an estimate: far above any gradient, far below overflow
+
+
 class FixedThresholds:
     """The thresholds never move."""
 
@@ -82,5 +85,7 @@ class QuantileThresholds(FixedThresholds):
 
     def update(self, noisy_fraction: Tensor) -> None:
         """``noisy_fraction``: ``[K]`` noisy fractions of examples at or below their estimate."""
-        step = torch.exp(-self.lr * (noisy_fraction.to(self.estimates) - self.target_quantile))
-        self.estimates = (self.estimates * step).clamp(min=self.floor)
+        # a share lies in [0, 1]; noise beyond that (tiny batches, many groups) must not make one step a runaway
+        share = noisy_fraction.to(self.estimates).clamp(-1.0, 2.0)
+        step = torch.exp(-self.lr * (share - self.target_quantile))
+        self.estimates = (self.estimates * step).clamp(min=self.floor, max=CEILING)

@@ -23,7 +23,7 @@ from dpexp.clipping.taps import Call, Recorder
 T = torch.Tensor
 SHAPE_OPERATIONS = {
     T.view, T.reshape, T.unsqueeze, T.squeeze, T.transpose, T.permute, T.__getitem__, T.flatten, T.contiguous, T.to,
-    T.float, T.type_as, T.t, T.narrow, T.neg, T.__neg__, T.exp, T.unflatten, T.swapaxes, T.movedim, T.T.__get__,
+    T.float, T.type_as, T.t, T.narrow, T.neg, T.__neg__, T.exp, T.unflatten, T.swapaxes, T.movedim, T.T.__get__,  # type: ignore[attr-defined]
     torch.reshape, torch.unsqueeze, torch.squeeze, torch.transpose, torch.permute, torch.flatten, torch.narrow,
     torch.t, torch.exp, torch.swapaxes, torch.movedim, torch._weight_norm, T.clone,
 }  # fmt: skip
@@ -221,12 +221,13 @@ class _Operation:
             for s, b in zip(saved, batched, strict=True)
         ]
         values = tuple(p.detach() for p in self.params)
+        grads: Any
 
         def one(gradient: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-            y, vjp = torch.func.vjp(lambda *v: self.apply(v, rows, per_example), *values)
+            y, vjp = torch.func.vjp(lambda *v: self.apply(v, rows, per_example), *values)  # type: ignore[misc]
             return vjp(gradient.to(y.dtype))
 
-        in_dims = (0, *(0 if b else None for b in batched))
+        in_dims: Any = (0, *(0 if b else None for b in batched))
         with autocast_like(call):
             grads = torch.func.vmap(one, in_dims=in_dims)(
                 gy.unflatten(0, (num_examples, per_example)), *split
@@ -240,7 +241,11 @@ class _Operation:
         given = dict(zip(("input", "weight", "bias"), self.args, strict=False)) | self.kwargs
         weight, bias = given.get("weight"), given.get("bias")
         whole = [item for item in (weight, bias) if isinstance(item, _Recipe)]
-        if self.func is not F.linear or not isinstance(weight, _Recipe) or not isinstance(given["input"], _Saved):
+        if (
+            self.func is not F.linear
+            or not isinstance(weight, _Recipe)
+            or not isinstance(given["input"], _Saved)
+        ):
             return None
         if any(item.recipe is not _unchanged for item in whole) or (bias is not None and len(whole) == 1):
             return None

@@ -81,12 +81,21 @@ class Network:
                 raise UserError(f"{self.source} does not run with {size}: {_first_line(error)}") from error
 
 
-def build(name: str, *, image: int | None = None, tokens: int | None = None) -> Network:
+def build(
+    name: str,
+    *,
+    architecture: str | None = None,
+    config: dict[str, Any] | None = None,
+    image: int | None = None,
+    tokens: int | None = None,
+) -> Network:
     """The network of that name, in evaluation mode.
 
     Args:
         name: one of `PUBLISHED` (``_`` for ``-`` and a hub's owner in front will do), any name of timm, a folder with a
-            ``config.json``, or ``OWNER/NAME`` on the hub.
+            ``config.json``, or ``OWNER/NAME`` on the hub. Only shown where there is an architecture.
+        architecture: of transformers, for a network of one's own sizes.
+        config: fields of the configuration (arguments of the constructor, for timm) to set.
         image: height and width; None: what the network was published for.
         tokens: None: 100 for GPT-2, 256 otherwise (section 2.3).
 
@@ -96,16 +105,20 @@ def build(name: str, *, image: int | None = None, tokens: int | None = None) -> 
     for key, value in (("image", image), ("tokens", tokens)):
         if value is not None and value < 1:
             raise UserError(f"{key}={value} must be 1 or larger")
+    config = config or {}
+    if architecture is not None:
+        return _from_config(_random_config(architecture, config), name, image, tokens)
     if Path(name).expanduser().is_dir() or name.startswith((".", "/", "~")):
-        return _from_config(_config_of_folder(name), name, image, tokens)
+        return _from_config(_config_of_folder(name, config), name, image, tokens)
     owner, _, last = name.rpartition("/")
     if (short := last.replace("_", "-").removesuffix("-uncased")) in PUBLISHED:
-        return _published(short, image, tokens)
+        architecture, sizes = PUBLISHED[short]
+        return _from_config(_random_config(architecture, sizes | config), f"{short}'s sizes", image, tokens)
     known = timm_names()
     if owner in ("", "timm") and (full := TIMM_SHORT.get(last, last)).partition(".")[0] in known:
-        return _timm(full, image, tokens)
+        return _timm(full, config, image, tokens)
     if owner and owner != "timm":
-        return _from_config(_config_of_hub(name), name, image, tokens)
+        return _from_config(_config_of_hub(name, config), name, image, tokens)
     names = [*PUBLISHED, *TIMM_SHORT, *known]
     near = get_close_matches(last, names, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -138,16 +151,16 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _timm(name: str, image: int | None, tokens: int | None) -> Network:
+def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | None) -> Network:
     import timm
 
     if tokens is not None:
         raise UserError(f"tokens={tokens}: {name} sees images; give image=… instead")
     with torch.device("meta"), quiet():
         try:  # vision transformers are built for a size, convolutional networks take any
-            model = timm.create_model(name, **({} if image is None else {"img_size": image}))
+            model = timm.create_model(name, **({} if image is None else {"img_size": image}), **config)
         except TypeError:
-            model = timm.create_model(name)
+            model = timm.create_model(name, **config)
         except (AssertionError, ValueError, RuntimeError) as error:
             raise UserError(f"timm cannot build {name} for image={image}: {_first_line(error)}") from error
     channels, *sides = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
@@ -156,37 +169,36 @@ def _timm(name: str, image: int | None, tokens: int | None) -> Network:
     return Network(model.eval(), {"images": images}, f"timm {name}", {"image": sides[0]})
 
 
-def _published(name: str, image: int | None, tokens: int | None) -> Network:
-    from transformers import AutoConfig
+def _random_config(architecture: str, config: dict[str, Any]) -> Any:
+    from dpexp.models.networks import load_config
+    from dpexp.schemas import ModelConfig
 
-    architecture, sizes = PUBLISHED[name]
-    head = "LMHeadModel" if architecture == "gpt2" else "ForSequenceClassification"
-    config = AutoConfig.for_model(architecture, **sizes)
-    config.architectures = [head]
-    return _from_config(config, f"{name}, published sizes", image, tokens)
+    found = load_config(ModelConfig(architecture=architecture, config=config), None)
+    found.architectures = ["ForCausalLM" if _is_causal(found) else "ForSequenceClassification"]
+    return found
 
 
-def _config_of_folder(name: str) -> Any:
+def _config_of_folder(name: str, config: dict[str, Any]) -> Any:
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "is no folder"
         raise UserError(f"model={name} {what}: give a folder written by save_pretrained, or a name")
-    return _load_config(str(folder), name)
+    return _load_config(str(folder), name, config)
 
 
-def _config_of_hub(name: str) -> Any:
+def _config_of_hub(name: str, config: dict[str, Any]) -> Any:
     if name.count("/") > 1:
         raise UserError(f"model={name}: no such folder (and not the form of a hub id, which is OWNER/NAME)")
-    return _load_config(name, name)
+    return _load_config(name, name, config)
 
 
-def _load_config(location: str, name: str) -> Any:
+def _load_config(location: str, name: str, config: dict[str, Any]) -> Any:
     from dpexp.models.networks import load_config
     from dpexp.models.sources import Source
     from dpexp.schemas import ModelConfig
 
     with quiet():
-        return load_config(ModelConfig(name="hf", id=name, family="hf"), Source(location, name))
+        return load_config(ModelConfig(id=name, config=config), Source(location, name))
 
 
 _HEADS = {

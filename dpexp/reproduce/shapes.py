@@ -150,7 +150,13 @@ class _Watch(TorchFunctionMode):
         if (weight := module.in_proj_weight) is not None:
             if query is key:
                 self._add(
-                    weight, "linear", T, 3 * E, E, name=f"{name}.in_proj_weight", sample=_products(T, 3 * E, E)
+                    weight,
+                    "linear",
+                    T,
+                    3 * E,
+                    E,
+                    name=f"{name}.in_proj_weight",
+                    sample=_products(T, 3 * E, E),
                 )
             else:
                 S = key.numel() // E

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dpexp.errors import UserError
 from dpexp.privacy.sampling import PoissonSampler, stream
 
-CPU_ACTIVATION_BYTES = 512 << 20  # beyond this, larger batches don't make two or sixteen cores faster
+CPU_ACTIVATION_BYTES = 2 << 30  # beyond this, larger batches do not make two or sixteen cores faster
 LARGEST = 1024
 
 

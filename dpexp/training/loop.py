@@ -99,6 +99,7 @@ class Trainer:
         self.model = bundle.model.to(device).train()
         self.optimizer = build_optimizer(run.optim, (p for p in self.model.parameters() if p.requires_grad))
         self.decisions = state.Decisions(folder / "decisions.json", record.device_name(device))
+        self.machine = state.Decisions(state.machine_file(), state.machine_name(device))
         self.code = record.code_hash()
         self.ledger: Ledger | None = None
         self.clipper: Clipper | None = None
@@ -135,6 +136,8 @@ class Trainer:
         )
         if (memory := self.decisions.get("engine")) is not None:
             clipper.recall(memory)
+        elif (choices := self.machine.get("choices")) is not None:
+            clipper.recall({"choices": choices})  # two runs on one machine then add up in the same order
         return clipper
 
     def _restore(self) -> None:
@@ -254,6 +257,8 @@ class Trainer:
     def detach(self) -> None:
         """Give the model back as it was, trained."""
         if self.clipper is not None:
+            if choices := self.clipper.remember().get("choices"):
+                self.machine.keep("choices", (self.machine.get("choices") or {}) | choices)
             self.clipper.detach()
 
     def _take_step(self, step: int, interrupts: Interrupts) -> Sums | None:

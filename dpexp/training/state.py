@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.record import flush_file, flush_folder, write_json
+from dpexp.record import device_name, flush_file, flush_folder, write_json
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -202,6 +202,18 @@ class Decisions:
         if self.values.get(name) != value:
             self.values = {"device": self.device} | self.values | {name: value}
             write_json(self.path, self.values)
+
+
+def machine_name(device: torch.device) -> str:
+    """What a measured choice of an engine depends on beyond the shapes."""
+    return f"{device_name(device)}, torch {torch.__version__}"
+
+
+def machine_file() -> Path:
+    """Where this machine's measured choices are shared by its runs, so that the same run twice gives the same numbers."""
+    folder = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "choices.json"
 
 
 class _HashingWriter:

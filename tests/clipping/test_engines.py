@@ -108,7 +108,9 @@ def test_opacus_itself_agrees_where_it_is_right(name: str, groups: str) -> None:
             torch.testing.assert_close(p.grad, sums[n], rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["tied_head", "positions_as_long_as_the_batch", "bare_parameters", "flattened_batch_major"])
+@pytest.mark.parametrize(
+    "name", ["tied_head", "positions_as_long_as_the_batch", "bare_parameters", "flattened_batch_major"]
+)
 def test_opacus_is_refused_where_it_is_wrong(name: str) -> None:
     problem = ZOO[name]()
     with pytest.raises(UserError):

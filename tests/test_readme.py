@@ -1,0 +1,84 @@
+"""The README's commands: those that can run here run; those that need a GPU, the hub or own files are composed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpexp.config import compose
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line.split("   #")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+    if line.strip()
+]
+TRAIN = [shlex.split(c)[shlex.split(c).index("dpexp.train") + 1 :] for c in COMMANDS if "dpexp.train" in c]
+
+
+def test_the_readme_names_the_commands_that_the_design_fixes() -> None:
+    assert {"make demo", "make test"} <= set(COMMANDS)
+    assert ["task=sst2", "clip=adaptive_perlayer"] in TRAIN
+
+
+@pytest.mark.parametrize("overrides", TRAIN, ids=" ".join)
+def test_training_commands_compose(overrides: list[str]) -> None:
+    first_of_each = [o.split(",")[0] for o in overrides if o != "-m"]
+    assert compose(first_of_each).task.name
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "dpexp.account" in c])
+def test_account_commands_run(command: str, tmp_path: Path) -> None:
+    words = [sys.executable, *shlex.split(command)[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=_env(), check=True)
+    assert re.search(r"\d\.\d", done.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_demo_scale_runs_and_records(tmp_path: Path) -> None:
+    command = next(c for c in COMMANDS if c.endswith("scale=demo"))
+    words = [sys.executable, *shlex.split(command)[1:], "optim.epochs=null", "optim.steps=2"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=_env(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("runs/sst2/*/seed0/summary.json"))) == 1
+
+
+def test_thirty_lines(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("thirty_lines", ROOT / "docs" / "thirty_lines.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    accuracy, rdp, pld = module.train(tmp_path)
+    assert accuracy > 0.8
+    assert 0 < pld <= rdp <= 3.0
+
+
+def test_imports_point_downwards() -> None:
+    """`clipping` and `privacy` know nothing of each other, of Hydra, or of any task."""
+    for room, strangers in {
+        "clipping": ("privacy", "config", "tasks", "training", "models", "record"),
+        "privacy": ("clipping", "config", "tasks", "training", "models", "record"),
+        "tasks": ("training", "record"),
+        "models": ("training", "record", "clipping", "privacy"),
+    }.items():
+        for path in (ROOT / "dpexp" / room).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            runtime = re.sub(r"if TYPE_CHECKING:\n(?:    .*\n|\n)+", "", text)
+            found = [s for s in strangers if re.search(rf"(from|import) dpexp\.{s}\b", runtime)]
+            assert not found, f"{path.relative_to(ROOT)} imports {found}"
+            assert "hydra" not in runtime, path
+
+
+def _env() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
