@@ -88,7 +88,7 @@ def test_the_check_would_see_clipping_left_out():
 
     class NoClipping(Ours):
         def step(self, losses):
-            self.optimizer.zero_grad()
+            self.clipper.detach()
             losses(self.network).sum().backward()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -339,6 +339,7 @@ def test_a_library_that_is_missing_and_a_process_that_is_gone(worker):
         worker.ask("start", **job())
 
 
+@pytest.mark.slow
 def test_from_the_command_line_to_the_files(tmp_path):
     """Two real processes; the memory of a step is that of the gradients and little more."""
     done = subprocess.run(

@@ -57,10 +57,10 @@ def workload_table(rows: Rows, precision: str) -> Table:
     table = Table(
         *(
             "method",
-            "s/step fastest",
-            "median",
+            "fastest s",
+            "median s",
             "examples/s",
-            "× plain",
+            "× time",
             "median ×",
             "MiB",
             "× memory",

@@ -115,6 +115,7 @@ class Clipper:
         device = next(iter(self._params.values())).device
         self._thresholds = _initial_thresholds(clip_norm, len(self.groups)).to(device)
         self._hooks: list[Any] = []
+        self._reducer = distributed.reducer_of(model)
         self._backend: TapBackend | OpacusBackend
         if engine.name == "opacus":
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
@@ -153,6 +154,7 @@ class Clipper:
         if not self._attached:
             raise UserError("this clipper is detached: call attach() again")
         self._check_losses(losses)
+        distributed.check_reducer(self._reducer)
         self._check_coverage()
         thresholds = self._checked_thresholds()
         num_examples = losses.shape[0]
@@ -174,7 +176,7 @@ class Clipper:
         norms = (sq / loss_scale**2).clamp(min=0).sqrt().detach()
         limits = thresholds.to(norms)[:, None] * (1.0 if scale is None else scale.to(norms))
         report = Report(norms, (norms > limits).sum(dim=1))
-        distributed.deliver(self.model, self._params, sums)
+        distributed.deliver(self._reducer, self._params, sums)
         return report
 
     def detach(self) -> None:
@@ -212,7 +214,9 @@ class Clipper:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a model with a clipper attached cannot be pickled: call clipper.detach() first")
 
+    @torch.compiler.disable
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._reducer = distributed.reducer_of(self.model)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not isinstance(self._backend, TapBackend):
             self._backend.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
@@ -222,6 +226,7 @@ class Clipper:
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
 
+    @torch.compiler.disable
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if isinstance(self._backend, TapBackend):
             self._backend.recorder.close()

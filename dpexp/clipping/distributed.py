@@ -20,14 +20,35 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def deliver(model: nn.Module, params: dict[str, nn.Parameter], sums: dict[str, Tensor | LateSum]) -> None:
+def reducer_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The wrapper that reduces the gradients of ``model``: itself, or the one whose forward is calling it now."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    active = DistributedDataParallel._active_ddp_module
+    return active if isinstance(active, DistributedDataParallel) else None
+
+
+def check_reducer(reducer: DistributedDataParallel | None) -> None:
+    """Refuse a reducer that would take every parameter for unused, because taps hide them from its search."""
+    if reducer is not None and reducer.find_unused_parameters:
+        raise UserError(
+            "DistributedDataParallel(find_unused_parameters=True) cannot be combined with a clipper, and need not be: every "
+            "parameter gets a gradient here, zeros where it was not used. Pass find_unused_parameters=False"
+        )
+
+
+def deliver(
+    reducer: DistributedDataParallel | None,
+    params: dict[str, nn.Parameter],
+    sums: dict[str, Tensor | LateSum],
+) -> None:
     """``p.grad += sum``; a parameter without a sum gets zeros, because it is noised like every other.
 
     Under `DistributedDataParallel` the sums go through its reducer, which averages over ranks: multiplied by the world size
     first, ``p.grad`` ends as the sum over all ranks.
     """
-    if isinstance(model, DistributedDataParallel):
-        world = torch.distributed.get_world_size(model.process_group)
+    if reducer is not None:
+        world = torch.distributed.get_world_size(reducer.process_group)
         values = [_tensor(sums.get(name), p) * world for name, p in params.items()]
         torch.autograd.backward(list(params.values()), values)
         return

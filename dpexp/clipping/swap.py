@@ -46,6 +46,7 @@ class Site:
             False  # an embedding that is looked up once for all examples, known after the first step
         )
 
+    @torch.compiler.disable
     def read(self, module: nn.Module, local: str) -> Tensor:
         """The value of ``module.<local>`` for whoever reads it."""
         if self.values is not None and local in self.values:
@@ -204,6 +205,7 @@ def _reader(local: str) -> Any:
     return lambda module: module.__dict__[SITE].read(module, local)
 
 
+@torch.compiler.disable  # taps record in Python: compiled code is cut here, and exact
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site: Site = module.__dict__[SITE]
     if not torch.is_grad_enabled():

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dpexp.errors import UserError
 
-
 CEILING = 1e12  # of an estimate: far above any gradient, far below overflow
 
 

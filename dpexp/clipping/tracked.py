@@ -54,6 +54,7 @@ class Tracked(torch.Tensor):
         return _tracked(param, (name,), (param,), _unchanged, recorder)
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         flat = [*args, *kwargs.values()]

@@ -117,3 +117,31 @@ def test_opacus_is_refused_where_it_is_wrong(name: str) -> None:
         clipper = attach(problem.model, engine="opacus")
         clipper.backward(problem.losses(problem.model, problem.batch))
     assert all(p.grad is None for p in problem.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied_head", "bare_parameters"])
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_compiled_models_are_cut_at_the_taps_and_exact(name: str, compiled_first: bool) -> None:
+    torch._dynamo.reset()
+    problem = ZOO[name]()
+    if compiled_first:
+        compiled = torch.compile(problem.model, backend="aot_eager")
+        clipper = attach(problem.model, groups="layer", clip_norm=0.8)
+    else:
+        clipper = attach(problem.model, groups="layer", clip_norm=0.8)
+        compiled = torch.compile(problem.model, backend="aot_eager")
+    report = clipper.backward(problem.losses(compiled, problem.batch))
+    norms, sums = expected(naive_of(name), clipper.groups, clipper.thresholds)
+    torch.testing.assert_close(report.norms, norms, rtol=1e-9, atol=1e-12)
+    for n, p in problem.model.named_parameters():
+        torch.testing.assert_close(p.grad, sums[n], rtol=1e-9, atol=1e-11)
+
+
+def test_compiling_the_full_graph_is_refused_by_the_compiler() -> None:
+    torch._dynamo.reset()
+    problem = ZOO["mlp"]()
+    clipper = attach(problem.model)
+    compiled = torch.compile(problem.model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        clipper.backward(problem.losses(compiled, problem.batch))
+    assert all(p.grad is None for p in problem.model.parameters())
