@@ -122,11 +122,10 @@ def as_text(result: dict[str, Any]) -> str:
 
 
 def short(number: float) -> str:
-    """Four digits and a unit: 399934572 is 399.9M."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if number >= size:
-            scaled = number / (1e3 if unit == "k" else size)
-            return f"{scaled:.{max(0, 3 - len(str(int(scaled))) + 1)}f}{unit}"
+    """Four digits, two decimals at most, and a unit: 399934572 is 399.9M, 999498 is 1.00M."""
+    for unit, size, least in (("T", 1e12, 1.0), ("G", 1e9, 1.0), ("M", 1e6, 0.999), ("k", 1e3, 10.0)):
+        if (scaled := number / size) >= least:
+            return f"{scaled:.{1 if scaled >= 100 else 2}f}{unit}"
     return f"{number:.0f}"
 
 

@@ -7,8 +7,9 @@ Each library draws noise its own way; ours uses `add_gaussian_`.
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ LEARNING_RATE = 1e-4  # small: the weights hardly move, and every step does the 
 Losses = Callable[[Callable[..., Any]], Tensor]  # network -> [B], the batch being fixed
 
 
-class Method(Protocol):
+class Method(ABC):
     """One way to train.
 
     groups: which parameters share a norm, as `attach` takes it, or "param" (one group for each), or None (nothing clipped).
@@ -36,6 +37,7 @@ class Method(Protocol):
     mean: bool
     network: Any  # what the forward pass calls
 
+    @abstractmethod
     def step(self, losses: Losses) -> None:
         """Forward, backward, noise, update. `p.grad` stays until the next step."""
 
@@ -57,13 +59,13 @@ class Settings:
         return torch.optim.SGD(self.parameters, lr=self.lr if lr is None else lr)
 
 
-class NonPrivate:
+class NonPrivate(Method):
     """Ordinary training on the mean of the losses: what everything is compared with."""
 
     groups, mean = None, True
 
     def __init__(self, settings: Settings, variant: str = ""):
-        self.network: Any = settings.model
+        self.network = settings.model
         self.optimizer = settings.sgd()
 
     def step(self, losses: Losses) -> None:
@@ -72,7 +74,7 @@ class NonPrivate:
         self.optimizer.step()
 
 
-class Ours:
+class Ours(Method):
     """`attach`, then noise on the sum. The division by the batch size is in the learning rate, so it costs nothing."""
 
     mean = False
@@ -93,7 +95,7 @@ class Ours:
         self.optimizer.step()
 
 
-class Opacus:
+class Opacus(Method):
     """Opacus itself: its module wrapper and its optimizers; "layer" gives each parameter a threshold of its own."""
 
     VARIANTS = ("flat", "layer", "ghost")
@@ -115,7 +117,7 @@ class Opacus:
         norm = settings.clip_norm
         self.optimizer: Any
         if self.ghost:
-            self.network: Any = GradSampleModuleFastGradientClipping(
+            self.network = GradSampleModuleFastGradientClipping(
                 settings.model, max_grad_norm=norm, use_ghost_clipping=True
             )
             self.optimizer = DPOptimizerFastGradientClipping(max_grad_norm=norm, **common)
@@ -140,17 +142,17 @@ class Opacus:
         self.optimizer.step()
 
 
-class FastDP:
+class FastDP(Method):
     """fastDP (Bu et al.): book-keeping with its hybrid of ghost norms and instantiation."""
 
     VARIANTS = ("flat", "layer")
     mean = True
 
     def __init__(self, settings: Settings, variant: str):
-        from fastDP import PrivacyEngine
+        from fastDP import PrivacyEngine  # type: ignore[import-not-found]
 
         self.groups = variant
-        self.network: Any = settings.model
+        self.network = settings.model
         self.optimizer = settings.sgd()
         engine = PrivacyEngine(
             settings.model,

@@ -169,8 +169,8 @@ def mlp(*, depth: int, width: int, inputs: int = 3072, classes: int = 100) -> Pa
 def vit(*, layers: int, width: int, heads: int, image: int, bare: bool, classes: int = 1000) -> Parts:
     """timm's vision transformer on patches of 16 x 16.
 
-    `bare`: with its class token and position table, which are parameters of no layer; no other library clips these, so the
-    workload that compares libraries does without: the mean of the patches, without positions.
+    `bare`: with its class token and position table, parameters that belong to no layer. The workload that compares libraries
+    does without (the mean of the patches, no positions), because most of them drop such parameters.
     """
 
     def model() -> nn.Module:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping import distributed
-from dpexp.clipping.backward import BackwardPass, LateSum, Memory
+from dpexp.clipping.backward import BackwardPass
 from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, refuse_couplings
 from dpexp.clipping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.engines import Engine, engine_named
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.layouts import LOOP
+from dpexp.clipping.memory import LateSum, Memory
 from dpexp.clipping.opacus_engine import OpacusBackend
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.swap import REENTRANT, SITE, install, uninstall

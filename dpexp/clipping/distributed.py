@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpexp.clipping.backward import LateSum
+from dpexp.clipping.memory import LateSum
 from dpexp.errors import UserError
 
 

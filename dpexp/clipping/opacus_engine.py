@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import layouts
-from dpexp.clipping.backward import LateSum
 from dpexp.clipping.coverage import CoverageRow
 from dpexp.clipping.groups import Group
+from dpexp.clipping.memory import LateSum
 from dpexp.errors import UserError
 
 

@@ -1,0 +1,289 @@
+"""``python -m dpexp.reproduce.complexity_tables``: Tables 1, 4, 5, 8 and Figure 7 of Bu et al. beside what follows from their
+own rules. Only shapes and arithmetic; docs/complexity.md has the derivations."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+from dpexp.reproduce.architectures import build
+from dpexp.reproduce.complexity import (
+    IMPLEMENTATIONS,
+    Layer,
+    costs,
+    depth_threshold,
+    norm_space,
+    relative_speed,
+    views,
+)
+from dpexp.reproduce.shapes import layers_of
+
+Rows = list[dict[str, str]]
+
+# Table 4 as printed: stage -> (2T², pd) of each network; "3.7e4 x 4" is [3.7 × 10⁴] × 4.
+NETWORKS = ("resnet18", "resnet34", "resnet50")
+PRINTED_4: dict[str, tuple[tuple[str, str], tuple[str, str], tuple[str, str]]] = {
+    "conv1": (("3.1e8 x 1", "9.4e3 x 1"),) * 3,
+    "conv2_x": (
+        ("2.0e7 x 4", "3.7e4 x 4"),
+        ("2.0e7 x 6", "3.7e4 x 6"),
+        ("2.0e7 x 9", "4.1e3 x 1, 3.7e4 x 3, 1.6e4 x 5"),
+    ),
+    "conv3_x": (
+        ("1.2e6 x 4", "7.4e4 x 1, 1.5e5 x 3"),
+        ("1.2e6 x 8", "7.4e4 x 1, 1.5e5 x 7"),
+        ("2.0e7 x 1, 1.2e6 x 11", "3.3e4 x 1, 6.6e4 x 7, 1.5e5 x 4"),
+    ),
+    "conv4_x": (
+        ("7.7e4 x 4", "2.9e5 x 1, 5.9e5 x 3"),
+        ("7.7e4 x 12", "2.6e5 x 1, 5.9e5 x 11"),
+        ("1.2e6 x 1, 7.7e4 x 17", "1.3e5 x 1, 2.6e5 x 11, 5.9e5 x 6"),
+    ),
+    "conv5_x": (
+        ("4.8e3 x 4", "1.2e6 x 1, 2.4e6 x 3"),
+        ("4.8e3 x 6", "1.2e6 x 1, 2.4e6 x 5"),
+        ("4.8e3 x 9", "5.2e5 x 1, 1.0e6 x 5, 2.4e6 x 3"),
+    ),
+    "linear": (("2 x 1", "5.1e5 x 1"), ("2 x 1", "5.1e5 x 1"), ("2 x 1", "2.0e6 x 1")),
+}
+PRINTED_TOTALS = {
+    "resnet18": ("399M", "11.5M", "1.00M"),
+    "resnet34": ("444M", "21.6M", "2.3M"),
+    "resnet50": ("528M", "22.7M", "2.8M"),
+}
+_STAGES = {"conv1": "conv1", "layer1": "conv2_x", "layer2": "conv3_x", "layer3": "conv4_x", "layer4": "conv5_x", "fc": "linear"}  # fmt: skip
+_NOTES_4 = {
+    ("resnet34", "conv4_x"): "2.6e5 is a slip: 256 · 128 · 9 = 294,912, as for resnet18",
+    ("resnet50", "conv5_x"): "its first 1 x 1 convolution still runs at 14 x 14, as in conv3_x and conv4_x;"
+    " only so do the rows add to the printed 528M",
+}
+
+# Table 1: (model, tokens, printed complexity relative to non-DP).
+PRINTED_1 = {"roberta-large": "0.89", "gpt2-large": "0.97", "beit_large": "0.92"}
+
+# Figure 7: model, image, the depth that the text names.
+FIGURE_7 = (("resnet18", 224, "9"), ("resnet18", 512, "17"), ("vgg11", 224, ""), ("vit_base", 224, ""))
+
+# The networks that the paper names; tables 8 and 10 are not in the text that we have.
+ZOO: tuple[tuple[str, dict[str, int]], ...] = (
+    *((name, {"image": 224}) for name in ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")),
+    *((name, {"image": 224}) for name in ("vgg11", "vgg13", "vgg16", "vgg19")),
+    *((name, {"image": 224}) for name in ("vit_base", "vit_large", "beit_base", "beit_large")),
+    *((name, {"tokens": 100}) for name in ("gpt2", "gpt2-medium", "gpt2-large")),
+    *((name, {"tokens": 256}) for name in ("roberta-base", "roberta-large")),
+)
+BATCH = 32  # of table 8: section 3.1 speaks of B = 32
+
+
+@cache
+def _layers(name: str, **size: int) -> tuple[Layer, ...]:
+    network = build(name, **size)
+    return tuple(layers_of(network.model, network.run))
+
+
+def table_4() -> Rows:
+    """One row for each network and stage, then the totals without and with shortcut convolutions."""
+    rows: Rows = []
+    for column, name in enumerate(NETWORKS):
+        every = _layers(name, image=224)
+        plain = [layer for layer in every if not layer.is_shortcut]
+        for stage, printed in PRINTED_4.items():
+            own = [layer for layer in plain if _STAGES[layer.name.partition(".")[0]] == stage]
+            ours = [_powers(layer.ghost for layer in own), _powers(layer.instantiation for layer in own)]
+            ghost, instantiation = printed[column]
+            note = _NOTES_4.get((name, stage), "")
+            rows.append(_row4(name, stage, ghost, ours[0], instantiation, ours[1], "", "", note))
+        ghost, instantiation, mixed = PRINTED_TOTALS[name]
+        for stage, layers, note in (
+            ("total", plain, "without shortcut convolutions, as printed"),
+            ("complete", every, "with shortcut convolutions"),
+        ):
+            space = norm_space(layers)
+            printed_now = (ghost, instantiation, mixed) if stage == "total" else ("", "", "")
+            rows.append(
+                _row4(
+                    name,
+                    stage,
+                    printed_now[0],
+                    f"{space.ghost / 1e6:.1f}M",
+                    printed_now[1],
+                    f"{space.instantiation / 1e6:.2f}M",
+                    printed_now[2],
+                    f"{space.mixed / 1e6:.2f}M",
+                    note,
+                )  # fmt: skip
+            )
+    return rows
+
+
+def _row4(*cells: str) -> dict[str, str]:
+    columns = ("network", "stage", "printed 2T²", "our 2T²", "printed pd", "our pd", "printed mixed", "our mixed", "note")  # fmt: skip
+    return dict(zip(columns, cells, strict=True))
+
+
+def _powers(values: Iterable[int]) -> str:
+    """Two digits and a power of ten, equal values counted, in the order in which they come."""
+    counted = Counter(_power(value) for value in values)
+    return ", ".join(f"{value} x {count}" for value, count in counted.items())
+
+
+def _power(value: int) -> str:
+    if value < 10:
+        return str(value)
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def table_5() -> Rows:
+    """Every implementation: its modules, and the printed and derived formulas of one layer."""
+    rows = []
+    for implementation in IMPLEMENTATIONS:
+        instantiating, ghost = implementation.modules
+        time, space = implementation.printed_time, implementation.printed_space
+        rows.append(
+            {
+                "implementation": implementation.name,
+                "modules": instantiating if instantiating == ghost else f"⟨{instantiating}, {ghost}⟩",
+                "printed time": str(time) if time else "",
+                "derived time": str(implementation.time),
+                "printed space": str(space) if space else "",
+                "derived space": str(implementation.space),
+                "note": implementation.note,
+            }
+        )
+    return rows
+
+
+def table_8() -> Rows:
+    """The networks of the paper: space of the norms, and what every implementation costs relative to non-DP."""
+    rows: Rows = []
+    for name, size in ZOO:
+        for view, layers in views(_layers(name, **size)).items():
+            space = norm_space(layers)
+            row = {
+                "network": name,
+                "input": " ".join(f"{value} {key}" for key, value in size.items()),
+                "layers": view,
+                "weights": str(space.instantiation),
+                "ghost": str(space.ghost),
+                "mixed": str(space.mixed),
+                "last instantiated": str(depth_threshold(layers)),
+                "non-DP / BK": f"{relative_speed(layers):.3f}",
+                "printed": PRINTED_1.get(name, "") if "blocks" in view else "",
+            }
+            for cost in costs(layers, BATCH):
+                for key in ("time", "space"):
+                    row[f"{cost['implementation']} {key}"] = f"{cost[f'{key}_relative']:.3f}"
+            rows.append(row)
+    return rows
+
+
+def figure_7() -> Rows:
+    """Space of the norm of one example, layer by layer, shortcut convolutions left out."""
+    rows: Rows = []
+    for name, image, _ in FIGURE_7:
+        for number, layer in enumerate(_figure_layers(name, image), 1):
+            rows.append(
+                {
+                    "network": name,
+                    "image": str(image),
+                    "layer": str(number),
+                    "name": layer.name,
+                    **{key: str(getattr(layer, key)) for key in ("T", "p", "d", "ghost", "instantiation")},
+                    "choice": layer.choice,
+                }
+            )
+    return rows
+
+
+def _figure_layers(name: str, image: int) -> list[Layer]:
+    return [layer for layer in _layers(name, image=image) if not layer.is_shortcut]
+
+
+def thresholds() -> Rows:
+    """The last layer that instantiates, beside the depth in section 3.3."""
+    return [
+        {
+            "network": name,
+            "image": str(image),
+            "layers": str(len(layers := _figure_layers(name, image))),
+            "printed depth": printed,
+            "last layer that instantiates": str(depth_threshold(layers) or "none"),
+        }
+        for name, image, printed in FIGURE_7
+    ]
+
+
+# Pages.
+
+
+def as_csv(rows: Rows) -> str:
+    """The rows as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_markdown(rows: Rows, columns: Sequence[str] | None = None) -> str:
+    """The rows as a table."""
+    shown = list(columns or rows[0])
+    lines = ["| " + " | ".join(shown) + " |", "|" + "---|" * len(shown)]
+    lines += ["| " + " | ".join(row[column] for column in shown) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+_FOOT = "\nRegenerate with `python -m dpexp.reproduce.complexity_tables`. Derivations: docs/complexity.md.\n"
+
+
+def pages() -> dict[str, str]:
+    """File name -> content."""
+    four, five, eight = table_4(), table_5(), table_8()
+    shown = [key for key in eight[0] if not key.endswith((" time", " space"))]
+    methods = [x.name for x in IMPLEMENTATIONS if x.name not in ("non-DP", "TF-Privacy")]
+    return {
+        "complexity-bu-table4.csv": as_csv(four),
+        "complexity-bu-table4.md": "# Bu et al., Table 4: space of per-example norms, one 224 x 224 image\n\n"
+        "Floats; `2.0e7 x 4` is four layers of 2.0 · 10⁷. A layer's norm takes the smaller of the two.\n\n"
+        + as_markdown(four)
+        + _FOOT,
+        "complexity-bu-table5.csv": as_csv(five),
+        "complexity-bu-table5.md": "# Bu et al., Tables 2 and 5: one layer, as printed and as derived from the modules of Table 3\n\n"
+        "⟨a, b⟩: a where gradients are instantiated, b where the ghost norm is taken (2T² < pd). Modules: 1 forward, 2a output"
+        " gradient, 2b parameter gradient, 3 ghost norm, 4 instantiation, 5 weighted sum. Empty: not printed.\n\n"
+        + as_markdown(five)
+        + _FOOT,
+        "complexity-bu-table8.csv": as_csv(eight),
+        "complexity-bu-table8.md": "# Whole networks: space of per-example norms, and every implementation relative to non-DP\n\n"
+        "Bu et al. refer to such tables as 8 and 10, which are not in the text that we have; the column `printed` is the"
+        " complexity in Table 1. Weights, ghost and mixed are floats for one example, summed over layers.\n\n"
+        + as_markdown(eight, shown)
+        + f"\n## Time relative to non-DP, derived, B = {BATCH}\n\n"
+        + as_markdown(eight, ["network", "layers", *(f"{name} time" for name in methods)])
+        + f"\n## Space relative to non-DP, derived, B = {BATCH}\n\n"
+        + as_markdown(eight, ["network", "layers", *(f"{name} space" for name in methods)])
+        + _FOOT,
+        "complexity-bu-figure7.csv": as_csv(figure_7()),
+        "complexity-bu-figure7.md": "# Bu et al., Figure 7: from which depth on the ghost norm takes less space\n\n"
+        "Shortcut convolutions left out, as in the paper. The CSV has every layer.\n\n"
+        + as_markdown(thresholds())
+        + "\nAt 512 x 512 the text says 17. The rule says 13: conv5_x has T = 256 and 2T² = 131,072, less than the"
+        " 1,179,648 weights of its first layer.\n" + _FOOT,
+    }
+
+
+def main(folder: Path) -> None:
+    """Write the pages into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "results/tables"))
