@@ -4,6 +4,8 @@ training costs on it (Bu et al., Tables 3-5, 8). Only shapes are computed: no we
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -144,13 +146,16 @@ def _layer_table(layers: list[dict[str, Any]]) -> list[str]:
 
 
 def _cost_table(rows: list[dict[str, Any]]) -> list[str]:
-    columns = ["implementation", "time", "/ non-DP", "printed", "/ non-DP", "space", "/ non-DP", "printed", "/ non-DP"]  # fmt: skip
+    relative = "/ non-DP"
+    columns = ["implementation"] + [
+        x for key in ("time", "printed", "space", "printed") for x in (key, relative)
+    ]
     table = []
     for row in rows:
         cells = [row["implementation"]]
         for key in ("time", "printed_time", "space", "printed_space"):
-            value, relative = row[key], row[f"{key}_relative"]
-            cells += ["-", "-"] if value is None else [short(value), f"{relative:.3f}"]
+            value = row[key]
+            cells += ["-", "-"] if value is None else [short(value), f"{row[f'{key}_relative']:.3f}"]
         table.append(cells)
     return ["  " + line for line in _aligned(columns, table, left=(0,))]
 
@@ -177,9 +182,8 @@ def _kept(layers: list[Layer], arguments: ExplainArguments) -> list[Layer]:
     patterns = [pattern for pattern in (arguments.leave_out or "").split("|") if pattern]
     for pattern in patterns:
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
-            raise UserError(
-                f"leave_out={pattern} fits no layer{did_you_mean(pattern, [layer.name for layer in layers][:14])}"
-            )
+            names = ", ".join(layer.name for layer in layers[:3])
+            raise UserError(f"leave_out={pattern} fits no layer; they are named {names}, …")
     kept = [layer for layer in layers if not any(fnmatchcase(layer.name, pattern) for pattern in patterns)]
     if not kept:
         raise UserError(f"no layer is left of model={arguments.network}")
@@ -232,7 +236,12 @@ def _check(arguments: ExplainArguments) -> None:
 def main(arguments: ExplainArguments) -> None:
     """Print the layerwise decision and what every implementation costs."""
     result = explain(arguments)
-    print(json.dumps(result) if arguments.format == "json" else as_text(result))
+    try:
+        print(json.dumps(result) if arguments.format == "json" else as_text(result), flush=True)
+    except (
+        BrokenPipeError
+    ):  # the reader, `head` for one, has seen enough; the exit must not flush to it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -156,13 +156,15 @@ def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | No
 
     if tokens is not None:
         raise UserError(f"tokens={tokens}: {name} sees images; give image=… instead")
+    sizes = {} if image is None else {"img_size": image}
     with torch.device("meta"), quiet():
-        try:  # vision transformers are built for a size, convolutional networks take any
-            model = timm.create_model(name, **({} if image is None else {"img_size": image}), **config)
-        except TypeError:
-            model = timm.create_model(name, **config)
-        except (AssertionError, ValueError, RuntimeError) as error:
-            raise UserError(f"timm cannot build {name} for image={image}: {_first_line(error)}") from error
+        try:
+            try:  # vision transformers are built for a size, convolutional networks take any
+                model = timm.create_model(name, **config, **sizes)
+            except TypeError:
+                model = timm.create_model(name, **config)
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            raise UserError(f"timm cannot build {name}: {_first_line(error)}") from error
     channels, *sides = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
     sides = [image, image] if image is not None else sides
     images = torch.empty(1, channels, *sides, device="meta")

@@ -56,7 +56,9 @@ PRINTED_TOTALS = {
     "resnet34": ("444M", "21.6M", "2.3M"),
     "resnet50": ("528M", "22.7M", "2.8M"),
 }
-_STAGES = {"conv1": "conv1", "layer1": "conv2_x", "layer2": "conv3_x", "layer3": "conv4_x", "layer4": "conv5_x", "fc": "linear"}  # fmt: skip
+_STAGES = dict(
+    zip(("conv1", "layer1", "layer2", "layer3", "layer4", "fc"), PRINTED_4, strict=True)
+)  # timm's names
 _NOTES_4 = {
     ("resnet34", "conv4_x"): "2.6e5 is a slip: 256 · 128 · 9 = 294,912, as for resnet18",
     ("resnet50", "conv5_x"): "its first 1 x 1 convolution still runs at 14 x 14, as in conv3_x and conv4_x;"
@@ -92,44 +94,52 @@ def table_4() -> Rows:
     for column, name in enumerate(NETWORKS):
         every = _layers(name, image=224)
         plain = [layer for layer in every if not layer.is_shortcut]
-        for stage, printed in PRINTED_4.items():
+        for stage, networks in PRINTED_4.items():
             own = [layer for layer in plain if _STAGES[layer.name.partition(".")[0]] == stage]
-            ours = [_powers(layer.ghost for layer in own), _powers(layer.instantiation for layer in own)]
-            ghost, instantiation = printed[column]
-            note = _NOTES_4.get((name, stage), "")
-            rows.append(_row4(name, stage, ghost, ours[0], instantiation, ours[1], "", "", note))
-        ghost, instantiation, mixed = PRINTED_TOTALS[name]
-        for stage, layers, note in (
-            ("total", plain, "without shortcut convolutions, as printed"),
-            ("complete", every, "with shortcut convolutions"),
-        ):
-            space = norm_space(layers)
-            printed_now = (ghost, instantiation, mixed) if stage == "total" else ("", "", "")
+            ghost, instantiation = networks[column]
             rows.append(
-                _row4(
-                    name,
-                    stage,
-                    printed_now[0],
-                    f"{space.ghost / 1e6:.1f}M",
-                    printed_now[1],
-                    f"{space.instantiation / 1e6:.2f}M",
-                    printed_now[2],
-                    f"{space.mixed / 1e6:.2f}M",
-                    note,
-                )  # fmt: skip
+                {
+                    "network": name,
+                    "stage": stage,
+                    "printed 2T²": ghost,
+                    "our 2T²": _powers((layer.ghost for layer in own), ghost),
+                    "printed pd": instantiation,
+                    "our pd": _powers((layer.instantiation for layer in own), instantiation),
+                    "printed mixed": "",
+                    "our mixed": "",
+                    "note": _NOTES_4.get((name, stage), ""),
+                }
             )
+        rows.append(
+            _total(name, "total", PRINTED_TOTALS[name], plain, "without shortcut convolutions, as printed")
+        )
+        rows.append(_total(name, "complete", ("", "", ""), every, "with shortcut convolutions"))
     return rows
 
 
-def _row4(*cells: str) -> dict[str, str]:
-    columns = ("network", "stage", "printed 2T²", "our 2T²", "printed pd", "our pd", "printed mixed", "our mixed", "note")  # fmt: skip
-    return dict(zip(columns, cells, strict=True))
+def _total(
+    name: str, stage: str, printed: tuple[str, str, str], layers: Sequence[Layer], note: str
+) -> dict[str, str]:
+    space = norm_space(layers)
+    return {
+        "network": name,
+        "stage": stage,
+        "printed 2T²": printed[0],
+        "our 2T²": f"{space.ghost / 1e6:.1f}M",
+        "printed pd": printed[1],
+        "our pd": f"{space.instantiation / 1e6:.2f}M",
+        "printed mixed": printed[2],
+        "our mixed": f"{space.mixed / 1e6:.2f}M",
+        "note": note,
+    }
 
 
-def _powers(values: Iterable[int]) -> str:
-    """Two digits and a power of ten, equal values counted, in the order in which they come."""
+def _powers(values: Iterable[int], printed: str) -> str:
+    """Two digits and a power of ten, equal values counted, in the printed order as far as it goes."""
     counted = Counter(_power(value) for value in values)
-    return ", ".join(f"{value} x {count}" for value, count in counted.items())
+    shown = [f"{value} x {count}" for value, count in counted.items()]
+    order = printed.split(", ")
+    return ", ".join(sorted(shown, key=lambda x: order.index(x) if x in order else -1))
 
 
 def _power(value: int) -> str:
@@ -169,7 +179,7 @@ def table_8() -> Rows:
                 "network": name,
                 "input": " ".join(f"{value} {key}" for key, value in size.items()),
                 "layers": view,
-                "weights": str(space.instantiation),
+                "instantiation": str(space.instantiation),
                 "ghost": str(space.ghost),
                 "mixed": str(space.mixed),
                 "last instantiated": str(depth_threshold(layers)),
@@ -254,15 +264,15 @@ def pages() -> dict[str, str]:
         + as_markdown(four)
         + _FOOT,
         "complexity-bu-table5.csv": as_csv(five),
-        "complexity-bu-table5.md": "# Bu et al., Tables 2 and 5: one layer, as printed and as derived from the modules of Table 3\n\n"
-        "⟨a, b⟩: a where gradients are instantiated, b where the ghost norm is taken (2T² < pd). Modules: 1 forward, 2a output"
-        " gradient, 2b parameter gradient, 3 ghost norm, 4 instantiation, 5 weighted sum. Empty: not printed.\n\n"
-        + as_markdown(five)
-        + _FOOT,
+        "complexity-bu-table5.md": "# Bu et al., Tables 2 and 5: one layer, as printed and as derived\n\n"
+        "⟨a, b⟩: a where gradients are instantiated, b where the ghost norm is taken (2T² < pd). Modules of Table 3:"
+        " 1 forward, 2a output gradient, 2b parameter gradient, 3 ghost norm, 4 instantiation, 5 weighted sum."
+        " Empty: not printed.\n\n" + as_markdown(five) + _FOOT,
         "complexity-bu-table8.csv": as_csv(eight),
         "complexity-bu-table8.md": "# Whole networks: space of per-example norms, and every implementation relative to non-DP\n\n"
         "Bu et al. refer to such tables as 8 and 10, which are not in the text that we have; the column `printed` is the"
-        " complexity in Table 1. Weights, ghost and mixed are floats for one example, summed over layers.\n\n"
+        " complexity in Table 1. Instantiation, ghost and mixed are floats for one example, summed over layers, a tied weight"
+        " once for each use.\n\n"
         + as_markdown(eight, shown)
         + f"\n## Time relative to non-DP, derived, B = {BATCH}\n\n"
         + as_markdown(eight, ["network", "layers", *(f"{name} time" for name in methods)])

@@ -1,0 +1,312 @@
+"""Bu et al.'s analysis: the modules, the formulas, the tables to the digit, and shapes read off arbitrary networks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpexp.clipping import cost
+from dpexp.clipping.contributions import Conv, Geometry, Lookup, Outer
+from dpexp.errors import UserError
+from dpexp.reproduce import architectures, complexity_tables
+from dpexp.reproduce.architectures import build
+from dpexp.reproduce.complexity import (
+    IMPLEMENTATIONS,
+    NON_PRIVATE,
+    SPACE,
+    TIME,
+    Layer,
+    costs,
+    depth_threshold,
+    norm_space,
+    relative_speed,
+    views,
+)
+from dpexp.reproduce.shapes import coverage, layers_of
+
+TABLES = Path(__file__).parents[2] / "results" / "tables"
+COMPLETE = {
+    "resnet18": ("399.9M", "11.68M", "1.05M"),
+    "resnet34": ("444.8M", "21.78M", "2.33M"),
+    "resnet50": ("548.5M", "25.50M", "3.07M"),
+}
+ONE = {x.name: x for x in IMPLEMENTATIONS}
+
+
+def value(terms, layer, batch):
+    return sum(factor * layer.terms(batch)[term] for term, factor in terms.items())
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 7, 11), (2, 1, 4, 3)])
+def test_terms_are_the_modules_of_the_engine(sizes):
+    B, T, p, d = sizes
+    layer = Layer("layer", "linear", T, p, d)
+    for name, module in cost.MODULES.items():
+        expected = module(B, T, p, d)
+        assert value(TIME[name], layer, B) == expected.flops, name
+        assert value(SPACE[name], layer, B) == expected.floats, name
+
+
+def test_layers_cost_what_their_gradients_say():
+    """The ghost norms of grouped convolutions and embeddings, beside the engine's own account."""
+    B = 2
+    grouped = Conv(torch.zeros(B, 4, 6, 6), torch.zeros(B, 8, 4, 4), (8, 2, 3, 3), Geometry((1, 1), (0, 0), (1, 1), 2), B)  # fmt: skip
+    lookup = Lookup(torch.zeros(B, 5, dtype=torch.long), torch.zeros(B, 5, 3), 7)
+    outer = Outer(torch.zeros(B, 5, 7), torch.zeros(B, 5, 3))
+    for layer, contribution in (
+        (Layer("", "convolution", 16, 8, 18, groups=2), grouped),
+        (Layer("", "embedding", 5, 3, 7), lookup),
+        (Layer("", "linear", 5, 3, 7), outer),
+    ):
+        expected = contribution.cost("ghost")
+        assert value(TIME["3"], layer, B) == expected.flops
+        assert value(SPACE["3"], layer, B) == expected.floats == B * layer.ghost
+        assert B * layer.instantiation == contribution.instantiate().numel()
+
+
+def test_groups_move_the_rule():
+    assert Layer("", "convolution", 10, 8, 30).prefers_ghost  # 2 · 10² < 8 · 30
+    assert not Layer("", "convolution", 10, 8, 30, groups=2).prefers_ghost
+
+
+@pytest.mark.parametrize(
+    ("name", "printed", "derived"),
+    [
+        ("FastGradClip", "8BTpd", "10BTpd"),
+        ("improved FastGradClip", "6BTpd", "8BTpd"),
+        ("Opacus", "8BTpd", "8BTpd + 2Bpd"),
+        ("GhostClip", "10BTpd + 2BT²(p+d)", "10BTpd + 2BT²(p+d)"),
+        ("BK", "6BTpd + 2BT²(p+d)", "6BTpd + 2BT²(p+d)"),
+        ("MixGhostClip", "8BTpd + ⟨2BTpd, 2BT²(p+d)⟩", "10BTpd + ⟨2BTpd, 2BT²(p+d)⟩"),
+        ("BK-MixGhostClip", "6BTpd + ⟨2BTpd, 2BT²(p+d)⟩", "6BTpd + ⟨2BTpd, 2BT²(p+d)⟩"),
+        ("BK-MixOpt", "6BTpd + ⟨0, 2BT²(p+d)⟩", "6BTpd + ⟨2Bpd, 2BT²(p+d)⟩"),
+    ],
+)
+def test_time_as_printed_and_as_derived(name, printed, derived):
+    assert str(ONE[name].printed_time) == printed
+    assert str(ONE[name].time) == derived
+
+
+def test_space_as_printed_and_as_derived():
+    assert str(NON_PRIVATE.printed_space) == "pd + 3BTd + BTp"
+    assert str(NON_PRIVATE.space) == "2pd + 2BTd + BTp"
+    assert str(ONE["BK"].space) == "2BT² + 2pd + 2BTd + BTp"  # not min{2BT², BTpd} more, as Table 2 has it
+    for (
+        implementation
+    ) in IMPLEMENTATIONS:  # every private implementation needs what plain training needs, or more
+        for terms in (implementation.space.instantiate, implementation.space.ghost):
+            assert terms >= NON_PRIVATE.space.ghost, implementation.name
+
+
+def test_hybrids_are_their_two_ends():
+    """Where T is small the hybrids are the ghost methods, where it is large those that instantiate."""
+    low, high = Layer("", "linear", 2, 50, 60), Layer("", "linear", 100, 5, 6)
+    for layer, twins in (
+        (low, {"MixGhostClip": "GhostClip", "BK-MixGhostClip": "BK", "BK-MixOpt": "BK"}),
+        (high, {"BK-MixGhostClip": "improved FastGradClip", "BK-MixOpt": "improved Opacus"}),
+    ):
+        rows = {row["implementation"]: row for row in costs([layer], 3)}
+        for hybrid, twin in twins.items():
+            assert rows[hybrid]["time"] == rows[twin]["time"]
+            assert rows[hybrid]["space"] == rows[twin]["space"]
+    with pytest.raises(ValueError, match="without layers"):
+        costs([], 1)
+
+
+# The paper's numbers.
+
+
+@pytest.fixture(scope="module")
+def timm():
+    return pytest.importorskip("timm")
+
+
+@pytest.fixture(scope="module")
+def pages(timm):
+    return complexity_tables.pages()
+
+
+def test_regenerating_gives_the_committed_files(pages):
+    for name, text in pages.items():
+        assert (TABLES / name).read_text(encoding="utf-8") == text, name
+
+
+def test_table_4_to_the_digit(timm):
+    """Every cell of every stage, with two known slips, and every total."""
+    for row in complexity_tables.table_4():
+        where = row["network"], row["stage"]
+        if row["stage"] == "complete":
+            assert (row["our 2T²"], row["our pd"], row["our mixed"]) == COMPLETE[row["network"]]
+        elif row["stage"] != "total":
+            assert (row["our 2T²"] == row["printed 2T²"]) == (where != ("resnet50", "conv5_x")), where
+            assert (row["our pd"] == row["printed pd"]) == (where != ("resnet34", "conv4_x")), where
+    for name, (ghost, instantiation, mixed) in complexity_tables.PRINTED_TOTALS.items():
+        layers = views(complexity_tables._layers(name, image=224))[
+            "without shortcut convolutions (as Table 4)"
+        ]
+        space = norm_space(layers)
+        assert f"{space.ghost / 1e6:.0f}M" == ghost
+        assert f"{space.instantiation / 1e6:.1f}M" == instantiation
+        digits = len(mixed.partition(".")[2]) - 1
+        assert f"{space.mixed / 1e6:.{digits}f}M" == mixed
+
+
+def test_figure_7_and_section_3(timm):
+    found = {
+        (row["network"], row["image"]): row["last layer that instantiates"]
+        for row in complexity_tables.thresholds()
+    }
+    assert found == {("resnet18", "224"): "9", ("resnet18", "512"): "13", ("vgg11", "224"): "5", ("vit_base", "224"): "none"}  # fmt: skip
+    first = complexity_tables._layers("vgg11", image=224)[0]
+    assert f"{first.ghost:.0e} {first.instantiation}" == "5e+09 1728"
+
+
+def test_table_1_and_the_abstract(timm):
+    sizes = {"roberta-large": {"tokens": 256}, "gpt2-large": {"tokens": 100}, "beit_large": {"image": 224}}
+    found = {}
+    for name, size in sizes.items():
+        blocks = views(complexity_tables._layers(name, **size))["linear layers of the blocks (as Table 1)"]
+        found[name] = f"{relative_speed(blocks):.3f}"
+        assert f"{relative_speed(blocks):.2f}" == complexity_tables.PRINTED_1[name]
+    assert found == {"roberta-large": "0.889", "gpt2-large": "0.966", "beit_large": "0.921"}
+    every = complexity_tables._layers("gpt2-large", tokens=100)
+    rows = {row["implementation"]: row["time"] for row in costs(every, 1)}
+    assert f"{rows['BK'] / rows['non-DP']:.2f} {rows['BK'] / rows['GhostClip']:.2f}" == "1.03 0.61"
+
+
+# Shapes.
+
+
+class Everything(nn.Module):
+    """Weights used in every way: by modules, by functions, twice, tied, grouped, transposed, inside attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.twice = nn.Linear(8, 8)
+        self.by_hand = nn.Linear(8, 8, bias=False)
+        self.bare = nn.Parameter(torch.zeros(8, 6))
+        self.never = nn.Linear(3, 4)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.grouped = nn.Conv1d(8, 4, 3, groups=2, stride=2)
+        self.up = nn.ConvTranspose1d(4, 6, 2, stride=2)
+
+    def forward(self, ids):
+        x = self.twice(self.twice(self.embed(ids)))
+        x = F.linear(x, self.by_hand.weight)
+        x = self.attention(x, x, x)[0]
+        y = self.up(self.grouped(x.transpose(1, 2)))
+        return y.sum() + (x @ self.bare).sum() + F.linear(x, self.embed.weight).sum()
+
+
+def test_every_use_of_a_weight_is_found():
+    model = Everything()
+    ids = torch.zeros(1, 9, dtype=torch.long)
+    layers = layers_of(model, lambda: model(ids))
+    assert [(x.name, x.kind, x.T, x.p, x.d, x.groups, x.tied) for x in layers] == [
+        ("embed", "embedding", 9, 8, 20, 1, None),
+        ("twice", "linear", 18, 8, 8, 1, None),
+        ("by_hand", "linear", 9, 8, 8, 1, None),
+        ("attention.in_proj_weight", "linear", 9, 24, 8, 1, None),
+        ("attention.out_proj", "linear", 9, 8, 8, 1, None),
+        ("grouped", "convolution", 4, 4, 12, 2, None),
+        ("up", "convolution", 4, 4, 12, 1, None),
+        ("bare", "linear", 9, 8 - 2, 8, 1, None),
+        ("embed (again)", "linear", 9, 20, 8, 1, "embed"),
+    ]
+    weights = dict(model.named_parameters())
+    for layer in layers:
+        assert layer.sample is not None
+        shape = layer.sample(2).instantiate().shape
+        own = weights.get(f"{layer.name.removesuffix(' (again)')}.weight", weights.get(layer.name))
+        assert own is not None
+        assert shape[0] == 2
+        assert shape[1:].numel() == own.numel() == layer.p * layer.d, layer.name
+    total, covered, rest = coverage(model, layers)
+    assert rest == ["never.weight"]
+    assert covered == sum(p.numel() for n, p in weights.items() if p.dim() > 1) - 12
+    assert total == sum(p.numel() for p in weights.values())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_cross_attention_has_two_lengths():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, memory = torch.zeros(1, 3, 8), torch.zeros(1, 5, 8)
+    layers = layers_of(attention, lambda: attention(x, memory, memory))
+    assert [(layer.T, layer.p, layer.d) for layer in layers] == [(3, 8, 8), (5, 16, 8), (3, 8, 8)]
+
+
+def test_the_meta_device_changes_nothing():
+    with torch.device("meta"):
+        abstract = Everything()
+    model = Everything()
+    ids = torch.zeros(1, 9, dtype=torch.long)
+    on_meta = layers_of(abstract, lambda: abstract(ids.to("meta")))
+    assert on_meta == layers_of(model, lambda: model(ids))
+
+
+def test_depth_threshold():
+    ghost, instantiate = Layer("", "linear", 1, 9, 9), Layer("", "linear", 9, 1, 1)
+    assert depth_threshold([]) == depth_threshold([ghost, ghost]) == 0
+    assert depth_threshold([instantiate, ghost, instantiate, ghost]) == 3
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("gpt2", 124_439_808), ("gpt2-large", 774_030_080), ("FacebookAI/roberta-large", 355_361_794), ("bert_base", 109_483_778)],
+)  # fmt: skip
+def test_published_sizes(name, parameters):
+    model = build(name).model
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_folder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=40)
+    transformers.BertConfig(**sizes, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
+    network = build(str(tmp_path), tokens=600)
+    layers = layers_of(network.model, network.run)
+    assert layers[-1].tied == "bert.embeddings.word_embeddings"  # the masked language model's output
+    assert {layer.T for layer in layers} == {600}
+    assert "600 tokens are more than the 512" in network.notes[0]
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        build(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("gtp2", {}, "did you mean gpt2"),
+        ("./nowhere", {}, "is no folder"),
+        ("gpt2", {"image": 224}, "give tokens"),
+        ("gpt2", {"tokens": 0}, "tokens=0"),
+        ("a/b/c", {}, "no such folder"),
+    ],
+)
+def test_bad_names_and_sizes(name, size, message):
+    with pytest.raises(UserError, match=message) as caught:
+        build(name, **size)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_timm(monkeypatch):
+    monkeypatch.setattr(architectures, "timm_names", list)
+    with pytest.raises(UserError, match="pip install timm"):
+        build("resnet18")
+
+
+def test_images(timm):
+    with pytest.raises(UserError, match="did you mean resnet18"):
+        build("resnet81")
+    with pytest.raises(UserError, match="give image"):
+        build("resnet18", tokens=3)
+    with pytest.raises(UserError, match="does not run with image=8"):
+        network = build("vgg11", image=8)
+        network.run()
