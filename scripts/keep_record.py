@@ -31,10 +31,16 @@ def keep(path: Path) -> Path:
         sys.exit(f"error: {path}: the code of this run is in no commit; run it from a clean checkout")
     epsilon = summary["details"]["config"]["privacy"]["epsilon"]
     parts = [summary["task"], summary["model"], summary["clip"], summary["scale"]]
-    parts += [f"eps{epsilon:g}" if epsilon else "noeps", summary["details"]["signature"], f"seed{summary['seed']}"]
+    parts += [
+        f"eps{epsilon:g}" if epsilon else "noeps",
+        summary["details"]["signature"],
+        f"seed{summary['seed']}",
+    ]
     RESULTS.mkdir(parents=True, exist_ok=True)
     target = RESULTS / ("-".join(parts) + ".json")
-    target.write_text(json.dumps(without_folders(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    target.write_text(
+        json.dumps(without_folders(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     return target
 
 

@@ -54,7 +54,8 @@ def test_the_demo_scale_runs_and_records(tmp_path: Path) -> None:
 
 def test_thirty_lines(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("thirty_lines", ROOT / "docs" / "thirty_lines.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     accuracy, rdp, pld = module.train(tmp_path)

@@ -15,9 +15,10 @@ import yaml
 from rich.console import Console
 
 from dpexp import record
+from dpexp.clipping.engines import ENGINES
 from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
-from dpexp.train import choose_device, report_finished, train
+from dpexp.train import build_plan, choose_device, report_finished, train
 
 ROOT = Path(__file__).parents[1]
 JOB = ["task=sst2", "clip=adaptive_perlayer", "scale=demo", "optim.epochs=null", "runtime=cpu"]
@@ -164,3 +165,20 @@ def test_bad_input_is_one_line_and_exit_status_2(tmp_path):
     assert done.stderr.startswith("error: ")
     assert "adaptive_perlayer" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_engine_and_runtime_change_no_plan():
+    """What must not change the science does not: the same frozen plan, to the last bit, and the same event."""
+    settings = ["task=sst2", "scale=demo", "clip=adaptive_perlayer"]
+    reference = build_plan(compose(settings), 16000, 120)
+    others = [[f"engine={name}"] for name in sorted(ENGINES)]
+    others += [
+        ["runtime.threads=1"],
+        ["runtime.physical_batch_size=8"],
+        ["runtime=cpu"],
+        ["tracker=tensorboard"],
+    ]
+    for other in others:
+        plan = build_plan(compose([*settings, *other]), 16000, 120)
+        assert plan.fingerprint() == reference.fingerprint(), other
+        assert plan.event() == reference.event()

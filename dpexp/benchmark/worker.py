@@ -110,6 +110,7 @@ class Bench:
         size = self.workload.default_batch("tiny")
         batch = self._batch(size)
         method = make_method(self.job["method"], Settings(self._model(), size, 1.0, self.noise, self.rate))
+        method.network = self._compiled(method.network)
         method.step(lambda network: self._losses(network, batch))
 
     def facts(self) -> dict[str, Any]:

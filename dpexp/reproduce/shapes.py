@@ -182,6 +182,8 @@ class _Watch(TorchFunctionMode):
     ) -> None:
         self._calls[id(weight)] += 1
         name = name or self._name(weight)
+        if any(taken == name and layer.kind != kind for (taken, _), layer in self._found.items()):
+            name = f"{name} (as {kind})"  # an embedding whose table a function multiplies with, too
         key = (name, id(weight))
         if (known := self._found.get(key)) is not None:
             T += known.T

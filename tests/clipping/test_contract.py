@@ -34,7 +34,8 @@ def test_an_empty_batch_is_a_step_of_zeros(engine: str) -> None:
     clipper = attach(model, groups="layer", engine=engine)
     for losses in (losses_of(model, torch.zeros(0, D, dtype=torch.float64)), torch.zeros(0)):
         report = clipper.backward(losses)
-        assert report.norms.shape == (2, 0) and report.clipped.tolist() == [0, 0]
+        assert report.norms.shape == (2, 0)
+        assert report.clipped.tolist() == [0, 0]
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
 
 

@@ -16,8 +16,10 @@ from tests.clipping.zoo import ZOO, Problem
 OURS = [name for name in ENGINES if name != "opacus"]
 # The engines differ in when they sum, not in what a layer is: the rest of the zoo sees one of each way.
 ALL_WAYS = ("auto", "ghost", "loop")
-EVERYWHERE = ("mlp", "convolutions", "tied_head", "reused_module", "bare_parameters", "lstm", "checkpointed", "hf_bert",
-              "hf_gpt2")  # fmt: skip
+EVERYWHERE = (
+    "mlp", "convolutions", "tied_head", "reused_module", "bare_parameters", "lstm", "checkpointed",
+    "hf_bert", "hf_roberta", "hf_gpt2", "wide_resnet",
+)  # fmt: skip
 PAIRS = [(name, engine) for name in ZOO for engine in (OURS if name in EVERYWHERE else ALL_WAYS)]
 
 
@@ -95,7 +97,9 @@ def test_ordinary_models_need_no_loop(name: str) -> None:
     assert [n for n, method in clipper.choices.items() if method.startswith("one back-propagation")] == []
 
 
-@pytest.mark.parametrize("name", ["linear_any_rank", "frozen_parts"])
+@pytest.mark.parametrize(
+    "name", ["linear_any_rank", "frozen_parts", "hf_bert", "hf_roberta", "hf_gpt2", "timm_vit"]
+)
 @pytest.mark.parametrize("groups", ["flat", "layer"])
 def test_opacus_itself_agrees_where_it_is_right(name: str, groups: str) -> None:
     problem = ZOO[name]()
@@ -113,9 +117,12 @@ def test_opacus_itself_agrees_where_it_is_right(name: str, groups: str) -> None:
 )
 def test_opacus_is_refused_where_it_is_wrong(name: str) -> None:
     problem = ZOO[name]()
+
+    def step() -> None:
+        attach(problem.model, engine="opacus").backward(problem.losses(problem.model, problem.batch))
+
     with pytest.raises(UserError):
-        clipper = attach(problem.model, engine="opacus")
-        clipper.backward(problem.losses(problem.model, problem.batch))
+        step()
     assert all(p.grad is None for p in problem.model.parameters())
 
 

@@ -485,3 +485,24 @@ class Packed(nn.Module):
 @problem
 def packed_sequence() -> Problem:
     return Problem(Packed(), floats(B, T, D), square)
+
+
+@problem
+def wide_resnet() -> Problem:
+    from dpexp.benchmark.workloads import WideResNet
+
+    return vision(WideResNet(depth=10, widening=1, base=16, classes=C))
+
+
+@problem
+def weight_standardised() -> Problem:
+    from timm.layers import ScaledStdConv2d, StdConv2d
+
+    found = vision(
+        nn.Sequential(
+            StdConv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), ScaledStdConv2d(4, 4, 3, stride=2),
+            nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, C),
+        )
+    )  # fmt: skip
+    found.block = False
+    return found

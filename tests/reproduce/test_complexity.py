@@ -52,7 +52,8 @@ def test_terms_are_the_modules_of_the_engine(sizes):
 def test_layers_cost_what_their_gradients_say():
     """The ghost norms of grouped convolutions and embeddings, beside the engine's own account."""
     B = 2
-    grouped = Conv(torch.zeros(B, 4, 6, 6), torch.zeros(B, 8, 4, 4), (8, 2, 3, 3), Geometry((1, 1), (0, 0), (1, 1), 2), B)  # fmt: skip
+    geometry = Geometry((1, 1), (0, 0), (1, 1), groups=2)
+    grouped = Conv(torch.zeros(B, 4, 6, 6), torch.zeros(B, 8, 4, 4), (8, 2, 3, 3), geometry, B)
     lookup = Lookup(torch.zeros(B, 5, dtype=torch.long), torch.zeros(B, 5, 3), 7)
     outer = Outer(torch.zeros(B, 5, 7), torch.zeros(B, 5, 3))
     for layer, contribution in (
@@ -158,7 +159,12 @@ def test_figure_7_and_section_3(timm):
         (row["network"], row["image"]): row["last layer that instantiates"]
         for row in complexity_tables.thresholds()
     }
-    assert found == {("resnet18", "224"): "9", ("resnet18", "512"): "13", ("vgg11", "224"): "5", ("vit_base", "224"): "none"}  # fmt: skip
+    assert found == {
+        ("resnet18", "224"): "9",
+        ("resnet18", "512"): "13",
+        ("vgg11", "224"): "5",
+        ("vit_base", "224"): "none",
+    }
     first = complexity_tables._layers("vgg11", image=224)[0]
     assert f"{first.ghost:.0e} {first.instantiation}" == "5e+09 1728"
 
@@ -214,13 +220,13 @@ def test_every_use_of_a_weight_is_found():
         ("grouped", "convolution", 4, 4, 12, 2, None),
         ("up", "convolution", 4, 4, 12, 1, None),
         ("bare", "linear", 9, 8 - 2, 8, 1, None),
-        ("embed (again)", "linear", 9, 20, 8, 1, "embed"),
+        ("embed (as linear)", "linear", 9, 20, 8, 1, "embed"),
     ]
     weights = dict(model.named_parameters())
     for layer in layers:
         assert layer.sample is not None
         shape = layer.sample(2).instantiate().shape
-        own = weights.get(f"{layer.name.removesuffix(' (again)')}.weight", weights.get(layer.name))
+        own = weights.get(f"{layer.name.removesuffix(' (as linear)')}.weight", weights.get(layer.name))
         assert own is not None
         assert shape[0] == 2
         assert shape[1:].numel() == own.numel() == layer.p * layer.d, layer.name
@@ -307,6 +313,6 @@ def test_images(timm):
         build("resnet81")
     with pytest.raises(UserError, match="give image"):
         build("resnet18", tokens=3)
+    tiny = build("vgg11", image=8)
     with pytest.raises(UserError, match="does not run with image=8"):
-        network = build("vgg11", image=8)
-        network.run()
+        tiny.run()
