@@ -1,8 +1,10 @@
 """What every test gets: no network, few threads, and nothing written outside its own folder."""
 
 import os
+import sys
 
 import pytest
+from absl import logging as absl_logging
 
 # Before torch, transformers or datasets is imported anywhere.
 for name, value in {
@@ -15,6 +17,9 @@ for name, value in {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }.items():
     os.environ.setdefault(name, value)
+# Hydra shuts every log handler down, and absl's then closes the stream that it was made with unless that is the standard one:
+# here it would be the file into which pytest captures.
+absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
 os.environ.pop("DPEXP_DATA", None)  # a test that reads real files says so itself
 
 

@@ -227,10 +227,10 @@ def test_the_cache_is_a_path_without_a_tilde(monkeypatch):
 
 
 def test_mappings_take_new_entries():
-    run = compose([*JOB, "scale=demo", "model.config.hidden_size=32", "model.config.hidden_act=relu"])
-    assert run.model.config["hidden_size"] == 32
+    run = compose([*JOB, "scale=demo", "model.config.hidden_size=48", "model.config.hidden_act=relu"])
+    assert run.model.config["hidden_size"] == 48
     assert run.model.config["hidden_act"] == "relu"
-    assert run.model.config["num_hidden_layers"] == 2
+    assert run.model.config["num_attention_heads"] == 2  # what is not named stays
 
 
 # Which settings are the same run

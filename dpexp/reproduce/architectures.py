@@ -156,7 +156,7 @@ def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | No
 
     if tokens is not None:
         raise UserError(f"tokens={tokens}: {name} sees images; give image=… instead")
-    sizes = {} if image is None else {"img_size": image}
+    sizes: dict[str, Any] = {} if image is None else {"img_size": image}
     with torch.device("meta"), quiet():
         try:
             try:  # vision transformers are built for a size, convolutional networks take any

@@ -83,8 +83,8 @@ BATCH = 32  # of table 8: section 3.1 speaks of B = 32
 
 
 @cache
-def _layers(name: str, **size: int) -> tuple[Layer, ...]:
-    network = build(name, **size)
+def _layers(name: str, image: int | None = None, tokens: int | None = None) -> tuple[Layer, ...]:
+    network = build(name, image=image, tokens=tokens)
     return tuple(layers_of(network.model, network.run))
 
 
