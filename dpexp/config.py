@@ -289,7 +289,7 @@ def _groups(config_name: str) -> dict[str, str | None]:
         "list[Any]", OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{config_name}.yaml").defaults)
     )
     return {
-        group: choice
+        group.removeprefix("optional "): choice
         for entry in defaults
         if isinstance(entry, dict)
         for group, choice in entry.items()
