@@ -58,8 +58,9 @@ def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
     tokenizer = build_tokenizer(run.model, scale=scale)
     task = build_task(run.task, run.data, scale, tokenizer, run.seed)
     bundle = build_model(
-        run.model, run.peft, num_labels=len(task.labels), scale=scale, seed=run.seed, tokenizer=tokenizer
-    )
+        run.model, run.peft,
+        head=task.head, num_labels=len(task.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
+    )  # fmt: skip
 
     # What is guaranteed.
     batch = run.optim.batch_size

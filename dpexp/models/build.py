@@ -57,12 +57,13 @@ def build_model(
     model: ModelConfig,
     peft: PeftConfig,
     *,
+    head: str = "classifier",
     num_labels: int,
     scale: str,
     seed: int,
     tokenizer: Any | None = None,
 ) -> ModelBundle:
-    """A sequence classifier.
+    """The network with the head that a task asks for (`Task.head`).
 
     Everything that is not in the checkpoint (the head; all of a random network; LoRA's A) is drawn from `seed` alone,
     and torch's global generator is left as it was.
@@ -70,7 +71,8 @@ def build_model(
     Args:
         model: family, id, architecture, overrides; see `conf/model/`.
         peft: "full" or "lora".
-        num_labels: number of classes.
+        head: a key of `dpexp.models.networks.HEADS`.
+        num_labels: number of classes, of a classifier.
         scale: at "demo" nothing but installed packages and local folders is read.
         seed: public; it is in the record.
         tokenizer: what `build_tokenizer` gave for the same configuration; None: it is loaded here.
@@ -78,7 +80,7 @@ def build_model(
     Raises:
         UserError: unknown names, files that can't be found, a checkpoint that does not fit, or nothing to train.
     """
-    if num_labels < 2:
+    if head.endswith("classifier") and num_labels < 2:
         raise UserError(f"a classifier needs at least two classes, and the task has {num_labels}")
     source = _locate(model, scale)
     with _quiet(), _drawn_from(seed):
@@ -86,10 +88,11 @@ def build_model(
         tokenizer = load_tokenizer(model, config, source) if tokenizer is None else tokenizer
         fit_together(tokenizer, config, resize="vocab_size" not in model.config and source is None)
         set_dropout(config, model)
-        config.num_labels = num_labels
+        if head.endswith("classifier"):
+            config.num_labels = num_labels
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a decoder's cache of keys and values serves generation only
-        network = random_network(config) if source is None else pretrained_network(config, source)
+        network = random_network(config, head) if source is None else pretrained_network(config, source, head)
         network.train()
         network, trainable = _choose_trainable(network, model, peft)
     return ModelBundle(

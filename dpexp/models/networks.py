@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig
 
 
+HEADS = {
+    "classifier": "AutoModelForSequenceClassification",
+    "image_classifier": "AutoModelForImageClassification",
+    "masked_lm": "AutoModelForMaskedLM",
+    "causal_lm": "AutoModelForCausalLM",
+}
+"""What a task asks for (`Task.head`) -> the transformers class that makes it."""
+
+
 def load_config(model: ModelConfig, source: Source | None) -> Any:
     """The Hugging Face config with `model.config` applied.
 
@@ -77,33 +86,29 @@ def set_dropout(config: Any, model: ModelConfig) -> None:
             setattr(config, key, value)
 
 
-def random_network(config: Any) -> nn.Module:
-    """A classifier drawn from torch's global generator, float32.
+def random_network(config: Any, head: str = "classifier") -> nn.Module:
+    """A network drawn from torch's global generator, float32.
 
     Raises:
         UserError: the library can't make a classifier of this config.
     """
-    from transformers import AutoModelForSequenceClassification
-
     try:
-        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        return _auto_class(head).from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
         raise UserError(
-            f"no sequence classifier can be made of this {config.model_type} config: {_first_line(error)}"
+            f"no {head.replace('_', ' ')} can be made of this {config.model_type} config: {_first_line(error)}"
         ) from error
 
 
-def pretrained_network(config: Any, source: Source) -> nn.Module:
-    """A classifier with the source's weights, float32; the head is drawn from torch's global generator where it is new.
+def pretrained_network(config: Any, source: Source, head: str = "classifier") -> nn.Module:
+    """A network with the source's weights, float32; the head is drawn from torch's global generator where it is new.
 
     Raises:
         UserError: files that can't be found or read, or weights below the head that would stay random.
     """
-    from transformers import AutoModelForSequenceClassification
-
     with hub() as reason:
         try:
-            network, loaded = AutoModelForSequenceClassification.from_pretrained(
+            network, loaded = _auto_class(head).from_pretrained(
                 source.location,
                 config=config,
                 dtype=torch.float32,
@@ -121,6 +126,12 @@ def pretrained_network(config: Any, source: Source) -> nn.Module:
             f"there, {random[0]} for one, and would stay random; correct model.config, or ask for a random network"
         )
     return network
+
+
+def _auto_class(head: str) -> Any:
+    import transformers
+
+    return getattr(transformers, HEADS[head])
 
 
 def _check_fields(config: Any, overrides: dict[str, Any]) -> None:

@@ -1,14 +1,15 @@
 """What the training loop knows of a task, and how a task is chosen.
 
-A new kind of task is one file with a subclass of `Task` and one line in `build_task`.
+A new kind of task is one file with a subclass of `Task` and one line in `KINDS`.
 """
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,14 @@ from dpexp.errors import UserError
 
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
+
+KINDS = {
+    "text_classification": "dpexp.tasks.classification:TextClassification",
+    "text_infilling": "dpexp.tasks.infilling:TextInfilling",
+    "image_classification": "dpexp.tasks.images:ImageClassification",
+    "generation": "dpexp.tasks.generation:Generation",
+}
+"""`task.kind` -> module and class, which is made of (task, data, scale, tokenizer)."""
 
 Progress = Callable[[int, int], object]
 """Called with (examples done, examples in all)."""
@@ -49,7 +58,12 @@ class Task(ABC):
     labels: the names of the classes; empty where there are none.
     train, dev: sequences of examples, each of them whatever `collate` takes.
     data: for the record.
+    head: what the model must end in: "classifier", "image_classifier", "masked_lm" or "causal_lm".
+    rows_per_example: M adjacent rows of a batch belong to one example (augmentation multiplicity); `losses` stays `[B]`.
     """
+
+    head: ClassVar[str] = "classifier"
+    rows_per_example: int = 1
 
     name: str
     num_examples: int
@@ -135,8 +149,8 @@ def build_task(task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any, s
     Raises:
         UserError: data that can't be found, is malformed, or is not of the declared size.
     """
-    if task.kind == "text_classification":
-        from dpexp.tasks.classification import TextClassification
-
-        return TextClassification(task, data, scale, tokenizer)
-    raise UserError(f"task.kind={task.kind} is unknown: choose text_classification")
+    if task.kind not in KINDS:
+        raise UserError(f"task.kind={task.kind} is unknown: choose one of {', '.join(KINDS)}")
+    module, name = KINDS[task.kind].split(":")
+    made: Task = getattr(importlib.import_module(module), name)(task, data, scale, tokenizer)
+    return made
