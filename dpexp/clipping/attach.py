@@ -16,13 +16,16 @@ from dpexp.clipping import distributed
 from dpexp.clipping.backward import BackwardPass
 from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, refuse_couplings
 from dpexp.clipping.dataflow import inside_reentrant_checkpoint
+from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine, engine_named
+from dpexp.clipping.fullgraph import GraphTaps, possible
+from dpexp.clipping.graph_tap import tracing_full_graph
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.layouts import LOOP
-from dpexp.clipping.memory import LateSum, Memory
+from dpexp.clipping.memory import LateSum, Memory, give_back_freed_memory
 from dpexp.clipping.opacus_engine import OpacusBackend
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.swap import REENTRANT, SITE, install, uninstall
+from dpexp.clipping.swap import CUT, REENTRANT, SITE, install, uninstall
 from dpexp.clipping.taps import Recorder
 from dpexp.errors import UserError
 
@@ -121,9 +124,11 @@ class Clipper:
         if engine.name == "opacus":
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
         else:
-            self._backend = TapBackend(model, self.groups, engine, rows_per_example, choice, memory_cap_mib)
-        self._hooks.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-        self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
+            self._backend = TapBackend(model, self.groups, engine, rows_per_example, choice, memory_cap_mib, rule)
+        graph = getattr(self._backend, "graph", None)
+        enter, leave = (self._enter, self._leave) if graph is None else (self._enter_graph, self._leave_graph)
+        self._hooks.append(model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        self._hooks.append(model.register_forward_hook(leave, always_call=True))
         self._attached = True
 
     @property
@@ -173,6 +178,8 @@ class Clipper:
         if num_examples == 0:
             sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
         else:
+            if isinstance(self._backend, TapBackend) and self._backend.graph is not None:
+                self._backend.graph.write_settings(thresholds, scale, loss_scale)
             sq, sums = self._backend.clipped_sums(losses, factors, loss_scale)
         norms = (sq / loss_scale**2).clamp(min=0).sqrt().detach()
         limits = thresholds.to(norms)[:, None] * (1.0 if scale is None else scale.to(norms))
@@ -186,6 +193,7 @@ class Clipper:
             for hook in self._hooks:
                 hook.remove()
             self._backend.uninstall()
+            release_buffers(self._backend)
             self._attached = False
 
     @property
@@ -215,7 +223,23 @@ class Clipper:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a model with a clipper attached cannot be pickled: call clipper.detach() first")
 
-    @torch.compiler.disable
+    def _enter_graph(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """`_enter`, where `torch.compile` may be tracing."""
+        graph = self._backend.graph  # type: ignore[union-attr]
+        if torch.compiler.is_dynamo_compiling() and tracing_full_graph():
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if graph.enter(self.model, inputs, self._reducer):
+                return
+        self._enter(module, args, kwargs)
+
+    def _leave_graph(self, module: nn.Module, args: tuple, output: Any) -> None:
+        graph = self._backend.graph  # type: ignore[union-attr]
+        if torch.compiler.is_dynamo_compiling() and tracing_full_graph() and graph.obstacle() is None:
+            graph.leave()
+        else:
+            self._leave(module, args, output)
+
+    @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._reducer = distributed.reducer_of(self.model)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -223,13 +247,15 @@ class Clipper:
             self._backend.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
         elif torch.is_grad_enabled():
             self._check_coverage()
+            keep_buffers(self._backend)
             self._backend.recorder.open(inputs, follow=not self._backend.memory.settled)
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if isinstance(self._backend, TapBackend):
+            release_buffers(self._backend)
             self._backend.recorder.close()
 
     def _check_losses(self, losses: Tensor) -> None:
@@ -278,6 +304,7 @@ class TapBackend:
         rows_per_example: int,
         choice: str | None,
         memory_cap_mib: int,
+        rule: str,
     ):
         distributed.refuse_sharded(model)
         self.groups, self.rows_per_example = groups, rows_per_example
@@ -287,6 +314,11 @@ class TapBackend:
         if engine.name == "loop":
             self.memory.looped = {name for group in groups for name in group.params}
         self.sites = find_sites(model, self.recorder)
+        self.graph: GraphTaps | None = None
+        if possible(self.engine):
+            self.graph = GraphTaps(
+                self.engine, groups, rule, self.memory, self.recorder, rows_per_example, self.sites, self
+            )
         for module, site in self.sites:
             install(module, site)
 
@@ -304,14 +336,20 @@ class TapBackend:
             self.rows_per_example,
             factors,
             grad_scale,
+            self.graph,
         )
+        known = len(self.memory.choices)
         result = step.run()
+        if len(self.memory.choices) > known:
+            give_back_freed_memory()
         if self.engine.name != "loop":
             self.memory.followed |= self.memory.surprises
             if self.follow():
                 # the next forward takes another way: look at it as closely as at the first one
                 self.memory.looped -= self.memory.surprises
                 self.memory.settled = False
+        if self.graph is not None:
+            self.graph.learn(self.memory)
         self.memory.surprises = set()
         return result
 

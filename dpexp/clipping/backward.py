@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from dpexp.clipping.memory import LateSum, Memory
 from dpexp.clipping.swap import REENTRANT
 from dpexp.clipping.taps import Call, ForwardPass, Recorder
 from dpexp.errors import UserError
+
+if TYPE_CHECKING:
+    from dpexp.clipping.fullgraph import GraphTaps
 
 Factors = Callable[..., Tensor]  # (group index, squared norms [b], slice of the examples that they belong to)
 
@@ -50,9 +54,11 @@ class BackwardPass:
         rows_per_example: int,
         factors: Factors,
         grad_scale: float,
+        graph: GraphTaps | None = None,
     ):
         self.recorder, self.groups, self.engine, self.memory = recorder, groups, engine, memory
         self.losses, self.factors, self.grad_scale = losses, factors, grad_scale
+        self.graph, self.compiled = graph, False  # compiled: whether taps of a compiled graph delivered
         self.looped: set[str] = set()
         self.num_examples = losses.shape[0]
         self.rows = self.num_examples * rows_per_example
@@ -88,6 +94,8 @@ class BackwardPass:
         self.recorder.running = self
         try:
             self._prove_layouts()
+            if self.graph is not None:
+                self.graph.prove(self)
             for _ in range(3):  # restarts when something turns out to need the loop
                 self.looped = self._names_for_the_loop()
                 if self._first_backward():
@@ -96,7 +104,7 @@ class BackwardPass:
                 raise UserError(
                     "the model's use of its parameters changed during one backward pass: use engine='loop'"
                 )
-            if not self.arrived and not self.looped:
+            if not self.arrived and not self.looped and not self.compiled:
                 raise UserError(
                     "losses do not depend on any trainable parameter of the attached model: compute them from the attached "
                     "model, after attach()"
@@ -109,10 +117,14 @@ class BackwardPass:
                     self._flush(k)
             if self.engine.second_pass:
                 self._handle = self._sum
-                self._back_propagate(retain=False)
+                if self.graph is not None and self.compiled:
+                    self.graph.second_pass(self)
+                else:
+                    self._back_propagate(retain=False)
             return torch.stack(self.sq_norms), self.grads
         finally:
             self.recorder.running = None
+            del self._handle  # a bound method of ours: the cycle would keep the sums alive until a garbage collection
             for owner in self.arrived:
                 owner.consumed = True
 
@@ -135,8 +147,13 @@ class BackwardPass:
     # -- layouts ------------------------------------------------------------------------------------------------------
 
     def _prove_layouts(self) -> None:
-        """Back-propagate plainly and with random signs where the layout of some call is not proven yet."""
+        """Back-propagate plainly and with random signs where the layout of some call is not proven yet.
+
+        These passes form no sums, so they are the place to find parameters that are used where no tap sees it: the pass that
+        forms them can then free the graph as it goes, and the first step needs no more memory than the others.
+        """
         self._layout: dict[int, str] = {}
+        self._ways_known = self.memory.settled
         pending: dict[int, list[str]] = {}
         for owner in self.passes:
             for call in owner.calls:
@@ -170,8 +187,13 @@ class BackwardPass:
                         seen[id(call), layout] = layouts.signature(gy, layout, self.rows)
 
             self._handle = look
-            self._back_propagate(retain=True, weights=weights)
+            params = list(self.params.values()) if not observed else []
+            native = self._back_propagate(retain=True, weights=weights, params=params)
+            self.memory.surprises |= {n for n, g in zip(self.params, native, strict=False) if g is not None}
+            del native
             observed.append(seen)
+        self.memory.looped |= self.memory.surprises
+        self._ways_known = all(call.input_shape is not None for owner in self.passes for call in owner.calls)
         by_row = row_signs.repeat_interleave(self.rows // self.num_examples)
         calls = {id(call): call for owner in self.passes for call in owner.calls}
         for identity, found in pending.items():
@@ -240,14 +262,17 @@ class BackwardPass:
         ]
         self._handle = self._record
         outside = [name for name in self.params if name not in self.looped]
-        retain = bool(self.looped) or self.engine.second_pass or not self.memory.settled
+        retain = bool(self.looped) or self.engine.second_pass or not self._ways_known
         try:
-            grads = self._back_propagate(retain, params=[self.params[name] for name in outside])
+            leaves = [] if self.graph is None else self.graph.leaves()
+            grads = self._back_propagate(retain, params=[*(self.params[name] for name in outside), *leaves])
         except _NeedsLoop as needs:
             self.memory.layouts[needs.key] = layouts.LOOP
             self.memory.looped.update(needs.names)
             return False
-        surprises = {name for name, g in zip(outside, grads, strict=True) if g is not None}
+        surprises = {name for name, g in zip(outside, grads, strict=False) if g is not None}
+        if self.graph is not None and leaves:
+            self.compiled = self.graph.collect(self, grads[len(outside) :], surprises)
         if surprises:
             self.memory.looped |= surprises
             self.memory.surprises |= surprises
@@ -314,7 +339,7 @@ class BackwardPass:
         )
         self.sq_norms[k] += merged.sq_norms(method, keep, self.memory.scratch).to(self.sq_norms[k])
         if not self.engine.second_pass:
-            self.kept.setdefault(k, {})[name] = merged
+            self.kept.setdefault(k, {})[name] = merged.kept() if keep else merged
 
     def _finish(self, k: int, name: str) -> None:
         """The last parameter of a group has arrived: its norms, the group's factors and its own sum in one go.
@@ -346,7 +371,10 @@ class BackwardPass:
         self.flushed.add(k)
         factors, keep = self._bounded_factors(k)
         self.factor[k] = factors, keep
-        for name, contribution in self.kept.pop(k, {}).items():
+        held = self.kept.pop(k, {})
+        # What frees most memory goes first, and nothing is held once its sum is formed.
+        for name in sorted(held, key=lambda n: self.params[n].nbytes - held[n].nbytes):
+            contribution = held.pop(name)
             if keep is not None:
                 contribution = contribution.mask(keep)
             if isinstance(contribution, Lookup | Tied) and name not in self.grads:

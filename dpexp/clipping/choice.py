@@ -16,6 +16,9 @@ MODES: tuple[Mode, ...] = ("measured", "rule", "ghost", "instantiate", "loop")
 
 SMALL = 1_000_000  # flops of the plain gradient below which measuring costs more than a wrong choice
 HOPELESS = 3.0  # a first, cold run this much slower than the best so far is not run again
+HOPELESS_FLOPS = 6.0  # a method that computes this much more than the leanest is not even tried
+FREE = 20  # norms that cost this much less than the sum, as those of a layer that sees one position, decide the matter
+LARGE = 64 << 20  # bytes of one example's gradient that are slow to write and read, whatever the machine
 
 
 def choose(
@@ -46,10 +49,11 @@ def choose(
     if mode in ("ghost", "instantiate", "loop"):
         return contribution.resolve(mode)
     methods = affordable(contribution, cap_bytes)
+    if len(methods) > 1 and (mode == "rule" or small(contribution)):
+        return by_rule(contribution, methods)
+    methods = promising(contribution, methods, fused)
     if len(methods) == 1:
         return methods[0]
-    if mode == "rule" or small(contribution):
-        return by_rule(contribution, methods)
     key = (*(_coarse(part) for part in contribution.signature()), fused)
     if key not in cache:
         if torch.compiler.is_compiling():  # a clock has no place in a graph
@@ -71,6 +75,26 @@ def affordable(contribution: Contribution, cap_bytes: int) -> list[str]:
     need = {method: contribution.workspace(method) for method in contribution.methods()}
     fitting = [method for method, size in need.items() if size <= cap_bytes]
     return fitting or [min(need, key=lambda method: need[method])]
+
+
+def promising(contribution: Contribution, methods: list[str], fused: bool) -> list[str]:
+    """Without those that cannot win: trying a method costs its time and, for a moment, its memory."""
+    summing = contribution.cost("instantiate").flops
+    flops = {
+        m: contribution.cost(m).flops + (summing if fused and not contribution.instantiates(m) else 0)
+        for m in methods
+    }
+    fewest = min(flops.values())
+    lean = [m for m in methods if flops[m] <= HOPELESS_FLOPS * fewest]
+    free = [
+        m for m in lean if not contribution.instantiates(m) and FREE * contribution.cost(m).flops < summing
+    ]
+    if free:
+        return free
+    gradient = contribution.shape.numel() * contribution.dtype.itemsize
+    if gradient > LARGE and any(not contribution.instantiates(m) and flops[m] <= 2 * fewest for m in lean):
+        lean = [m for m in lean if not contribution.instantiates(m)]
+    return lean
 
 
 def by_rule(contribution: Contribution, methods: list[str]) -> str:

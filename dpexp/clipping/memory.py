@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +29,22 @@ class LateSum:
             self.contribution.weighted_sum(self.factors, out=gradient)
         else:
             gradient += self.tensor(gradient.dtype)
+
+
+def give_back_freed_memory() -> None:
+    """Let the C library return what was freed: trying out methods leaves holes in its heap that later steps do not fill."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    """glibc's function; None on other systems."""
+    try:
+        return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    except (OSError, TypeError):
+        return None
 
 
 class ByRepr(dict[Any, str]):

@@ -8,7 +8,7 @@ parameter, otherwise the parameter itself.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,21 @@ from torch import Tensor, nn
 
 from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.dataflow import inside_reentrant_checkpoint
+from dpexp.clipping.graph_tap import tracing_full_graph
 from dpexp.clipping.layers import LayerKind
 from dpexp.clipping.rewritten import REWRITTEN
 from dpexp.clipping.taps import Call, Recorder
 from dpexp.clipping.tracked import Tracked, derive
 from dpexp.errors import UserError
 
+if TYPE_CHECKING:
+    from dpexp.clipping.fullgraph import GraphSite
+
 SITE = "_dpexp_site"
+CUT = (
+    "a clipper is attached, which records in Python. For one graph (fullgraph=True) use "
+    "attach(model, groups='layer', engine='onepass'), or engine='ghost' for other groups"
+)
 REENTRANT = (
     "reentrant activation checkpointing cannot be clipped: pass use_reentrant=False "
     "(transformers: gradient_checkpointing_kwargs={'use_reentrant': False})"
@@ -45,8 +53,9 @@ class Site:
         self.shared_table = (
             False  # an embedding that is looked up once for all examples, known after the first step
         )
+        self.graph: GraphSite | None = None  # its tap in compiled graphs, for engines that need no records
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=CUT)
     def read(self, module: nn.Module, local: str) -> Tensor:
         """The value of ``module.<local>`` for whoever reads it."""
         if self.values is not None and local in self.values:
@@ -183,18 +192,26 @@ def native_class(module: nn.Module) -> type[nn.Module]:
     return cls.__mro__[1] if getattr(cls, "_dpexp_swapped", False) else cls
 
 
-_swapped_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+_swapped_classes: dict[tuple[type, tuple[str, ...], bool, bool], type] = {}
 
 
-def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: bool) -> type[nn.Module]:
-    """A subclass of ``cls`` with one property per parameter and, for known kinds, a forward with taps."""
-    key = (cls, params, with_forward)
+def swapped_class(
+    cls: type[nn.Module], params: tuple[str, ...], with_forward: bool, traceable: bool = False
+) -> type[nn.Module]:
+    """A subclass of ``cls`` with one property per parameter and, for known kinds, a forward with taps.
+
+    ``traceable``: `torch.compile` may look into both.
+    """
+    key = (cls, params, with_forward, traceable)
     if key not in _swapped_classes:
-        body: dict[str, Any] = {local: property(_reader(local)) for local in params}
+        reader = _traceable_reader if traceable else _reader
+        body: dict[str, Any] = {local: property(reader(local)) for local in params}
         body |= {"_dpexp_swapped": True, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         body["__reduce_ex__"] = _reduce
         if with_forward:
-            body["forward"] = _forward
+            body["forward"] = _traceable_forward if traceable else _forward
+        if traceable:
+            body["_apply"] = _apply
         if not hasattr(cls, "__deepcopy__"):
             body["__deepcopy__"] = _deepcopy
         _swapped_classes[key] = type(cls.__name__, (cls,), body)
@@ -205,7 +222,35 @@ def _reader(local: str) -> Any:
     return lambda module: module.__dict__[SITE].read(module, local)
 
 
-@torch.compiler.disable  # taps record in Python: compiled code is cut here, and exact
+def _traceable_reader(local: str) -> Any:
+    def read(module: nn.Module) -> Any:
+        if torch.compiler.is_dynamo_compiling() and tracing_full_graph():
+            # the module's own forward does not ask here: gradients of other uses arrive at the parameter, and are seen
+            return module._parameters[local]
+        return module.__dict__[SITE].read(module, local)
+
+    return read
+
+
+def _traceable_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling() and tracing_full_graph():
+        site = getattr(module, SITE)
+        if not torch.is_grad_enabled():
+            return native_class(module).forward(module, *args, **kwargs)
+        y = site.graph.forward(module, args, kwargs, cast=site.label in AUTOCAST_KINDS)
+        if y is not NotImplemented:
+            return y
+    return _forward(module, *args, **kwargs)
+
+
+def _apply(module: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """``module.to(...)``: what stands in for the parameters moves along."""
+    native_class(module)._apply(module, fn, *args, **kwargs)
+    module.__dict__[SITE].graph.renew(module)
+    return module
+
+
+@torch.compiler.disable(reason=CUT)  # taps record in Python: compiled code is cut here, and exact
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site: Site = module.__dict__[SITE]
     if not torch.is_grad_enabled():
@@ -233,7 +278,9 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def install(module: nn.Module, site: Site) -> None:
     """Swap the class of ``module``; its parameters, buffers, hooks and children stay untouched."""
-    cls = swapped_class(type(module), tuple(site.params), site.kind is not None or type(module) in REWRITTEN)
+    with_forward = site.kind is not None or type(module) in REWRITTEN
+    traceable = site.graph is not None and site.kind is not None
+    cls = swapped_class(type(module), tuple(site.params), with_forward, traceable)
     module.__dict__[SITE] = site
     module.__class__ = cls
 

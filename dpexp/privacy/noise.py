@@ -2,7 +2,9 @@
 
 On a CPU the elements of a tensor are cut into chunks of fixed size. Each chunk has a generator of its own,
 seeded by (seed, position of the tensor, number of the chunk), so that who fills it and when does not
-matter. Besides one chunk per thread no memory is used. On other devices the device's own generator draws.
+matter. Besides one chunk per thread no memory is used. Where `dpexp.native` was built, float32 gets its
+counter-based noise instead, several times faster: other values of the same distribution. On other devices the
+device's own generator draws.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpexp import native
 from dpexp.errors import UserError
 
 _CHUNK = 1 << 16  # elements of one generator: 256 KiB of noise, which stays in a core's cache
@@ -90,6 +93,11 @@ def add_gaussian_(
         tensor_seed = hashlib.sha256(seed + f"{index}{shard}".encode()).digest()
         if tensor.device.type != "cpu" and not secure:
             _add_on_device(tensor, sigma, tensor_seed)
+            continue
+        kernels = None if secure or tensor.dtype != torch.float32 else native.kernels()
+        if kernels is not None and tensor.is_contiguous():
+            key, counter = (int.from_bytes(tensor_seed[i : i + 8], "little", signed=True) for i in (0, 8))
+            kernels.add_normals_(tensor, sigma, key, counter)
             continue
         flat = tensor
         if tensor.device.type != "cpu" or not tensor.is_contiguous():

@@ -16,19 +16,23 @@ sample and fresh noise, and charged again.
 
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dpexp import record
+from dpexp import native, record
 from dpexp.clipping import Clipper, attach
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
+from dpexp.models import rgp
 from dpexp.privacy.ledger import Ledger
 from dpexp.training import mechanism, state
+from dpexp.training.averaging import Averages
 from dpexp.training.batching import automatic_size, repeated
 from dpexp.training.evaluation import evaluate
 from dpexp.training.interrupt import Interrupts
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
     from dpexp.models import ModelBundle
     from dpexp.privacy.plan import Plan
     from dpexp.tasks.base import Task
+
+NORM_QUANTILES = [0.25, 0.5, 0.75, 0.85]  # those that Figure 4 of He et al. marks
 
 
 @dataclass
@@ -97,7 +103,10 @@ class Trainer:
         self.sampler, self.key, self.signature = sampler, key, signature
         self.folder, self.device, self.metrics = folder, device, metrics
         self.model = bundle.model.to(device).train()
-        self.optimizer = build_optimizer(run.optim, (p for p in self.model.parameters() if p.requires_grad))
+        self.optimizer = build_optimizer(run.optim, rgp.moved_tensors(self.model))
+        rgp.follow(self.model, self.optimizer)
+        decay = run.optim.ema_decay
+        self.averages = Averages(rgp.moved_tensors(self.model), decay) if decay else None
         self.decisions = state.Decisions(folder / "decisions.json", record.device_name(device))
         self.machine = state.Decisions(state.machine_file(), state.machine_name(device))
         self.code = record.code_hash()
@@ -133,6 +142,7 @@ class Trainer:
             engine=engine.name,
             choice=None if engine.choice == "measured" else engine.choice,  # measured: each engine's own way
             memory_cap_mib=engine.memory_cap_mib,
+            rows_per_example=self.task.rows_per_example,
         )
         if (memory := self.decisions.get("engine")) is not None:
             clipper.recall(memory)
@@ -149,6 +159,8 @@ class Trainer:
         state.load_model_state(self.model, checkpoint.model)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.policy.load_state_dict(checkpoint.thresholds)
+        if self.averages is not None:
+            self.averages.load_state(checkpoint.averages)
         if self.ledger is not None and self.ledger.next_step < checkpoint.step:
             raise UserError(
                 f"{self.folder / 'ledger.jsonl'} has lost entries: it charges {self.ledger.next_step} steps, and the "
@@ -169,6 +181,7 @@ class Trainer:
                 signature=self.signature,
                 wall_s=self.wall_s,
                 timings=self.performance(),
+                averages=self.averages.state() if self.averages is not None else [],
             ),
         )
 
@@ -190,12 +203,14 @@ class Trainer:
         with Interrupts() as interrupts:
             while self.step < self.steps and not interrupts.requested:
                 begun = time.perf_counter()
+                self.accumulator.keep_norms = self._norms_due(self.step + 1)
                 sums = self._take_step(self.step, interrupts)
                 if sums is None:
                     break  # cut off before anything was released: this step has not happened
                 self.step += 1
                 self.step_times.append(self._elapsed_since(begun))
                 self._log(sums, progress)
+                self._log_norms(sums)
                 if runtime.eval_every and self.step % runtime.eval_every == 0 and self.step < self.steps:
                     metrics = self.evaluate(progress)
                 if runtime.checkpoint_every and self.step % runtime.checkpoint_every == 0:
@@ -205,20 +220,26 @@ class Trainer:
                 self.save()
             if self.step < self.steps:
                 return Outcome("interrupted", self.step, self.wall_s, metrics, self.performance())
-        metrics = self.evaluate(progress)
+        metrics = self.evaluate(progress, final=True)
         return Outcome("finished", self.step, self.wall_s, metrics, self.performance())
 
-    def evaluate(self, progress: Progress) -> dict[str, float]:
-        """Metrics on the public dev set; written down as released, because the weights are."""
+    def evaluate(self, progress: Progress, *, final: bool = False) -> dict[str, float]:
+        """Metrics on the public dev set; written down as released, because the weights are.
+
+        Predictions of a finished run are kept in the folder `predictions`.
+        """
         runtime = self.run.runtime
-        metrics = evaluate(
-            self.task,
-            self.model,
-            self.device,
-            runtime.eval_batch_size,
-            runtime.precision,
-            progress.evaluation,
-        )
+        with self.averages.in_place() if self.averages is not None else nullcontext():
+            metrics = evaluate(
+                self.task,
+                self.model,
+                self.device,
+                runtime.eval_batch_size,
+                runtime.precision,
+                progress.evaluation,
+                final=final,
+                folder=self.folder / "predictions",
+            )
         self.metrics.write(self.step, {"dev": metrics})
         progress.evaluated(self.step, metrics)
         return metrics
@@ -255,7 +276,9 @@ class Trainer:
         }
 
     def detach(self) -> None:
-        """Give the model back as it was, trained."""
+        """Give the model back as it was, trained: with the averages of its weights, where these were asked for."""
+        if self.averages is not None:
+            self.averages.apply()
         if self.clipper is not None:
             if choices := self.clipper.remember().get("choices"):
                 self.machine.keep("choices", (self.machine.get("choices") or {}) | choices)
@@ -279,6 +302,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.steps, optim.lr, optim.lr_schedule, optim.warmup_ratio)
         self.optimizer.step()
+        if self.averages is not None:
+            self.averages.update(step)
         if counts is not None:
             self.policy.update(mechanism.noisy_fractions(counts, self.expected_batch))
         return sums
@@ -332,6 +357,7 @@ class Trainer:
             "device": record.device_name(self.device),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
+            "kernels": native.backend(),
         }
 
     def _physical_batch_size(self) -> int:
@@ -343,7 +369,9 @@ class Trainer:
             return int(known)
         public = self.task.collate([self.task.dev[i] for i in range(min(64, len(self.task.dev)))])
         size = automatic_size(
-            lambda count: self.accumulator.losses(repeated(public, count)),
+            lambda count: self.accumulator.losses(
+                self.task.augmented(repeated(public, count), np.arange(count), self.run.seed, 0)
+            ),
             self.accumulator.backward,
             self.accumulator.parameters,
             self.device,
@@ -356,6 +384,23 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - begun
+
+    def _norms_due(self, step: int) -> bool:
+        """Whether the norms of every example are looked at in this step: the first one, and those with an evaluation."""
+        every = self.run.runtime.eval_every
+        if not every or self.clipper is None or self.metrics.strict:
+            return False
+        return step in (1, self.steps) or step % every == 0
+
+    def _log_norms(self, sums: Sums) -> None:
+        """Quantiles of the norms of each group (He et al., Figures 2, 4), without noise: marked not private."""
+        if not sums.every or self.clipper is None or not sums.drawn:
+            return
+        norms = torch.cat(sums.every, 1)  # [K, b]
+        values = torch.nanquantile(norms, torch.tensor(NORM_QUANTILES), dim=1).T
+        groups = [group.name for group in self.clipper.groups]
+        quantiles = {"quantiles": NORM_QUANTILES, "groups": groups, "values": values.tolist()}
+        self.metrics.write(self.step, {"norm_quantiles": quantiles}, released=False)
 
     def _log(self, sums: Sums, progress: Progress) -> None:
         """A released line and one that is not, and the progress bar."""

@@ -315,8 +315,8 @@ def test_scratch_grows_and_is_reused():
     assert first is not None
     assert again is not None
     assert first.data_ptr() == again.data_ptr()
-    assert scratch.chunk(30) == 3
-    assert scratch.chunk(1000) == 1
+    assert scratch.chunk(30, torch.device("cpu")) == 3
+    assert scratch.chunk(1000, torch.device("cpu")) == 1
 
 
 @pytest.mark.gpu

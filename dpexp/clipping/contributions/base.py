@@ -32,6 +32,7 @@ class Contribution(ABC):
     """
 
     looped: frozenset[str] = frozenset({"loop"})  # methods that hold one example at a time
+    spread: frozenset[str] = frozenset({"cores"})  # methods that give every core whole examples
     without_gradients: frozenset[str] = frozenset({"ghost"})  # methods that find norms without instantiating
 
     def __init__(self, shape: Sequence[int], num_examples: int, dtype: torch.dtype, device: torch.device):
@@ -202,6 +203,12 @@ class Contribution(ABC):
 
         return merge(self, other)
 
+    def kept(self) -> Contribution:
+        """What ``sq_norms(keep=True)`` kept, without the activations that it was made of; else the contribution itself."""
+        from dpexp.clipping.contributions.dense import Dense
+
+        return self if self._kept is None else Dense(self._kept)
+
     def drop_kept(self) -> None:
         """Free the gradients that ``sq_norms(keep=True)`` kept."""
         self._kept = None
@@ -223,13 +230,18 @@ class Contribution(ABC):
         A chunk is overwritten by the next one.
         """
         size = 1 if method in self.looped else scratch.hot_chunk(self.workspace(method), self.device)
+        if method in self.spread:
+            size += -size % torch.get_num_threads()  # every core has as many
         for start in range(0, self.num_examples, size):
             stop = min(start + size, self.num_examples)
             out = scratch.take((stop - start, *self.shape), self.dtype, self.device)
             yield self._gradients(start, stop, method, out), slice(start, stop)
 
     def _instantiate(self, method: str, scratch: Scratch) -> Tensor:
-        if method not in self.looped and scratch.chunk(self.workspace(method)) >= self.num_examples:
+        if (
+            method not in self.looped
+            and scratch.chunk(self.workspace(method), self.device) >= self.num_examples
+        ):
             return self._gradients(0, self.num_examples, method, None)
         kept = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
         for rows, examples in self._chunks(method, scratch):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpexp import native
 from dpexp.clipping import cost
 from dpexp.clipping.contributions import numerics
 from dpexp.clipping.contributions.base import Contribution
@@ -36,7 +37,8 @@ class Geometry:
 class Conv(Contribution):
     """Per-example weight gradients of a convolution.
 
-    "loop" is the library's own weight gradient, one example at a time, the best on a CPU in most cases.
+    "loop" is the library's own weight gradient, one example at a time. "cores" is the same with the examples spread over
+    the cores, where `dpexp.native` was built: the best on a CPU in most cases.
     "grouped" computes those of all examples as one convolution with B times as many groups. "unfold" copies out
     what each output pixel saw (im2col) and multiplies matrices; "ghost" is the ghost norm of that (Bu et al.
     2022a). "pixel", for few input pixels, gets the Gram matrix of the unfolded input by adding up shifted pieces
@@ -83,17 +85,34 @@ class Conv(Contribution):
 
     def methods(self) -> tuple[str, ...]:
         few = self.rows * math.prod(self._padded()) <= PIXELS_AT_MOST
-        return ("loop", "grouped", "unfold", "ghost", *(("pixel",) if few else ()))
+        spread = numerics.static(self.x) and self.x.dtype == self.dtype and native.kernels() is not None
+        return (
+            *(("cores",) if spread else ()),
+            "loop",
+            "grouped",
+            "unfold",
+            "ghost",
+            *(("pixel",) if few else ()),
+        )
 
     def resolve(self, method: str) -> str:
         if method == "instantiate":
-            return "grouped" if self.x.is_cuda else "loop"
+            return "grouped" if self.x.is_cuda else next(m for m in self.methods() if m in ("cores", "loop"))
         return super().resolve(method)
 
     def cost(self, method: str) -> Cost:
         B, T, p, d = self._sizes()
+        groups = self.geometry.groups
+        if method == "pixel":
+            pixels = self.rows * math.prod(self._padded())
+            shifts = math.prod(self.kernel)
+            flops = (
+                2
+                * B
+                * (pixels * pixels * self._seen.shape[1] + T * T * (shifts * groups + self._slid.shape[1]))
+            )
+            return Cost(flops, self.workspace(method) // self.dtype.itemsize * B)
         if method in self.without_gradients:
-            groups = self.geometry.groups
             ghost = cost.ghost_norm(B, T, p, d * groups)  # over all groups: p outputs, d * groups seen
             return Cost(ghost.flops, ghost.floats * groups)
         whole = cost.instantiation(B, T, p, d)
@@ -105,6 +124,7 @@ class Conv(Contribution):
         unfolded = T * d * groups
         floats = {
             "loop": p * d,
+            "cores": 2 * p * d,
             "grouped": 2 * p * d,
             "unfold": p * d + unfolded,
             "ghost": 2 * T * T * groups + unfolded,
@@ -125,7 +145,7 @@ class Conv(Contribution):
     def _norms(self, method: str, scratch: Scratch) -> Tensor:
         if self._sizes()[1] == 0:
             return self._zeros(self.num_examples)
-        step = scratch.chunk(self.workspace(method))
+        step = scratch.chunk(self.workspace(method), self.device)
         found = self._unfolded_norms if method == "ghost" else self._pixel_norms
         starts = range(0, self.num_examples, step)
         return torch.cat([found(start, min(start + step, self.num_examples), scratch) for start in starts])
@@ -164,6 +184,8 @@ class Conv(Contribution):
             return numerics.product(slid, seen.mT, matrices).view(count, *self.shape)
         m = self.rows
         x, gy = self.x[start * m : stop * m], self.gy[start * m : stop * m]
+        if method == "cores":
+            return self._over_cores(x, gy, count, out)
         if count > 1:  # examples become groups of channels; the rows of an example remain a batch
             x, gy = (t.unflatten(0, (count, m)).transpose(0, 1).flatten(1, 2) for t in (x, gy))
         rows = self._weight_gradient(x, gy, count).view(count, *self.shape)
@@ -186,6 +208,16 @@ class Conv(Contribution):
             geometry.groups * copies,
             (False, True, False),
         )[1]
+
+    def _over_cores(self, x: Tensor, gy: Tensor, count: int, out: Tensor | None) -> Tensor:
+        kernels, geometry = native.kernels(), self.geometry
+        assert kernels is not None
+        rows = x.new_empty(count, *self.shape) if out is None else out
+        kernels.conv_gradients_(
+            rows, x, gy, self.rows, geometry.stride, geometry.padding, geometry.dilation, geometry.transposed,
+            geometry.output_padding or (0,) * len(self.kernel), geometry.groups,
+        )  # fmt: skip
+        return rows
 
     def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
         if self._sizes()[1] == 0:

@@ -33,7 +33,7 @@ def gram_norms(a: Tensor, g: Tensor, scratch: Scratch) -> Tensor:
     while 2 * (-(-positions // blocks)) ** 2 * size > scratch.cap_bytes and blocks < positions:
         blocks *= 2
     height = max(1, -(-positions // blocks))
-    step = scratch.chunk(2 * height * height * size)
+    step = scratch.chunk(2 * height * height * size, a.device)
     if step >= examples:
         return _block_norms(a, g, height)
     return torch.cat([_block_norms(x, y, height) for x, y in zip(a.split(step), g.split(step), strict=True)])

@@ -67,7 +67,7 @@ class Lookup(Contribution):
 
     def _norms(self, method: str, scratch: Scratch) -> Tensor:
         found = self._gram_norms if method == "ghost" else self._segment_norms
-        step = scratch.chunk(self.workspace(method))
+        step = scratch.chunk(self.workspace(method), self.device)
         real = self.real()
         norms = [
             found(

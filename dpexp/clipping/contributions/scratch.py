@@ -18,6 +18,7 @@ DEFAULT_CAP = 256 << 20
 HOT = (
     16 << 20
 )  # bytes of gradients that a CPU's caches may still hold when they are looked at for the second time
+WARM = 4 * HOT  # the same for what is looked at once
 
 
 class Scratch:
@@ -43,14 +44,15 @@ class Scratch:
             held = buffers[str(dtype)] = torch.empty(numel, dtype=dtype)
         return held[:numel].view(*shape)
 
-    def chunk(self, bytes_per_example: int) -> int:
-        """How many examples fit under the cap; at least one."""
-        return max(1, self.cap_bytes // max(1, bytes_per_example))
+    def chunk(self, bytes_per_example: int, device: torch.device) -> int:
+        """How many examples to work on at once; at least one. On a CPU, more than the caches hold gains nothing."""
+        cap = min(self.cap_bytes, WARM) if device.type == "cpu" else self.cap_bytes
+        return max(1, cap // max(1, bytes_per_example))
 
     def hot_chunk(self, bytes_per_example: int, device: torch.device) -> int:
         """How many examples to instantiate at once where each is looked at right after; at least one."""
         if device.type != "cpu":
-            return self.chunk(bytes_per_example)
+            return self.chunk(bytes_per_example, device)
         return max(1, min(self.cap_bytes, HOT) // max(1, bytes_per_example))
 
     def release(self) -> None:

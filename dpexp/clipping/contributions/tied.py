@@ -57,7 +57,7 @@ class Tied(Contribution):
     def _norms(self, method: str, scratch: Scratch) -> Tensor:
         norms = self.outer.sq_norms("ghost", scratch=scratch).to(self.dtype)
         norms = norms + self.lookup.sq_norms(self.lookup.cheapest(), scratch=scratch)
-        step = scratch.chunk(self._cross_bytes())
+        step = scratch.chunk(self._cross_bytes(), self.device)
         for start in range(0, self.num_examples, step):
             norms[start : start + step] += 2 * self._cross(start, start + step)
         return norms.clamp_(min=0)

@@ -40,6 +40,7 @@ KINDS: dict[type[nn.Module], LayerKind] = {
 # Classes of packages that need not be installed, by where they are defined.
 NAMED: dict[str, LayerKind] = {
     "transformers.pytorch_utils.Conv1D": Linear("conv1d", input_first=True),
+    "dpexp.models.wide_resnet.StandardisedConv2d": StandardisedConvolution(),
     "timm.layers.std_conv.StdConv2d": StandardisedConvolution(),
     "timm.layers.std_conv.StdConv2dSame": StandardisedConvolution(),
     "timm.layers.std_conv.ScaledStdConv2d": StandardisedConvolution(),

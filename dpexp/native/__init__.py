@@ -1,0 +1,96 @@
+"""One optional C++ file for CPUs: noise from a counter, and convolutions' per-example gradients over the cores.
+
+``python -m dpexp.native`` builds it where a C++ compiler is found (`make setup` does); `kernels` loads what was built for this
+source, this torch and this processor. Without it, or with ``DPEXP_NATIVE=0``, pure torch computes the same clipped sums, and
+noise of the same distribution but other values: what is used is therefore part of the fingerprint of a released step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpexp.errors import UserError
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = "-O3 -march=native -fno-math-errno -fno-trapping-math -std=c++20 -shared -fPIC -fopenmp".split()
+COMPILERS = ("c++", "g++", "clang++")
+
+
+@cache
+def kernels() -> Any | None:
+    """``torch.ops.dpexp_native`` with `add_normals_` and `conv_gradients_`; None where it was not built or is turned off."""
+    if os.environ.get("DPEXP_NATIVE") == "0" or not library_path().exists():
+        return None
+    try:
+        torch.ops.load_library(str(library_path()))
+    except OSError:  # built against libraries that are gone
+        return None
+    return torch.ops.dpexp_native
+
+
+def backend() -> str:
+    """What computes: "torch", or "native" with a hash of the library, because another compiler may round another way."""
+    return (
+        "torch"
+        if kernels() is None
+        else f"native {hashlib.sha256(library_path().read_bytes()).hexdigest()[:12]}"
+    )
+
+
+def library_path() -> Path:
+    """Where the library for this source, torch and processor is, or would be."""
+    facts = [SOURCE.read_bytes(), torch.__version__.encode(), " ".join(FLAGS).encode(), _processor().encode()]
+    name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
+    cache_folder = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+    return cache_folder / "native" / f"{name}.so"
+
+
+def build() -> Path:
+    """Compile the library, about ten seconds, unless it is there. Returns its path.
+
+    Raises:
+        UserError: there is no compiler, or it fails.
+    """
+    target = library_path()
+    if target.exists():
+        return target
+    chosen = os.environ.get("CXX")
+    compiler = next((found for name in (chosen, *COMPILERS) if name and (found := shutil.which(name))), None)
+    if compiler is None:
+        raise UserError(
+            f"no C++ compiler is installed (tried {', '.join(COMPILERS)}): pure torch is used, which is right and slower"
+        )
+    root = Path(torch.__file__).parent
+    includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "kernels.so"
+        command = [compiler, *FLAGS, *includes, str(SOURCE), "-o", str(made), f"-L{root / 'lib'}"]
+        done = subprocess.run([*command, "-ltorch_cpu", "-lc10"], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise UserError(
+                f"{compiler} could not build the native kernels, so pure torch is used: "
+                f"{(done.stderr.strip().splitlines() or ['no message'])[0]}"
+            )
+        made.replace(target)  # at once: another process never sees half a file
+    kernels.cache_clear()
+    return target
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return " ".join(line for line in lines[:30] if line.startswith(("model name", "flags", "Features")))

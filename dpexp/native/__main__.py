@@ -1,0 +1,20 @@
+"""``python -m dpexp.native``: build the optional C++ kernels and say what is used from now on."""
+
+from __future__ import annotations
+
+from dpexp import native
+from dpexp.errors import UserError
+
+
+def main() -> None:
+    """A machine without a compiler is no error: everything works without the kernels."""
+    try:
+        native.build()
+    except UserError as reason:
+        print(f"native kernels: {reason}")
+        return
+    print(f"native kernels: {native.backend()}")
+
+
+if __name__ == "__main__":
+    main()

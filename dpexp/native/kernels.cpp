@@ -1,0 +1,147 @@
+// Two things that torch has no fast way for on a CPU: Gaussian noise from a counter, and the weight gradient of a convolution
+// for every example, the examples spread over the cores. Optional: everything works without this file, see __init__.py.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+// ---- Gaussian noise -------------------------------------------------------------------------------------------------
+// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and the transform of Box and Muller. The noise of
+// element i depends on (key, stream, i) alone, so that neither threads nor the order of blocks change it.
+
+constexpr int kLanes = 64;               // counters that go through the rounds side by side
+constexpr int64_t kNormals = 4 * kLanes; // numbers that they give
+constexpr int64_t kBlock = 16 * kNormals;
+
+inline float log_of(float x) { // natural logarithm of a normal, positive float; absolute error below 3e-7
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  int32_t exponent = (bits - 0x3f3504f3) >> 23; // so that the mantissa is between sqrt(1/2) and sqrt(2)
+  bits -= exponent << 23;
+  float m;
+  std::memcpy(&m, &bits, 4);
+  float f = m - 1.0f;
+  float q = -0.07673641f;
+  q = q * f + 0.12722673f;
+  q = q * f - 0.13127555f;
+  q = q * f + 0.14204855f;
+  q = q * f - 0.16626646f;
+  q = q * f + 0.20001234f;
+  q = q * f - 0.25000781f;
+  q = q * f + 0.33333331f;
+  q = q * f - 0.49999997f;
+  return static_cast<float>(exponent) * 0.69314718f + (f + f * f * q);
+}
+
+// 256 standard normals of counters `first .. first + 63`.
+inline void normals(uint64_t key, uint64_t stream, uint64_t first, float* out) {
+  uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  for (int i = 0; i < kLanes; ++i) {
+    c0[i] = static_cast<uint32_t>(first) + i; // `first` is a multiple of kLanes: no carry
+    c1[i] = static_cast<uint32_t>(first >> 32);
+    c2[i] = static_cast<uint32_t>(stream);
+    c3[i] = static_cast<uint32_t>(stream >> 32);
+  }
+  for (int round = 0; round < 10; ++round) {
+    for (int i = 0; i < kLanes; ++i) {
+      uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0[i];
+      uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2[i];
+      uint32_t n0 = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
+      uint32_t n2 = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
+      c1[i] = static_cast<uint32_t>(p1);
+      c3[i] = static_cast<uint32_t>(p0);
+      c0[i] = n0;
+      c2[i] = n2;
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  const uint32_t* radii[2] = {c0, c2};
+  const uint32_t* angles[2] = {c1, c3};
+  for (int pair = 0; pair < 2; ++pair) {
+    float* cosines = out + 2 * pair * kLanes;
+    float* sines = cosines + kLanes;
+    for (int i = 0; i < kLanes; ++i) {
+      // 31 bits, the middle of their interval: between 2^-32 and 1, so a normal is at most 6.66
+      float u = static_cast<float>(static_cast<int32_t>(radii[pair][i] >> 1)) * 0x1p-31f + 0x1p-32f;
+      float t = -2.0f * log_of(u);
+      float r = std::sqrt(t > 0.0f ? t : 0.0f);
+      float v = static_cast<float>(static_cast<int32_t>(angles[pair][i])) * 0x1p-31f; // half of the angle is pi/2 * v
+      float w = v * v;
+      float s = -3.4317889e-06f;
+      s = s * w + 1.6025460e-04f;
+      s = s * w - 4.6816575e-03f;
+      s = s * w + 7.9692602e-02f;
+      s = s * w - 6.4596409e-01f;
+      s = (s * w + 1.5707964f) * v;
+      float c = 4.4921640e-07f;
+      c = c * w - 2.5172185e-05f;
+      c = c * w + 9.1924000e-04f;
+      c = c * w - 2.0863473e-02f;
+      c = c * w + 2.5366950e-01f;
+      c = c * w - 1.2337005e+00f;
+      c = c * w + 1.0f;
+      cosines[i] = r * (1.0f - 2.0f * s * s);
+      sines[i] = r * (2.0f * s * c);
+    }
+  }
+}
+
+void add_normals_(at::Tensor target, double std, int64_t key, int64_t stream) {
+  TORCH_CHECK(target.device().is_cpu() && target.scalar_type() == at::kFloat && target.is_contiguous(),
+              "add_normals_ takes a contiguous float32 tensor on the CPU");
+  float* data = target.mutable_data_ptr<float>();
+  const int64_t numel = target.numel();
+  const float scale = static_cast<float>(std);
+  at::parallel_for(0, (numel + kBlock - 1) / kBlock, 4, [&](int64_t begin, int64_t end) {
+    float drawn[kNormals];
+    for (int64_t start = begin * kBlock; start < std::min(end * kBlock, numel); start += kNormals) {
+      normals(static_cast<uint64_t>(key), static_cast<uint64_t>(stream), static_cast<uint64_t>(start / 4), drawn);
+      const int64_t count = std::min(kNormals, numel - start);
+      for (int64_t i = 0; i < count; ++i) data[start + i] += scale * drawn[i];
+    }
+  });
+}
+
+// ---- Convolutions ---------------------------------------------------------------------------------------------------
+
+// Weight gradients [B, *weight] from x [B * rows, C, ...] and gy [B * rows, O, ...], written into `out`.
+void conv_gradients_(at::Tensor out, const at::Tensor& x, const at::Tensor& gy, int64_t rows, at::IntArrayRef stride,
+                     at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                     at::IntArrayRef output_padding, int64_t groups) {
+  const int64_t examples = out.size(0);
+  const at::Tensor weight = at::empty(out.sizes().slice(1), x.options()); // only its shape is looked at
+  at::parallel_for(0, examples, 1, [&](int64_t begin, int64_t end) {
+#ifdef _OPENMP
+    // Without it the convolution library lays its scratch memory out for a team that it does not get, and is silently wrong.
+    omp_set_num_threads(1);
+#endif
+    at::NoGradGuard no_grad;
+    for (int64_t i = begin; i < end; ++i) {
+      auto gradients =
+          at::convolution_backward(gy.narrow(0, i * rows, rows), x.narrow(0, i * rows, rows), weight, std::nullopt, stride,
+                                   padding, dilation, transposed, output_padding, groups, {false, true, false});
+      out.select(0, i).copy_(std::get<1>(gradients));
+    }
+  });
+}
+
+} // namespace
+
+TORCH_LIBRARY(dpexp_native, library) {
+  library.def("add_normals_(Tensor(a!) target, float std, int key, int stream) -> ()", &add_normals_);
+  library.def(
+      "conv_gradients_(Tensor(a!) out, Tensor x, Tensor gy, int rows, int[] stride, int[] padding, int[] dilation, "
+      "bool transposed, int[] output_padding, int groups) -> ()",
+      &conv_gradients_);
+}

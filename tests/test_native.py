@@ -1,0 +1,134 @@
+"""The optional C++ kernels: the same gradients as torch, noise of the right distribution, and nothing is lost without them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from dpexp import native
+from dpexp.clipping import attach
+from dpexp.clipping.contributions import Conv, Geometry
+from dpexp.errors import UserError
+from dpexp.privacy.noise import add_gaussian_
+
+needs_kernels = pytest.mark.skipif(native.kernels() is None, reason="not built: python -m dpexp.native")
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DPEXP_NATIVE", "0")
+    native.kernels.cache_clear()
+    yield
+    native.kernels.cache_clear()
+
+
+def noise(numel: int, seed: int = 0) -> torch.Tensor:
+    target = torch.zeros(numel)
+    add_gaussian_(target, 1.0, seeded(seed))
+    return target
+
+
+@needs_kernels
+def test_noise_is_standard_normal_far_into_the_tails():
+    drawn = noise(4_000_000).double()
+    assert stats.kstest(drawn.numpy(), "norm").pvalue > 1e-4
+    assert abs(drawn.mean()) < 5 / len(drawn) ** 0.5
+    assert abs(drawn.std() - 1) < 5 / (2 * len(drawn)) ** 0.5
+    for threshold in (2.0, 3.0, 4.0):
+        beyond = stats.norm.sf(threshold) * 2 * len(drawn)
+        assert abs(int((drawn.abs() > threshold).sum()) - beyond) < 5 * beyond**0.5
+    assert 4.5 < drawn.abs().max() < 6.7
+
+
+@needs_kernels
+def test_neighbours_lanes_and_streams_are_independent():
+    drawn = noise(1 << 20)
+    for lag in (1, 2, 64, 128, 256, 4096):  # the two halves of a pair are 64 apart
+        a, b = drawn[:-lag], drawn[lag:]
+        for f in (lambda x: x, torch.square, torch.abs):
+            correlation = np.corrcoef(f(a).numpy(), f(b).numpy())[0, 1]
+            assert abs(correlation) < 5 / len(a) ** 0.5, lag
+    other = noise(1 << 20, seed=1)
+    assert abs(np.corrcoef(drawn.numpy(), other.numpy())[0, 1]) < 5 / 2**10
+    first, second = torch.zeros(5000), torch.zeros(5000)
+    add_gaussian_([first, second], 1.0, seeded(0))
+    assert not torch.equal(first, second)
+
+
+@needs_kernels
+@pytest.mark.parametrize("numel", [1, 63, 257, 4096, 4097, 100_003])
+def test_threads_and_length_do_not_change_the_noise(numel: int):
+    before = torch.get_num_threads()
+    try:
+        drawn = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            drawn.append(noise(numel))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[0], noise(numel + 1000)[:numel])
+
+
+@needs_kernels
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("groups", "rows", "stride"), [(1, 1, 1), (2, 1, 2), (1, 2, 2), (4, 2, 1)])
+def test_convolutions_over_cores_equal_the_loop(transposed, dtype, groups, rows, stride):
+    layer: nn.Module
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer = kind(8, 12, 3, stride=stride, padding=1, groups=groups, bias=False).to(dtype)
+    x = torch.randn(5 * rows, 8, 9, 7, dtype=dtype, generator=seeded(0))
+    gy = torch.randn(layer(x).shape, dtype=dtype, generator=seeded(1))
+    geometry = Geometry((stride, stride), (1, 1), (1, 1), groups, transposed, (0, 0) if transposed else ())
+    conv = Conv(x, gy, layer.weight.shape, geometry, 5)
+    factors = torch.linspace(0, 1, 5, dtype=conv.dtype)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    norms, total = conv.norms_and_sum("cores", lambda _, where: factors[where])
+    expected_norms, expected = conv.norms_and_sum("loop", lambda _, where: factors[where])
+    torch.testing.assert_close(norms, expected_norms, rtol=tolerance, atol=0)
+    torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def test_without_them_torch_computes_and_says_so(without_kernels):
+    assert native.kernels() is None
+    assert native.backend() == "torch"
+    assert stats.kstest(noise(200_000).numpy(), "norm").pvalue > 1e-4
+    x = torch.randn(2, 3, 5, 5)
+    assert "cores" not in Conv(x, x, (3, 3, 3, 3), Geometry((1, 1), (1, 1), (1, 1)), 2).methods()
+
+
+def test_no_compiler_is_one_clear_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("DPEXP_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match=r"no C\+\+ compiler is installed"):
+        native.build()
+
+
+@pytest.mark.parametrize("groups", ["flat", "layer"])
+def test_the_sums_die_with_the_gradients(groups: str):
+    """A reference cycle would keep a copy of all gradients until some garbage collection: memory that no profiler explains."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 4), nn.LayerNorm(4))
+    clipper = attach(model, groups=groups)
+    gc.collect()
+    gc.disable()
+    try:
+        clipper.backward(model(torch.randn(3, 2, 5, 5)).sum(1))
+        held = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+        assert len(held) == 6
+        model.zero_grad()
+        assert [ref() for ref in held] == [None] * 6
+    finally:
+        gc.enable()
