@@ -124,7 +124,9 @@ class Clipper:
         if engine.name == "opacus":
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
         else:
-            self._backend = TapBackend(model, self.groups, engine, rows_per_example, choice, memory_cap_mib, rule)
+            self._backend = TapBackend(
+                model, self.groups, engine, rows_per_example, choice, memory_cap_mib, rule
+            )
         graph = getattr(self._backend, "graph", None)
         enter, leave = (self._enter, self._leave) if graph is None else (self._enter_graph, self._leave_graph)
         self._hooks.append(model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
@@ -165,12 +167,16 @@ class Clipper:
         thresholds = self._checked_thresholds()
         num_examples = losses.shape[0]
         scale = _checked_scale(clip_scale, num_examples, self.max_clip_scale, thresholds)
-        rule = RULES[self.rule]
+        rule, values = RULES[self.rule], thresholds.tolist()
 
         def factors(k: int, sq_norms: Tensor, examples: slice = slice(None)) -> Tensor:
             """Factors for gradients that still carry the loss scale."""
-            limit = thresholds[k].to(sq_norms) * (1.0 if scale is None else scale[examples].to(sq_norms))
-            result = rule(sq_norms / loss_scale**2, limit) / loss_scale
+            limit = values[k] if scale is None else thresholds[k].to(sq_norms) * scale[examples].to(sq_norms)
+            if loss_scale != 1.0:
+                sq_norms = sq_norms / loss_scale**2
+            result = rule(sq_norms, limit)
+            if loss_scale != 1.0:
+                result = result / loss_scale
             # 0/0 where both the norm and the threshold vanish: an example without a budget contributes nothing
             return result if scale is None else result.nan_to_num(nan=0.0)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dpexp.clipping import layouts
 from dpexp.clipping.choice import choose
-from dpexp.clipping.contributions import Lookup, Tied
+from dpexp.clipping.contributions import Lookup, Tied, numerics
 from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group
@@ -124,7 +124,9 @@ class BackwardPass:
             return torch.stack(self.sq_norms), self.grads
         finally:
             self.recorder.running = None
-            del self._handle  # a bound method of ours: the cycle would keep the sums alive until a garbage collection
+            del (
+                self._handle
+            )  # a bound method of ours: the cycle would keep the sums alive until a garbage collection
             for owner in self.arrived:
                 owner.consumed = True
 
@@ -349,7 +351,7 @@ class BackwardPass:
         for other in [n for n in self.groups[k].params if n in self.pending and n != name]:
             self._measure(other)
         merged, method = self._merged(name, fused=True)
-        if isinstance(merged, Lookup | Tied) or not bool(self.sq_norms[k].isfinite().all()):
+        if isinstance(merged, Lookup | Tied) or not numerics.all_finite(self.sq_norms[k]):
             self.pending[name] = [merged]
             self._measure(name)
             self._flush(k)
@@ -385,9 +387,9 @@ class BackwardPass:
     def _bounded_factors(self, k: int) -> tuple[Tensor, Tensor | None]:
         """Factors of group k, and which examples are finite (None if all are): NaN and Inf contribute nothing."""
         sq = self.sq_norms[k]
-        finite = sq.isfinite()
-        if bool(finite.all()):
+        if numerics.all_finite(sq):
             return self.factors(k, sq), None
+        finite = sq.isfinite()
         factors = self.factors(k, torch.where(finite, sq, 0.0))
         return torch.where(finite, factors, 0.0), finite
 

@@ -10,22 +10,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Rule = Callable[[Tensor, Tensor], Tensor]
+Rule = Callable[[Tensor, Tensor | float], Tensor]
 
 AUTOMATIC_GAMMA = 0.01
 
 
-def abadi(sq_norms: Tensor, thresholds: Tensor) -> Tensor:
+def abadi(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
     """``min(1, C / ||g||)`` (Abadi et al. 2016; He et al., section 2). A zero gradient keeps the factor 1."""
     return (thresholds / sq_norms.sqrt()).clamp(max=1.0)
 
 
-def automatic(sq_norms: Tensor, thresholds: Tensor) -> Tensor:
+def automatic(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
     """``C / (||g|| + gamma)`` with gamma = 0.01 (automatic clipping, Bu et al. 2022b)."""
     return thresholds / (sq_norms.sqrt() + AUTOMATIC_GAMMA)
 
 
-def none(sq_norms: Tensor, thresholds: Tensor) -> Tensor:
+def none(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
     """Factor 1: the plain sum, with the norms as a by-product. Nothing is clipped: there is no guarantee."""
     return torch.ones_like(sq_norms)
 

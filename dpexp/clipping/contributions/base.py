@@ -173,15 +173,16 @@ class Contribution(ABC):
         if self.num_examples == 0 or method in self.without_gradients:
             norms = self.sq_norms(method, scratch=scratch)
             factors = factors_of(norms, slice(0, self.num_examples))
+            if numerics.static(norms) and numerics.all_finite(norms):
+                return norms, self.weighted_sum(factors, out)
             finite = torch.isfinite(norms)
-            safe = self if numerics.static(norms) and bool(finite.all()) else self.mask(finite)
-            return norms, safe.weighted_sum(torch.where(finite, factors, 0), out)
+            return norms, self.mask(finite).weighted_sum(torch.where(finite, factors, 0), out)
         found = []
         for rows, examples in self._chunks(method, scratch):
             norms = numerics.squared_norms(rows)
             factors = factors_of(norms, examples)
-            finite = torch.isfinite(norms)
-            if not (numerics.static(norms) and bool(finite.all())):
+            if not (numerics.static(norms) and numerics.all_finite(norms)):
+                finite = torch.isfinite(norms)
                 factors = torch.where(finite, factors, 0)
                 rows = numerics.zero_examples(rows, finite)
             out = self._accumulate(rows, factors, out)

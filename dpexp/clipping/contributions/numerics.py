@@ -119,6 +119,11 @@ def zero_examples(x: Tensor, keep: Tensor) -> Tensor:
     return x.masked_fill(~keep.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
+def all_finite(x: Tensor) -> bool:
+    """Whether nothing is NaN or Inf, at the price of one sum; may say no to finite numbers whose sum overflows."""
+    return math.isfinite(x.sum().item())
+
+
 def static(x: Tensor) -> bool:
     """Whether branching on values is free: no graph is being traced and no device has to be waited for."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
