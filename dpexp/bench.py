@@ -6,6 +6,7 @@ Every method is a process of its own, so that its peak memory is its own; they t
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from dpexp import native
 from dpexp.benchmark.measure import Protocol, measure
 from dpexp.benchmark.methods import chosen_methods
 from dpexp.benchmark.render import overview, workload_table, write
@@ -44,6 +46,7 @@ class BenchArguments:
     precision: str = "fp32"
     compile: bool = False
     noise: float = 1.0
+    native: bool = True
     check: str = "tiny"
     max_batch: bool = False
     memory_gib: float | None = None
@@ -59,6 +62,10 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
         UserError: settings that make no measurement.
     """
     methods = _check(arguments)
+    if not arguments.native:
+        os.environ["DPEXP_NATIVE"] = "0"  # the workers inherit it
+    elif native.kernels() is None and arguments.device == "cpu":
+        console.print("the native kernels are not built, so pure torch is measured: python -m dpexp.native")
     settings = dataclasses.asdict(arguments)
     keys = [f.name for f in dataclasses.fields(Protocol)]
     protocol = Protocol(**{key: settings[key] for key in keys})
