@@ -147,6 +147,8 @@ class Conv(Contribution):
             return self._zeros(self.num_examples)
         step = scratch.chunk(self.workspace(method), self.device)
         found = self._unfolded_norms if method == "ghost" else self._pixel_norms
+        if step >= self.num_examples:  # a loop would fix the batch size in compiled code
+            return found(0, self.num_examples, scratch)
         starts = range(0, self.num_examples, step)
         return torch.cat([found(start, min(start + step, self.num_examples), scratch) for start in starts])
 

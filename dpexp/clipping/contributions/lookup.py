@@ -69,6 +69,8 @@ class Lookup(Contribution):
         found = self._gram_norms if method == "ghost" else self._segment_norms
         step = scratch.chunk(self.workspace(method), self.device)
         real = self.real()
+        if step >= self.num_examples:  # a loop would fix the batch size in compiled code
+            return found(self.ids, self.g, real)
         norms = [
             found(
                 self.ids[start : start + step],
@@ -77,7 +79,7 @@ class Lookup(Contribution):
             )
             for start in range(0, self.num_examples, step)
         ]
-        return norms[0] if len(norms) == 1 else torch.cat(norms)
+        return torch.cat(norms)
 
     @staticmethod
     def _gram_norms(ids: Tensor, g: Tensor, real: Tensor | None) -> Tensor:

@@ -18,6 +18,9 @@ from dpexp.clipping.cost import Cost
 class Outer(Contribution):
     """A sum over positions of outer products, as every linear layer has it.
 
+    "ghost" multiplies two Gram matrices, "instantiate" forms the gradients, "loop" one at a time; on a GPU, "fused_ghost" and
+    "fused_outer" find the same norms without a tensor for what is squared (`dpexp.clipping.kernels`).
+
     A layer whose weight is stored as ``[inputs, outputs]`` (transformers' ``Conv1D``) passes the two
     arguments swapped.
 
@@ -43,18 +46,23 @@ class Outer(Contribution):
             self._parts = [numerics.align(torch.cat(inputs, 1), torch.cat(gradients, 1))]
         return self._parts[0]
 
+    without_gradients = frozenset({"ghost", "fused_ghost", "fused_outer"})
+
     def methods(self) -> tuple[str, ...]:
-        return ("ghost", "instantiate", "loop")
+        fused = ("fused_ghost", "fused_outer") if _fused_norms(self.device, self._parts[0][0].dtype) else ()
+        return ("ghost", "instantiate", "loop", *fused)
 
     def cost(self, method: str) -> Cost:
         B, T, p, d = self._sizes()
-        if method == "ghost":
+        if method in ("ghost", "fused_ghost"):
             return cost.ghost_norm(B, T, p, d)
         whole = cost.instantiation(B, T, p, d)
         return whole if method == "instantiate" else Cost(whole.flops, p * d)
 
     def workspace(self, method: str) -> int:
         _, T, p, d = self._sizes()
+        if method.startswith("fused"):
+            return 0
         return self.dtype.itemsize * (2 * T * T if method == "ghost" else p * d)
 
     def signature(self) -> tuple[Hashable, ...]:
@@ -70,6 +78,10 @@ class Outer(Contribution):
 
     def _norms(self, method: str, scratch: Scratch) -> Tensor:
         a, g = self.parts
+        if method.startswith("fused"):
+            from dpexp.clipping.kernels import norms
+
+            return (norms.ghost_norms if method == "fused_ghost" else norms.outer_norms)(a, g)
         if a.shape[1] == 1:
             return numerics.squared_norms(a).mul_(numerics.squared_norms(g))
         return gram_norms(a, g, scratch)
@@ -107,3 +119,14 @@ class Outer(Contribution):
     def joined(self, other: Outer) -> Outer:
         """Both as one: the gradients of two calls of a module."""
         return self._replace(_parts=self._parts + other._parts)
+
+
+def _fused_norms(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels can be used: a GPU, Triton, and kernels that computed right on it."""
+    if device.type != "cuda" or dtype == torch.float64 or torch.compiler.is_compiling():
+        return False
+    try:
+        from dpexp.clipping.kernels import norms
+    except ImportError:
+        return False
+    return norms.trusted(device, dtype)

@@ -58,6 +58,8 @@ class Tied(Contribution):
         norms = self.outer.sq_norms("ghost", scratch=scratch).to(self.dtype)
         norms = norms + self.lookup.sq_norms(self.lookup.cheapest(), scratch=scratch)
         step = scratch.chunk(self._cross_bytes(), self.device)
+        if step >= self.num_examples:  # a loop would fix the batch size in compiled code
+            return (norms + 2 * self._cross(0, self.num_examples)).clamp_(min=0)
         for start in range(0, self.num_examples, step):
             norms[start : start + step] += 2 * self._cross(start, start + step)
         return norms.clamp_(min=0)

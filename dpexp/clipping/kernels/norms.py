@@ -1,0 +1,137 @@
+"""Per-example norms of ``sum_t g_t a_tᵀ`` in Triton, without a tensor for what is squared.
+
+* `ghost_norms` multiplies a tile of either Gram matrix in registers; the T x T matrices never exist (Bu et al., equation 2).
+* `outer_norms` squares the per-example gradient tile by tile; the ``[B, p, d]`` tensor never exists.
+
+Every program writes the sum of its tile, and torch adds these up in a fixed order, whatever the scheduling. float32 is
+multiplied as float32. 16-bit inputs, which TF32 holds exactly, are multiplied as TF32 and added in float32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 64  # positions, outputs or inputs that one program covers
+DEPTH = 32  # how much of the inner dimension is multiplied at once
+
+
+@triton.jit
+def _gram_tile(
+    x, stride_t, stride_f, rows, columns, T, features,
+    tile: tl.constexpr, depth: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """``x[rows] @ x[columns]ᵀ`` of one example, ``[tile, tile]`` in float32."""
+    total = tl.zeros((tile, tile), dtype=tl.float32)
+    for start in range(0, features, depth):
+        f = start + tl.arange(0, depth)
+        left = tl.load(
+            x + rows[:, None] * stride_t + f[None, :] * stride_f,
+            mask=(rows[:, None] < T) & (f[None, :] < features),
+            other=0.0,
+        )
+        right = tl.load(
+            x + columns[None, :] * stride_t + f[:, None] * stride_f,
+            mask=(columns[None, :] < T) & (f[:, None] < features),
+            other=0.0,
+        )
+        total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision=precision)
+    return total
+
+
+@triton.jit
+def _ghost(
+    a, g, out, a_b, a_t, a_f, g_b, g_t, g_f, T, d, p, tiles,
+    tile: tl.constexpr, depth: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """Tile (i, j) of both Gram matrices, multiplied and summed; the matrices are symmetric, so j < i is left out."""
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) // tiles
+    j = tl.program_id(1) % tiles
+    total = 0.0
+    if j >= i:
+        rows = i * tile + tl.arange(0, tile)
+        columns = j * tile + tl.arange(0, tile)
+        inputs = _gram_tile(a + b * a_b, a_t, a_f, rows, columns, T, d, tile, depth, precision)
+        outputs = _gram_tile(g + b * g_b, g_t, g_f, rows, columns, T, p, tile, depth, precision)
+        total = tl.sum(inputs * outputs) * tl.where(i == j, 1.0, 2.0)
+    tl.store(out + b * tiles * tiles + tl.program_id(1), total)
+
+
+@triton.jit
+def _outer(
+    a, g, out, a_b, a_t, a_f, g_b, g_t, g_f, T, d, p, across, tiles,
+    tile: tl.constexpr, depth: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """Tile (i, j) of ``sum_t g_t a_tᵀ``, squared and summed; ``across`` tiles cover the inputs."""
+    b = tl.program_id(0).to(tl.int64)
+    rows = (tl.program_id(1) // across) * tile + tl.arange(0, tile)
+    columns = (tl.program_id(1) % across) * tile + tl.arange(0, tile)
+    total = tl.zeros((tile, tile), dtype=tl.float32)
+    for start in range(0, T, depth):
+        t = start + tl.arange(0, depth)
+        left = tl.load(
+            g + b * g_b + t[None, :] * g_t + rows[:, None] * g_f,
+            mask=(t[None, :] < T) & (rows[:, None] < p),
+            other=0.0,
+        )
+        right = tl.load(
+            a + b * a_b + t[:, None] * a_t + columns[None, :] * a_f,
+            mask=(t[:, None] < T) & (columns[None, :] < d),
+            other=0.0,
+        )
+        total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision=precision)
+    tl.store(out + b * tiles + tl.program_id(1), tl.sum(total * total))
+
+
+def ghost_norms(a: Tensor, g: Tensor) -> Tensor:
+    """``<a aᵀ, g gᵀ>`` for every example.
+
+    Args:
+        a: ``[B, T, d]``, any strides, float32 or 16 bits.
+        g: ``[B, T, p]``, of the same dtype.
+
+    Returns:
+        ``[B]``, float32.
+    """
+    (B, T, d), p = a.shape, g.shape[2]
+    tiles = triton.cdiv(T, TILE)
+    sums = torch.empty(B, tiles * tiles, dtype=torch.float32, device=a.device)
+    _ghost[(B, tiles * tiles)](
+        a, g, sums, *a.stride(), *g.stride(), T, d, p, tiles, TILE, DEPTH, _precision(a)
+    )
+    return sums.sum(1).clamp_(min=0)
+
+
+def outer_norms(a: Tensor, g: Tensor) -> Tensor:
+    """``||sum_t g_t a_tᵀ||²`` for every example; arguments and result as in `ghost_norms`."""
+    (B, T, d), p = a.shape, g.shape[2]
+    across = triton.cdiv(d, TILE)
+    tiles = across * triton.cdiv(p, TILE)
+    sums = torch.empty(B, tiles, dtype=torch.float32, device=a.device)
+    _outer[(B, tiles)](
+        a, g, sums, *a.stride(), *g.stride(), T, d, p, across, tiles, TILE, DEPTH, _precision(a)
+    )
+    return sums.sum(1)
+
+
+def _precision(a: Tensor) -> str:
+    return "ieee" if a.dtype == torch.float32 else "tf32"
+
+
+@cache
+def trusted(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether both kernels, compiled for this device, agree with float64 on a small problem; asked once per process."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(3, 70, 45, generator=generator).to(device, dtype)
+    g = torch.randn(3, 70, 130, generator=generator).to(device, dtype)
+    expected = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
+    try:
+        found = [kernel(a, g).double() for kernel in (ghost_norms, outer_norms)]
+    except Exception:  # a compiler that does not know the device, or none at all
+        return False
+    return all(torch.allclose(norms, expected, rtol=1e-4, atol=0.0) for norms in found)

@@ -1,0 +1,78 @@
+"""The Triton kernels: interpreted on the CPU against float64, compiled for a GPU without one, and run where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dpexp.clipping.contributions import Outer
+
+pytest.importorskip("triton", reason="torch was installed without Triton")
+
+INTERPRETED = """
+import itertools, torch
+from dpexp.clipping.kernels import norms
+shapes = [(2, 5, 7, 9), (3, 70, 45, 130), (2, 1, 3, 4), (1, 129, 64, 65), (4, 64, 1, 1)]
+for (B, T, d, p), dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16)):
+    generator = torch.Generator().manual_seed(B * T)
+    a = torch.randn(B, d, T, generator=generator).mT.to(dtype)
+    g = torch.randn(B, T, 2 * p, generator=generator)[:, :, ::2].to(dtype)
+    expected = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
+    for kernel in (norms.ghost_norms, norms.outer_norms):
+        torch.testing.assert_close(kernel(a, g).double(), expected, rtol=1e-5, atol=0)
+a[0, 0, 0] = float("nan")  # one example's NaN stays its own
+for kernel in (norms.ghost_norms, norms.outer_norms):
+    assert kernel(a, g).isnan().tolist() == [True, False, False, False]
+print("agreed")
+"""
+
+
+def test_interpreted_they_agree_with_float64():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "agreed" in done.stdout
+
+
+@pytest.mark.parametrize("kernel", ["_ghost", "_outer"])
+@pytest.mark.parametrize(("dtype", "precision"), [("fp32", "ieee"), ("bf16", "tf32")])
+def test_they_compile_for_a_gpu(kernel: str, dtype: str, precision: str):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dpexp.clipping.kernels import norms
+
+    function = getattr(norms, kernel)
+    constants = {"tile": norms.TILE, "depth": norms.DEPTH, "precision": precision}
+    kinds = {"a": f"*{dtype}", "g": f"*{dtype}", "out": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in function.arg_names}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "cubin" in compiled.asm
+
+
+def test_a_cpu_is_never_offered_them():
+    a, g = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+    assert Outer(a, g).methods() == ("ghost", "instantiate", "loop")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu(dtype: torch.dtype):
+    a, g = torch.randn(4, 200, 96).cuda().to(dtype), torch.randn(4, 200, 160).cuda().to(dtype)
+    outer = Outer(a, g)
+    assert {"fused_ghost", "fused_outer"} <= set(outer.methods())
+    expected = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
+    for method in outer.methods():
+        torch.testing.assert_close(outer.sq_norms(method).double(), expected, rtol=1e-4, atol=0)
