@@ -16,14 +16,14 @@ pytest.importorskip("triton", reason="torch was installed without Triton")
 INTERPRETED = """
 import itertools, torch
 from dpexp.clipping.kernels import norms
-shapes = [(2, 5, 7, 9), (3, 70, 45, 130), (2, 1, 3, 4), (1, 129, 64, 65), (4, 64, 1, 1)]
+shapes = [(2, 5, 7, 9), (3, 70, 45, 130), (2, 1, 3, 4), (1, 129, 64, 65), (4, 64, 8, 6)]
 for (B, T, d, p), dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16)):
     generator = torch.Generator().manual_seed(B * T)
     a = torch.randn(B, d, T, generator=generator).mT.to(dtype)
     g = torch.randn(B, T, 2 * p, generator=generator)[:, :, ::2].to(dtype)
     expected = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
     for kernel in (norms.ghost_norms, norms.outer_norms):
-        torch.testing.assert_close(kernel(a, g).double(), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(kernel(a, g).double(), expected, rtol=2e-5, atol=0)
 a[0, 0, 0] = float("nan")  # one example's NaN stays its own
 for kernel in (norms.ghost_norms, norms.outer_norms):
     assert kernel(a, g).isnan().tolist() == [True, False, False, False]
