@@ -14,15 +14,16 @@ DELTA_RULES = ("half_over_n", "n_pow_-1.1")
 
 _POSITIVE = (
     "optim.lr", "optim.eps", "optim.batch_size", "optim.epochs", "optim.steps", "clip.clip_norm", "clip.init_threshold",
-    "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "data.max_length",
+    "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.generation.max_target",
+    "task.generation.num_beams", "task.generation.examples", "data.max_length",
     "data.num_examples", "runtime.eval_batch_size", "runtime.threads", "engine.memory_cap_mib", "trials",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "optim.weight_decay", "privacy.noise_multiplier", "peft.alpha", "seed", "runtime.eval_every",
-    "runtime.checkpoint_every", "runtime.log_every",
+    "optim.weight_decay", "task.held_out", "task.augmentations", "task.image_size", "privacy.noise_multiplier", "peft.alpha",
+    "peft.prefix_hidden", "seed", "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every",
 )  # fmt: skip
 _FRACTION = (  # in [0, 1)
-    "optim.momentum", "optim.warmup_ratio", "peft.dropout", "model.dropout", "model.attention_dropout",
+    "optim.momentum", "optim.warmup_ratio", "optim.ema_decay", "peft.dropout", "model.dropout", "model.attention_dropout",
 )  # fmt: skip
 
 
@@ -73,9 +74,12 @@ def _missing(run: RunConfig) -> Iterator[str]:
         data.source == "auto" and run.scale.name == "demo" and not data.train
     )
     if not task.files and not task.hub_id and not embedded:  # a person's own data
-        needed += [f"data.{name}" for name in ("train", "text", "label") if getattr(data, name) is None]
+        settings = ("train",) if task.kind == "image_classification" else ("train", "text", "label")
+        needed += [f"data.{name}" for name in settings if getattr(data, name) is None]
     if run.model.family == "hf" and not run.model.id:
         needed.append("model.id (a name on the hub or a local folder)")
+    if run.model.family in ("timm", "random_timm") and not run.model.id:
+        needed.append("model.id (a name of timm)")
     if run.model.family == "random_hf" and not run.model.architecture:
         needed.append("model.architecture (bert, roberta, …)")
     if run.optim.epochs is None and run.optim.steps is None:
@@ -179,18 +183,19 @@ def _model(run: RunConfig) -> Iterator[str]:
             f"model.trainable={model.trainable} and peft={peft.name} both say which parameters train: keep one of them "
             "(model.trainable=all, or peft=full)"
         )
-    if peft.name == "lora" and peft.rank < 1:
-        yield f"peft.rank={peft.rank} must be 1 or more: nothing would train"
+    sizes = {"lora": "rank", "rgp": "rank", "adapters": "rank", "top2": "blocks", "prefix": "prefix_length"}
+    if (size := sizes.get(peft.name)) is not None and getattr(peft, size) < 1:
+        yield f"peft.{size}={getattr(peft, size)} must be 1 or more: nothing would train"
 
 
 def _data(run: RunConfig) -> Iterator[str]:
     own = run.data.train is not None
     if own and run.data.source in ("hub", "demo"):
         yield f"data.train is given, and data.source={run.data.source} would not read it: drop one of the two"
-    if own and run.task.name != "text_classification":
+    if own and (run.task.files or run.task.hub_id):
         yield (
-            f"data.train is given, but task={run.task.name} reads its own files: use task=text_classification, or "
-            "point data.root at a folder in the published layout"
+            f"data.train is given, but task={run.task.name} reads its own files: use task=text_classification (or "
+            "another task that has no files), or point data.root at a folder in the published layout"
         )
     if run.scale.name not in run.task.num_examples:
         scales = ", ".join(sorted(run.task.num_examples))

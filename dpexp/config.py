@@ -1,4 +1,4 @@
-"""From a command line to a checked `RunConfig`: the only place that knows Hydra.
+"""From a command line to a checked `RunConfig`: with `dpexp.sweeps`, the only place that knows Hydra.
 
 ``conf/`` holds the values, ``dpexp.schemas`` the types, ``dpexp.checks`` what must hold between them. Who wins is the
 order of the defaults list in ``conf/train.yaml``: command line > experiment > scale > task.
@@ -30,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dpexp import sweeps
 from dpexp.checks import check, declared_num_examples, did_you_mean
 from dpexp.errors import UserError
 from dpexp.schemas import (
@@ -61,7 +62,7 @@ MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)  # wha
 _NOT_IN_SIGNATURE = frozenset(
     {
         "seed", "trials", "tracker", "data.root", "data.cache", "data.source", "task.hub_id", "task.hub_config",
-        "task.files", "task.num_examples", "runtime.eval_batch_size", "runtime.eval_every", "runtime.checkpoint_every",
+        "task.files", "task.num_examples", "model.root", "runtime.eval_batch_size", "runtime.eval_every", "runtime.checkpoint_every",
         "runtime.log_every", "runtime.runs_dir",
     }
 )  # fmt: skip
@@ -152,7 +153,8 @@ def hydra_entry(
 
     The primary configuration is ``conf/<config_name>.yaml``; its types are registered as ``<config_name>_schema``,
     which its defaults list names first. Bad input is printed as ``error: …`` and ends with exit status 2, without a
-    traceback. In a multirun every job runs, whatever becomes of the others, and a failed one fails the whole.
+    traceback. In a multirun every job runs, whatever becomes of the others; a table shows how each one ended
+    (`dpexp.sweeps`), and a failed one fails the whole.
     """
 
     def decorate(function: Callable[[Any], object]) -> Callable[[], None]:
@@ -164,13 +166,16 @@ def hydra_entry(
             overrides = list(current.overrides.task)
             try:
                 return function(resolve(cfg, overrides, schema, config_name))
-            except UserError as error:
-                if (
-                    current.mode == RunMode.MULTIRUN
-                ):  # the other jobs go on; Hydra raises the first failure at the end
-                    print(f"error: {error}\n  in the job {' '.join(overrides)}", file=sys.stderr)
-                    raise
-                _stop(error)
+            except Exception as error:
+                # The other jobs go on; Hydra raises the first failure at the end.
+                if current.mode == RunMode.MULTIRUN:
+                    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+                    reason = f"{kind}{error}"
+                    print(f"error: {reason}\n  in the job {' '.join(overrides)}", file=sys.stderr)
+                    raise UserError(reason) from error
+                if isinstance(error, UserError):
+                    _stop(error)
+                raise
 
         @functools.wraps(function)
         def entry() -> None:
@@ -188,6 +193,8 @@ def hydra_entry(
             except MISTAKES as error:
                 overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
                 _stop(_explain(error, config_name, schema, overrides))
+            finally:
+                sweeps.report()
 
         return entry
 

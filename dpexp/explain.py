@@ -57,6 +57,7 @@ def explain(arguments: ExplainArguments) -> dict[str, Any]:
         config=model.config,
         image=arguments.image,
         tokens=arguments.tokens,
+        family=model.family,
     )
     every = layers_of(network.model, network.run)
     layers = _kept(every, arguments)

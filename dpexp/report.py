@@ -1,44 +1,77 @@
-"""``python -m dpexp.report NAME``: a table beside the paper's own numbers, from the committed records.
+"""``python -m dpexp.report NAME``: a table or figure of a paper beside our own numbers, from the committed records.
 
-Names: ``accounting-li`` (the ε columns of Li et al.), ``complexity-bu`` (Tables 4, 5, 8 and Figure 7 of Bu et al.), ``runs``
-(the committed training records), or ``all``.
+Names: ``table-he-2``, ``figure-li-3``, ``accounting-li``, ``coverage``, …; ``tables``, ``figures``, ``all``; ``report`` is the
+page with everything; ``list`` shows all names.
 """
 
 import argparse
+import os
+import shlex
+import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from dpexp.checks import did_you_mean
-from dpexp.reproduce import accounting, complexity_tables, runs
+from dpexp.errors import UserError
+from dpexp.reproduce import catalogue, site
+from dpexp.reproduce.catalogue import Context
+
+_KEEP = Path(__file__).resolve().parent.parent / "scripts" / "keep_record.py"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Render what is asked for. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m dpexp.report", description=__doc__)
-    parser.add_argument("name", nargs="+", help="accounting-li, complexity-bu, runs, or all")
+    parser.add_argument("name", nargs="+", help="table-he-2, figure-li-3, tables, figures, all, report, list")
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: %(default)s")
+    parser.add_argument("--run", action="store_true", help="first run what has no record, at --scale")
+    parser.add_argument(
+        "--scale", default="small", choices=("small", "paper"), help="of --run; default: %(default)s"
+    )
+    parser.add_argument(
+        "--show-unclean",
+        action="store_true",
+        help="show records without provenance or of uncommitted code, marked",
+    )
     given = parser.parse_args(arguments)
-    tables = given.results / "tables"
-    tables.mkdir(parents=True, exist_ok=True)
-    reports: dict[str, Callable[[], None]] = {
-        "accounting-li": lambda: accounting.main(tables),
-        "complexity-bu": lambda: complexity_tables.main(tables),
-        "runs": lambda: runs.main(tables, given.results / "runs"),
-    }
-    names = list(reports) if "all" in given.name else given.name
+    try:
+        return _render(given)
+    except (UserError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _render(given: argparse.Namespace) -> int:
+    if "list" in given.name:
+        print("\n".join([*catalogue.builders(), *catalogue.ALIASES, *catalogue.GROUPS, "report"]))
+        return 0
+    wants_page = "report" in given.name
+    names = catalogue.resolve([name for name in given.name if name != "report"])
+    context = Context(given.results, given.show_unclean)
+    if given.run:
+        for name in names:
+            _fill(name, context, given.scale)
+        context = Context(given.results, given.show_unclean)  # with the new records
     for name in names:
-        if name not in reports:
-            print(f"error: no report is called {name}{did_you_mean(name, list(reports))}", file=sys.stderr)
-            return 2
-    for name in names:
-        try:
-            reports[name]()
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        print(f"{name}: written to {tables}")
+        written = catalogue.write(context.document(name), given.results)
+        print(f"{name}: written to {written[0].with_suffix('')}.*")
+    if wants_page:
+        print(f"report: written to {site.write(context)}")
     return 0
+
+
+def _fill(name: str, context: Context, scale: str) -> None:
+    """Run the commands that a target misses and keep their records; a run that fails is named, and the rest go on."""
+    folder = Path(os.environ.get("DPEXP_RUNS", "runs"))
+    for command in catalogue.missing_commands(name, context, scale):
+        print(f"{name}: {command}", flush=True)
+        before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*/summary.json")}
+        words = shlex.split(command)
+        done = subprocess.run([sys.executable, *words[1:], f"runtime.runs_dir={folder}"], check=False)
+        if done.returncode:
+            print(f"{name}: failed with exit status {done.returncode}; its cells stay empty", file=sys.stderr)
+        for path in sorted(folder.glob("*/*/*/summary.json")):
+            if before.get(path) != path.stat().st_mtime_ns:
+                subprocess.run([sys.executable, str(_KEEP), str(path)], check=False)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,21 @@ from typing import Any
 
 
 @dataclass
+class GenerationConfig:
+    """Prompts, and how text is generated from them (tasks of kind "generation")."""
+
+    prefix: str = ""  # before the source; {bos} is the tokenizer's own token for a beginning
+    suffix: str = "{bos}"  # between source and target
+    cut: str = "end"  # which end of an over-long source is lost: end | start
+    max_target: int = 128  # tokens: the longest target that is learnt, and the most that are generated
+    num_beams: int = 5
+    length_penalty: float = 1.0
+    when: str = "end"  # end | always (at every evaluation) | never
+    splits: list[str] = field(default_factory=lambda: ["dev"])  # which of dev and test text is generated for
+    examples: int | None = None  # sources of each of them, spread evenly; null = all
+
+
+@dataclass
 class TaskConfig:
     """A data set, how it is read and how the result is measured."""
 
@@ -31,6 +46,20 @@ class TaskConfig:
         default_factory=dict
     )  # scale -> N; public; null = data.num_examples
     max_length: int = 128  # tokens
+    format: str = ""  # layout of a published text-to-text or image data set; "" = columns, or folders of images
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    columns: list[str] = field(default_factory=list)  # of files without a header; [] = the first line names them
+    malformed: str = "error"  # rows with too few or too many cells: error | skip (and count)
+    held_out: int = 0  # the last rows of the training file that are dev, where there is no file for it
+    template: str | None = None  # text infilling: <S1>, <S2> and one [MASK] among words
+    label_words: dict[str, str] = field(default_factory=dict)  # text infilling: label -> word at the mask
+    title: str = ""  # images: what a record calls the data, where it is not what the task's name suggests
+    channels: int = 3  # images: 1 = grey, 3 = colours
+    image_size: int = 0  # images: make them squares of so many pixels; 0 = as they are
+    mean: list[float] = field(default_factory=list)  # images: of each channel, pixels in [0, 1]; [] = 1/2; public
+    std: list[float] = field(default_factory=list)
+    augmentations: int = 0  # images: M copies of each example, whose loss is their mean; 0 = the image as it is
+    augmentation: str = "flip_crop"  # flip_crop | crop | flip
 
 
 @dataclass
@@ -59,6 +88,8 @@ class ModelConfig:
     architecture: str | None = None  # for random_hf: "bert", "roberta", ...
     config: dict[str, Any] = field(default_factory=dict)  # overrides of the Hugging Face config
     tokenizer: str | None = None  # null: the model's own
+    root: str | None = None  # where published tokenizer files may lie: data.root
+    retrain: bool = False  # the network of the checkpoint, its weights drawn at random ("retrain" of Li et al. Table 2)
     trainable: str = "all"
     dropout: float | None = None  # null: as the checkpoint says
     attention_dropout: float | None = None
@@ -123,6 +154,7 @@ class OptimConfig:
     momentum: float = 0.0
     lr_schedule: str = "constant"
     warmup_ratio: float = 0.0
+    ema_decay: float = 0.0  # of the average of the weights that is evaluated and exported; 0 = the weights themselves
     batch_size: float = 1024.0  # B, the expected size of a logical batch
     epochs: float | None = None  # exactly one of epochs and steps
     steps: int | None = None
@@ -139,6 +171,11 @@ class PeftConfig:
     targets: list[str] = field(
         default_factory=list
     )  # module names; [] = the library's choice for the architecture
+    carriers: str = "weights"  # rgp: what is decomposed, weights | history
+    placement: str = "both"  # adapters: behind both sublayers, or behind the feed_forward one alone
+    blocks: int = 0  # top2: how many of the last blocks train
+    prefix_length: int = 0  # rows
+    prefix_hidden: int = 0  # units of the network that makes the prefix; 0 = none
 
 
 @dataclass
@@ -203,8 +240,12 @@ class RunConfig:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "task.malformed": ("error", "skip"),
+    "task.augmentation": ("flip_crop", "crop", "flip"),
     "data.source": ("auto", "files", "hub", "demo"),
-    "model.family": ("hf", "minilm", "random_hf"),
+    "task.generation.cut": ("end", "start"),
+    "task.generation.when": ("end", "always", "never"),
+    "model.family": ("hf", "minilm", "smollm2", "random_hf", "cnn", "wide_resnet", "timm", "random_timm"),
     "model.trainable": ("all", "attention+head", "bias", "head"),
     "clip.groups": ("flat", "layer", "block"),
     "clip.allocation": ("global", "equal_budget", "weighted"),
@@ -214,8 +255,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "accountant.name": ("rdp", "gdp", "prv", "pld"),
     "schedule.name": ("constant",),
     "optim.name": ("adam", "adamw", "sgd"),
-    "optim.lr_schedule": ("constant", "linear"),
-    "peft.name": ("full", "lora"),
+    "optim.lr_schedule": ("constant", "linear", "cosine"),
+    "peft.name": ("full", "lora", "prefix", "rgp", "top2", "bitfit", "head", "adapters"),
+    "peft.carriers": ("weights", "history"),
+    "peft.placement": ("both", "feed_forward"),
     "engine.name": (
         "auto", "loop", "opacus", "opacus_improved", "fastgrad", "fastgrad_improved", "ghost", "mixghost",
         "bk", "bk_mixghost", "bk_mixopt", "onepass",

@@ -14,6 +14,7 @@ from dpexp.errors import UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.privacy.plan import Plan, make_plan
 from dpexp.privacy.sampling import load_or_make_key
+from dpexp.sweeps import Result
 from dpexp.tasks import build_task
 from dpexp.trackers import tracking
 from dpexp.training.batching import sampler_for
@@ -34,12 +35,14 @@ def main(run: RunConfig) -> dict[str, float]:
         with disk_errors(folder), exclusive(folder):
             summary = record.finished_summary(folder)
             if summary is None:
-                return train(run, folder, console)["metrics"]
+                with record.failures(run, folder):
+                    metrics = train(run, folder, console)["metrics"]
+                return Result(metrics, run.task.metric)
     except KeyboardInterrupt:  # before the first step, after the last one, or a second time
         console.print(how_to_resume(folder), markup=False)
         sys.exit(INTERRUPTED)
     report_finished(summary, folder, console)
-    return summary["metrics"]
+    return Result(summary["metrics"], run.task.metric)
 
 
 def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
@@ -60,6 +63,7 @@ def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
     bundle = build_model(
         run.model, run.peft,
         head=task.head, num_labels=len(task.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
+        image_shape=task.image_shape,
     )  # fmt: skip
 
     # What is guaranteed.

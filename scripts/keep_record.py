@@ -1,9 +1,11 @@
-"""Copy the summary of a run that counts into results/runs, without the folders of the machine that it ran on.
+"""Copy the summary of a run that counts into results/runs, without the folders of the machine that it ran on, and with a
+thinned curve of what it logged on its way: dev metrics, and quantiles of the norms where they were written.
 
 Usage: python scripts/keep_record.py runs/TASK/SIGNATURE/seedK/summary.json [...]
 """
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -22,6 +24,37 @@ def without_folders(value: Any) -> Any:
     return FOLDER.sub(r"\1", value) if isinstance(value, str) else value
 
 
+def curves(log: Path) -> dict[str, Any]:
+    """``{"dev": [{"step", "time_s", "dev"}], "norms": {"quantiles", "groups", "points", "not_private"}}`` of a metrics.jsonl.
+
+    Norms are computed on private data without noise. They are kept because the data of a committed run are public, and say so.
+    """
+    dev: list[dict[str, Any]] = []
+    points: list[dict[str, Any]] = []
+    shape: dict[str, Any] = {}
+    time_s = 0.0
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
+        entry = json.loads(line)
+        time_s = entry.get("time_s", time_s)
+        if "dev" in entry:
+            dev.append({"step": entry["step"], "time_s": time_s, "dev": entry["dev"]})
+        if "norm_quantiles" in entry:
+            found = entry["norm_quantiles"]
+            shape = {"quantiles": found["quantiles"], "groups": found["groups"]}
+            rounded = [[float(f"{value:.4g}") for value in values] for values in found["values"]]
+            points.append({"step": entry["step"], "values": rounded})
+    kept = {"dev": thinned(dev)} if dev else {}
+    return kept | ({"norms": shape | {"points": thinned(points), "not_private": True}} if points else {})
+
+
+def thinned(points: list[Any], most: int = 24) -> list[Any]:
+    """At most so many of the points, evenly, the first and the last among them."""
+    if len(points) <= most:
+        return points
+    step = (len(points) - 1) / (most - 1)
+    return [points[math.floor(i * step + 0.5)] for i in range(most)]
+
+
 def keep(path: Path) -> Path:
     """Check that a summary can count, and copy it."""
     summary = json.loads(path.read_text(encoding="utf-8"))
@@ -29,6 +62,8 @@ def keep(path: Path) -> Path:
         sys.exit(f"error: {path}: status is {summary['status']}; finish the run first")
     if summary["git"]["commit"] is None or summary["git"]["dirty"]:
         sys.exit(f"error: {path}: the code of this run is in no commit; run it from a clean checkout")
+    if kept := curves(path.with_name("metrics.jsonl")):
+        summary["curves"] = kept
     epsilon = summary["details"]["config"]["privacy"]["epsilon"]
     parts = [summary["task"], summary["model"], summary["clip"], summary["scale"]]
     parts += [

@@ -27,9 +27,9 @@ def seeded(seed: int) -> torch.Generator:
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DPEXP_NATIVE", "0")
-    native.kernels.cache_clear()
+    native._loaded.cache_clear()
     yield
-    native.kernels.cache_clear()
+    native._loaded.cache_clear()
 
 
 def noise(numel: int, seed: int = 0) -> torch.Tensor:

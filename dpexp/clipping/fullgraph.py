@@ -49,7 +49,7 @@ class GraphTaps:
     """The taps of one clipper in compiled graphs.
 
     Attributes:
-        rows: rows of the batch that is in the model while its forward is traced.
+        entered: the first tensor that entered the model. The tensor, not its size: a number would be compiled in.
         settings: what the backward reads when it runs; see `clip_factors` and `given_factors`.
         pending: places whose layout a graph was traced with and which no backward pass has proven yet.
         traced: whether there is any compiled graph with taps.
@@ -70,7 +70,7 @@ class GraphTaps:
         self.groups, self.recorder, self.rows_per_example = groups, recorder, rows_per_example
         self.scratch = memory.scratch
         self.capacity = max(1 << 12, min(LARGEST_BATCH, NUMBERS // max(1, len(sites))))
-        self.rows: Any = None
+        self.entered: Tensor | None = None
         self.batch_dim = 0
         self.pending: dict[tuple[int, str], int] = {}
         self.proven: set[tuple[int, str]] = set()
@@ -104,11 +104,11 @@ class GraphTaps:
         if why is not None:
             torch._dynamo.graph_break(msg=why)
             return False
-        self.rows = inputs[0].shape[self.batch_dim] if inputs and inputs[0].dim() > self.batch_dim else None
+        self.entered = inputs[0] if inputs and inputs[0].dim() > self.batch_dim else None
         return True
 
     def leave(self) -> None:
-        self.rows = None
+        self.entered = None
 
     def note(self, site: GraphSite, layout: str, bits: int) -> None:
         """A graph is being traced with this site in it."""
@@ -329,6 +329,13 @@ class GraphSite:
         self.graph.note(self, layout, bits)
         return True
 
+    def _layout(self, x: Tensor, y: Tensor, rows: Any) -> str | None:
+        """The proven layout where the shapes allow it, else what they suggest first."""
+        if self.layout is None and x.shape[0] == rows and y.shape[0] == rows:
+            return layouts.ROWS  # at once: every further comparison of a size with the batch is compiled in
+        found = layouts.candidates(x.shape, y.shape, rows)
+        return self.layout if self.layout in found else next(iter(found), None)
+
     def factors(self, sq_norms: Tensor, settings: Tensor) -> Tensor:
         """``[B]`` factors, in a running backward."""
         if self.graph.two_passes:
@@ -354,15 +361,15 @@ class GraphSite:
         values = {local: module._parameters[local].detach() for local in self.locals}  # type: ignore[union-attr]
         y = self.native.forward(Detached(module, self.native, values), *args, **kwargs)  # type: ignore[arg-type]
         graph = self.graph
-        rows = graph.rows if graph.rows is not None else graph.recorder.rows
+        batch = graph.entered
+        rows = graph.recorder.rows if batch is None else batch.shape[graph.batch_dim]
         if self.kind.name == "embedding" and x.dim() == 2 and x.shape[0] == 1 and rows is not None and rows > 1:
             # a position table looked up once for the whole batch: give each example its own row
             x, y = x.expand(rows, -1), y.expand(rows, *y.shape[1:]).clone()
-        found = layouts.candidates(x.shape, y.shape, x.shape[0] if rows is None else rows)
-        if not found:
+        layout = self._layout(x, y, x.shape[0] if rows is None else rows)
+        if layout is None:
             torch._dynamo.graph_break(msg=f"{self.owner}: no dimension of its input is the batch")
             return NotImplemented
-        layout = self.layout if self.layout in found else found[0]
         rows = {layouts.ROWS: x.shape[0], layouts.SECOND: y.shape[1] if y.dim() > 1 else 0}.get(layout, rows)
         num_examples = rows // graph.rows_per_example
         if num_examples > graph.capacity:

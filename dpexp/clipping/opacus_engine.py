@@ -7,6 +7,8 @@ up to the ordinary gradient, which the same backward pass gives for nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +34,10 @@ class OpacusBackend:
         self.proven = False
         self.rounding = 0.0
         try:
-            self.wrapper: Any = GradSampleModule(model, batch_first=True, loss_reduction="sum", strict=True)
+            with _without_second_names(model):
+                self.wrapper: Any = GradSampleModule(
+                    model, batch_first=True, loss_reduction="sum", strict=True
+                )
         except NotImplementedError as error:
             raise UserError(f"Opacus refuses this model: {error}. Use another engine") from error
         self.rows: int | None = None  # of the batch that is in the model
@@ -157,3 +162,26 @@ class OpacusBackend:
             if self.rows_per_example > 1
             else sample
         )
+
+
+@contextmanager
+def _without_second_names(model: nn.Module) -> Iterator[None]:
+    """Inside, no module with children owns a parameter of one of its layers under a second name.
+
+    In BERT's masked language model the head owns the bias of its decoder, and Opacus would take the whole head for one
+    layer. Should the second name be used after all, the gradients don't add up, and that is refused.
+    """
+    of_layers = {id(p) for m in model.modules() if not list(m.children()) for p in m._parameters.values()}
+    hidden = []
+    for module in model.modules():
+        second = [name for name, p in module._parameters.items() if p is not None and id(p) in of_layers]
+        if second and next(module.children(), None) is not None:
+            hidden.append((module, dict(module._parameters)))
+            for name in second:
+                del module._parameters[name]
+    try:
+        yield
+    finally:
+        for module, parameters in hidden:
+            module._parameters.clear()
+            module._parameters.update(parameters)

@@ -1,5 +1,5 @@
-"""Measures of quality on public data."""
+"""Measures of quality on public data. Those of text are in `dpexp.metrics.text`."""
 
-from dpexp.metrics.classification import METRICS, accuracy
+from dpexp.metrics.classification import METRICS, accuracy, f1
 
-__all__ = ["METRICS", "accuracy"]
+__all__ = ["METRICS", "accuracy", "f1"]

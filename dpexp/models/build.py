@@ -11,11 +11,18 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
-from dpexp.models.lora import add_lora
-from dpexp.models.networks import load_config, pretrained_network, random_network, set_dropout
+from dpexp.models.causal import check_causal
+from dpexp.models.finetuning import prepare
+from dpexp.models.images import FAMILIES, build_image_network, image_inputs, inputs_of_config, sees_images
+from dpexp.models.networks import (
+    described_head,
+    load_config,
+    pretrained_network,
+    random_network,
+    set_dropout,
+)
 from dpexp.models.sources import Source, locate
 from dpexp.models.tokenizer import fit_together, load_tokenizer
-from dpexp.models.trainable import set_trainable
 
 if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig, PeftConfig
@@ -42,12 +49,18 @@ class ModelBundle:
 def build_tokenizer(model: ModelConfig, *, scale: str) -> Any:
     """The tokenizer alone, for a task that must read its data before it knows how many classes there are.
 
+    For a network that sees images: its `ImageInputs`.
+
     Raises:
         UserError: as `build_model`.
     """
+    if model.family in FAMILIES:
+        return image_inputs(model)
     source = _locate(model, scale)
     with _quiet():
         config = load_config(model, source)
+        if sees_images(config):
+            return inputs_of_config(config, source)
         tokenizer = load_tokenizer(model, config, source)
         fit_together(tokenizer, config, resize="vocab_size" not in model.config and source is None)
     return tokenizer
@@ -62,6 +75,7 @@ def build_model(
     scale: str,
     seed: int,
     tokenizer: Any | None = None,
+    image_shape: tuple[int, int, int] | None = None,
 ) -> ModelBundle:
     """The network with the head that a task asks for (`Task.head`).
 
@@ -70,67 +84,64 @@ def build_model(
 
     Args:
         model: family, id, architecture, overrides; see `conf/model/`.
-        peft: "full" or "lora".
+        peft: the way to fine-tune; see `dpexp.models.finetuning`.
         head: a key of `dpexp.models.networks.HEADS`.
         num_labels: number of classes, of a classifier.
         scale: at "demo" nothing but installed packages and local folders is read.
         seed: public; it is in the record.
         tokenizer: what `build_tokenizer` gave for the same configuration; None: it is loaded here.
+        image_shape: channels, height and width that a classifier of images will see; None: what it was published for.
 
     Raises:
         UserError: unknown names, files that can't be found, a checkpoint that does not fit, or nothing to train.
     """
     if head.endswith("classifier") and num_labels < 2:
         raise UserError(f"a classifier needs at least two classes, and the task has {num_labels}")
+    if model.family in FAMILIES:
+        with _quiet(), _drawn_from(seed):
+            network, described = build_image_network(model, image_shape, num_labels, scale, seed)
+            network, trainable = prepare(network, model, peft, head=head, seed=seed)
+        return ModelBundle(network, None, described, trainable)
     source = _locate(model, scale)
     with _quiet(), _drawn_from(seed):
         config = load_config(model, source)
-        tokenizer = load_tokenizer(model, config, source) if tokenizer is None else tokenizer
-        fit_together(tokenizer, config, resize="vocab_size" not in model.config and source is None)
+        if head == "image_classifier":
+            tokenizer = None  # its place is taken by `ImageInputs`, which the task has
+        else:
+            tokenizer = load_tokenizer(model, config, source) if tokenizer is None else tokenizer
+            fit_together(tokenizer, config, resize="vocab_size" not in model.config and source is None)
         set_dropout(config, model)
         if head.endswith("classifier"):
             config.num_labels = num_labels
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a decoder's cache of keys and values serves generation only
-        network = random_network(config, head) if source is None else pretrained_network(config, source, head)
+        weights = None if model.retrain else source
+        network = random_network(config, head) if weights is None else pretrained_network(config, weights, head)
         network.train()
-        network, trainable = _choose_trainable(network, model, peft)
+        if head == "causal_lm":
+            check_causal(network)
+        new_head = described_head(network, head, seed)
+        network, trainable = prepare(network, model, peft, head=head, seed=seed)
     return ModelBundle(
         network,
         tokenizer,
-        f"random ({config.model_type}, seed {seed})" if source is None else source.described(config),
+        f"random ({config.model_type}, seed {seed})" if weights is None else weights.described(config) + new_head,
         trainable,
-        source.sha256 if source else None,
+        weights.sha256 if weights else None,
     )
-
-
-def _choose_trainable(
-    network: nn.Module, model: ModelConfig, peft: PeftConfig
-) -> tuple[nn.Module, list[str]]:
-    if peft.name == "full":
-        return network, set_trainable(network, model.trainable)
-    if peft.name != "lora":
-        raise UserError(f"peft={peft.name} is unknown: choose full or lora")
-    if model.trainable != "all":
-        raise UserError(
-            f"model.trainable={model.trainable} and peft=lora contradict each other: LoRA trains its adapters and the "
-            "head; leave model.trainable=all"
-        )
-    adapted = add_lora(network, peft)
-    return adapted, [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
 
 
 def _locate(model: ModelConfig, scale: str) -> Source | None:
     """Where the weights are; None for a random network."""
     if model.family == "random_hf":
         return None
-    if model.family not in ("hf", "minilm"):
-        raise UserError(f"model.family={model.family} is unknown: choose hf, minilm or random_hf")
+    if model.family not in ("hf", "minilm", "smollm2"):
+        raise UserError(f"model.family={model.family} is unknown: choose hf, minilm, smollm2 or random_hf")
     source = locate(model)
     if scale == "demo" and source.is_remote:
         raise UserError(
             f"scale=demo needs no network, but model.id={model.id} would come from the hub: give a local folder, "
-            "model=minilm, or another scale"
+            "model=minilm or smollm2, or another scale"
         )
     return source
 

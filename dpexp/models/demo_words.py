@@ -17,4 +17,5 @@ EVEN = (
 )  # fmt: skip
 ADVERBS = ("", "quite", "rather", "really", "so", "truly", "very")
 LINKS = ("and", "but", "is", "it", "makes", "never", "not", "the", "though", "with")
-DEMO_PHRASES = SUBJECTS + PRAISE + BLAME + EVEN + ADVERBS + LINKS
+TEMPLATES = ("great", "maybe", "no", "terrible", "was", "yes")  # of text infilling: Li et al. Table 10
+DEMO_PHRASES = SUBJECTS + PRAISE + BLAME + EVEN + ADVERBS + LINKS + TEMPLATES

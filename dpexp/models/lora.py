@@ -1,4 +1,4 @@
-"""LoRA through the peft library, with the classification head kept trainable."""
+"""LoRA through the peft library, with a new head kept trainable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from dpexp.errors import UserError
-from dpexp.models.trainable import head_modules, projections
+from dpexp.models.trainable import projections
 
 if TYPE_CHECKING:
     from dpexp.schemas import PeftConfig
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 _QUERY_VALUE = re.compile(r"(q|query|v|value)(_.+)?|c_attn|qkv|qkv_proj|Wqkv|query_key_value|in_proj")
 
 
-def add_lora(model: nn.Module, peft: PeftConfig) -> nn.Module:
-    """Wrap the model for LoRA (Hu et al. 2021); only the adapters and the head train afterwards.
+def add_lora(model: nn.Module, peft: PeftConfig, head: str, new_head: list[str]) -> nn.Module:
+    """Wrap the model for LoRA (Hu et al. 2021); only the adapters and a new head train afterwards.
 
     Args:
-        model: a Hugging Face sequence classifier.
+        model: a network with attention.
         peft: `rank` r; `alpha` (the update is scaled by alpha/r; 0 means alpha = r); `dropout` on the adapters' input;
             `targets`, last names of the adapted modules (empty: query and value of every attention, as in the paper).
+        head: what the task asked for, a key of `dpexp.models.networks.HEADS`.
+        new_head: names of the modules of a new head.
 
     Returns:
         The `peft.PeftModel`. A is drawn from torch's global generator, B is zero.
@@ -41,13 +43,14 @@ def add_lora(model: nn.Module, peft: PeftConfig) -> nn.Module:
             f"peft=lora: no query or value projection was found in {type(model).__name__}; name the layers to adapt "
             f"with peft.targets=[...]"
         )
+    kinds = {"classifier": TaskType.SEQ_CLS, "causal_lm": TaskType.CAUSAL_LM}
     config = LoraConfig(
-        task_type=TaskType.SEQ_CLS,
+        task_type=kinds.get(head),
         r=peft.rank,
         lora_alpha=peft.alpha or peft.rank,
         lora_dropout=peft.dropout,
         target_modules=targets,
-        modules_to_save=[name.rsplit(".", 1)[-1] for name in head_modules(model)],
+        modules_to_save=list(new_head) or None,
     )
     try:
         with warnings.catch_warnings():

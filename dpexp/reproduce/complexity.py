@@ -129,8 +129,8 @@ class Formula:
     def __str__(self) -> str:
         """As the paper writes: ``6BTpd + ⟨2Bpd, 2BT²(p+d)⟩``, instantiation first."""
         common = self.instantiate & self.ghost
-        choices = [_sum(self.instantiate - common), _sum(self.ghost - common)]
-        shared = _sum(common)
+        choices = [term_sum(self.instantiate - common), term_sum(self.ghost - common)]
+        shared = term_sum(common)
         if choices == ["0", "0"]:
             return shared
         return f"{shared} + ⟨{', '.join(choices)}⟩"
@@ -174,7 +174,7 @@ def _total(parts: Iterable[Terms]) -> Terms:
     return sum(parts, start=Counter())
 
 
-def _sum(terms: Terms) -> str:
+def term_sum(terms: Terms) -> str:
     order = ("BTpd", "BT²(p+d)", "BT²", "Bpd", "pd", "BTd", "BTp")
     shown = [f"{'' if terms[term] == 1 else terms[term]}{term}" for term in order if terms[term]]
     return " + ".join(shown) or "0"

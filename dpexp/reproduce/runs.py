@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from pathlib import Path
 from typing import Any
 
+from dpexp.reproduce import records
+from dpexp.reproduce.documents import Document, Section
+from dpexp.reproduce.documents import as_csv as write_csv
+
 COLUMNS = (
     "task", "scale", "model", "trainable", "clip", "target ε", "ε rdp", "ε pld", "δ", "σ", "B", "steps", "lr",
-    "accuracy", "seed", "trials", "sampling", "hardware", "data", "record",
+    "accuracy", "other metrics", "seed", "trials", "sampling", "hardware", "data", "record",
 )  # fmt: skip
-REQUIRED = ("task", "scale", "data", "privacy", "metrics", "git", "versions", "command", "details")
+_INTRODUCTION = (
+    "Made by `make tables` from the records in `results/runs`. Metrics on the public dev set, accuracy in percent, "
+    "after the last step; one row is one run with one seed. *trials*: configurations tried for this task and model before "
+    "this one was chosen; ε excludes them."
+)
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
+def rows(folder: Path, *, show_unclean: bool = False) -> list[dict[str, str]]:
     """One row per record in ``folder``, sorted; every value as it is printed.
 
     Raises:
-        ValueError: a record without provenance, or whose code was in no commit.
+        UserError: a record without provenance, or whose code was in no commit, unless ``show_unclean`` has it marked.
     """
     found = []
-    for path in sorted(folder.glob("*.json")):
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        missing = [key for key in REQUIRED if key not in summary]
-        if missing or summary["git"]["commit"] is None or summary["git"]["dirty"]:
-            reason = f"lacks {', '.join(missing)}" if missing else "its code was in no commit"
-            raise ValueError(f"{path.name} can't be shown: {reason}")
-        found.append(_row(summary, path.name))
+    for record in records.load(folder, show_unclean=show_unclean):
+        row = _row(record.summary, record.name)
+        if record.problems:
+            row["record"] += f" (UNCLEAN: {'; '.join(record.problems)})"
+        found.append(row)
     keys = ("task", "scale", "model", "trainable", "target ε", "clip", "lr", "seed")
     return sorted(found, key=lambda row: tuple(row[key] for key in keys))
 
 
 def _row(summary: dict[str, Any], name: str) -> dict[str, str]:
-    config, privacy = summary["details"]["config"], summary["privacy"]
+    config, privacy, metrics = summary["details"]["config"], summary["privacy"], summary["metrics"]
     epsilon = privacy["epsilon"]
     return {
         "task": summary["task"],
@@ -50,7 +53,12 @@ def _row(summary: dict[str, Any], name: str) -> dict[str, str]:
         "B": _number(config["optim"]["batch_size"], "g"),
         "steps": _number(privacy["steps"], "d") if privacy["steps"] else "",
         "lr": _number(config["optim"]["lr"], "g"),
-        "accuracy": _number(100 * summary["metrics"]["accuracy"], ".2f"),
+        "accuracy": _number(
+            100 * accuracy if (accuracy := metrics.get("accuracy")) is not None else None, ".2f"
+        ),
+        "other metrics": ", ".join(
+            f"{name} {value:.4g}" for name, value in sorted(metrics.items()) if name != "accuracy"
+        ),
         "seed": str(summary["seed"]),
         "trials": str(privacy.get("trials", "")),
         "sampling": str(privacy["sampling"]),
@@ -66,11 +74,7 @@ def _number(value: float | int | None, form: str) -> str:
 
 def as_markdown(table: list[dict[str, str]]) -> str:
     """A table per task and scale."""
-    parts = [
-        "# Training runs\n\nMade by `make tables` from the records in `results/runs`. Accuracy in percent on the public dev set "
-        "after the last step; one row is one run with one seed. *trials*: configurations tried for this task and model before "
-        "this one was chosen; ε excludes them.\n"
-    ]
+    parts = [f"# Training runs\n\n{_INTRODUCTION}\n"]
     for task, scale in dict.fromkeys((row["task"], row["scale"]) for row in table):
         shown = [c for c in COLUMNS if c not in ("task", "scale")]
         parts.append(f"## {task}, scale={scale}\n")
@@ -86,15 +90,37 @@ def as_markdown(table: list[dict[str, str]]) -> str:
 
 def as_csv(table: list[dict[str, str]]) -> str:
     """All rows."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return out.getvalue()
+    return write_csv(COLUMNS, table)
 
 
-def main(folder: Path, records: Path) -> None:
+def document(folder: Path, *, show_unclean: bool = False) -> Document:
+    """The page of all records."""
+    table = rows(folder, show_unclean=show_unclean)
+    shown = tuple(c for c in COLUMNS if c not in ("task", "scale"))
+    sections = tuple(
+        Section(
+            f"{task}, scale={scale}",
+            (),
+            shown,
+            [row for row in table if (row["task"], row["scale"]) == (task, scale)],
+            scale,
+        )
+        for task, scale in dict.fromkeys((row["task"], row["scale"]) for row in table)
+    )
+    return Document(
+        "runs",
+        "Training runs",
+        "",
+        (_INTRODUCTION,),
+        sections,
+        COLUMNS,
+        markdown=as_markdown(table),
+        status="measured",
+    )
+
+
+def main(folder: Path, records_folder: Path) -> None:
     """Write ``runs.md`` and ``runs.csv`` into ``folder``."""
-    table = rows(records)
-    (folder / "runs.md").write_text(as_markdown(table), encoding="utf-8")
-    (folder / "runs.csv").write_text(as_csv(table), encoding="utf-8")
+    page = document(records_folder)
+    (folder / "runs.md").write_text(page.as_markdown(), encoding="utf-8")
+    (folder / "runs.csv").write_text(page.as_csv(), encoding="utf-8")

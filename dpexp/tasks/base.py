@@ -9,12 +9,15 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
+from dpexp.models.images import ImageInputs
 
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
@@ -39,7 +42,8 @@ class DataInfo:
     name: a path, a hub id, or the plain words that it is synthetic.
     rows: split -> number of rows.
     sha256: split -> hash of the uncompressed bytes of its file, so that plain, .gz and .xz copies agree (for data sets
-        in Hugging Face's format, of the rows read, as JSON lines); hexadecimal.
+        in Hugging Face's format, of the rows read, as JSON lines; for images, of the decoded pixels and the labels);
+        hexadecimal.
     notes: what a reader of the record must know: truncation, labels taken from private data.
     """
 
@@ -60,10 +64,12 @@ class Task(ABC):
     data: for the record.
     head: what the model must end in: "classifier", "image_classifier", "masked_lm" or "causal_lm".
     rows_per_example: M adjacent rows of a batch belong to one example (augmentation multiplicity); `losses` stays `[B]`.
+    image_shape: channels, height and width of what the model sees; None for text.
     """
 
     head: ClassVar[str] = "classifier"
     rows_per_example: int = 1
+    image_shape: tuple[int, int, int] | None = None
 
     name: str
     num_examples: int
@@ -75,6 +81,20 @@ class Task(ABC):
     @abstractmethod
     def collate(self, examples: list[Any]) -> dict[str, Tensor]:
         """A batch, padded to its longest example; of no examples, tensors with a first dimension of 0."""
+
+    def augmented(self, batch: dict[str, Tensor], indices: np.ndarray, seed: int, step: int) -> dict[str, Tensor]:
+        """The collated batch as training sees it: `rows_per_example` rows of every example. Here it is left as it is.
+
+        Random choices are functions of (seed, step, index) alone. With one that depended on an example's place in the
+        batch, `losses[i]` would depend on which other examples were drawn.
+
+        Args:
+            batch: what `collate` gave.
+            indices: `[B]` the examples' numbers in `train`.
+            seed: public.
+            step: of the training.
+        """
+        return batch
 
     @abstractmethod
     def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -89,6 +109,21 @@ class Task(ABC):
         self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
     ) -> dict[str, float]:
         """The metrics on dev. The model's mode, training or evaluation, is left as it is found."""
+
+    def evaluate_at_end(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        batch_size: int,
+        progress: Progress | None = None,
+        folder: Path | None = None,
+    ) -> dict[str, float]:
+        """The metrics of a finished run: those of `evaluate`, and what takes too long to be done in between.
+
+        Args:
+            folder: for predictions and other by-products, so that an interrupted evaluation can go on; None: kept nowhere.
+        """
+        return self.evaluate(model, device, batch_size, progress)
 
     @abstractmethod
     def length(self, i: int) -> int:
@@ -152,5 +187,19 @@ def build_task(task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any, s
     if task.kind not in KINDS:
         raise UserError(f"task.kind={task.kind} is unknown: choose one of {', '.join(KINDS)}")
     module, name = KINDS[task.kind].split(":")
-    made: Task = getattr(importlib.import_module(module), name)(task, data, scale, tokenizer)
+    made_of = getattr(importlib.import_module(module), name)
+    _check_model(task, made_of.head, tokenizer)
+    made: Task = made_of(task, data, scale, tokenizer)
     return made
+
+
+def _check_model(task: TaskConfig, head: str, tokenizer: Any) -> None:
+    """A network that sees images for a task of images, and one that reads text for the others."""
+    if (head == "image_classifier") == isinstance(tokenizer, ImageInputs):
+        return
+    if head == "image_classifier":
+        raise UserError(
+            f"task={task.name} has images, and this model reads text: take one that sees images, such as model=cnn_papernot, "
+            "wrn16_4 or vit_base"
+        )
+    raise UserError(f"task={task.name} has text, and this model sees images: take one that reads text")

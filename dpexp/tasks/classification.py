@@ -98,13 +98,17 @@ class TextClassification(Task):
             targets = _targets(table, columns.label, self.labels)
             texts = table.columns[columns.text]
             pairs = table.columns[columns.text_pair] if columns.text_pair else None
-            content = f"{table.sha256} {columns.wanted}"
-            tokens = tokenize_cached(cache, content, tokenizer, texts, pairs, max_length)
+            content = " ".join([table.sha256, str(columns.wanted), *filter(None, [table.part])])
+            tokens = self._tokenize(cache, content, tokenizer, texts, pairs, max_length)
+            private = " (counted without noise on private data)" if split == "train" else ""
             if tokens.truncated:
-                private = " (counted without noise on private data)" if split == "train" else ""
                 notes.append(
                     f"{split}: {tokens.truncated} of {len(table)} rows were cut to {max_length} tokens{private}"
                 )
+            if table.skipped:
+                notes.append(f"{split}: {table.skipped} malformed rows of the file were left out{private}")
+            if table.part:
+                notes.append(f"{split} is {table.part} of its file, not all of it")
             self.splits[split] = Examples(tokens, targets)
         self.train: Examples = self.splits["train"]
         self.dev: Examples = self.splits.get("dev", _NO_EXAMPLES)
@@ -117,6 +121,17 @@ class TextClassification(Task):
             sha256={split: table.sha256 for split, table in found.tables.items()},
             notes=notes,
         )
+
+    def _tokenize(
+        self,
+        cache: Path,
+        content: str,
+        tokenizer: Any,
+        texts: Sequence[str],
+        pairs: Sequence[str] | None,
+        max_length: int,
+    ) -> TokenTable:
+        return tokenize_cached(cache, content, tokenizer, texts, pairs, max_length)
 
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
         """Pad on the right to the longest of the examples.

@@ -30,7 +30,12 @@ Maker = Callable[[random.Random, int, int], tuple[str, str]]
 
 
 def demo_tables(
-    labels: Sequence[str], text: str, text_pair: str | None, label: str, rows: int | None = None
+    labels: Sequence[str],
+    text: str,
+    text_pair: str | None,
+    label: str,
+    rows: int | None = None,
+    dev_sets: Sequence[str] = ("dev",),
 ) -> dict[str, Table]:
     """The demo's train and dev tables, the same on every machine and for every seed.
 
@@ -40,6 +45,7 @@ def demo_tables(
             else, or contradicts it).
         text, text_pair, label: what the columns are called; `text_pair` None for single sentences.
         rows: of train; the declared N. Dev is the same for every N.
+        dev_sets: names of the dev sets, where a task has several (MNLI); each has sentences of its own.
 
     Raises:
         UserError: there is no such grammar for another number of classes, or so many rows would be mere repetition.
@@ -54,8 +60,8 @@ def demo_tables(
         raise UserError(f"the synthetic demo data has from 1 to {MOST_ROWS} rows, and {rows} are declared")
     draw = random.Random(f"dpexp demo, {len(names)} classes, {'pairs' if text_pair else 'single'}")
     make = _pair if text_pair else _single
-    dev = [_row(make, len(names), draw) for _ in range(DEMO_DEV_ROWS)]
-    held_out = {row[:2] for row in dev}
+    devs = {split: [_row(make, len(names), draw) for _ in range(DEMO_DEV_ROWS)] for split in dev_sets}
+    held_out = {row[:2] for dev in devs.values() for row in dev}
     train: list[Row] = []
     while len(train) < rows:
         row = _row(make, len(names), draw)
@@ -63,7 +69,7 @@ def demo_tables(
             train.append(row)
     return {
         split: _table(split, made, names, text, text_pair, label)
-        for split, made in (("train", train), ("dev", dev))
+        for split, made in (("train", train), *devs.items())
     }
 
 

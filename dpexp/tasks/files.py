@@ -14,13 +14,14 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dpexp.errors import UserError
 
 COMPRESSIONS = {"": None, ".gz": gzip.decompress, ".xz": lzma.decompress}
+FORMATS = (".tsv", ".csv", ".json", ".jsonl")
 Row = tuple[int, Sequence[str]]
 """The line that a row starts on, counted from 1, and the wanted cells."""
 
@@ -34,6 +35,8 @@ class Table:
     lines: `[rows]`, where each row starts, counted from 1.
     sha256: of the uncompressed bytes; hexadecimal.
     unit: what `lines` counts: "line", or "item" of a list, or "row".
+    skipped: malformed rows that were left out because this was asked for.
+    part: which rows of the file these are, where they are not all of them.
     """
 
     where: str
@@ -41,9 +44,17 @@ class Table:
     lines: Sequence[int]
     sha256: str
     unit: str = "line"
+    skipped: int = 0
+    part: str = ""
 
     def __len__(self) -> int:
         return len(self.lines)
+
+    def rows(self, start: int, stop: int) -> Table:
+        """Some of the rows, as a table of their own."""
+        columns = {name: cells[start:stop] for name, cells in self.columns.items()}
+        part = f"rows {start + 1} to {stop}"
+        return replace(self, columns=columns, lines=self.lines[start:stop], part=part)
 
     def at(self, row: int) -> str:
         """Where a row stands, for messages."""
@@ -71,13 +82,22 @@ def find_file(root: Path, stem: str) -> Path | None:
     return None
 
 
-def read_table(path: Path, wanted: Sequence[str], labels: Sequence[str] = ()) -> Table:
+def read_table(
+    path: Path,
+    wanted: Sequence[str],
+    labels: Sequence[str] = (),
+    *,
+    header: Sequence[str] = (),
+    skip_malformed: bool = False,
+) -> Table:
     """Read the wanted columns of a file or of a folder written by `datasets.save_to_disk`.
 
     Args:
         path: its name says the format: .tsv, .csv, .json or .jsonl, then nothing, .gz or .xz; or a folder.
         wanted: names of columns.
         labels: the declared classes; see `from_dataset`.
+        header: the columns of a .tsv or .csv file whose first line is a row already; empty: the first line names them.
+        skip_malformed: leave out rows of a .tsv or .csv file that have too few or too many cells, and count them.
 
     Raises:
         UserError: no such file, an unknown format, a damaged or empty file, bytes that are not UTF-8, missing columns,
@@ -85,24 +105,31 @@ def read_table(path: Path, wanted: Sequence[str], labels: Sequence[str] = ()) ->
     """
     if path.is_dir():
         return _read_saved(path, wanted, labels)
-    parser = _PARSERS.get(Path(_without_compression(path)).suffix.lower())
-    if parser is None:
+    suffix = Path(_without_compression(path)).suffix.lower()
+    if suffix not in FORMATS:
         raise UserError(
-            f"{path}: unknown format; tables end in {', '.join(_PARSERS)}, then nothing, .gz or .xz, or are folders "
+            f"{path}: unknown format; tables end in {', '.join(FORMATS)}, then nothing, .gz or .xz, or are folders "
             "written by datasets.save_to_disk"
         )
     data = _read_bytes(path)
     text = _decode(path, data)
+    skipped: list[int] | None = [] if skip_malformed else None
+    if suffix in (".json", ".jsonl"):
+        parsed = _json(path, text, wanted)
+    else:
+        split, delimiter = (_tsv(text), "tab") if suffix == ".tsv" else (_csv(path, text), "comma")
+        parsed = _delimited(path, split, wanted, delimiter, header, skipped)
     lines: list[int] = []
     cells: list[Sequence[str]] = []
-    for line, row in parser(path, text, wanted):
+    for line, row in parsed:
         lines.append(line)
         cells.append(row)
     if not cells:
         raise UserError(f"{path}: the file holds no rows")
     columns = {name: list(column) for name, column in zip(wanted, zip(*cells, strict=True), strict=True)}
-    unit = "item" if parser is _json and _is_list(text) else "line"
-    return Table(str(path), columns, lines, hashlib.sha256(data).hexdigest(), unit)
+    unit = "item" if suffix in (".json", ".jsonl") and _is_list(text) else "line"
+    digest = hashlib.sha256(data).hexdigest()
+    return Table(str(path), columns, lines, digest, unit, len(skipped or ()))
 
 
 def from_dataset(dataset: Any, wanted: Sequence[str], where: str, labels: Sequence[str] = ()) -> Table:
@@ -131,6 +158,16 @@ def from_dataset(dataset: Any, wanted: Sequence[str], where: str, labels: Sequen
     for row in zip(*columns.values(), strict=True):
         digest.update(json.dumps(row, ensure_ascii=False).encode() + b"\n")
     return Table(where, columns, range(1, len(dataset) + 1), digest.hexdigest(), unit="row")
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """A file as text, and the hash of its uncompressed bytes: for layouts that are no tables.
+
+    Raises:
+        UserError: no such file, damaged, empty, or not UTF-8.
+    """
+    data = _read_bytes(path)
+    return _decode(path, data), hashlib.sha256(data).hexdigest()
 
 
 def _read_saved(path: Path, wanted: Sequence[str], labels: Sequence[str]) -> Table:
@@ -176,40 +213,45 @@ def _decode(path: Path, data: bytes) -> str:
         ) from error
 
 
-def _tsv(path: Path, text: str, wanted: Sequence[str]) -> Iterator[Row]:
+def _tsv(text: str) -> Iterator[Row]:
     # GLUE's rule: no quoting, so that a line is a row and a quotation mark is a character.
     lines = text.rstrip("\r\n").split("\n")
-    rows = ((number, line.removesuffix("\r").split("\t")) for number, line in enumerate(lines, 1))
-    return _delimited(path, rows, wanted, "tab")
+    return ((number, line.removesuffix("\r").split("\t")) for number, line in enumerate(lines, 1))
 
 
-def _csv(path: Path, text: str, wanted: Sequence[str]) -> Iterator[Row]:
+def _csv(path: Path, text: str) -> Iterator[Row]:
     reader = csv.reader(io.StringIO(text.rstrip("\r\n"), newline=""), strict=True)
-
-    def rows() -> Iterator[Row]:
-        start = 1
-        try:
-            for row in reader:
-                yield start, row
-                start = reader.line_num + 1
-        except csv.Error as error:
-            raise UserError(f"{path}, line {start}: malformed CSV ({error})") from error
-
-    return _delimited(path, rows(), wanted, "comma")
+    start = 1
+    try:
+        for row in reader:
+            yield start, row
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}, line {start}: malformed CSV ({error})") from error
 
 
-def _delimited(path: Path, rows: Iterable[Row], wanted: Sequence[str], delimiter: str) -> Iterator[Row]:
-    rows = iter(rows)
-    _, header = next(rows, (1, []))
-    _check_columns(path, wanted, header)
-    places = [list(header).index(name) for name in wanted]
+def _delimited(
+    path: Path,
+    rows: Iterator[Row],
+    wanted: Sequence[str],
+    delimiter: str,
+    header: Sequence[str],
+    skipped: list[int] | None,
+) -> Iterator[Row]:
+    names = list(header or next(rows, (1, []))[1])
+    _check_columns(path, wanted, names)
+    places = [names.index(name) for name in wanted]
     for line, cells in rows:
-        if len(cells) != len(header):
+        if len(cells) == len(names):
+            yield line, [cells[place] for place in places]
+        elif skipped is not None:
+            skipped.append(line)
+        else:
+            there = "task.columns names" if header else "the header has"
             raise UserError(
-                f"{path}, line {line}: malformed row: {len(cells)} {delimiter}-separated cells where the header has "
-                f"{len(header)} ({', '.join(header)})"
+                f"{path}, line {line}: malformed row: {len(cells)} {delimiter}-separated cells where {there} "
+                f"{len(names)} ({', '.join(names)}); task.malformed=skip leaves such rows out and counts them"
             )
-        yield line, [cells[place] for place in places]
 
 
 def _json(path: Path, text: str, wanted: Sequence[str]) -> Iterator[Row]:
@@ -244,9 +286,6 @@ def _json_list(path: Path, text: str) -> Iterator[tuple[int, str, Any]]:
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {error.lineno}: malformed JSON ({error.msg})") from error
     return ((number, "item", item) for number, item in enumerate(items, 1))
-
-
-_PARSERS = {".tsv": _tsv, ".csv": _csv, ".json": _json, ".jsonl": _json}
 
 
 def _cell(value: Any, where: str, column: str) -> str:

@@ -5,7 +5,7 @@ The order is fixed, the source is recorded, all splits come from one source, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,13 @@ HUB_SPLITS = {
     "dev": ("validation", "validation_matched", "dev"),
     "dev_mismatched": ("validation_mismatched",),
 }
-HUB_COLUMNS = {("glue", "mnli"): {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}}
-HUB_COLUMNS[("nyu-mll/glue", "mnli")] = HUB_COLUMNS[("glue", "mnli")]
+_GLUE_COLUMNS = {
+    "mnli": {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
+    "qqp": {"label": "is_duplicate"},
+}
+HUB_COLUMNS = {
+    (hub, task): names for hub in ("glue", "nyu-mll/glue") for task, names in _GLUE_COLUMNS.items()
+}
 """Data set on the hub -> its column names -> those of the published files, where the two differ."""
 
 
@@ -76,7 +81,8 @@ def find_tables(task: TaskConfig, data: DataConfig, scale: str) -> Found:
         raise UserError("data.dev is given without data.train: own data needs at least data.train=FILE")
     if data.source == "demo" or (data.source == "auto" and scale == "demo"):
         rows = declared_num_examples(task, data, scale)
-        tables = demo_tables(task.labels, columns.text, columns.text_pair, columns.label, rows)
+        dev_sets = [split for split in task.files if split.startswith("dev")] or ["dev"]
+        tables = demo_tables(task.labels, columns.text, columns.text_pair, columns.label, rows, dev_sets)
         return Found("demo", DEMO_NAME, tables)
     if not task.files and not task.hub_id:
         raise UserError(
@@ -102,11 +108,11 @@ def find_tables(task: TaskConfig, data: DataConfig, scale: str) -> Found:
 def _own_files(task: TaskConfig, data: DataConfig, columns: Columns) -> Found:
     paths = {"train": data.train, "dev": data.dev}
     tables = {
-        split: read_table(Path(path).expanduser(), columns.wanted, task.labels)
+        split: _read(Path(path).expanduser(), task, columns)
         for split, path in paths.items()
         if path is not None
     }
-    return Found("own files", str(data.train), tables)
+    return Found("own files", str(data.train), _with_dev(task, tables))
 
 
 def _below_root(task: TaskConfig, data: DataConfig, columns: Columns, tried: list[str]) -> Found | None:
@@ -123,12 +129,28 @@ def _below_root(task: TaskConfig, data: DataConfig, columns: Columns, tried: lis
             f"data.root={data.root}: no {', no '.join(missing) or 'files declared'}, plain, .gz or .xz"
         )
         return None
-    tables = {
-        split: read_table(path, columns.wanted, task.labels)
-        for split, path in paths.items()
-        if path is not None
-    }
-    return Found("files", ", ".join(task.files.values()), tables)
+    tables = {split: _read(path, task, columns) for split, path in paths.items() if path is not None}
+    return Found("files", ", ".join(task.files.values()), _with_dev(task, tables))
+
+
+def _read(path: Path, task: TaskConfig, columns: Columns) -> Table:
+    return read_table(
+        path, columns.wanted, task.labels, header=task.columns, skip_malformed=task.malformed == "skip"
+    )
+
+
+def _with_dev(task: TaskConfig, tables: dict[str, Table]) -> dict[str, Table]:
+    """The tables; where there is none for dev, the last rows of the training file become it, if the task asks for that."""
+    if not task.held_out or "dev" in tables:
+        return tables
+    train = tables["train"]
+    left = len(train) - task.held_out
+    if left < 1:
+        raise UserError(
+            f"{train.where}: task.held_out={task.held_out} of {len(train)} rows leaves nothing to train on"
+        )
+    dev = replace(train.rows(left, len(train)), skipped=0)  # the file's malformed rows are counted once
+    return {**tables, "train": train.rows(0, left), "dev": dev}
 
 
 def _on_hub(task: TaskConfig, columns: Columns, tried: list[str]) -> Found | None:

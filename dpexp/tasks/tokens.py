@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ def tokenize_cached(
     texts: Sequence[str],
     pairs: Sequence[str] | None,
     max_length: int,
+    make: Callable[[Any, Sequence[str], Sequence[str] | None, int], TokenTable] | None = None,
 ) -> TokenTable:
     """As `tokenize`, from the cache where it holds the same thing.
 
@@ -105,13 +106,15 @@ def tokenize_cached(
 
     Args:
         cache: a folder.
-        content: names the texts: a hash of their file together with the columns that were read.
+        content: names the texts: a hash of their file together with the columns that were read, and with the rest of
+            what `make` goes by.
+        make: another way from texts to tokens than `tokenize`.
     """
     parts = [FORMAT, content, tokenizer_hash(tokenizer), max_length]
     path = cache / "tokens" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}.safetensors"
     table = _load(path)
     if table is None or len(table) != len(texts):
-        table = tokenize(tokenizer, texts, pairs, max_length)
+        table = (make or tokenize)(tokenizer, texts, pairs, max_length)
         try:
             _save(path, table)
         except OSError as error:

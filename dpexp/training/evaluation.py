@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +40,19 @@ def evaluate(
     batch_size: int,
     precision: str = "fp32",
     progress: Callable[..., Any] | None = None,
+    *,
+    final: bool = False,
+    folder: Path | None = None,
 ) -> dict[str, float]:
-    """The task's metrics on its dev set, in the precision of the training."""
+    """The task's metrics on its dev set, in the precision of the training.
+
+    Args:
+        final: the run is over, and what takes long is worth its time: generated text, test sets.
+        folder: where predictions are kept, at the end alone.
+    """
     with evaluating(model), autocast(precision, device):
-        metrics = task.evaluate(model, device, batch_size, progress)
+        if final:
+            metrics = task.evaluate_at_end(model, device, batch_size, progress, folder)
+        else:
+            metrics = task.evaluate(model, device, batch_size, progress)
     return {name: float(value) for name, value in metrics.items()}

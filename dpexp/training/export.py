@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from dpexp.models import adapters, rgp
 from dpexp.record import write_atomic
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path:
     """Write the model, its tokenizer and PRIVACY.md to `folder`.
+
+    Under peft=lora and prefix it is what `peft.PeftModel.from_pretrained(network, folder)` puts back onto the network, under
+    peft=adapters what `dpexp.models.adapters.load_adapters(network, folder)` does; else the whole network.
 
     Args:
         bundle: the model, with its clipper detached.
@@ -25,9 +29,13 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path
         The folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model: nn.Module = bundle.model
+    model = bundle.model
+    if isinstance(model, nn.Module):
+        rgp.restore_layers(model)
     transformers.utils.logging.disable_progress_bar()
-    if callable(save := getattr(model, "save_pretrained", None)):
+    if isinstance(model, nn.Module) and adapters.has_adapters(model):
+        adapters.save_adapters(model, folder, bundle.source)
+    elif callable(save := getattr(model, "save_pretrained", None)):
         save(str(folder))
     else:
         torch.save(model.state_dict(), folder / "model.pt")

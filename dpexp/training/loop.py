@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 NORM_QUANTILES = [0.25, 0.5, 0.75, 0.85]  # those that Figure 4 of He et al. marks
 
 
+UNTRIED_BATCH = 16  # a physical batch that fits nearly everywhere
+
+
 @dataclass
 class Outcome:
     """How `Trainer.train` ended: `status` is ``finished`` or ``interrupted``."""
@@ -367,6 +370,8 @@ class Trainer:
             return int(asked)
         if (known := self.decisions.get("physical_batch_size")) is not None:
             return int(known)
+        if not len(self.task.dev):
+            return UNTRIED_BATCH  # there are no public examples to try larger ones with
         public = self.task.collate([self.task.dev[i] for i in range(min(64, len(self.task.dev)))])
         size = automatic_size(
             lambda count: self.accumulator.losses(

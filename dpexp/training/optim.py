@@ -1,10 +1,11 @@
 """Optimisers, and the learning rate as a function of the step alone (so that a resumed run needs no state for it)."""
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from dpexp.errors import UserError
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from dpexp.config import OptimConfig
 
 
-def build_optimizer(optim: "OptimConfig", parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """torch's own optimiser on the noisy, averaged `p.grad`: post-processing, whatever it does with it."""
     parameters = list(parameters)
     if optim.name == "sgd":
@@ -34,8 +35,8 @@ def build_optimizer(optim: "OptimConfig", parameters: Iterable[nn.Parameter]) ->
 def learning_rate(step: int, steps: int, peak: float, schedule: str, warmup_ratio: float) -> float:
     """The learning rate of step `step` (0-based) of `steps`.
 
-    A linear warm-up over the first `warmup_ratio` of the steps, then ``constant``, or ``linear``: down to zero, which
-    would be reached one step after the last.
+    A linear warm-up over the first `warmup_ratio` of the steps, then ``constant``, or down to zero, which would be reached one
+    step after the last: ``linear``, or ``cosine`` (half a period).
     """
     warmup = round(warmup_ratio * steps)
     if step < warmup:
@@ -44,4 +45,6 @@ def learning_rate(step: int, steps: int, peak: float, schedule: str, warmup_rati
         return peak
     if schedule == "linear":
         return peak * (steps - step) / max(1, steps - warmup)
-    raise UserError(f"optim.lr_schedule={schedule!r} is not known: choose constant or linear")
+    if schedule == "cosine":
+        return peak * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+    raise UserError(f"optim.lr_schedule={schedule!r} is not known: choose constant, linear or cosine")

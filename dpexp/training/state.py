@@ -75,6 +75,7 @@ class Checkpoint:
     signature: str
     wall_s: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
+    averages: list[Tensor] = field(default_factory=list)  # of the weights, where the run keeps them
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

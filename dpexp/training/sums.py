@@ -32,6 +32,7 @@ class Sums:
     clipped: Tensor  # [K] how many examples were clipped, float64
     loss: Tensor  # sum of the losses
     drawn: int = 0
+    every: list[Tensor] | None = None  # [K, b] norms of each physical batch, where they are asked for
 
     def add(self, losses: Tensor, report: Report | None, policy: FixedThresholds) -> None:
         """Add one physical batch."""
@@ -41,6 +42,8 @@ class Sums:
             self.counts += mechanism.centred_counts(report.norms, policy.estimates).to(self.counts)
             self.norms += report.norms.sum(1).to(self.norms)
             self.clipped += report.clipped.to(self.clipped)
+            if self.every is not None:
+                self.every.append(report.norms.detach().float().cpu())
 
 
 class Accumulator:
@@ -53,7 +56,7 @@ class Accumulator:
         policy: thresholds to clip with, and estimates to count against.
         device: where the model is.
         precision: fp32, bf16 or fp16.
-        seed: public; it decides dropout.
+        seed: public; it decides dropout and augmentations.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Accumulator:
         self.device, self.precision, self.seed = device, precision, seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
+        self.keep_norms = False  # of every example, for the next step; what is written of them is marked not private
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -81,7 +85,7 @@ class Accumulator:
 
         Args:
             indices: `[n]`, the logical batch of the step; n may be 0: a step like any other, with sums of zero.
-            step: for dropout.
+            step: for dropout and augmentations.
             size: examples per physical batch.
             stop: asked before every physical batch.
 
@@ -98,6 +102,7 @@ class Accumulator:
             num_groups = len(self.clipper.groups)
         counts, norms, clipped = torch.zeros(3, num_groups, dtype=torch.float64, device=self.device)
         sums = Sums(counts, norms, clipped, torch.zeros((), device=self.device))
+        sums.every = [] if self.keep_norms else None
         pieces = physical_batches(indices, self.task.length, size)
         for number, piece in enumerate(pieces):
             if stop():
@@ -105,7 +110,8 @@ class Accumulator:
                 return None
             # Dropout depends on the public seed, the step and the piece alone, so that resuming needs no state.
             torch.manual_seed(_dropout_seed(self.seed, step, number))
-            losses = self.losses(self.task.collate([self.task.train[int(i)] for i in piece]))
+            batch = self.task.collate([self.task.train[int(i)] for i in piece])
+            losses = self.losses(self.task.augmented(batch, piece, self.seed, step))
             sums.add(losses, self.backward(losses), self.policy)
         if not pieces:
             empty = torch.zeros(0, device=self.device)

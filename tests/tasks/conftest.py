@@ -14,6 +14,7 @@ SIZES = {
     "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
     "roberta": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
+    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24},
 }
 
 
@@ -34,16 +35,19 @@ def real_data() -> Path:
 def tiny() -> Callable[..., ModelBundle]:
     """Random networks of two layers with the demo's tokenizer and without dropout."""
 
-    def build(architecture: str = "bert", num_labels: int = 2) -> ModelBundle:
+    def build(
+        architecture: str = "bert", num_labels: int = 2, head: str = "classifier", **overrides: Any
+    ) -> ModelBundle:
         config = ModelConfig(
             family="random_hf",
             architecture=architecture,
-            config=SIZES[architecture],
+            config={**SIZES[architecture], **overrides},
             tokenizer="demo",
             dropout=0.0,
             attention_dropout=0.0,
         )
-        return build_model(config, PeftConfig(name="full"), num_labels=num_labels, scale="demo", seed=1)
+        full = PeftConfig(name="full")
+        return build_model(config, full, head=head, num_labels=num_labels, scale="demo", seed=1)
 
     return build
 

@@ -55,7 +55,7 @@ def test_any_text_without_tabs_and_line_ends_survives_tsv(texts: list[str]) -> N
     from dpexp.tasks.files import _tsv
 
     rows = [(text, "0") for text in texts]
-    assert [cells for _, cells in _tsv(Path("a.tsv"), tsv(rows), COLUMNS)] == [list(row) for row in rows]
+    assert [(cells[0], cells[2]) for _, cells in _tsv(tsv(rows))][1:] == rows
 
 
 def test_a_quoted_csv_cell_may_hold_lines_and_later_rows_keep_their_line_numbers(tmp_path: Path) -> None:
@@ -117,6 +117,44 @@ def test_bad_files_get_one_error_with_file_and_line(
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_table(path, COLUMNS)
+
+
+@pytest.mark.parametrize(("name", "tab"), [("a.tsv", "\t"), ("a.csv", ",")])
+def test_malformed_rows_are_left_out_and_counted_where_this_is_asked_for(
+    tmp_path: Path, name: str, tab: str
+) -> None:
+    path = tmp_path / name
+    path.write_text("text\tlabel\nfine\t0\nno tab here\none\ttwo\t1\nlast\t1\n".replace("\t", tab))
+    table = read_table(path, COLUMNS, skip_malformed=True)
+    assert table.columns == {"text": ["fine", "last"], "label": ["0", "1"]}
+    assert table.skipped == 2
+    assert [table.at(0), table.at(1)] == [f"{path}, line 2", f"{path}, line 5"]
+    with pytest.raises(UserError, match=r"line 3: malformed row.*task\.malformed=skip"):
+        read_table(path, COLUMNS)
+    path.write_text("text\tlabel\nno tab\n".replace("\t", tab))
+    with pytest.raises(UserError, match="holds no rows"):
+        read_table(path, COLUMNS, skip_malformed=True)
+
+
+def test_a_file_without_a_header_has_its_columns_declared(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text("7\tfine\t0\n8\tdull\t1\n")
+    table = read_table(path, COLUMNS, header=["id", "text", "label"])
+    assert table.columns == {"text": ["fine", "dull"], "label": ["0", "1"]}
+    assert table.at(0) == f"{path}, line 1"
+    with pytest.raises(UserError, match=r"line 1: malformed row: 3 .* task\.columns names 2 \(text, label\)"):
+        read_table(path, COLUMNS, header=COLUMNS)
+    with pytest.raises(UserError, match="no column label; the columns are id, text"):
+        read_table(path, COLUMNS, header=["id", "text"])
+
+
+def test_some_rows_of_a_table_keep_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text("text\tlabel\na\t0\nb\t1\nc\t0\n")
+    table = read_table(path, COLUMNS)
+    last = table.rows(1, 3)
+    assert last.columns == {"text": ["b", "c"], "label": ["1", "0"]}
+    assert (last.at(0), last.part, table.part) == (f"{path}, line 3", "rows 2 to 3", "")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -101,6 +101,38 @@ def test_a_task_without_data_says_how_to_give_some(own: TaskConfig, data: Data) 
         find_tables(own, data(), "small")
 
 
+def test_dev_may_be_held_out_of_the_training_file(tmp_path: Path, own: TaskConfig, data: Data) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text("text\tlabel\nbroken\n" + "".join(f"text {i}\t{i % 2}\n" for i in range(5)))
+    own.held_out, own.malformed = 2, "skip"
+    tables = find_tables(own, data(train=str(path)), "small").tables
+    assert tables["train"].columns["text"] == ["text 0", "text 1", "text 2"]
+    assert tables["dev"].columns["text"] == ["text 3", "text 4"]
+    assert (tables["train"].skipped, tables["dev"].skipped) == (1, 0), "one file, one malformed row"
+    given = find_tables(own, data(train=str(path), dev=str(path)), "small").tables
+    assert len(given["train"]) == len(given["dev"]) == 5, "a dev file comes first"
+    own.held_out = 5
+    with pytest.raises(UserError, match=r"task\.held_out=5 of 5 rows leaves nothing to train on"):
+        find_tables(own, data(train=str(path)), "small")
+
+
+def test_qqp_of_the_hub_gets_the_published_column_names_and_labels(data: Data, fake_hub: dict) -> None:
+    split = glue(["not_duplicate", "duplicate"], question1=["p"], question2=["q"], label=[1])
+    fake_hub["nyu-mll/glue", "qqp"] = {"train": split, "validation": split}
+    task = TaskConfig(
+        name="qqp",
+        labels=["0", "1"],
+        text="question1",
+        text_pair="question2",
+        label="is_duplicate",
+        hub_id="nyu-mll/glue",
+        hub_config="qqp",
+        files={"train": "qqp/train.tsv", "dev": "qqp/dev.tsv"},
+    )
+    tables = find_tables(task, data(), "paper").tables
+    assert tables["train"].columns == {"question1": ["p"], "question2": ["q"], "is_duplicate": ["1"]}
+
+
 def test_mnli_of_the_hub_gets_the_published_column_names(data: Data, fake_hub: dict) -> None:
     names = ["entailment", "neutral", "contradiction"]
     split = glue(names, premise=["p"], hypothesis=["h"], label=[2])

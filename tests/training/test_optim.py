@@ -23,7 +23,7 @@ def test_one_step_is_a_full_step():
 
 def test_an_unknown_schedule_is_refused():
     with pytest.raises(UserError, match="linear"):
-        learning_rate(5, 10, 1.0, "cosine", 0.0)
+        learning_rate(5, 10, 1.0, "stairs", 0.0)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

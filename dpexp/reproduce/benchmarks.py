@@ -1,0 +1,218 @@
+"""Efficiency figures and tables from the records of ``python -m dpexp.bench`` in ``results/bench``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpexp.errors import UserError
+from dpexp.reproduce.documents import Document, Rows, Section
+from dpexp.reproduce.drawing import COLOURS, draw
+from dpexp.reproduce.paper import paper_table
+
+COLUMNS = (
+    "workload", "method", "batch", "speed / non-private", "added memory / non-private", "examples/s", "largest batch",
+    "speed there / non-private", "relative error", "scale", "hardware", "precision", "record", "note",
+)  # fmt: skip
+_PAPER = ("row", "column", "paper", "note")
+_WRONG = {"fp32": 1e-3, "bf16": 1e-1}  # as dpexp.benchmark.render
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A table or figure that a benchmark answers.
+
+    Attributes:
+        paper, table: of the transcription.
+        workloads: name -> "paper" where it is the paper's own network, "small" where a smaller one stands in.
+        preset: of conf/bench.
+    """
+
+    paper: str
+    table: str
+    title: str
+    claim: str
+    workloads: dict[str, str]
+    preset: str
+
+
+TARGETS: dict[str, Measured] = {
+    "figure-he-1": Measured(
+        "he2023", "figure1", "He et al., Figure 1: speed and memory on GPT-2",
+        "Adaptive per-layer clipping runs within 15% of non-private speed in the same memory; ghost clipping is slower, Opacus"
+        " needs far more memory.",
+        {"gpt2_124m": "paper", "gpt2_tied": "small", "gpt2": "small"}, "he2023_fig1",
+    ),
+    "figure-he-9": Measured(
+        "he2023", "figure9", "He et al., Figure 9: speed on another GPU",
+        "On a Titan RTX too the gap is below 15%, and per-layer clipping is above 1.4x the speed of flat clipping.",
+        {"gpt2_124m": "paper", "gpt2_tied": "small", "gpt2": "small"}, "he2023_fig1",
+    ),
+    "table-bu-1": Measured(
+        "bu2023", "1", "Bu et al., Table 1: Book-Keeping beside GhostClip, Opacus and non-private training",
+        "BK is 1.33 to 1.36x as fast as GhostClip, 1.96 to 38x as Opacus, and 0.76 to 0.83x as non-private training.",
+        {"roberta_large": "paper", "gpt2_large": "paper", "roberta": "small", "gpt2": "small", "vit": "small"}, "bu2023_fig5",
+    ),
+    "figure-bu-2": Measured(
+        "bu2023", "figure2", "Bu et al., Figure 2: multilayer perceptrons",
+        "On deep and shallow MLPs BK is nearly as fast as non-private training; Opacus runs out of memory on the wide one.",
+        {"mlp_deep": "paper", "mlp": "paper", "mlp_wide": "paper"}, "bu2023_fig2",
+    ),
+    "figure-bu-5": Measured(
+        "bu2023", "figure5", "Bu et al., Figure 5: GPT-2 and RoBERTa-large",
+        "At a fixed batch the private speed is 0.86 to 0.89 of the non-private one.",
+        {"gpt2_124m": "paper", "roberta_large": "paper", "gpt2": "small", "roberta": "small"}, "bu2023_fig5",
+    ),
+    "figure-bu-6": Measured(
+        "bu2023", "figure6", "Bu et al., Figure 6: VGG11 and BEiT-large",
+        "With large images ghost-only methods fail on VGG11 and the hybrid wins; on BEiT-large hybrid and base are alike.",
+        {"vgg11": "paper", "beit_large": "paper", "vit": "small", "vit_timm": "small"}, "bu2023_fig6",
+    ),
+    "figure-li-5": Measured(
+        "li2022", "figure5", "Li et al., Figure 5: largest batch and throughput of GPT-2",
+        "Ghost clipping fits about three times Opacus' batch, almost that of non-private training.",
+        {"gpt2_124m": "paper", "gpt2_medium": "paper", "gpt2_large": "paper", "gpt2": "small"}, "he2023_fig1",
+    ),
+}  # fmt: skip
+
+
+def load(folder: Path, *, show_unclean: bool = False) -> list[tuple[str, dict[str, Any], str]]:
+    """(name, record, what its provenance lacks) of every benchmark, sorted.
+
+    Raises:
+        UserError: a record lacks something, unless ``show_unclean`` has it marked.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        git = record.get("git") or {}
+        problems = [
+            f"lacks {key}"
+            for key in ("settings", "hardware", "versions", "command", "rows")
+            if not record.get(key)
+        ]
+        if not git.get("commit"):
+            problems.append("its code was in no commit")
+        elif git.get("dirty") is not False:
+            problems.append("its code differed from its commit")
+        if problems and not show_unclean:
+            raise UserError(
+                f"{path.name} can't be shown: {'; '.join(problems)}. Run it again from a clean checkout, or give"
+                " --show-unclean to have it marked"
+            )
+        found.append((path.name, record, "; ".join(problems)))
+    return found
+
+
+def build(name: str, records: Sequence[tuple[str, dict[str, Any], str]]) -> Document:
+    """The document of one target, its figure drawn where something was measured."""
+    target = TARGETS[name]
+    printed: Rows = [
+        {
+            "row": cell.row,
+            "column": cell.column,
+            "paper": f"{cell.value} {cell.unit}".strip() or "-",
+            "note": cell.conditions,
+        }
+        for cell in paper_table(target.paper, target.table)
+    ]
+    sections = [Section("As printed", (), _PAPER, printed, "exact")] if printed else []
+    every: Rows = []
+    counts = []
+    for scale in ("small", "paper"):
+        rows = [
+            row for file, record, problems in records for row in _rows(file, record, problems, target, scale)
+        ]
+        wanted = [w for w, own in target.workloads.items() if own == scale]
+        done = {row["workload"] for row in rows}
+        counts += [f"{scale} {len(done)}/{len(wanted)}"] if done else []
+        left = ", ".join(w for w in wanted if w not in done)
+        command = f"python -m dpexp.bench bench={target.preset} {'device=cuda ' if scale == 'paper' else ''}"
+        todo = (
+            f"Not run: {left}. `{command}'workloads=[{left.replace(' ', '')}]' out=results/bench/NAME`"
+            if left
+            else ""
+        )
+        sections.append(
+            Section(f"scale={scale}", (todo,) if todo else (), COLUMNS if rows else (), rows, scale)
+        )
+        every += rows
+    svg, png = draw(lambda axes: _bars(axes, every), 2, (4.6, 3.4)) if _drawable(every) else ("", b"")
+    words = (
+        f"**Claim.** {target.claim}",
+        f"**Our runs.** {_finding(every)}",
+        "Speeds are examples/s relative to non-private training in the same interleaved run; a method that failed is a row.",
+        f"Regenerate: `python -m dpexp.report {name}` (or `make {name}`).",
+    )
+    return Document(
+        name, target.title, target.paper.rstrip("0123456789"), words, tuple(sections), (*COLUMNS, "row", "column", "paper"),
+        svg=svg, png=png, status=", ".join(counts) or "not run",
+    )  # fmt: skip
+
+
+def _rows(file: str, record: dict[str, Any], problems: str, target: Measured, scale: str) -> Rows:
+    settings = record["settings"]
+    if settings.get("size") != "full":
+        return []
+    rows: Rows = []
+    hardware = record["hardware"]
+    for row in record["rows"]:
+        if target.workloads.get(row["workload"]) != scale:
+            continue
+        notes = [row["reason"], row.get("max_batch_reason") or "", f"UNCLEAN: {problems}" if problems else ""]
+        error = row["error"]
+        if error is not None and not error <= _WRONG[settings["precision"]]:
+            notes.insert(0, "wrong gradient")
+        rows.append({
+            "workload": row["workload"], "method": row["method"], "batch": str(row["batch_size"]),
+            "speed / non-private": _number(row["time_ratio"], invert=True),
+            "added memory / non-private": _number(row["memory_ratio"]),
+            "examples/s": _number(row["examples_per_s"], ".4g"), "largest batch": _number(row["max_batch"], "d"),
+            "speed there / non-private": _number(row["max_batch_throughput_ratio"]),
+            "relative error": _number(error, ".1e"), "scale": scale,
+            "hardware": str(hardware.get("gpu") or f"{hardware.get('cpu')}, {hardware.get('threads')} threads"),
+            "precision": settings["precision"], "record": f"results/bench/{file}", "note": "; ".join(n for n in notes if n),
+        })  # fmt: skip
+    return rows
+
+
+def _number(value: float | None, form: str = ".2f", *, invert: bool = False) -> str:
+    if value is None:
+        return ""
+    return format(1 / value if invert else value, form)
+
+
+def _finding(rows: Rows) -> str:
+    """The numbers in a sentence; whether they bear the claim out is for the reader, as the hardware differs."""
+    said = [
+        f"{row['method']} on {row['workload']}: {row['speed / non-private']}x speed,"
+        f" {row['added memory / non-private']}x added memory"
+        for row in rows
+        if row["speed / non-private"] and row["method"] != "nonprivate"
+    ]
+    return (
+        "; ".join(said) + " (ratios on the hardware named below; no test)."
+        if said
+        else "cannot tell: not run."
+    )
+
+
+def _drawable(rows: Rows) -> bool:
+    return any(row["speed / non-private"] and row["method"] != "nonprivate" for row in rows)
+
+
+def _bars(axes: Any, rows: Rows) -> None:
+    shown = [row for row in rows if row["speed / non-private"] and row["method"] != "nonprivate"]
+    labels = [f"{row['method']}\n{row['workload']}" for row in shown]
+    methods = list(dict.fromkeys(row["method"] for row in shown))
+    colours = [COLOURS[methods.index(row["method"]) % len(COLOURS)] for row in shown]
+    for axis, key in zip(axes, ("speed / non-private", "added memory / non-private"), strict=True):
+        axis.barh(range(len(shown)), [float(row[key] or "nan") for row in shown], color=colours)
+        axis.axvline(1.0, color="0.3", linewidth=0.9)
+        axis.set_yticks(range(len(shown)), labels, fontsize=7)
+        axis.invert_yaxis()
+        axis.set_xlabel(key)
+    axes[1].set_xscale("log", base=2)

@@ -1,0 +1,211 @@
+"""Every table and figure that can be made, by name: ``table-he-2``, ``figure-li-3``, ``accounting-li``, ``coverage``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from dpexp.checks import did_you_mean
+from dpexp.errors import UserError
+from dpexp.reproduce import benchmarks, curves, exact, figures, pages, runs, tables
+from dpexp.reproduce import records as run_records
+from dpexp.reproduce.documents import Document
+from dpexp.reproduce.drawing import draw, heat
+from dpexp.reproduce.records import Record
+
+GROUPS = ("all", "tables", "figures")
+# Names of the paper for pages that have their own.
+ALIASES = {
+    "complexity-bu": tuple(pages.COMPLEXITY), "table-bu-4": ("complexity-bu-table4",), "table-bu-5": ("complexity-bu-table5",),
+    "table-bu-8": ("complexity-bu-table8",), "table-bu-10": ("complexity-bu-table8",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where records are, and whether those without provenance may be shown, marked."""
+
+    results: Path
+    show_unclean: bool = False
+    built: dict[str, Document] = field(default_factory=dict)
+
+    def document(self, name: str) -> Document:
+        """A target's document, built once."""
+        if name not in self.built:
+            self.built[name] = builders()[name](self)
+        return self.built[name]
+
+    @cached_property
+    def records(self) -> list[Record]:
+        return run_records.load(self.results / "runs", show_unclean=self.show_unclean)
+
+    @cached_property
+    def benchmarks(self) -> list[tuple[str, dict[str, Any], str]]:
+        return benchmarks.load(self.results / "bench", show_unclean=self.show_unclean)
+
+
+Builder = Callable[[Context], Document]
+_EXACT_TABLES: dict[str, Callable[[], Document]] = {
+    "accounting-li": pages.accounting_li,
+    "noise-he": exact.noise_he,
+    "table-bu-2": exact.implementations_bu,
+    "table-bu-3": exact.modules_bu,
+    **pages.COMPLEXITY,
+    "memory-li": exact.memory_li,
+    "memory-monir": exact.memory_monir,
+    "individual-monir": exact.individual_monir,
+}
+_EXACT_FIGURES: dict[str, Callable[[], Document]] = {
+    "figure-he-6": figures.figure_he_6,
+    "figure-bu-7": figures.figure_bu_7,
+    "figure-li-3": figures.figure_li_3,
+    "figure-li-7": figures.figure_li_7,
+    "figure-monir-8": figures.figure_monir_8,
+    "figure-monir-10": figures.figure_monir_10,
+    "figure-monir-13": figures.figure_monir_13,
+    "figure-monir-14": figures.figure_monir_14,
+}
+EXACT = frozenset((*_EXACT_TABLES, *_EXACT_FIGURES))  # arithmetic alone: their status needs no record
+
+
+def builders() -> dict[str, Builder]:
+    """Name -> what makes it, in the order of the report: the papers, then the pages of this repository."""
+    found: dict[str, Builder] = {}
+    for name in EXACT:
+        found[name] = partial(_exact, name)
+    for key in tables.known():
+        found[tables.target_name(*key)] = partial(_table, key)
+    for name in benchmarks.TARGETS:
+        found[name] = partial(_measured, name)
+    for name in curves.TARGETS:
+        found[name] = partial(_curves, name)
+    found["runs"] = _runs
+    found["coverage"] = _coverage
+    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
+
+
+def resolve(names: list[str]) -> list[str]:
+    """What is asked for as names of targets: groups, aliases and parts (``table-he-1`` is 1a and 1b) spelt out.
+
+    Raises:
+        UserError: an unknown name, with the close ones.
+    """
+    known = list(builders())
+    found: list[str] = []
+    for name in names:
+        if name in GROUPS:
+            found += [x for x in known if name == "all" or is_figure(x) == (name == "figures")]
+        elif name in known:
+            found.append(name)
+        elif name in ALIASES:
+            found += ALIASES[name]
+        elif parts := [x for x in known if x[:-1] == name and x[-1].isalpha()]:
+            found += parts
+        else:
+            raise UserError(
+                f"no report is called {name}{did_you_mean(name, [*known, *ALIASES, *GROUPS, 'report'])}"
+            )
+    return list(dict.fromkeys(found))
+
+
+def is_figure(name: str) -> bool:
+    """Does it go to ``results/figures``?"""
+    return name.startswith("figure-")
+
+
+def write(document: Document, results: Path) -> list[Path]:
+    """Markdown and CSV of a table; SVG, CSV and Markdown of a figure, and PNG beside it (not tracked)."""
+    folder = "figures" if is_figure(document.name) else "tables"
+    contents: dict[str, str | bytes] = {
+        f"{folder}/{document.name}.md": document.as_markdown(),
+        f"{folder}/{document.name}.csv": document.as_csv(),
+    }
+    if document.svg:  # of a table too: pictures lie in one place
+        contents |= {
+            f"figures/{document.name}.svg": document.svg,
+            f"figures/{document.name}.png": document.png,
+        }
+    written = []
+    for name, content in contents.items():
+        path = results / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        written.append(path)
+    return written
+
+
+def missing_commands(name: str, context: Context, scale: str) -> list[str]:
+    """The commands that ``RUN=1`` runs before it renders a target: for cells of a table without a record."""
+    for key in tables.known():
+        if tables.target_name(*key) == name:
+            return tables.missing(*key, context.records, scale)
+    return []
+
+
+def _exact(name: str, context: Context) -> Document:
+    return {**_EXACT_TABLES, **_EXACT_FIGURES}[name]()
+
+
+def _measured(name: str, context: Context) -> Document:
+    return benchmarks.build(name, context.benchmarks)
+
+
+def _curves(name: str, context: Context) -> Document:
+    return curves.build(name, context.records)
+
+
+def _runs(context: Context) -> Document:
+    return runs.document(context.results / "runs", show_unclean=context.show_unclean)
+
+
+def _table(key: tuple[str, str], context: Context) -> Document:
+    document = tables.build(*key, context.records)
+    if key[1] in _HEAT:
+        row, column = _HEAT[key[1]]
+        svg, png = _heat_map(document, row, column)
+        document = dataclasses.replace(document, svg=svg, png=png)
+    return document
+
+
+_HEAT = {"figure2": ("learning rate", "batch size"), "figure4": ("learning rate", "clipping norm")}
+
+
+def _heat_map(document: Document, y_label: str, x_label: str) -> tuple[str, bytes]:
+    """The paper's values, and ours at each scale that has some."""
+    every = document.rows
+    rows, columns = (
+        list(dict.fromkeys(r["row"] for r in every)),
+        list(dict.fromkeys(r["column"] for r in every)),
+    )
+    grids = {
+        "paper": {(r["row"], r["column"]): float(r["paper"].split()[0]) for r in every if r["paper"] != "-"}
+    }
+    for section in document.sections:
+        own = {(r["row"], r["column"]): float(r["ours"].split()[0]) for r in section.rows if r.get("n")}
+        if own:
+            grids[f"ours, {section.heading}"] = own
+
+    def plot(axes: Any) -> None:
+        for axis, (title, values) in zip(axes, grids.items(), strict=True):
+            heat(axis, columns, rows, values, title)
+            axis.set_xlabel(x_label)
+        axes[0].set_ylabel(y_label)
+
+    return draw(plot, len(grids), (5.2, 3.4))
+
+
+def _coverage(context: Context) -> Document:
+    from dpexp.reproduce import coverage  # it asks this module for the status of every target
+
+    return coverage.document(context)
+
+
+def _order(name: str) -> tuple[int, str, int, str]:
+    paper = next((i for i, p in enumerate(("he", "bu", "li", "monir")) if p in name.split("-")), 4)
+    kind, _, rest = name.partition("-")
+    digits = "".join(c for c in rest if c.isdigit())
+    return paper, {"table": "0", "figure": "1"}.get(kind, "2"), int(digits or 0), name

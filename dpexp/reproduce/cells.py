@@ -1,0 +1,220 @@
+"""From a printed cell to the records that fill it, and to the command that would.
+
+The transcription says what a cell is about (``task=sst2; clip=flat; epsilon=3``; `dpexp.reproduce.paper.Cell.settings`). At
+scale "paper" all of it selects records. At scale "small" the task names its own model, length and batch size, so these do not:
+a record's own configuration stands beside every number instead.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpexp.config import conf_dir
+from dpexp.reproduce.paper import Cell
+from dpexp.reproduce.records import Record, by_configuration
+
+# A setting of a cell -> the fact of a record, and the override on the command line.
+FACTS = {
+    "task": "task", "model": "model", "clip": "clip", "epsilon": "privacy.epsilon", "delta": "privacy.delta",
+    "epochs": "optim.epochs", "batch_size": "optim.batch_size", "lr": "optim.lr", "allocation": "clip.allocation",
+    "peft": "peft.name", "rank": "peft.rank", "clip_norm": "clip.clip_norm", "quantile": "clip.target_quantile",
+    "quantile_budget": "clip.quantile_budget", "schedule": "schedule.name", "trainable": "model.trainable",
+}  # fmt: skip
+GROUPS = ("task", "model", "clip", "peft", "schedule")  # their values are files of conf/
+# At scale small these are the task's own; every other setting of a cell holds at every scale.
+LEFT_TO_THE_TASK = ("model", "epochs", "batch_size", "lr", "rank", "delta", "clip_norm", "quantile")
+# What a cell may say about its run that no setting here answers yet.
+UNANSWERED = ("individual", "repetitions", "init", "sigma_initial")
+TRAINING = ("train", "training")  # splits on which the papers print accuracies too
+SEEDS = "0,1,2"
+
+
+@dataclass(frozen=True)
+class Filling:
+    """One configuration that fills a cell.
+
+    Attributes:
+        records: its seeds.
+        values: the metric of each, in the unit of the cell.
+    """
+
+    records: tuple[Record, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A printed cell at one scale.
+
+    Attributes:
+        cell: as transcribed.
+        scale: "paper", "small".
+        where: what selects its records.
+        metric: the key of the summary's metrics.
+        reason: why no run fills it: quoted from elsewhere, not built; "" for a cell that can be run.
+        command: that fills it; "" where there is a reason.
+    """
+
+    cell: Cell
+    scale: str
+    where: Mapping[str, Any]
+    metric: str
+    reason: str
+    command: str
+
+    def fillings(self, records: Sequence[Record]) -> list[Filling]:
+        """Every configuration of these records that fills the cell, sorted."""
+        if self.reason:
+            return []
+        factor = 100.0 if self.cell.unit == "%" and self.metric in _SHARES else 1.0
+        found = []
+        for group in by_configuration(record for record in records if record.matches(self.where)):
+            values = [(r, value) for r in group if (value := r.metric(self.metric)) is not None]
+            if values:
+                found.append(Filling(tuple(r for r, _ in values), tuple(factor * v for _, v in values)))
+        return found
+
+
+_SHARES = (
+    "accuracy",
+    "train_accuracy",
+    "accuracy_matched",
+    "accuracy_mismatched",
+    "f1",
+)  # fractions in a record
+
+
+def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None) -> Slot:
+    """The cell at a scale.
+
+    Args:
+        cell: of a paper.
+        scale: "paper" or "small".
+        stand_ins: for scale small: setting -> {printed value: value there, or null where it has no stand-in}. A setting that
+            is listed selects, and a value that is not listed has no stand-in. "=" stands for itself (or all values do),
+            "*": whatever the task names.
+    """
+    said = dict(cell.settings)
+    reason = _not_ours(cell)
+    if said.get("formulation") == "infilling":
+        said["task"] = f"{said.get('task', '')}_infilling"
+    left_out: tuple[str, ...] = () if scale == "paper" else LEFT_TO_THE_TASK
+    for name, values in (stand_ins or {}).items() if scale != "paper" else ():
+        if name not in said:
+            continue
+        if values == "=":
+            values = {said[name]: "="}
+        if values.get(said[name]) is None:
+            reason = reason or f"no stand-in for {name}={said[name]} at scale={scale}"
+        elif values[said[name]] == "*":
+            continue  # stands for it, whatever the task names
+        else:
+            said[name] = said[name] if values[said[name]] == "=" else str(values[said[name]])
+            left_out = tuple(key for key in left_out if key != name)
+    chosen = {name: value for name, value in said.items() if name in FACTS and name not in left_out}
+    where: dict[str, Any] = {FACTS[name]: value for name, value in chosen.items()}
+    if chosen.get("clip") == "nonprivate":
+        where["privacy.epsilon"] = None
+        where.pop("privacy.delta", None)
+    where["scale"] = scale
+    metric = metric_of(cell)
+    if said.get("split") in TRAINING:
+        reason = reason or "not measured: accuracy on the training set is private, and no record releases it"
+    if not reason:
+        reason = _not_built(chosen, said)
+    return Slot(cell, scale, where, metric, reason, "" if reason else command(cell, scale, chosen))
+
+
+def metric_of(cell: Cell) -> str:
+    """The key of the summary's metrics that a cell is about."""
+    said = cell.settings
+    name = said.get("metric", "")
+    if said.get("split") in TRAINING:
+        return f"train_{name}"
+    if said.get("subset"):
+        return f"{name}_{said['subset']}"
+    return name
+
+
+def command(cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
+    """What fills the cell with three seeds: a preset where there is one for its row, else the settings one by one."""
+    stem = "_".join((cell.paper, _numbered(cell.table)))
+    words = [chosen[name] for name in ("task", "model", "clip") if name in chosen]
+    preset = "_".join((stem, *words))
+    overrides = []
+    covered: set[str] = set()
+    if scale == "paper" and (conf_dir() / "experiment" / f"{preset}.yaml").is_file():
+        overrides.append(f"experiment={preset}")
+        covered = {"task", "model", "clip", "delta", "peft"}
+    for name, value in chosen.items():
+        if name in covered or (name == "peft" and value == "full"):
+            continue
+        if chosen.get("clip") == "nonprivate" and name in ("epsilon", "delta"):
+            continue
+        overrides.append(f"{name if name in GROUPS else FACTS[name]}={value}")
+    if chosen.get("clip") == "nonprivate":
+        overrides.append("privacy=none")
+    if scale != "paper":
+        overrides.append(f"scale={scale}")
+    words = [*overrides, f"seed={SEEDS}", "-m"]
+    return "python -m dpexp.train " + " ".join(shlex.quote(word) for word in words)
+
+
+def _numbered(table: str) -> str:
+    return f"table{table}" if table[:1].isdigit() else table
+
+
+def _not_ours(cell: Cell) -> str:
+    said, words = cell.settings, cell.conditions
+    for part in words.split("; "):
+        if part.startswith(
+            ("quoted", "printed as -", "no fine-tuning", "from the authors' code base", "from the leader")
+        ):
+            return part
+    if said.get("metric") == "epsilon":
+        return "arithmetic: see accounting-li"
+    if not cell.value:
+        return "empty in print"
+    if not {"task", "metric", "clip"} <= said.keys():
+        return "no run of its own: derived from other cells, or not stated"
+    return ""
+
+
+def _not_built(chosen: Mapping[str, str], said: Mapping[str, str]) -> str:
+    """Why this repository cannot run it, where a choice that it needs does not exist."""
+    missing = [
+        f"{name}={chosen[name]}"
+        for name in GROUPS
+        if name in chosen and not (conf_dir() / name / f"{chosen[name]}.yaml").is_file()
+    ]
+    missing += [f"{name}={said[name]}" for name in UNANSWERED if name in said]
+    return f"not built: {', '.join(missing)}" if missing else ""
+
+
+def described(record: Record, beside: Sequence[str] = ()) -> str:
+    """The configuration of a record in a few words: what a reader must know to judge its number."""
+    facts = record.facts
+    trainable = facts.get("model.trainable")
+    peft = facts.get("peft.name")
+    length = facts.get("optim.epochs")
+    words = [
+        str(facts["model"]),
+        "" if peft in (None, "full") else str(peft),
+        "" if trainable in (None, "all") else f"trains {trainable}",
+        f"E = {length:g}" if length is not None else f"{facts.get('optim.steps')} steps",
+        f"B = {facts.get('optim.batch_size'):g}",
+        f"lr {facts.get('optim.lr'):g}",
+        *beside,
+    ]
+    precision = facts.get("runtime.precision")
+    words.append("" if precision in (None, "fp32") else str(precision))
+    return ", ".join(word for word in words if word)
+
+
+def repository_path(name: str) -> str:
+    """Where a record lies, as a link from the top of the repository."""
+    return str(Path("results/runs") / name)

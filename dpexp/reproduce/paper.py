@@ -1,0 +1,111 @@
+"""The papers' printed numbers, as transcribed in ``results/paper``: one CSV for each table or figure, one line for each cell.
+
+Files are named ``<paper>_<table>.csv``: ``he2023_table1b.csv``, ``li2022_figure2.csv``, ``monir2023_text.csv`` (values that
+only the prose gives). Papers: he2023 (He et al., group-wise clipping), bu2023 (Bu et al., Book-Keeping), li2022 (Li et al.,
+strong DP learners), monir2023 (Monir et al., review).
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from dpexp.checks import did_you_mean
+from dpexp.errors import UserError
+
+FOLDER = Path(__file__).resolve().parents[2] / "results" / "paper"
+PAPERS = {
+    "he2023": "He et al. (ICLR 2023)",
+    "bu2023": "Bu et al. (ICML 2023)",
+    "li2022": "Li et al. (ICLR 2022)",
+    "monir2023": "Monir et al. (2023)",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One printed cell.
+
+    Every field is text as it stands in print, so that digits are kept: ``value`` is "" where the cell is empty or lost in
+    our copy, and ``conditions`` then says which; ``spread`` is a standard deviation, in ``unit``; ``seeds`` is the number of
+    runs behind the value, "" where the paper does not say. ``conditions`` lists settings as ``name=value`` and remarks in
+    words, separated by "; ".
+    """
+
+    paper: str
+    table: str
+    row: str
+    column: str
+    value: str
+    spread: str
+    seeds: str
+    unit: str
+    conditions: str
+
+    @property
+    def number(self) -> float | None:
+        """The value as a number, in ``unit``; None for text and for empty cells."""
+        return _number(self.value)
+
+    @property
+    def std(self) -> float | None:
+        """The printed standard deviation, in ``unit``; None where there is none."""
+        return _number(self.spread)
+
+    @property
+    def decimals(self) -> int:
+        """Digits after the point of the printed value: what "to the printed digit" means for this cell."""
+        return len(self.value.partition(".")[2]) if self.number is not None else 0
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The ``name=value`` parts of ``conditions``."""
+        parts = (part.partition("=") for part in self.conditions.split("; "))
+        return {name: value for name, equals, value in parts if equals}
+
+
+COLUMNS = tuple(field.name for field in fields(Cell))
+
+
+def paper_tables(folder: Path = FOLDER) -> list[tuple[str, str]]:
+    """What there is, as ``(paper, table)`` sorted by file name; each is an argument pair of `paper_table`."""
+    found = (path.stem.partition("_") for path in sorted(folder.glob("*.csv")))
+    return [(paper, table) for paper, _, table in found]
+
+
+def paper_table(paper: str, table: str, folder: Path = FOLDER) -> list[Cell]:
+    """The cells of one table in the order of print, row by row.
+
+    Args:
+        paper: "he2023", "bu2023", "li2022" or "monir2023".
+        table: "1b" or "table1b"; "figure2"; "text".
+        folder: where the CSV files are.
+
+    Raises:
+        UserError: there is no such table, or its file is not a transcription.
+    """
+    name = f"table{table}" if table[:1].isdigit() else table
+    path = folder / f"{paper}_{name}.csv"
+    if not path.is_file():
+        known = ["_".join(pair) for pair in paper_tables(folder)]
+        raise UserError(f"no transcription is called {path.name}{did_you_mean(path.stem, known)}")
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.reader(file)
+        if (header := next(reader, [])) != list(COLUMNS):
+            raise UserError(f"{path}: its columns are {', '.join(header)}, expected {', '.join(COLUMNS)}")
+        cells = []
+        for values in reader:
+            if len(values) != len(COLUMNS):
+                raise UserError(
+                    f"{path}, line {reader.line_num}: {len(values)} columns, expected {len(COLUMNS)}"
+                )
+            cells.append(Cell(*values))
+    return cells
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,158 @@
+"""Committed records of training runs: read, checked for provenance, and looked up by their settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dpexp.errors import UserError
+
+SCALES = ("paper", "small", "demo")
+# Settings that cannot change a result, or that only say where it was computed and by whom.
+_ELSEWHERE = (
+    "seed",
+    "trials",
+    "engine.",
+    "tracker.",
+    "data.root",
+    "data.cache",
+    "data.source",
+    "task.",
+    "scale.",
+)
+_RUNTIME = (
+    "runtime.device", "runtime.physical_batch_size", "runtime.eval_batch_size", "runtime.threads", "runtime.eval_every",
+    "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Record:
+    """One committed summary of a run.
+
+    Attributes:
+        name: of its file, below ``results/runs``.
+        summary: as the run wrote it (`dpexp.record.summarise`).
+        problems: what its provenance lacks; empty for a record that counts.
+    """
+
+    name: str
+    summary: dict[str, Any]
+    problems: tuple[str, ...] = ()
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What it can be looked up by: task, model, clip, engine, scale, seed, and every setting by its dotted name."""
+        config = dict(flatten(self.summary.get("details", {}).get("config", {})))
+        return config | {
+            key: self.summary.get(key) for key in ("task", "model", "clip", "engine", "scale", "seed")
+        }
+
+    @cached_property
+    def science(self) -> dict[str, Any]:
+        """The settings that may change a result, the data's checksums among them; equal for the seeds of one configuration."""
+        facts = {k: v for k, v in self.facts.items() if not k.startswith(_ELSEWHERE + _RUNTIME)}
+        del facts["engine"]
+        facts["task.max_length"] = self.facts.get("task.max_length")
+        return facts | {"data.sha256": json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)}
+
+    @property
+    def configuration(self) -> str:
+        """Equal for records that differ in the seed, or in where they were computed, alone."""
+        return json.dumps(self.science, sort_keys=True, default=str)
+
+    def metric(self, name: str) -> float | None:
+        """A metric by its name, None where the run did not measure it."""
+        value = self.summary.get("metrics", {}).get(name)
+        return None if value is None else float(value)
+
+    def matches(self, where: Mapping[str, Any]) -> bool:
+        """Does every fact agree? A tuple or list means any of its values."""
+        return all(_agrees(self.facts.get(key), wanted) for key, wanted in where.items())
+
+
+def load(folder: Path, *, show_unclean: bool = False) -> list[Record]:
+    """The records of a folder, sorted by name.
+
+    Args:
+        folder: of JSON files.
+        show_unclean: take records whose provenance is incomplete or whose code was in no commit, with their `problems`.
+
+    Raises:
+        UserError: a file is no record, or a record that lacks something and ``show_unclean`` is not set.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is not JSON ({error}): restore it from git, or remove it") from None
+        if not isinstance(summary, dict):
+            raise UserError(f"{path} is not the summary of a run: remove it")
+        problems = provenance_problems(summary)
+        if problems and not show_unclean:
+            raise UserError(
+                f"{path.name} can't be shown: {'; '.join(problems)}. Run it again from a clean checkout, or give"
+                " --show-unclean to have it marked"
+            )
+        found.append(Record(path.name, summary, tuple(problems)))
+    return found
+
+
+def provenance_problems(summary: Mapping[str, Any]) -> list[str]:
+    """What a reader needs to believe a record and does not find in it, in words."""
+    details = summary.get("details") or {}
+    git, data = summary.get("git") or {}, summary.get("data") or {}
+    needed = {
+        "its configuration": details.get("config"),
+        "the versions of its libraries": summary.get("versions"),
+        "its hardware": details.get("hardware"),
+        "its seed": summary.get("seed"),
+        "the source of its data": data.get("source"),
+        "its privacy": summary.get("privacy"),
+        "its metrics": summary.get("metrics"),
+        "its command": summary.get("command"),
+    }
+    found = [f"lacks {name}" for name, value in needed.items() if value in (None, "", {}, [])]
+    sums = data.get("sha256")
+    if not sums or (isinstance(sums, Mapping) and not all(sums.values())):
+        found.append("lacks a checksum of its data")
+    if not git.get("commit"):
+        found.append("its code was in no commit")
+    elif git.get("dirty") is not False:
+        found.append("its code differed from its commit")
+    if summary.get("status") != "finished":
+        found.append(f"its status is {summary.get('status')}, not finished")
+    return found
+
+
+def by_configuration(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of one configuration together, sorted by seed; a seed that was run twice counts once (the first file)."""
+    groups: dict[str, dict[Any, Record]] = {}
+    for record in records:
+        groups.setdefault(record.configuration, {}).setdefault(record.facts["seed"], record)
+    return [[seeds[seed] for seed in sorted(seeds)] for _, seeds in sorted(groups.items())]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Nested settings as dotted names."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _agrees(fact: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list | tuple):
+        return any(_agrees(fact, one) for one in wanted)
+    if isinstance(fact, int | float) and not isinstance(fact, bool):
+        try:
+            return abs(float(wanted) - fact) <= 1e-9 * max(1.0, abs(fact))
+        except (TypeError, ValueError):
+            return False
+    return bool(fact == wanted) if isinstance(wanted, bool) or wanted is None else str(fact) == str(wanted)

@@ -1,0 +1,110 @@
+"""What a handful of seeds can say about a claim: a difference of means with its confidence interval, and a verdict.
+
+Student's t for unequal variances (Welch 1947) over the seeds of two configurations. The spread over seeds is all that it
+knows of; the error of a finite dev set comes on top.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics as stats
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy import stats as distributions
+
+LEVEL = 0.05
+EXPECTATIONS = ("greater", "at_least", "close")
+SUPPORTS, CONTRADICTS, CANNOT_TELL = "supports", "contradicts", "cannot tell"
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation (n - 1), None for a single value."""
+    return stats.fmean(values), stats.stdev(values) if len(values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Left minus right, in the unit of the values.
+
+    Attributes:
+        difference: of the means.
+        low, high: 95% confidence interval; infinite where a side has fewer than two seeds, or none has a spread.
+        p_for: p-value of "the claim is false", small where the seeds support it; None where there is no test.
+        p_against: p-value of "the claim is true", small where they contradict it.
+        verdict: of this pair alone, at level 0.05.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p_for: float | None
+    p_against: float | None
+    verdict: str
+
+
+def compare(left: Sequence[float], right: Sequence[float], expect: str, margin: float = 0.0) -> Comparison:
+    """Test a claim about left minus right, d.
+
+    Args:
+        left, right: one value per seed.
+        expect: "greater" (d > 0), "at_least" (d > -margin: not worse by the margin) or "close" (|d| < margin, two
+            one-sided tests).
+        margin: in the unit of the values; 0 for "greater".
+
+    Raises:
+        ValueError: no values on a side, or an unknown expectation.
+    """
+    if expect not in EXPECTATIONS:
+        raise ValueError(f"expect={expect} is none of {', '.join(EXPECTATIONS)}")
+    (mean_left, std_left), (mean_right, std_right) = mean_std(left), mean_std(right)
+    difference = mean_left - mean_right
+    parts = (std_left or 0.0) ** 2 / len(left), (std_right or 0.0) ** 2 / len(right)
+    error = math.sqrt(sum(parts))
+    if (
+        std_left is None or std_right is None or error == 0.0
+    ):  # seeds that all agree have no spread to compare with
+        return Comparison(difference, -math.inf, math.inf, None, None, CANNOT_TELL)
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(left) - 1) + parts[1] ** 2 / (len(right) - 1))
+    half = float(distributions.t.ppf(1 - LEVEL / 2, freedom)) * error
+
+    def above(bound: float) -> float:
+        """p-value against d <= bound."""
+        return float(distributions.t.sf((difference - bound) / error, freedom))
+
+    def below(bound: float) -> float:
+        """p-value against d >= bound."""
+        return float(distributions.t.cdf((difference - bound) / error, freedom))
+
+    if expect == "close":
+        p_for = max(above(-margin), below(margin))
+        p_against = min(1.0, 2 * min(below(-margin), above(margin)))
+    else:
+        bound = -margin if expect == "at_least" else 0.0
+        p_for, p_against = above(bound), below(bound)
+    verdict = SUPPORTS if p_for < LEVEL else CONTRADICTS if p_against < LEVEL else CANNOT_TELL
+    return Comparison(difference, difference - half, difference + half, p_for, p_against, verdict)
+
+
+def overall(comparisons: Sequence[Comparison]) -> str:
+    """The verdict on a claim that every comparison is an instance of.
+
+    It is supported if each instance that can be tested supports it (an intersection-union test: no correction is due),
+    and contradicted if one of them does so after Holm's correction for having looked at all.
+    """
+    tested = [c for c in comparisons if c.p_for is not None and c.p_against is not None]
+    if not tested:
+        return CANNOT_TELL
+    if min(holm([c.p_against for c in tested if c.p_against is not None])) < LEVEL:
+        return CONTRADICTS
+    return SUPPORTS if all(c.verdict == SUPPORTS for c in tested) else CANNOT_TELL
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for several tests (Holm 1979), in the order given."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected

@@ -1,0 +1,104 @@
+"""The jobs of a multirun, one line each, the failed ones too.
+
+Hydra runs every job of a grid whatever becomes of the others, in this process (its own launcher), in several (joblib) or on
+other machines (submitit), and says nothing of how each one ended. So each process appends one line to ``jobs.jsonl`` in the
+folder of the multirun, and the process that started it all prints them as a table when the last has ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+FILE = "jobs.jsonl"
+
+_started: list[Path] = []  # the folder of the multirun that this process started
+
+
+class Result(dict[str, float]):
+    """Metrics, as a number too: Optuna asks each job for ``float(result)``, which is the task's own metric."""
+
+    def __init__(self, metrics: Mapping[str, float], metric: str) -> None:
+        super().__init__(metrics)
+        self.metric = metric
+
+    def __float__(self) -> float:
+        return float(self[self.metric] if self.metric in self else next(iter(self.values())))
+
+
+class Jobs(Callback):
+    """Hydra's callback, named in ``conf/hydra/default.yaml``."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Remember where the jobs will leave their lines."""
+        _started.append(Path(config.hydra.sweep.dir))
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Append the line of a job of a multirun; called in the process that ran it."""
+        if config.hydra.job.get("num") is None:  # a single run
+            return
+        failed = job_return.status == JobStatus.FAILED
+        value = job_return._return_value  # reading `return_value` of a failed job would raise
+        line = {
+            "job": config.hydra.job.num,
+            "overrides": list(job_return.overrides or ()),
+            "status": "failed" if failed else "finished",
+            "error": _first_line(value) if failed else None,
+            "metrics": dict(value) if isinstance(value, dict) else None,
+        }
+        with (Path(config.hydra.sweep.dir) / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")  # one write: lines of several processes don't mix
+
+
+def _first_line(error: object) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def jobs(folder: Path) -> list[dict[str, Any]]:
+    """The lines in ``folder`` in the order of the grid; the last one of a job counts."""
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [line for _, line in sorted({line["job"]: line for line in lines}.items())]
+
+
+def report(console: Console | None = None) -> None:
+    """Print the table of the multirun that this process started; nothing after a single run."""
+    if not _started or not (rows := jobs(folder := _started.pop())):
+        return
+    varied = _varied(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"] or ()))
+    table = Table(title=f"{len(rows)} jobs, {sum(row['status'] == 'failed' for row in rows)} failed")
+    for column in ("job", *varied, "status", *names):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        given = dict(override.partition("=")[::2] for override in row["overrides"])
+        metrics = row["metrics"] or {}
+        table.add_row(
+            str(row["job"]),
+            *(given.get(key, "") for key in varied),
+            f"failed: {row['error']}" if row["status"] == "failed" else row["status"],
+            *(f"{metrics[name]:.4g}" if name in metrics else "" for name in names),
+        )
+    console = console or Console(highlight=False)
+    console.print(table)
+    console.print(f"jobs: {folder / FILE}", markup=False)
+
+
+def _varied(rows: list[dict[str, Any]]) -> list[str]:
+    """The settings that differ between jobs, in the order of the command."""
+    keys = dict.fromkeys(override.partition("=")[0] for row in rows for override in row["overrides"])
+    return [
+        key
+        for key in keys
+        if len({next((o for o in row["overrides"] if o.partition("=")[0] == key), "") for row in rows}) > 1
+    ]

@@ -1,0 +1,259 @@
+"""Text generation: a source, a target to write, and often several references for one source.
+
+The loss of an example is the mean over its target tokens, the end token included. The papers clip the gradient of one loss per
+example (Li et al. section 4) and measure it per token (Figure 3); they don't say whether it is a mean or a sum. The mean is
+per token too, and it keeps the gradients of long and short targets of one size, as clipping to one norm wants it. Everything
+before the target is read and not learnt: no loss, no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+from dpexp.tasks.base import COUNTED, DataInfo, Progress, Task, check_num_examples, declared_num_examples
+from dpexp.tasks.decoding import Context, decode
+from dpexp.tasks.files import Table
+from dpexp.tasks.formats import GROUP, SOURCE, TARGET
+from dpexp.tasks.pairs import find_pairs
+from dpexp.tasks.sequences import NO_TOKENS, Example, Sequences, make_frame, tokenize_pairs
+from dpexp.tasks.target_loss import IGNORED, example_losses, token_losses, vocabulary
+
+if TYPE_CHECKING:
+    from dpexp.schemas import DataConfig, TaskConfig
+
+SUITES = ("e2e", "dart", "summarization", "dialogue")
+"""`task.metric`: the suites of `dpexp.metrics.text`."""
+
+EVALUATED_LOGITS = 1 << 26  # numbers at once while the loss is measured: 256 MiB in float32
+
+
+class Generation(Task):
+    """A task whose configuration says `kind: generation`."""
+
+    head = "causal_lm"
+
+    def __init__(self, task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any) -> None:
+        """Find, read, check and tokenise the data.
+
+        Raises:
+            UserError: as `find_pairs`; N not declared or another; an unknown suite of metrics; no room for sources.
+        """
+        if task.metric not in SUITES:
+            raise UserError(f"task.metric={task.metric} is unknown: choose one of {', '.join(SUITES)}")
+        found = find_pairs(task, data, scale)
+        train = found.tables["train"]
+        self.name, self.labels, self.suite, self.settings = task.name, [], task.metric, task.generation
+        self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
+        self.tokenizer = tokenizer
+        max_length = min(data.max_length or task.max_length, tokenizer.model_max_length)
+        frame = make_frame(tokenizer, task.generation, max_length)
+        cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+        self.tables = found.tables
+        self.splits = {s: tokenize_pairs(cache, table, tokenizer, frame) for s, table in found.tables.items()}
+        self.train: Sequences = self.splits["train"]
+        self.dev: Sequences = self.splits.get("dev", Sequences(frame, NO_TOKENS, NO_TOKENS))
+        notes = [
+            note for split in self.splits for note in _notes(split, found.tables[split], self.splits[split])
+        ]
+        if declared_num_examples(task, data, scale) is None:
+            notes.append(COUNTED)
+        if task.generation.when != "never":
+            from dpexp.metrics import text  # heavy, and only needed for generated text
+
+            text.check(task.metric)  # what is missing is said now, not after an hour of training
+            notes += text.notes(task.metric)
+        if "dev" not in self.splits:
+            notes.append("no dev set was given (data.dev), so nothing is measured")
+        self.data = DataInfo(
+            source=found.source,
+            name=found.name,
+            rows={split: len(table) for split, table in found.tables.items()},
+            sha256={split: table.sha256 for split, table in found.tables.items()},
+            notes=notes,
+        )
+
+    def collate(self, examples: list[Example]) -> dict[str, Tensor]:
+        """Pad on the right to the longest of the examples; see `dpexp.tasks.target_loss`.
+
+        Returns:
+            int64 `input_ids` `[B, T]`, `positions` and `targets` `[B, L]`. Without examples B = 0, T = 1 and L = 1.
+        """
+        rows = len(examples)
+        longest = max((len(x.prompt) + len(x.target) - 1 for x in examples), default=1)
+        most = max((len(x.target) for x in examples), default=1)
+        # Any token will do for the padding, which nothing sees; transformers would warn of its own padding token without a mask.
+        input_ids = np.full((rows, longest), int(self.tokenizer.pad_token_id == 0), np.int64)
+        positions = np.zeros((rows, most), np.int64)
+        targets = np.full((rows, most), IGNORED, np.int64)
+        for row, (prompt, target) in enumerate(examples):
+            start, count = len(prompt), len(target)
+            input_ids[row, :start] = prompt
+            input_ids[row, start : start + count - 1] = target[:-1]
+            positions[row, :count] = np.arange(start - 1, start - 1 + count)
+            targets[row, :count] = target
+        batch = {"input_ids": input_ids, "positions": positions, "targets": targets}
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """The mean negative log-likelihood of each example's target tokens, `[B]`, in float32 or better."""
+        if len(batch["targets"]) == 0:
+            return torch.zeros(0, device=batch["targets"].device)
+        return example_losses(token_losses(model, batch), batch["targets"])
+
+    def evaluate(
+        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """`loss` (mean over examples), `nll` (per token), `perplexity` on dev; beam search if `generation.when=always`."""
+        return self._evaluate(model, device, batch_size, progress, None, final=False)
+
+    def evaluate_at_end(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        batch_size: int,
+        progress: Progress | None = None,
+        folder: Path | None = None,
+    ) -> dict[str, float]:
+        """As `evaluate`, on test too where there is one (`..._test`), and the suite's metrics of generated text.
+
+        Args:
+            model: its mode is restored.
+            device: where the model is.
+            batch_size: examples per forward pass, and beams per step of the search.
+            progress: called with (done, in all), losses and texts together.
+            folder: predictions are kept there, `SPLIT.jsonl`; an interrupted evaluation goes on from them.
+        """
+        return self._evaluate(model, device, batch_size, progress, folder, final=True)
+
+    def length(self, i: int) -> int:
+        """Tokens of training example i, prompt and target."""
+        return int(self.train.lengths[i])
+
+    def contexts(self, split: str) -> list[Context]:
+        """The sources of a split with all their references, in the order in which they first appear.
+
+        With `generation.examples`, so many of them, spread evenly over the split.
+        """
+        table, sequences = self.tables[split], self.splits[split]
+        groups: dict[str, list[int]] = {}
+        for row, group in enumerate(table.columns[GROUP]):
+            groups.setdefault(group, []).append(row)
+        chosen = list(groups.values())
+        if (wanted := self.settings.examples) is not None and wanted < len(chosen):
+            chosen = [chosen[i * len(chosen) // wanted] for i in range(wanted)]
+        sources, targets = table.columns[SOURCE], table.columns[TARGET]
+        return [
+            Context(sources[rows[0]], [targets[row] for row in rows], sequences.prompt(rows[0]))
+            for rows in chosen
+        ]
+
+    def _evaluate(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        batch_size: int,
+        progress: Progress | None,
+        folder: Path | None,
+        *,
+        final: bool,
+    ) -> dict[str, float]:
+        measured = [s for s in self.splits if s != "train" and (final or s == "dev")]
+        when = self.settings.when
+        wanted = self.settings.splits if when == "always" or (final and when == "end") else []
+        contexts = {split: self.contexts(split) for split in wanted if split in measured}
+        total = sum(len(self.splits[s]) for s in measured) + sum(map(len, contexts.values()))
+        if contexts:
+            from dpexp.metrics.text import score
+        modes = {module: module.training for module in model.modules()}
+        metrics: dict[str, float] = {}
+        done = 0
+
+        def say(count: int) -> None:
+            if progress is not None:
+                progress(done + count, total)
+
+        model.eval()
+        try:
+            for split in measured:
+                suffix = "" if split == "dev" else f"_{split}"
+                metrics |= {
+                    name + suffix: x
+                    for name, x in self._likelihood(model, device, batch_size, split, say).items()
+                }
+                done += len(self.splits[split])
+            for split, asked in contexts.items():
+                suffix = "" if split == "dev" else f"_{split}"
+                path = None if folder is None else folder / f"{split}.jsonl"
+                with torch.no_grad():
+                    texts = decode(model, device, self.tokenizer, asked, self.settings, batch_size, path, say)
+                done += len(asked)
+                scores = score(self.suite, texts, [context.references for context in asked])
+                metrics |= {name + suffix: value for name, value in scores.items()}
+                metrics["generated" + suffix] = float(len(asked))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return metrics
+
+    @torch.no_grad()
+    def _likelihood(
+        self, model: nn.Module, device: torch.device, batch_size: int, split: str, say: Any
+    ) -> dict[str, float]:
+        examples = self.splits[split]
+        total, tokens, means, done = 0.0, 0, 0.0, 0
+        for chosen in _batches(examples, batch_size, EVALUATED_LOGITS // vocabulary(model)):
+            batch = self.collate([examples[i] for i in chosen])
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            losses = token_losses(model, batch).double()
+            total += float(losses.sum())
+            tokens += int((batch["targets"] != IGNORED).sum())
+            means += float(example_losses(losses, batch["targets"]).sum())
+            done += len(chosen)
+            say(done)
+        if not done:
+            return {}
+        nll = total / tokens
+        return {"loss": means / done, "nll": nll, "perplexity": math.exp(min(nll, 700.0))}
+
+
+def _batches(examples: Sequences, size: int, most: int) -> Iterator[Sequence[int]]:
+    """Indices of examples of similar length, longest first; at most `size`, and at most `most` targets after padding."""
+    order = np.argsort(-examples.lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        stop, longest = start, 0
+        while stop < len(order) and stop - start < size:
+            longest = max(longest, int(examples.target_lengths[order[stop]]))
+            if stop > start and longest * (stop - start + 1) > most:
+                break
+            stop += 1
+        yield [int(i) for i in order[start:stop]]
+        start = stop
+
+
+def _notes(split: str, table: Table, sequences: Sequences) -> Iterator[str]:
+    """What a reader of the record must know of a split."""
+    private = " (counted without noise on private data)" if split == "train" else ""
+    sources, targets = sequences.cut()
+    frame = sequences.frame
+    if sources:
+        yield (
+            f"{split}: the source of {sources} of {len(table)} rows was cut at its {frame.cut} so that prompt and target "
+            f"have {frame.longest} tokens{private}"
+        )
+    if targets:
+        yield f"{split}: the target of {targets} of {len(table)} rows was cut to {frame.longest_target} tokens{private}"
+    if table.skipped:
+        yield f"{split}: {table.skipped} rows without a target were left out{private}"
+    empty = sum(not source.strip() for source in table.columns[SOURCE])
+    if empty:
+        yield f"{split}: {empty} of {len(table)} rows have an empty source and were kept{private}"

@@ -1,0 +1,308 @@
+"""Text infilling: a classification asked as a missing word (Li et al. 2022, section 3.2, Appendix N).
+
+The texts stand in a template that has one masked position, and every class has a word: "<S1> It was [MASK] ." with great
+and terrible. A masked language model, whose head is pretrained too, says how well each word fits there.
+
+The loss is the cross-entropy over the words of the K classes alone, not over the whole vocabulary: section 3.2 compares the
+probabilities of the label words, and Appendix E calls it filling in the word "among K candidates". The logits of all
+other words get no gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+from dpexp.tasks.classification import Example, TextClassification
+from dpexp.tasks.tokens import CHUNK, TokenTable, tokenize_cached
+
+if TYPE_CHECKING:
+    from dpexp.schemas import DataConfig, TaskConfig
+
+FIRST, SECOND, MASK = "<S1>", "<S2>", "[MASK]"
+_MARKS = re.compile(r"(<S1>|<S2>|\[MASK\])")
+
+
+class Piece(NamedTuple):
+    """One piece of a template: a mark (`FIRST`, `SECOND`, `MASK`) or words between them; does white space precede it?"""
+
+    text: str
+    spaced: bool
+
+
+def parse_template(template: str, pairs: bool) -> list[Piece]:
+    """The pieces of a template, in order.
+
+    White space is where the template has it, and nothing else: "<S1> ? [MASK] , <S2>" keeps a space before the question mark.
+
+    Args:
+        template: words around <S1> (the text), [MASK] (written so for every model) and, for pairs, <S2>.
+        pairs: whether the task has a second text.
+
+    Raises:
+        UserError: a mark is missing, there twice, or not wanted.
+    """
+    wanted = (FIRST, SECOND, MASK) if pairs else (FIRST, MASK)
+    found = _MARKS.findall(template)
+    if sorted(found) != sorted(wanted):
+        raise UserError(
+            f"task.template={template!r} must hold {', '.join(wanted[:-1])} and {wanted[-1]} once each, and holds "
+            f"{', '.join(found) or 'none of them'}"
+        )
+    pieces: list[Piece] = []
+    spaced = False
+    for part in _MARKS.split(template):
+        if part.strip():
+            pieces.append(Piece(part.strip(), spaced or part[0].isspace()))
+            spaced = False
+        spaced = spaced or part[-1:].isspace()
+    return pieces
+
+
+def label_word_tokens(
+    tokenizer: Any, words: dict[str, str], labels: Sequence[str], spaced: bool
+) -> list[int]:
+    """The token of each class's word.
+
+    Args:
+        tokenizer: of the model.
+        words: label -> word.
+        labels: the classes, in order.
+        spaced: whether the word stands behind a space, which is a part of the token in RoBERTa's vocabulary.
+
+    Raises:
+        UserError: a class without a word or the reverse, a word that is not one token of this tokenizer, or two classes
+            with one token.
+    """
+    if set(words) != set(labels):
+        raise UserError(
+            f"task.label_words has words for {', '.join(words) or 'no class'}, and the classes are {', '.join(labels)}: "
+            "every class needs one word"
+        )
+    tokens: dict[int, str] = {}
+    for label in labels:
+        word = (" " if spaced else "") + words[label].strip()
+        ids = tokenizer(word, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+            pieces = ", ".join(tokenizer.convert_ids_to_tokens(ids)) or "nothing"
+            raise UserError(
+                f"task.label_words.{label}={words[label]} is not a single token of this model's tokenizer ({pieces}), and "
+                "one mask stands for one token: choose another word"
+            )
+        if ids[0] in tokens:
+            raise UserError(
+                f"task.label_words: {words[label]} stands for {tokens[ids[0]]} and for {label}, so that the two can't be "
+                "told apart"
+            )
+        tokens[ids[0]] = label
+    return list(tokens)
+
+
+def tokenize_template(
+    pieces: Sequence[Piece],
+    tokenizer: Any,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None,
+    max_length: int,
+) -> TokenTable:
+    """Put texts into a template and tokenise the whole, with the tokenizer's special tokens around it.
+
+    A row that is too long loses words at the end of its text (of a pair: of the longer one first), never the template or
+    the mask. What looks like a special token in a text ("[MASK]") is read as the letters it is made of, so
+    that every row has exactly one mask.
+
+    Args:
+        pieces: see `parse_template`.
+        tokenizer: of Hugging Face, with a mask token.
+        texts: `[rows]`.
+        pairs: `[rows]` second texts, or None.
+        max_length: tokens per row at most, all told.
+
+    Returns:
+        One row per text; its segments, where the model asks for them, are all 0, because the template makes the pair one text.
+
+    Raises:
+        UserError: the template alone fills `max_length`.
+    """
+    mask = tokenizer.mask_token_id
+    before, after = _special_tokens(tokenizer)
+    fixed = {
+        piece: [mask] if piece.text == MASK else _encode(tokenizer, [piece])[0]
+        for piece in pieces
+        if piece.text not in (FIRST, SECOND)
+    }
+    room = max_length - sum(len(fixed.get(piece, ())) for piece in pieces) - len(before) - len(after)
+    if room < (1 if pairs is None else 2):
+        raise UserError(
+            f"task.template takes {max_length - room} of the {max_length} tokens that task.max_length allows (special ones "
+            "included), and leaves no room for the text: raise task.max_length or shorten the template"
+        )
+    rows: list[np.ndarray] = []
+    truncated = 0
+    for start in range(0, len(texts), CHUNK):
+        filled = {}
+        for piece in pieces:
+            if piece not in fixed:
+                chosen = (pairs or ()) if piece.text == SECOND else texts
+                inserted = [Piece(text, piece.spaced) for text in chosen[start : start + CHUNK]]
+                filled[piece] = _encode(tokenizer, inserted)
+        for ids in zip(*filled.values(), strict=True):
+            lengths = _shortened([len(text) for text in ids], room)
+            truncated += sum(lengths) < sum(map(len, ids))
+            kept = {piece: text[:n] for piece, text, n in zip(filled, ids, lengths, strict=True)}
+            parts = [before, *(fixed[piece] if piece in fixed else kept[piece] for piece in pieces), after]
+            rows.append(np.fromiter(itertools.chain.from_iterable(parts), np.int32))
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)]).astype(np.int64)
+    tokens = np.concatenate([np.empty(0, np.int32), *rows])
+    if np.count_nonzero(tokens == mask) != len(rows):
+        raise UserError(
+            f"{type(tokenizer).__name__} makes a mask token out of ordinary text, so that a row has several: take another "
+            "model.tokenizer"
+        )
+    with_segments = "token_type_ids" in tokenizer.model_input_names
+    return TokenTable(tokens, offsets, np.zeros(len(tokens), np.uint8) if with_segments else None, truncated)
+
+
+class TextInfilling(TextClassification):
+    """A task whose configuration says `kind: text_infilling`: classification with `template` and `label_words`.
+
+    Without declared `task.labels` the classes are those that have a label word.
+    """
+
+    head: ClassVar[str] = "masked_lm"
+
+    def __init__(self, task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any) -> None:
+        """Check template and words, then read the data as `TextClassification` does.
+
+        Raises:
+            UserError: also for a template or words that do not fit, or a tokenizer without a mask token.
+        """
+        if not task.template:
+            raise UserError(
+                f"task={task.name}: text infilling needs task.template, such as '<S1> It was [MASK] .'"
+            )
+        if not task.label_words:
+            raise UserError(
+                f"task={task.name}: text infilling needs a word for every class, such as "
+                "task.label_words={ham: fine, spam: junk}"
+            )
+        if tokenizer.mask_token_id is None:
+            raise UserError(
+                f"task={task.name}: text infilling needs a masked language model, and the tokenizer of this one has no "
+                "mask token: take a model of the BERT, RoBERTa or DistilBERT family"
+            )
+        self.pieces = parse_template(task.template, pairs=bool(data.text_pair or task.text_pair))
+        labels = [str(label) for label in task.labels or task.label_words]
+        behind_space = next(piece.spaced for piece in self.pieces if piece.text == MASK)
+        words = {str(label): word for label, word in task.label_words.items()}
+        self.words = torch.tensor(label_word_tokens(tokenizer, words, labels, behind_space))
+        self.mask_token = int(tokenizer.mask_token_id)
+        super().__init__(dataclasses.replace(task, labels=labels), data, scale, tokenizer)
+
+    def collate(self, examples: list[Example]) -> dict[str, Tensor]:
+        """As `TextClassification.collate`, with `mask_positions` int64 `[B]`: where each row's mask stands."""
+        batch = super().collate(examples)
+        return {**batch, "mask_positions": (batch["input_ids"] == self.mask_token).int().argmax(1)}
+
+    def _tokenize(
+        self,
+        cache: Path,
+        content: str,
+        tokenizer: Any,
+        texts: Sequence[str],
+        pairs: Sequence[str] | None,
+        max_length: int,
+    ) -> TokenTable:
+        make = functools.partial(tokenize_template, self.pieces)
+        return tokenize_cached(cache, f"{content} {self.pieces}", tokenizer, texts, pairs, max_length, make)
+
+    def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """The logits of the label words at the mask, `[B, K]`."""
+        inputs = {name: t for name, t in batch.items() if name not in ("labels", "mask_positions")}
+        at_mask = batch["mask_positions"][:, None, None]
+        with _passing_on(model, at_mask):
+            logits = model(**inputs).logits
+        if logits.shape[1] != 1:  # a model without a base model to tell its head from
+            logits = logits.take_along_dim(at_mask, 1)
+        return logits[:, 0, self.words.to(logits.device)]
+
+
+@contextmanager
+def _passing_on(model: nn.Module, positions: Tensor) -> Iterator[None]:
+    """Let the base model hand one position per example to the head: `[B, 1, V]` logits instead of `[B, T, V]`.
+
+    The head works position by position, so that nothing else changes; to a clipping engine it is a shorter sequence.
+
+    Args:
+        model: with the head.
+        positions: `[B, 1, 1]`.
+    """
+
+    def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.take_along_dim(positions, 1)
+        return output
+
+    base = _base_model(model)
+    handle = base.register_forward_hook(choose) if base is not None else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _base_model(model: nn.Module) -> nn.Module | None:
+    """The network below the head, also where the model is wrapped."""
+    for module in model.modules():
+        base = module._modules.get(str(getattr(module, "base_model_prefix", "")))
+        if base is not None:
+            return base
+    return None
+
+
+def _encode(tokenizer: Any, texts: Sequence[Piece]) -> list[list[int]]:
+    """Tokens of words that stand behind a space or not, without special ones."""
+    strings = [text.text.strip() for text in texts]
+    spaced = [(" " if text.spaced else "") + string for text, string in zip(texts, strings, strict=True)]
+    ids = tokenizer(
+        spaced,
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
+    return [row if string else [] for row, string in zip(ids, strings, strict=True)]
+
+
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and behind a text."""
+    around = tokenizer(tokenizer.mask_token, return_attention_mask=False)["input_ids"]
+    middle = around.index(tokenizer.mask_token_id)
+    return around[:middle], around[middle + 1 :]
+
+
+def _shortened(lengths: list[int], room: int) -> list[int]:
+    """As many tokens of each text as fit, taken from the longer one first."""
+    if sum(lengths) <= room:
+        return lengths
+    if len(lengths) == 1:
+        return [room]
+    first, second = lengths
+    fair = room // 2
+    if first <= fair:
+        return [first, room - first]
+    if second <= fair:
+        return [room - second, second]
+    return [room - fair, fair]

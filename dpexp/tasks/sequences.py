@@ -1,0 +1,172 @@
+"""Pairs as tokens: a prompt, which is only read, and a target, which is learnt; both cut where they are too long, and counted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dpexp.errors import UserError
+from dpexp.tasks.files import Table
+from dpexp.tasks.formats import SOURCE, TARGET
+from dpexp.tasks.tokens import CHUNK, TokenTable, tokenize_cached
+
+if TYPE_CHECKING:
+    from dpexp.schemas import GenerationConfig
+
+BEGIN = "{bos}"
+"""In a prompt's prefix or suffix: the tokenizer's own token for a beginning."""
+
+NO_TOKENS = TokenTable(np.empty(0, np.int32), np.zeros(1, np.int64), None, 0)
+
+
+class Example(NamedTuple):
+    """prompt: `[P]` int32, at least one token; target: `[L]` int32, at least one token, an end token last unless it was cut."""
+
+    prompt: np.ndarray
+    target: np.ndarray
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around every source, and how much room there is.
+
+    prefix, suffix: `[.]` int32 tokens before and after the source.
+    end: the token that ends a target.
+    longest: tokens of prompt and target together.
+    longest_target: tokens of the target, its end token included.
+    cut: which end of an over-long source is lost, "end" or "start".
+    """
+
+    prefix: np.ndarray
+    suffix: np.ndarray
+    end: int
+    longest: int
+    longest_target: int
+    cut: str = "end"
+
+    @property
+    def room(self) -> int:
+        """Tokens left for source and target."""
+        return self.longest - len(self.prefix) - len(self.suffix)
+
+    def prompt(self, source: np.ndarray, target_length: int) -> np.ndarray:
+        """The prompt of a source, cut so that a target of this length fits behind it."""
+        room = self.room - target_length
+        if len(source) > room:
+            source = source[:room] if self.cut == "end" else source[len(source) - room :]
+        return np.concatenate([self.prefix, source, self.suffix]).astype(np.int32)
+
+
+def make_frame(tokenizer: Any, settings: GenerationConfig, max_length: int) -> Frame:
+    """The frame of a task for a tokenizer.
+
+    Raises:
+        UserError: the tokenizer has no end token, or nothing is left for the source.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise UserError(
+            f"{type(tokenizer).__name__} has no end token, so a model could not learn where to stop"
+        )
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end
+    prefix, suffix = (_affix(tokenizer, text, begin) for text in (settings.prefix, settings.suffix))
+    if not len(prefix) + len(suffix):
+        prefix = np.array([begin], np.int32)  # the first token of a target is predicted from something
+    frame = Frame(prefix, suffix, end, max_length, settings.max_target, settings.cut)
+    if frame.room <= settings.max_target:
+        raise UserError(
+            f"task.max_length={max_length} (or what the model can read) leaves no room for a source beside "
+            f"{max_length - frame.room} tokens of instruction and task.generation.max_target={settings.max_target}: "
+            "raise the first or lower the last"
+        )
+    return frame
+
+
+def _affix(tokenizer: Any, text: str, begin: int) -> np.ndarray:
+    pieces: list[int] = []
+    for number, part in enumerate(text.split(BEGIN)):
+        pieces += [begin] * (number > 0) + (_plain_ids(tokenizer, [part])[0] if part else [])
+    return np.asarray(pieces, np.int32)
+
+
+class Sequences(Sequence[Example]):
+    """A tokenised split.
+
+    Args:
+        frame: around every source.
+        sources, targets: tokens without any special one; rows belong together.
+    """
+
+    def __init__(self, frame: Frame, sources: TokenTable, targets: TokenTable) -> None:
+        self.frame, self.sources, self.targets = frame, sources, targets
+        self.target_lengths = np.minimum(targets.lengths + 1, frame.longest_target)  # + 1: the end token
+        self.lengths = (
+            len(frame.prefix)
+            + len(frame.suffix)
+            + np.minimum(sources.lengths, frame.room - self.target_lengths)
+            + self.target_lengths
+        )
+
+    def __len__(self) -> int:
+        return len(self.target_lengths)
+
+    def __getitem__(self, i: Any) -> Any:
+        target = _row(self.targets, i)
+        ended = np.append(target, np.int32(self.frame.end))[: self.frame.longest_target].astype(np.int32)
+        return Example(self.frame.prompt(_row(self.sources, i), len(ended)), ended)
+
+    def prompt(self, i: int) -> np.ndarray:
+        """`[P]` int32: what a model is given to go on from, cut so that the longest target fits behind it."""
+        return self.frame.prompt(_row(self.sources, i), self.frame.longest_target)
+
+    def cut(self) -> tuple[int, int]:
+        """How many rows lost a part of their source, and of their target."""
+        sources = self.sources.lengths > self.frame.room - self.target_lengths
+        return int(sources.sum()), int((self.targets.lengths + 1 > self.frame.longest_target).sum())
+
+
+def tokenize_pairs(cache: Path, table: Table, tokenizer: Any, frame: Frame) -> Sequences:
+    """The pairs of a table, tokenised once and cached; see `tokenize_cached`."""
+    columns = {}
+    for name in (SOURCE, TARGET):
+        # A target follows the prompt as a word follows another: in byte-level vocabularies the blank belongs to the word.
+        texts = table.columns[name] if name == SOURCE else [f" {text}" for text in table.columns[name]]
+        content = f"{table.sha256} {name} {len(texts)} {_content(texts)}"
+        columns[name] = tokenize_cached(cache, content, tokenizer, texts, None, 1 << 30, make=_tokenize_plain)
+    return Sequences(frame, columns[SOURCE], columns[TARGET])
+
+
+def _content(texts: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _tokenize_plain(
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
+) -> TokenTable:
+    """Without special tokens, uncut; text that spells a special token stays text."""
+    rows: list[np.ndarray] = []
+    for start in range(0, len(texts), CHUNK):
+        rows += [np.asarray(row, np.int32) for row in _plain_ids(tokenizer, texts[start : start + CHUNK])]
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)]).astype(np.int64)
+    return TokenTable(np.concatenate([np.empty(0, np.int32), *rows]), offsets, None, 0)
+
+
+def _plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    if not texts:
+        return []
+    return tokenizer(
+        list(texts), add_special_tokens=False, split_special_tokens=True, padding=False, truncation=False,
+        return_attention_mask=False, return_token_type_ids=False, verbose=False,
+    )["input_ids"]  # fmt: skip
+
+
+def _row(table: TokenTable, i: int) -> np.ndarray:
+    return table.tokens[table.offsets[i] : table.offsets[i + 1]]

@@ -1,0 +1,106 @@
+"""Presets: what their headers cite is what the papers print, and every command in them composes."""
+
+import math
+import re
+import shlex
+
+import pytest
+import yaml
+
+from dpexp.config import compose, conf_dir
+from dpexp.reproduce.paper import paper_table, paper_tables
+
+PRESETS, SWEEPS = (
+    sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")) for group in ("experiment", "sweep")
+)
+
+
+def header(preset, group="experiment"):
+    """The lines of the comment of a preset, without the first."""
+    text = (conf_dir() / group / f"{preset}.yaml").read_text(encoding="utf-8")
+    lines = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+    return lines[1:]
+
+
+def cited(preset):
+    """(table, quoted rows or columns) for every table that the header names with a row."""
+    text = " ".join(header(preset))
+    found = []
+    for match in re.finditer(r'Table (\w+), (?:rows?|column) ((?:"[^"]+"(?:, | and )?)+)', text):
+        found.append((match[1], re.findall(r'"([^"]+)"', match[2])))
+    return found
+
+
+def cells_of(preset):
+    paper = preset.partition("_")[0]
+    for table, names in cited(preset):
+        for cell in paper_table(paper, table):
+            if any(name in (cell.row, cell.column) or cell.row.startswith(f"{name}, ") for name in names):
+                yield cell
+
+
+def commands(preset, group="experiment"):
+    """The arguments of every command in the header, one list for each."""
+    lines, found = header(preset, group), []
+    for at, line in enumerate(lines):
+        if line.startswith("python -m dpexp.train "):
+            whole = f"{line[:-1]} {lines[at + 1]}" if line.endswith("\\") else line
+            found.append(shlex.split(whole)[3:])
+    return found
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_a_preset_cites_is_printed(preset):
+    paper, place = preset.split("_")[:2]
+    assert paper in {name for name, _ in paper_tables()}
+    text = " ".join(header(preset))
+    if place.startswith("table"):
+        assert cited(preset)[0][0] == place.removeprefix("table")
+        for table, names in cited(preset):
+            for name in names:
+                known = [
+                    cell
+                    for cell in paper_table(paper, table)
+                    if name in (cell.row, cell.column) or cell.row.startswith(f"{name}, ")
+                ]
+                assert known, f"Table {table} has no row or column {name}"
+    else:
+        assert re.search(rf"Figures? {place.removeprefix('figure')}\b", text)
+
+
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if "_table" in preset])
+def test_what_a_preset_expects_is_printed_in_the_rows_that_it_cites(preset):
+    printed = {(cell.value, cell.spread) for cell in cells_of(preset)}
+    expected = [line for line in header(preset) if line.startswith("Expected")]
+    assert expected
+    for line in expected:
+        values = line.rpartition(": ")[2].split(" | ")
+        for value in values:
+            number, _, spread = value.removesuffix(")").partition(" (")
+            wanted = ("", "") if value == "not printed" else (number, spread)
+            assert any(wanted == cell if spread else wanted[0] == cell[0] for cell in printed), value
+        if "|" in line.rpartition(": ")[0]:
+            assert line.rpartition(": ")[0].count("|") == len(values) - 1, "one value for each setting"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_command_in_a_header_composes(preset):
+    assert commands(preset)
+    for arguments in commands(preset):
+        assert arguments[0] == f"experiment={preset}"
+        given = [argument.partition("=") for argument in arguments if argument != "-m"]
+        assert ("-m" in arguments) == any("," in values for _, _, values in given)
+        run = compose([f"{key}={values.rpartition(',')[2]}" for key, _, values in given])
+        assert run.scale.name == "paper"
+
+
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_every_command_of_a_sweep_composes_and_its_count_is_right(sweep):
+    text = (conf_dir() / "sweep" / f"{sweep}.yaml").read_text(encoding="utf-8")
+    assert commands(sweep, "sweep")
+    for arguments in commands(sweep, "sweep"):
+        assert arguments[0] == f"sweep={sweep}"
+        compose(arguments)
+    axes = yaml.safe_load(text)["hydra"]["sweeper"]["params"].values()
+    jobs = math.prod(len(str(values).split(",")) for values in axes)
+    assert re.search(rf"\b{jobs} runs\b", text), f"it says another number than {jobs}"

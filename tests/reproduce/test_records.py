@@ -1,0 +1,88 @@
+"""Records are believed only with their provenance, and found by their settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpexp.errors import UserError
+from dpexp.reproduce import records
+from tests.reproduce.samples import summary, write
+
+
+def _without(path: str) -> dict[str, Any]:
+    found = summary()
+    *way, last = path.split(".")
+    place = found
+    for key in way:
+        place = place[key]
+    del place[last]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("details.config", "configuration"), ("git.commit", "commit"), ("git.dirty", "differed"), ("versions", "versions"),
+        ("details.hardware", "hardware"), ("seed", "seed"), ("data.source", "source"), ("data.sha256", "checksum"),
+        ("command", "command"), ("status", "status"),
+    ],
+)  # fmt: skip
+def test_a_record_that_lacks_something_is_refused_by_name(path: str, word: str, tmp_path: Path):
+    write(tmp_path, _without(path))
+    with pytest.raises(UserError, match=rf"record0\.json.*{word}"):
+        records.load(tmp_path)
+    (shown,) = records.load(tmp_path, show_unclean=True)
+    assert any(word in problem for problem in shown.problems)
+
+
+def test_code_that_differed_from_its_commit_is_refused(tmp_path: Path):
+    write(tmp_path, summary() | {"git": {"commit": "a" * 40, "dirty": True}})
+    with pytest.raises(UserError, match="differed"):
+        records.load(tmp_path)
+
+
+def test_a_checksum_that_is_empty_is_none(tmp_path: Path):
+    data = summary()["data"] | {"sha256": {"train": None}}
+    assert "lacks a checksum of its data" in records.provenance_problems(summary() | {"data": data})
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path: Path):
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"broken\.json is not JSON"):
+        records.load(tmp_path)
+
+
+def test_seeds_of_one_configuration_are_together_and_other_settings_apart(tmp_path: Path):
+    write(tmp_path, summary(seed=1), summary(seed=0), summary(seed=0, lr=2e-3), summary("perlayer"))
+    groups = records.by_configuration(records.load(tmp_path))
+    assert sorted(len(group) for group in groups) == [1, 1, 2]
+    (pair,) = [group for group in groups if len(group) == 2]
+    assert [record.facts["seed"] for record in pair] == [0, 1]  # threads differ, and don't matter
+
+
+def test_a_seed_that_was_run_twice_counts_once(tmp_path: Path):
+    write(tmp_path, summary(accuracy=0.9), summary(accuracy=0.8))
+    ((only,),) = records.by_configuration(records.load(tmp_path))
+    assert only.metric("accuracy") == 0.9
+
+
+def test_other_data_is_another_configuration(tmp_path: Path):
+    other = summary(seed=1)
+    other["data"]["sha256"] = {"train": "1" * 64}
+    write(tmp_path, summary(seed=0), other)
+    assert len(records.by_configuration(records.load(tmp_path))) == 2
+
+
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        ({"clip": "flat", "privacy.epsilon": "8"}, True), ({"privacy.epsilon": 3}, False), ({"optim.lr": "0.001"}, True),
+        ({"clip": ["perlayer", "flat"]}, True), ({"privacy.epsilon": None}, False), ({"model.trainable": "all"}, True),
+    ],
+)  # fmt: skip
+def test_a_record_is_found_by_its_settings(where: dict[str, Any], found: bool, tmp_path: Path):
+    (record,) = records.load(write(tmp_path, summary()))
+    assert record.matches(where) is found

@@ -1,0 +1,175 @@
+"""Tables of the papers beside records: which record fills which cell, blocks of one scale, commands, verdicts."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dpexp.config import compose
+from dpexp.reproduce import cells, tables
+from dpexp.reproduce.documents import Document
+from dpexp.reproduce.paper import Cell, paper_table
+from dpexp.reproduce.records import load
+from tests.reproduce.samples import summary, write
+
+SEEDS = (0, 1, 2)
+
+
+def _build(tmp_path: Path, *summaries: dict, table: str = "1b") -> Document:
+    return tables.build("he2023", table, load(write(tmp_path, *summaries)))
+
+
+def _cell(**settings: str) -> Cell:
+    conditions = "; ".join(f"{name}={value}" for name, value in settings.items())
+    return Cell("he2023", "99", "row", "column", "90.0", "", "3", "%", conditions)
+
+
+def test_a_cell_is_filled_by_the_records_of_its_settings(tmp_path: Path):
+    runs = [summary("flat", seed, 0.90 + seed / 100) for seed in SEEDS] + [
+        summary("flat", epsilon=3.0),
+        summary("perlayer"),
+    ]
+    document = _build(tmp_path, *runs)
+    (row,) = [
+        r
+        for r in document.rows
+        if r["row"].endswith("Fixed flat") and r["column"] == "ε = 8" and r["scale"] == "small"
+    ]
+    assert (row["ours"], row["n"], row["difference"]) == ("91.0 ± 1.00", "3", "-0.7")
+    assert (row["ε"], row["δ"], row["accountant"], row["sampling"]) == ("8.00", "4.9e-06", "rdp", "poisson")
+    assert row["record"] == ", ".join(f"results/runs/record{seed}.json" for seed in SEEDS)
+    assert document.status == "small 3/4"
+
+
+def test_scales_are_never_in_one_block(tmp_path: Path):
+    document = _build(tmp_path, summary(), summary(scale="paper", model="roberta_base"))
+    assert [section.scale for section in document.sections] == ["small", "paper"]
+    for section in document.sections:
+        assert {row["scale"] for row in section.rows} == {section.scale}
+        assert sum("n" in row for row in section.rows) == 1
+
+
+def test_a_paper_cell_needs_the_papers_model(tmp_path: Path):
+    document = _build(tmp_path, summary(scale="paper", model="bert_base"))
+    assert document.status == "not run"
+
+
+def test_a_demo_run_fills_nothing(tmp_path: Path):
+    assert _build(tmp_path, summary(scale="demo")).status == "not run"
+
+
+def test_two_configurations_are_two_lines(tmp_path: Path):
+    rows = _build(tmp_path, summary(lr=1e-3), summary(lr=2e-3, seed=1)).rows
+    filled = [row for row in rows if row.get("n")]
+    assert [row["n"] for row in filled] == ["1", "1"]
+    assert ["lr 0.001" in row["configuration"] for row in filled] == [True, False]
+
+
+def test_a_verdict_comes_from_seeds_and_a_test(tmp_path: Path):
+    flat = [summary("flat", seed, 0.90 + seed / 1000) for seed in SEEDS]
+    layer = [summary("perlayer", seed, 0.85 + seed / 1000) for seed in SEEDS]
+    small, paper = _build(tmp_path / "a", *flat, *layer).sections
+    assert small.paragraphs[1].startswith("**supports (1 of 1 pairs tested")
+    assert "= +5.00" in small.paragraphs[2]
+    assert paper.paragraphs[0].startswith("**cannot tell: no pair of records")
+    turned = [summary("perlayer", s, 0.90 + s / 1000) for s in SEEDS] + [
+        summary("flat", s, 0.85 + s / 1000) for s in SEEDS
+    ]
+    assert _build(tmp_path / "b", *turned).sections[0].paragraphs[1].startswith("**contradicts")
+    assert (
+        _build(tmp_path / "c", flat[0], layer[0])
+        .sections[0]
+        .paragraphs[1]
+        .startswith("**cannot tell: fewer than two seeds")
+    )
+
+
+def test_runs_that_differ_in_more_than_what_is_compared_are_not_compared(tmp_path: Path):
+    flat = [summary("flat", seed, 0.90 + seed / 1000, epochs=2.0) for seed in SEEDS]
+    layer = [summary("perlayer", seed, 0.85 + seed / 1000, epochs=3.0) for seed in SEEDS]
+    assert "no pair of records" in _build(tmp_path, *flat, *layer).sections[0].paragraphs[1]
+
+
+def test_a_learning_rate_of_its_own_is_allowed(tmp_path: Path):
+    flat = [summary("flat", seed, 0.90 + seed / 1000, lr=1e-3) for seed in SEEDS]
+    layer = [summary("perlayer", seed, 0.85 + seed / 1000, lr=2e-3) for seed in SEEDS]
+    assert _build(tmp_path, *flat, *layer).sections[0].paragraphs[1].startswith("**supports")
+
+
+def test_an_unclean_record_is_marked_in_its_cell(tmp_path: Path):
+    write(tmp_path, summary() | {"git": {"commit": "a" * 40, "dirty": True}})
+    document = tables.build("he2023", "1b", load(tmp_path, show_unclean=True))
+    (row,) = [row for row in document.rows if row.get("n")]
+    assert "UNCLEAN: its code differed from its commit" in row["configuration"]
+
+
+def test_a_missing_cell_shows_a_command_that_composes(tmp_path: Path):
+    for scale in tables.SHOWN:
+        for command in tables.missing("he2023", "1b", [], scale)[::3]:
+            words = shlex.split(command)
+            assert words[:3] == ["python", "-m", "dpexp.train"]
+            run = compose([word.split(",")[0] for word in words[3:] if word != "-m"])
+            assert (run.task.name, run.scale.name) == ("sst2", scale)
+            assert run.privacy.epsilon in (3.0, 8.0)
+
+
+def test_the_command_of_a_cell_makes_records_that_fill_it():
+    """Selector and command say the same: what the command composes is what the selector looks for."""
+    for cell in paper_table("he2023", "12")[3::6]:
+        slot = cells.slot(cell, "paper")
+        run = compose([word.split(",")[0] for word in shlex.split(slot.command)[3:] if word != "-m"])
+        made = {"task": run.task.name, "model": run.model.name, "clip": run.clip.name, "privacy.epsilon": run.privacy.epsilon,
+                "privacy.delta": run.privacy.delta, "optim.epochs": run.optim.epochs, "scale": run.scale.name}  # fmt: skip
+        assert {key: str(made[key]) for key in slot.where} == {
+            k: str(type(made[k])(v)) for k, v in slot.where.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"task": "nosuch", "clip": "flat", "metric": "accuracy"}, "not built: task=nosuch"),
+        ({"task": "sst2", "clip": "perdevice", "metric": "accuracy"}, "not built: clip=perdevice"),
+        ({"task": "sst2", "clip": "flat", "metric": "accuracy", "split": "train"}, "not measured"),
+        ({"task": "sst2", "metric": "accuracy"}, "no run of its own"),
+        ({"task": "e2e", "clip": "flat", "metric": "epsilon"}, "arithmetic"),
+        ({"task": "sst2", "clip": "flat", "metric": "accuracy", "quoted from X": ""}, "quoted from X"),
+    ],
+)
+def test_a_cell_that_no_run_fills_says_why(settings: dict[str, str], reason: str):
+    slot = cells.slot(_cell(**settings), "paper")
+    assert slot.reason.startswith(reason)
+    assert slot.command == ""
+    assert slot.fillings([]) == []
+
+
+def test_stand_ins():
+    cell = _cell(task="sst2", clip="flat", metric="accuracy", model="roberta_base", epochs="20", lr="0.001")
+    assert set(cells.slot(cell, "small").where) == {"task", "clip", "scale"}
+    named = cells.slot(
+        cell, "small", {"model": {"roberta_base": "*"}, "epochs": {"20": "2"}, "lr": "="}
+    ).where
+    assert (named["optim.epochs"], named["optim.lr"], "model" in named) == ("2", "0.001", False)
+    assert (
+        "no stand-in for model=roberta_base"
+        in cells.slot(cell, "small", {"model": {"roberta_large": "*"}}).reason
+    )
+    assert cells.slot(cell, "paper", {"epochs": {"20": "2"}}).where["optim.epochs"] == "20"
+
+
+def test_a_non_private_cell_asks_for_no_epsilon():
+    slot = cells.slot(_cell(task="sst2", clip="nonprivate", metric="accuracy", delta="1e-5"), "paper")
+    assert slot.where["privacy.epsilon"] is None
+    assert "privacy.delta" not in slot.where
+    assert "privacy=none" in slot.command
+
+
+def test_every_claim_has_a_transcription_and_every_comparison_finds_its_cells():
+    assert set(tables.claims()) == set(tables.known())
+    for (paper, table), claim in tables.claims().items():
+        printed = paper_table(paper, table)
+        for rule in claim.compare:
+            for side in ("left", "right"):
+                assert any(tables._has(cell, rule[side]) for cell in printed), (paper, table, rule)

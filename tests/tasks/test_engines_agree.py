@@ -1,0 +1,254 @@
+"""Every task as its configuration composes it: one loss per example, of that example alone, and Opacus' gradients are ours.
+
+The batch and the model are those of `scale=demo`, in float64. What is compared with is plain autograd on one example at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping import attach
+from dpexp.config import compose
+from dpexp.models import build_model, build_tokenizer
+from dpexp.schemas import RunConfig
+from dpexp.tasks import Task, build_task
+
+CONF = Path(__file__).parents[2] / "conf"
+TASKS = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
+B = 5
+STEP = 3  # of the training: augmentations depend on it
+WAYS = {
+    "lora": "peft.rank=2", "prefix": "peft.prefix_hidden=6", "rgp": "peft.rank=1", "top2": "peft.blocks=1",
+    "bitfit": "peft.rank=0", "head": "peft.rank=0", "adapters": "peft.rank=4",
+}  # fmt: skip
+OF_A_HEAD = {
+    "classifier": ("qnli",),
+    "masked_lm": ("sst2_infilling",),
+    "causal_lm": ("e2e",),
+    "image_classifier": ("cifar10", "model=vit_tiny_random"),
+}
+NOT_THERE = {
+    ("causal_lm", "head"),
+    ("image_classifier", "prefix"),
+}  # a tied head; no keys and values to extend
+
+
+class Case(NamedTuple):
+    """chosen: numbers of B training examples, from the shortest to the longest."""
+
+    task: Task
+    model: nn.Module
+    chosen: list[int]
+
+
+SETTINGS = (
+    "scale=demo", "clip=flat", "privacy=noise", "privacy.noise_multiplier=1.0", "privacy.delta=1e-3",
+    "optim.epochs=null", "optim.steps=1", "optim.batch_size=8", "data.num_examples=40",
+)  # fmt: skip
+OWN = {  # what a person must say of own data that its configuration cannot know
+    "text_infilling": (
+        "task.template='<S1> is [MASK] .'",
+        "task.label_words.0=awful",
+        "task.label_words.1=superb",
+    ),
+}
+
+
+def composed(task: str, *more: str) -> RunConfig:
+    return compose([f"task={task}", *SETTINGS, *OWN.get(task, ()), *more])
+
+
+@functools.cache
+def case_of(task_name: str, *more: str) -> Case:
+    """As `dpexp.train` builds it, without dropout."""
+    run = composed(task_name, *more)
+    tokenizer = build_tokenizer(run.model, scale="demo")
+    task = build_task(run.task, run.data, "demo", tokenizer, run.seed)
+    bundle = build_model(
+        run.model, run.peft,
+        head=task.head, num_labels=len(task.labels), scale="demo", seed=run.seed, tokenizer=tokenizer,
+        image_shape=task.image_shape,
+    )  # fmt: skip
+    model = bundle.model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attn_dropout", "attention_dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    by_length = sorted(range(len(task.train)), key=task.length)
+    chosen = [by_length[i * (len(by_length) - 1) // (B - 1)] for i in range(B)]
+    assert len(set(chosen)) == B
+    return Case(task, stirred(model.double()), chosen)
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """What begins at zero, like LoRA's B, has no gradient to compare: a little noise on everything that trains."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += 0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return model
+
+
+def batch_of(task: Task, numbers: list[int]) -> dict[str, Tensor]:
+    """As training sees it, with floating-point inputs in float64."""
+    batch = task.collate([task.train[i] for i in numbers])
+    batch = task.augmented(batch, np.array(numbers), 0, STEP)
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def losses_of(case: Case, numbers: list[int]) -> Tensor:
+    return case.task.losses(case.model, batch_of(case.task, numbers))
+
+
+def alone(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses `[B]` and gradients by parameter `[B, ...]` of the chosen examples, each in a batch of its own."""
+    params = {name: p for name, p in case.model.named_parameters() if p.requires_grad}
+    losses, rows = [], []
+    for i in case.chosen:
+        loss = losses_of(case, [i])
+        assert loss.shape == (1,)
+        grads = torch.autograd.grad(loss.sum(), list(params.values()), allow_unused=True)
+        rows.append(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads, strict=True)]
+        )
+        losses.append(loss.detach())
+    return torch.cat(losses), {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(params)}
+
+
+def compare(case: Case, engine: str, groups: str) -> None:
+    """`p.grad` and norms of an engine against `alone`; about half of the examples are clipped."""
+    _, per_example = alone(case)
+    squares = {name: g.flatten(1).square().sum(1) for name, g in per_example.items()}
+    limit = torch.stack(list(squares.values())).sum(0).sqrt().median().item()
+    clipper = attach(
+        case.model, groups=groups, clip_norm=limit, engine=engine, rows_per_example=case.task.rows_per_example
+    )
+    try:
+        case.model.zero_grad()
+        report = clipper.backward(losses_of(case, case.chosen))
+        for k, group in enumerate(clipper.groups):
+            norms = torch.stack([squares[name] for name in group.params]).sum(0).sqrt()
+            torch.testing.assert_close(
+                report.norms[k], norms, rtol=1e-5, atol=1e-7 * limit, check_dtype=False
+            )
+            factors = (clipper.thresholds[k] / norms.clamp(min=1e-30)).clamp(max=1)
+            for name, parameter in group.params.items():
+                expected = torch.tensordot(factors, per_example[name], dims=1)
+                torch.testing.assert_close(
+                    parameter.grad, expected, rtol=1e-4, atol=1e-6 * limit, msg=lambda m, n=name: f"{n}: {m}"
+                )
+        assert 0 < int(report.clipped.sum()) < report.norms.numel() or groups == "layer"
+    finally:
+        clipper.detach()
+        case.model.zero_grad()
+
+
+@pytest.mark.parametrize("task_name", TASKS)
+def test_opacus_and_ours_give_the_gradients_of_one_example_at_a_time(task_name: str) -> None:
+    case = case_of(task_name)
+    for groups in ("flat", "layer"):
+        for engine in ("auto", "opacus"):
+            compare(case, engine, groups)
+
+
+@pytest.mark.parametrize("task_name", TASKS)
+def test_every_example_has_one_loss_of_its_own(task_name: str) -> None:
+    case = case_of(task_name)
+    together = losses_of(case, case.chosen)
+    assert together.shape == (B,)
+    assert together.dtype == torch.float64
+    assert bool(together.isfinite().all())
+    assert len(set(together.tolist())) == B
+    by_itself, _ = alone(case)
+    torch.testing.assert_close(together.detach(), by_itself)  # removing all others, and their padding
+    reverse = losses_of(case, case.chosen[::-1])
+    torch.testing.assert_close(reverse.flip(0), together)
+    others = [i for i in range(len(case.task.train)) if i not in case.chosen]
+    for position in range(B):  # altering one moves its own loss and no other
+        numbers = list(case.chosen)
+        numbers[position] = others[position]
+        changed = losses_of(case, numbers)
+        kept = [k for k in range(B) if k != position]
+        torch.testing.assert_close(changed[kept], together[kept])
+        assert not torch.isclose(changed[position], together[position])
+
+
+@pytest.mark.parametrize("task_name", TASKS)
+def test_no_batch_is_a_batch_of_no_losses(task_name: str) -> None:
+    case = case_of(task_name)
+    nobody = case.task.losses(case.model, case.task.collate([]))
+    assert nobody.shape == (0,)
+
+
+def padding_of(batch: dict[str, Tensor]) -> Tensor | None:
+    """`[B, T]` where no token of an example stands; None for images."""
+    if "attention_mask" in batch:
+        return batch["attention_mask"] == 0
+    if "positions" in batch:  # the last target is predicted from the last token that the model reads
+        last = batch["positions"].amax(1)
+        return torch.arange(batch["input_ids"].shape[1]) > last[:, None]
+    return None
+
+
+@pytest.mark.parametrize("task_name", TASKS)
+def test_what_stands_in_the_padding_changes_neither_losses_nor_norms(task_name: str) -> None:
+    case = case_of(task_name)
+    batch = batch_of(case.task, case.chosen)
+    padding = padding_of(batch)
+    if padding is None:
+        assert "pixel_values" in batch, "a text batch that says nothing of its padding"
+        return
+    assert bool(padding.any()), "the chosen examples should differ in length"
+    other = dict(batch)
+    other["input_ids"] = torch.where(padding, (batch["input_ids"] + 7) % 20, batch["input_ids"])
+    found = []
+    clipper = attach(case.model, groups="layer")
+    try:
+        for each in (batch, other):
+            losses = case.task.losses(case.model, each)
+            found.append((losses.detach(), clipper.backward(losses).norms))
+            case.model.zero_grad()
+    finally:
+        clipper.detach()
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("task_name", [name for name in TASKS if "infilling" not in name])
+def test_nothing_is_learnt_from_what_is_only_read(task_name: str) -> None:
+    """The loss is of the targets: the gradient at every logit that predicts something else is exactly zero."""
+    case = case_of(task_name)
+    batch = batch_of(case.task, case.chosen)
+    if "targets" not in batch:
+        return
+    losses = case.task.losses(case.model, batch)
+    weights = (batch["targets"] != -100).double()
+    assert bool((weights.sum(1) > 0).all())
+    shorter = dict(batch)
+    shorter["targets"] = torch.where(torch.arange(weights.shape[1]) == 0, batch["targets"], -100)
+    first_alone = case.task.losses(case.model, shorter)
+    assert not torch.allclose(first_alone, losses)
+    moved = dict(shorter)
+    moved["positions"] = torch.where(torch.arange(weights.shape[1]) == 0, batch["positions"], 0)
+    torch.testing.assert_close(case.task.losses(case.model, moved), first_alone)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("head", OF_A_HEAD)
+def test_every_way_to_fine_tune_agrees_on_a_task_of_every_head(head: str, way: str) -> None:
+    if (head, way) in NOT_THERE:
+        pytest.skip("refused: see tests/models/test_finetuning.py")
+    case = case_of(*OF_A_HEAD[head], f"peft={way}", WAYS[way])
+    assert case.task.head == head
+    for engine in ("auto", "opacus"):
+        compare(case, engine, "layer")

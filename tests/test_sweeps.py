@@ -1,0 +1,137 @@
+"""A multirun: every job is a row, failed or not, in one process or several; an interrupted one goes on where it stopped."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dpexp import record, sweeps
+from dpexp.config import compose, run_folder
+from dpexp.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+from dpexp.config import RunConfig, hydra_entry
+from dpexp.errors import UserError
+from dpexp.sweeps import Result
+
+@hydra_entry("train")
+def main(run: RunConfig) -> dict[str, float]:
+    "Fail for some seeds."
+    if run.seed == 13:
+        raise UserError("this seed is refused")
+    if run.seed == 14:
+        raise RuntimeError("out of memory")
+    return Result({"loss": 1.0, "accuracy": 0.1 * run.seed}, run.task.metric)
+
+main()
+"""
+
+
+def call(folder, *arguments):
+    (folder / "script.py").write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, "script.py", "task=sst2", "clip=flat", "seed=1,13,14,2", *arguments, "-m"],
+        cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "160"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib"])
+def test_a_failed_job_is_a_row_and_not_the_end(tmp_path, launcher):
+    if launcher == "joblib":
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    done = call(tmp_path, f"hydra/launcher={launcher}", "hydra.sweep.dir=grid")
+    assert done.returncode == 2
+    rows = sweeps.jobs(tmp_path / "grid")
+    assert [row["status"] for row in rows] == ["finished", "failed", "failed", "finished"]
+    assert [row["error"] for row in rows] == [
+        None,
+        "this seed is refused",
+        "RuntimeError: out of memory",
+        None,
+    ]
+    assert rows[3]["metrics"] == {"loss": 1.0, "accuracy": 0.2}
+    assert "4 jobs, 2 failed" in done.stdout
+    assert "failed: RuntimeError: out of memory" in done.stdout
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_single_run_has_no_table_and_leaves_no_line(tmp_path, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py", "task=sst2", "clip=flat", "seed=1"],
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+    sweeps.report(Console())
+    assert capsys.readouterr().out == ""
+
+
+def test_the_last_line_of_a_job_counts_and_rows_stand_in_the_order_of_the_grid(tmp_path):
+    lines = [
+        {"job": 1, "status": "failed"},
+        {"job": 0, "status": "finished"},
+        {"job": 1, "status": "finished"},
+    ]
+    (tmp_path / sweeps.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(row["job"], row["status"]) for row in sweeps.jobs(tmp_path)] == [
+        (0, "finished"),
+        (1, "finished"),
+    ]
+    assert sweeps.jobs(tmp_path / "nowhere") == []
+
+
+def test_a_result_is_its_metrics_and_the_tasks_own_metric_as_a_number():
+    result = sweeps.Result({"loss": 2.0, "accuracy": 0.5}, "accuracy")
+    assert result == {"loss": 2.0, "accuracy": 0.5}
+    assert float(result) == 0.5
+    assert float(sweeps.Result({"bleu": 60.0}, "no such metric")) == 60.0
+
+
+def test_a_failed_run_leaves_a_summary_and_is_tried_again(tmp_path):
+    run = compose(["task=sst2", "clip=flat"])
+    (tmp_path / "ledger.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(UserError, match="no such file"), record.failures(run, tmp_path):
+        raise UserError("no such file")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert tuple(summary)[: len(record.SUMMARY_KEYS)] == record.SUMMARY_KEYS
+    assert (summary["status"], summary["details"]["error"]) == ("failed", "UserError: no such file")
+    assert summary["privacy"]["steps"] == 2
+    assert "ledger" in summary["privacy"]["notes"][0], "epsilon is null, and yet privacy was spent"
+    assert record.finished_summary(tmp_path) is None
+    with record.failures(run, tmp_path):
+        assert not (tmp_path / "summary.json").exists(), "an old failure must not stand beside a new attempt"
+
+
+def test_an_interruption_is_no_failure(tmp_path):
+    run = compose(["task=sst2", "clip=flat"])
+    with pytest.raises(SystemExit), record.failures(run, tmp_path):
+        sys.exit(130)
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_second_multirun_trains_only_what_the_first_left(tmp_path):
+    settings = [
+        "task=sst2", "scale=demo", "runtime=cpu", "optim.epochs=null", "optim.steps=1", "data.cache=null",
+        "runtime.physical_batch_size=64", "engine.choice=rule", f"runtime.runs_dir={tmp_path}",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "dpexp.train", *settings, "seed=0,1", "clip=flat,nonprivate", "-m"]
+    folder = run_folder(compose([*settings, "clip=flat", "seed=1"]))
+    folder.mkdir(parents=True)
+    (folder / "ledger.jsonl").write_text("this is no ledger\n")  # this job fails
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert first.returncode == 2, first.stdout + first.stderr
+    assert "4 jobs, 1 failed" in first.stdout
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+
+    (folder / "ledger.jsonl").unlink()
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert second.stdout.count("nothing was trained again") == 3
+    assert "4 jobs, 0 failed" in second.stdout
