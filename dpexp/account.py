@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dp_accounting import DpEvent
 from omegaconf import MISSING
 
-from dpexp.config import AccountantConfig, hydra_entry
+from dpexp.config import AccountantConfig, ScheduleConfig, hydra_entry
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import check_delta, epsilons
 from dpexp.privacy.calibration import calibrate
 from dpexp.privacy.events import composed, step_event
+from dpexp.privacy.schedules import Schedule, factor_counts
 
 _FORMATS = ("text", "json")
 
@@ -30,6 +31,7 @@ class AccountArguments:
     noise_multiplier: float | None = None
     target_epsilon: float | None = None
     accountant: AccountantConfig = field(default_factory=AccountantConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     format: str = "text"
 
 
@@ -40,8 +42,12 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     """
     _check(arguments)
 
+    rate, steps = arguments.sample_rate, arguments.steps
+    schedule = Schedule.of(asdict(arguments.schedule))
+    counts = factor_counts(schedule, steps, steps, rate)
+
     def event(noise_multiplier: float) -> DpEvent:
-        return composed([(step_event(arguments.sample_rate, [noise_multiplier]), arguments.steps)])
+        return composed((step_event(rate, [noise_multiplier * scale]), count) for scale, count in counts)
 
     sigma = arguments.noise_multiplier
     if sigma is None:
@@ -55,6 +61,8 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
         "delta": arguments.delta,
         "target_epsilon": arguments.target_epsilon,
         "accountant": arguments.accountant.name if arguments.target_epsilon is not None else None,
+        "schedule": schedule.plain(),
+        "last_noise_multiplier": sigma * (schedule.factor(steps - 1, steps, rate) if steps else 1.0),
         "epsilon": {
             name: value if value is not None and math.isfinite(value) else None
             for name, value in found.items()
@@ -75,6 +83,7 @@ def as_text(result: dict[str, Any]) -> str:
     )
     lines = [
         "noise multiplier  {noise_multiplier:.6g}" + chosen,
+        *(["  in the last step  {last_noise_multiplier:.6g}"] if result["schedule"] != "constant" else []),
         "sample rate       {sample_rate:g}",
         "steps             {steps}",
         "delta             {delta:g}",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Any
 
 from dpexp.errors import UserError
+from dpexp.privacy.schedules import SCHEDULES, Schedule
 from dpexp.schemas import CHOICES, RunConfig
 
 DELTA_RULES = ("half_over_n", "n_pow_-1.1")
@@ -34,6 +36,7 @@ def check(run: RunConfig) -> None:
         *_words(run),
         *_numbers(run),
         *_privacy(run),
+        *_schedule(run),
         *_clipping(run),
         *_length(run),
         *_model(run),
@@ -159,6 +162,14 @@ def _clipping(run: RunConfig) -> Iterator[str]:
                 f"clip.quantile_budget={clip.quantile_budget} must be in (0, 1): it is the share r of the budget that "
                 "pays for adaptive thresholds (0.01 to 0.1 is usual)"
             )
+
+
+def _schedule(run: RunConfig) -> Iterator[str]:
+    if run.schedule.name in SCHEDULES:
+        try:
+            Schedule.of(asdict(run.schedule))
+        except UserError as error:
+            yield str(error)
 
 
 def _length(run: RunConfig) -> Iterator[str]:

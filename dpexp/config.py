@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dpexp import sweeps
 from dpexp.checks import check, declared_num_examples, did_you_mean
 from dpexp.errors import UserError
+from dpexp.privacy.schedules import SCHEDULES
 from dpexp.schemas import (
     AccountantConfig,
     ClipConfig,
@@ -252,6 +253,11 @@ def _neutralise(run: RunConfig) -> None:
         neutral = type(run.clip)()
         for name in ("init_threshold", "target_quantile", "quantile_lr", "quantile_budget", "rescale"):
             setattr(run.clip, name, getattr(neutral, name))
+    if run.schedule.name in SCHEDULES:
+        schedule, takes = type(run.schedule)(run.schedule.name), SCHEDULES[run.schedule.name][1]
+        for name in (*takes, *(["updates_per_epoch"] if takes else [])):
+            setattr(schedule, name, getattr(run.schedule, name))
+        run.schedule = schedule
     if run.data.cache:
         run.data.cache = os.path.expanduser(run.data.cache)
 

@@ -137,9 +137,13 @@ class AccountantConfig:
 
 @dataclass
 class ScheduleConfig:
-    """How the noise moves over the steps."""
+    """How the noise moves over the epochs (`dpexp.privacy.schedules`)."""
 
     name: str = "constant"
+    decay_rate: float | None = None  # k
+    period: float | None = None  # epochs
+    end_ratio: float | None = None  # sigma_end / sigma_0
+    updates_per_epoch: int = 1
 
 
 @dataclass
@@ -253,7 +257,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.sampling": ("poisson", "shuffle"),
     "privacy.release": ("normal", "strict"),
     "accountant.name": ("rdp", "gdp", "prv", "pld"),
-    "schedule.name": ("constant",),
+    "schedule.name": ("constant", "time", "exponential", "step", "polynomial"),
     "optim.name": ("adam", "adamw", "sgd"),
     "optim.lr_schedule": ("constant", "linear", "cosine"),
     "peft.name": ("full", "lora", "prefix", "rgp", "top2", "bitfit", "head", "adapters"),

@@ -1,6 +1,7 @@
 """``python -m dpexp.train task=sst2 clip=adaptive_perlayer``: train, evaluate, record."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def build_plan(run: RunConfig, num_examples: int, steps: int) -> Plan | None:
         quantile_budget=run.clip.quantile_budget if run.clip.adaptive else 0.0,
         sampling=run.privacy.sampling,
         allow_clt=run.accountant.allow_clt,
-        schedule=run.schedule.name,
+        schedule=asdict(run.schedule),
     )
 
 
@@ -167,6 +168,8 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
             f"privacy: noise multiplier {plan.noise_multiplier:.4f}, delta {plan.delta:.3g}, {plan.sampling} sampling, "
             f"{trainer.num_groups} clipping groups"
         )
+        if (last := plan.sigma(plan.steps - 1)) != plan.noise_multiplier:
+            lines.append(f"noise over time: schedule={plan.schedule.name}, noise multiplier {last:.4f} in the last step")
     if trainer.step:
         lines.append(f"going on after step {trainer.step}, from the checkpoint in {folder}")
     console.print("\n".join(lines), markup=False)

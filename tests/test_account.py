@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dpexp.account import AccountArguments, account
-from dpexp.config import AccountantConfig
+from dpexp.config import AccountantConfig, ScheduleConfig
 from dpexp.errors import UserError
 
 PUBLISHED = ["noise_multiplier=1.07", "sample_rate=0.0243", "steps=410", "delta=1.2e-5"]
@@ -99,3 +99,24 @@ def test_an_infinite_epsilon_is_null_in_json():
 
 def test_nothing_released_costs_nothing():
     assert set(account(values(steps=0))["epsilon"].values()) == {0.0}
+
+
+def test_decaying_noise(tmp_path):
+    """Ten steps of an epoch of five: the second half at half the noise."""
+    decay = ScheduleConfig(name="time", decay_rate=1.0)
+    result = account(values(sample_rate=0.2, schedule=decay))
+    assert (result["noise_multiplier"], result["last_noise_multiplier"]) == (1.0, 0.5)
+    assert result["schedule"] == {"name": "time", "decay_rate": 1.0}
+    constant = [account(values(sample_rate=0.2, noise_multiplier=s))["epsilon"]["rdp"] for s in (1.0, 0.5)]
+    assert constant[0] < result["epsilon"]["rdp"] < constant[1]
+    again = account(
+        values(sample_rate=0.2, schedule=decay, noise_multiplier=None, target_epsilon=result["epsilon"]["rdp"])
+    )
+    assert again["noise_multiplier"] == pytest.approx(1.0, rel=2e-4)
+    done = run(
+        tmp_path, "noise_multiplier=1", "sample_rate=0.2", "steps=10", "delta=1e-5", "schedule=time",
+        "schedule.decay_rate=1",
+    )  # fmt: skip
+    assert "in the last step  0.5" in done.stdout
+    with pytest.raises(UserError, match=r"schedule\.decay_rate"):
+        account(values(schedule=ScheduleConfig(name="time")))

@@ -112,7 +112,7 @@ def test_every_preset_has_a_plan(preset):
         noise_multiplier=run.privacy.noise_multiplier,
         quantile_budget=run.clip.quantile_budget,
         sampling=run.privacy.sampling,
-        schedule=run.schedule.name,
+        schedule=dataclasses.asdict(run.schedule),
     )
     if run.privacy.epsilon is not None:
         assert made.epsilon() <= run.privacy.epsilon
@@ -341,6 +341,10 @@ DEFAULTS = {
     "accountant.name": "rdp",
     "accountant.allow_clt": False,
     "schedule.name": "constant",
+    "schedule.decay_rate": None,
+    "schedule.period": None,
+    "schedule.end_ratio": None,
+    "schedule.updates_per_epoch": 1,
     "optim.name": "adam",
     "optim.lr": 0.001,
     "optim.betas": [0.9, 0.999],
@@ -379,6 +383,17 @@ def test_defaults_of_the_schemas_stay_what_they_were():
     assert {key: now[key] for key in DEFAULTS} == DEFAULTS
 
 
+def test_what_a_schedule_does_not_take_is_neutral():
+    """A preset's parameters do not follow it to another schedule, and a constant one has none."""
+    preset = ["experiment=monir2023_table8_mnist_polynomial"]
+    assert compose(preset).schedule.period == 100
+    constant = compose([*preset, "schedule=constant"])
+    assert constant.schedule == type(constant.schedule)()
+    decayed = compose([*preset, "schedule=time", "schedule.updates_per_epoch=2"]).schedule
+    assert (decayed.name, decayed.period, decayed.end_ratio, decayed.updates_per_epoch) == ("time", None, None, 2)
+    assert len({signature(compose([*preset, *more])) for more in ([], ["schedule.period=50"], ["schedule=time"])}) == 3
+
+
 def test_the_folder_of_a_run(runs_dir):
     run = compose([*JOB, "seed=2", f"runtime.runs_dir={runs_dir}"])
     assert run_folder(run) == runs_dir / "sst2" / signature(run) / "seed2"
@@ -411,6 +426,8 @@ MISTAKES = {
     "optim.lr=inf": "optim.lr=inf must be above 0",
     "optim.betas=[0.9]": "two numbers",
     "optim.warmup_ratio=1": "in [0, 1)",
+    "schedule=tme": "did you mean time",
+    "schedule=step schedule.decay_rate=1.5": "above 0 and below 1",
     "seed=-1": "0 or more",
     "trials=0": "above 0",
     "runtime.physical_batch_size=0": "give auto or a number",

@@ -13,7 +13,6 @@ Nothing is written to ``p.grad`` before all of it holds.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from dpexp.clipping.contributions.numerics import wide
 from dpexp.clipping.distributed import reducer_of
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine
-from dpexp.clipping.graph_tap import MARKS, Detached, GraphTap, clip_factors, given_factors
+from dpexp.clipping.graph_tap import MARKS, Detached, GraphTap, HeadTap, TableTap, clip_factors, given_factors
 from dpexp.clipping.groups import Group
 from dpexp.clipping.memory import Memory
 from dpexp.errors import UserError
@@ -77,13 +76,23 @@ class GraphTaps:
         self.traced = False
         self._holder = holder
         self.sites = [GraphSite(self, index, module, site) for index, (module, site) in enumerate(sites)]
-        uses = Counter(name for site in self.sites for name in site.names)
-        for site in self.sites:
-            shared = [name for name in site.names if uses[name] > 1]
-            if shared and site.off is None:
-                site.off = f"{site.owner}: {shared[0]} is shared with another module, {CUT_ONLY}"
+        self._tie()
         self.settings = torch.zeros(())
         self.renew_settings(next(iter(groups[0].params.values())).device)
+
+    def _tie(self) -> None:
+        """Join an embedding with the head that shares its table; refuse every other sharing."""
+        users: dict[str, list[GraphSite]] = {}
+        for site in self.sites:
+            for name in site.names:
+                users.setdefault(name, []).append(site)
+        for name, sites in users.items():
+            roles = {site.kind.name: site for site in sites if site.kind is not None and site.names == (name,)}
+            if len(sites) == 2 and set(roles) == {"embedding", "linear"}:
+                roles["embedding"].partner, roles["linear"].partner = roles["linear"], roles["embedding"]
+            elif len(sites) > 1:
+                for site in sites:
+                    site.off = site.off or f"{site.owner}: {name} is shared with another module, {CUT_ONLY}"
 
     # -- while a forward is traced ------------------------------------------------------------------------------------
 
@@ -109,6 +118,9 @@ class GraphTaps:
 
     def leave(self) -> None:
         self.entered = None
+        for site in self.sites:
+            if site.carriers is not None:
+                site.carriers = None
 
     def note(self, site: GraphSite, layout: str, bits: int) -> None:
         """A graph is being traced with this site in it."""
@@ -178,15 +190,13 @@ class GraphTaps:
         delivered = dict(enumerate(found[: len(self.sites)]))
         standins = iter(found[len(self.sites) :])
         sums = {site.index: [next(standins, None) for _ in site.standins] for site in self.sites}
+        called = [site for site in self.sites if delivered.get(site.index) is not None]
         recorded = {
             name for owner in step.arrived for call in owner.calls for name in call.source.names
         }
-        anything = False
-        for site in self.sites:
-            marks = delivered.get(site.index)
-            if marks is None:
-                continue
-            anything = True
+        for site in called:
+            marks = delivered[site.index]
+            assert marks is not None
             self._check(site, marks, step.num_examples, recorded, elsewhere)
             sq_norms = marks[MARKS : MARKS + step.num_examples]
             self._settle(site, sq_norms, step.num_examples)
@@ -197,7 +207,7 @@ class GraphTaps:
                 for name, total in zip(site.names, sums[site.index], strict=True):
                     if total is not None:
                         step.grads[name] = total
-        return anything
+        return bool(called)
 
     def second_pass(self, step: BackwardPass) -> None:
         """Back-propagate again, with the factors of the complete groups."""
@@ -281,6 +291,8 @@ class GraphSite:
     Attributes:
         off: why this layer cannot be traced, or None.
         layout: the layout to assume where the shapes suggest another one.
+        partner: the other user of the only parameter: an embedding's head, a head's embedding.
+        carriers: of an embedding with a head, between the two: see `TableTap`.
         tap: a leaf whose gradient takes the marks and the norms; it owns one number of memory.
         standins: by local name, leaves in the shape of the parameters whose gradients take the sums; likewise.
     """
@@ -291,6 +303,8 @@ class GraphSite:
         self.native = type(module)  # without a clipper: it is not installed yet
         self.locals = tuple(site.params)
         self.layout: str | None = None
+        self.partner: GraphSite | None = None
+        self.carriers: tuple[Tensor, Tensor] | None = None
         holders = [k for k, group in enumerate(graph.groups) if set(group.params) & set(site.names)]
         self.group, self.off = holders[0], self._obstacle(site, holders)
         self.tap: Tensor
@@ -328,6 +342,27 @@ class GraphSite:
         """Runs when a graph is traced, and never again."""
         self.graph.note(self, layout, bits)
         return True
+
+    def _tied(self, module: nn.Module, layout: str, num_examples: int, x: Tensor, y: Tensor, tap: Tensor) -> Any:
+        assert self.partner is not None
+        if layout != layouts.ROWS:
+            torch._dynamo.graph_break(msg=f"{self.owner} is tied to {self.partner.owner}, and the batch is not in front")
+            return NotImplemented
+        if self.kind.name == "embedding":
+            device = y.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else y.dtype
+            settings, (standin,) = self.graph.settings, self.standins.values()
+            y, *carriers = TableTap.apply(self, module, num_examples, dtype, y, tap, settings, x, standin)
+            self.carriers = (carriers[0], carriers[1])
+            return y
+        if self.partner.carriers is None or self.partner.carriers[0].shape != x.shape:
+            torch._dynamo.graph_break(
+                msg=f"{self.owner} is tied to {self.partner.owner}, which must come first and see the same positions"
+            )
+            return NotImplemented
+        first, second = self.partner.carriers
+        self.partner.carriers = None
+        return HeadTap.apply(self, num_examples, y, tap, x, first, second)
 
     def _layout(self, x: Tensor, y: Tensor, rows: Any) -> str | None:
         """The proven layout where the shapes allow it, else what they suggest first."""
@@ -380,6 +415,8 @@ class GraphSite:
         self.note(layout, torch.finfo(y.dtype).bits)
         saved[0] = x
         tap = self.tap[: MARKS + num_examples]
+        if self.partner is not None:
+            return self._tied(module, layout, num_examples, x, y, tap)
         return GraphTap.apply(
             self, module, layout, num_examples, len(saved), y, tap, graph.settings, *saved, *self.standins.values()
         )

@@ -88,31 +88,97 @@ class GraphTap(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> Any:
         settings, *saved = ctx.saved_tensors
         with torch.autocast(gy.device.type, enabled=False):
-            delivered, sums = norms_and_sums(
-                ctx.site, ctx.module, ctx.layout, ctx.num_examples, tuple(saved), gy, settings
-            )
+            found = contributions(ctx.site, ctx.module, ctx.layout, ctx.num_examples, tuple(saved), gy)
+            delivered, sums = norms_and_sums(ctx.site, found, ctx.num_examples, settings)
         return (None, None, None, None, None, gy, delivered, None, *([None] * ctx.num_saved), *sums)
 
 
+class TableTap(torch.autograd.Function):
+    """The tap of an embedding whose table is also the head's weight.
+
+    The norm needs both uses at once. So besides ``y`` the forward gives two carriers of zeros for the head, whose gradients
+    bring back what entered the head, and the gradient of what left it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        site: GraphSite,
+        module: nn.Module,
+        num_examples: int,
+        dtype: torch.dtype,
+        y: Tensor,
+        tap: Tensor,
+        settings: Tensor,
+        ids: Tensor,
+        standin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.site, ctx.module, ctx.num_examples = site, module, num_examples
+        ctx.save_for_backward(settings, ids)
+        ctx.mark_dirty(y)
+        zero = torch.zeros((), dtype=dtype, device=y.device)
+        return y, zero.expand(y.shape), zero.expand(*ids.shape, standin.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor, head_input: Tensor, head_gradient: Tensor) -> Any:
+        settings, ids = ctx.saved_tensors
+        site: GraphSite = ctx.site
+        head = site.partner
+        assert head is not None
+        with torch.autocast(gy.device.type, enabled=False):
+            table = contributions(site, ctx.module, layouts.ROWS, ctx.num_examples, (ids,), gy)["weight"]
+            linear = contributions(head, ctx.module, layouts.ROWS, ctx.num_examples, (head_input,), head_gradient)["weight"]
+            found = {"weight": table.merge(linear)}
+            delivered, sums = norms_and_sums(site, found, ctx.num_examples, settings)
+        return None, None, None, None, gy, delivered, None, None, *sums
+
+
+class HeadTap(torch.autograd.Function):
+    """The head's tap: hands both of its tensors to the carriers, and says that it was called."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, site: GraphSite, num_examples: int, y: Tensor, tap: Tensor, x: Tensor, first: Tensor, second: Tensor
+    ) -> Tensor:
+        ctx.site, ctx.num_examples, ctx.dtype = site, num_examples, first.dtype
+        ctx.save_for_backward(x)
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        norms = torch.zeros(ctx.num_examples, dtype=ctx.site.tap.dtype, device=gy.device)
+        return None, None, gy, marked(norms), None, x.to(ctx.dtype), gy.to(ctx.dtype)
+
+
+def contributions(
+    site: GraphSite, module: nn.Module, layout: str, num_examples: int, saved: tuple[Tensor, ...], gy: Tensor
+) -> dict[str, Contribution]:
+    """Per-example gradients of the layer's parameters by local name."""
+    rows = num_examples * site.graph.rows_per_example
+    major = tuple(layouts.example_major(s, layout, rows) if i == 0 else s for i, s in enumerate(saved))
+    return site.kind.contributions(
+        module, major, layouts.example_major(gy, layout, rows), num_examples, set(site.locals)
+    )
+
+
+def marked(sq_norms: Tensor) -> Tensor:
+    """The gradient of a tap: `MARKS` numbers, then the squared norms."""
+    marks = sq_norms.new_ones(MARKS)
+    marks[1] = sq_norms.shape[0]
+    return torch.cat([marks, sq_norms])
+
+
 def norms_and_sums(
-    site: GraphSite,
-    module: nn.Module,
-    layout: str,
-    num_examples: int,
-    saved: tuple[Tensor, ...],
-    gy: Tensor,
-    settings: Tensor,
+    site: GraphSite, found: dict[str, Contribution], num_examples: int, settings: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """The gradient of the tap (``MARKS`` numbers, then B squared norms) and the clipped sum of each parameter of the layer.
+    """The gradient of the tap and the clipped sum of each parameter of the layer.
 
     Nothing branches on values: NaN and Inf are always masked.
     """
-    rows = num_examples * site.graph.rows_per_example
-    major = tuple(layouts.example_major(s, layout, rows) if i == 0 else s for i, s in enumerate(saved))
-    gy = layouts.example_major(gy, layout, rows)
-    found = site.kind.contributions(module, major, gy, num_examples, set(site.locals))
     scratch = site.graph.scratch
-    total = torch.zeros(num_examples, dtype=site.tap.dtype, device=gy.device)
+    total = torch.zeros(num_examples, dtype=site.tap.dtype, device=settings.device)
     held: dict[str, Tensor | None] = {}
     for local in site.locals:
         sq_norms, held[local] = _norms(found[local], site.graph.norm, scratch)
@@ -127,9 +193,7 @@ def norms_and_sums(
         else:
             summed = numerics.combine(numerics.zero_examples(rows_held, finite), factors)
         sums.append(summed.to(site.standins[local].dtype))
-    marks = total.new_ones(MARKS)
-    marks[1] = num_examples
-    return torch.cat([marks, total]), sums
+    return marked(total), sums
 
 
 def _norms(contribution: Contribution, norm: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:

@@ -89,13 +89,13 @@ def image_inputs(model: ModelConfig) -> ImageInputs:
 
 
 def build_image_network(
-    model: ModelConfig, shape: Shape, num_labels: int, scale: str, seed: int
+    model: ModelConfig, shape: Shape | None, num_labels: int, scale: str, seed: int
 ) -> tuple[nn.Module, str]:
     """A network of one of `FAMILIES`, drawn from torch's global generator but for pretrained weights.
 
     Args:
         model: family, architecture or id, settings.
-        shape: channels, height and width of what it will see.
+        shape: channels, height and width of what it will see; None: what it was published for.
         num_labels: classes.
         scale: at "demo" nothing is fetched.
         seed: for the description.
@@ -117,7 +117,7 @@ def build_image_network(
             "model.attention_dropout: give timm's own name for it, as in model.config.attn_drop_rate=0.1"
         )
     timm, name = _timm(), _timm_name(model)
-    settings = {"num_classes": num_labels, "in_chans": shape[0], **model.config}
+    settings = {"num_classes": num_labels, "in_chans": shape[0] if shape else 3, **model.config}
     if model.dropout is not None:
         settings["drop_rate"] = model.dropout
     pretrained = model.family == "timm"

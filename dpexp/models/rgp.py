@@ -159,11 +159,14 @@ def add_carriers(
         for name, layer in linear_layers(module)
     }
     there = sorted({name.rsplit(".", 1)[-1] for name in inside})
-    unknown = sorted(set(peft.targets) - set(there))
-    if unknown or not inside:
+    if not inside:
         raise UserError(
-            f"peft.targets={list(peft.targets)}: {', '.join(unknown) or 'nothing'} is no linear layer in the blocks of "
-            f"{type(model).__name__}, which has: {', '.join(there) or 'none'}"
+            f"peft=rgp: the blocks of {type(model).__name__} have no linear layer; take another peft"
+        )
+    if unknown := sorted(set(peft.targets) - set(there)):
+        raise UserError(
+            f"peft.targets={list(peft.targets)}: {', '.join(unknown)} is no linear layer in the blocks of "
+            f"{type(model).__name__}, which has: {', '.join(there)}"
         )
     chosen = {name: it for name, it in inside.items() if name.rsplit(".", 1)[-1] in (peft.targets or there)}
     for name, layer in chosen.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import attr
 import dp_accounting
+import numpy as np
 from dp_accounting import (
     ComposedDpEvent,
     DpEvent,
@@ -31,6 +32,7 @@ this."""
 # Equal up to rounding is equal: the multipliers of a budget that was split and put together again differ
 # from the one before in the last bits, far below what any accountant resolves.
 _DIGITS = 13
+_GRID = 512  # kinds among which the best borders are searched
 
 
 def step_event(sample_rate: float, noise_multipliers: Sequence[float]) -> DpEvent:
@@ -73,9 +75,18 @@ def releases(event: DpEvent) -> Releases | None:
 def coarsen(parts: Releases, limit: int) -> Releases:
     """At most ``limit`` different kinds of release, for noise that changes in every step.
 
-    Neighbours on a logarithmic grid are put together with the largest q and the smallest σ among them, which can only
-    raise epsilon.
+    Neighbours are put together with the largest q and the smallest σ among them, which can only raise epsilon: on a
+    logarithmic grid, and where q is the same everywhere (noise schedules) then at the borders that raise it least.
     """
+    if len(parts) <= limit:
+        return parts
+    if len({q for q, _ in parts}) == 1:
+        return _join(_on_grid(parts, max(limit, _GRID)), limit)
+    return _on_grid(parts, limit)
+
+
+def _on_grid(parts: Releases, limit: int) -> Releases:
+    """`coarsen` on a logarithmic grid."""
     if len(parts) <= limit:
         return parts
     rates, sigmas = {q for q, _ in parts}, {sigma for _, sigma in parts}
@@ -89,6 +100,33 @@ def coarsen(parts: Releases, limit: int) -> Releases:
         worst = max(q for q, _ in members), min(sigma for _, sigma in members)
         rounded[worst] += sum(parts[member] for member in members)
     return rounded
+
+
+def _join(parts: Releases, limit: int) -> Releases:
+    """`coarsen` for a single q, by dynamic programming over the sorted σ.
+
+    What a bin adds is measured by the terms of the central limit theorem: Σ n_i·(w(σ_min) - w(σ_i)), w = e^{1/σ²} - 1.
+    Where the borders are best is a matter of tightness alone; any borders are sound."""
+    q = next(iter(parts))[0]
+    sigmas = sorted(sigma for _, sigma in parts)
+    counts = np.asarray([parts[q, sigma] for sigma in sigmas], dtype=np.float64)
+    weights = np.expm1(np.minimum(np.asarray(sigmas) ** -2.0, 500.0))
+    number, mass = (np.concatenate([[0.0], np.cumsum(x)]) for x in (counts, counts * weights))
+    # extra[i, j]: of the bin that holds sigmas[i:j]
+    extra = weights[:, None] * (number[None, :] - number[:-1, None]) - (mass[None, :] - mass[:-1, None])
+    extra[np.arange(len(sigmas))[:, None] >= np.arange(len(sigmas) + 1)[None, :]] = math.inf
+    least, starts = extra[0], []
+    for _ in range(limit - 1):
+        through = least[:-1, None] + extra
+        starts.append(through.argmin(axis=0))
+        least = through.min(axis=0)
+    joined: Counter[tuple[float, float]] = Counter()
+    end = len(sigmas)
+    for start_of in (*reversed(starts), np.zeros(len(sigmas) + 1, dtype=np.int64)):
+        start = int(start_of[end])
+        joined[q, sigmas[start]] += sum(parts[q, sigma] for sigma in sigmas[start:end])
+        end = start
+    return joined
 
 
 def encode(event: DpEvent) -> dict[str, Any]:

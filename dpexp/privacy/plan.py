@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from dpexp.privacy import accountants
 from dpexp.privacy.accountants import ACCOUNTANTS, check_delta
 from dpexp.privacy.calibration import calibrate
 from dpexp.privacy.events import composed, step_event
-from dpexp.privacy.schedules import factor, factor_counts
+from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 
 SAMPLINGS = ("poisson", "shuffle")
 
@@ -30,7 +31,8 @@ class Plan:
 
     ``noise_multiplier`` is σ, the multiplier of the whole step's budget. With adaptive thresholds a share r
     of it, ``quantile_budget``, is spent on the counts (He et al., Proposition 3.1): the gradient gets σ_new
-    = σ/√(1-r) and each of the K counts σ_b = σ√(K/(4r)). Steps count from 0."""
+    = σ/√(1-r) and each of the K counts σ_b = σ√(K/(4r)). Steps count from 0. Where the
+    ``schedule`` lets the noise change over time, ``noise_multiplier`` is σ_0, that of the first epoch."""
 
     num_examples: int
     sample_rate: float
@@ -41,7 +43,10 @@ class Plan:
     accountant: str
     sampling: str = "poisson"
     target_epsilon: float | None = None
-    schedule: str = "constant"
+    schedule: Schedule = CONSTANT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", Schedule.of(self.schedule))  # `to_dict` gives it as plain values
 
     @property
     def expected_batch_size(self) -> float:
@@ -50,7 +55,7 @@ class Plan:
 
     def sigma(self, step: int) -> float:
         """σ of the step, before the budget is split."""
-        return self.noise_multiplier * factor(self.schedule, step, self.steps)
+        return self.noise_multiplier * self.schedule.factor(step, self.steps, self.sample_rate)
 
     def sigma_new(self, step: int) -> float:
         """Noise multiplier of the gradient sum: the noise has standard deviation σ_new·S·γ_k (He et al.,
@@ -76,7 +81,7 @@ class Plan:
         done = self.steps if steps is None else steps
         if not 0 <= done <= self.steps:
             raise UserError(f"the plan has {self.steps} steps, not {done}")
-        counts = factor_counts(self.schedule, done, self.steps)
+        counts = factor_counts(self.schedule, done, self.steps, self.sample_rate)
         return composed((self._event_at(self.noise_multiplier * scale), count) for scale, count in counts)
 
     def epsilon(self, steps: int | None = None, accountant: str | None = None) -> float:
@@ -103,6 +108,11 @@ class Plan:
             found.append(
                 f"delta = {self.delta:g} is not below 1/N: publishing a random example would satisfy it."
             )
+        if (last := self.sigma(self.steps - 1)) != self.noise_multiplier:
+            found.append(
+                f"The noise multiplier is that of the first step; schedule={self.schedule.name} takes it to {last:.4g} in the"
+                " last one, and epsilon counts every step with its own."
+            )
         return found
 
     def fingerprint(self) -> str:
@@ -111,7 +121,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
-        return asdict(self)
+        return asdict(self) | {"schedule": self.schedule.plain()}
 
     def _event_at(self, sigma: float) -> DpEvent:
         return step_event(self.sample_rate, _multipliers(sigma, self.quantile_budget))
@@ -139,12 +149,13 @@ def make_plan(
     quantile_budget: float = 0.0,
     sampling: str = "poisson",
     allow_clt: bool = False,
-    schedule: str = "constant",
+    schedule: Schedule | str | Mapping[str, Any] = CONSTANT,
 ) -> Plan:
     """A checked plan, with σ calibrated to ``epsilon`` unless ``noise_multiplier`` is given.
 
     ``num_examples`` N is public; ``expected_batch_size`` B gives q = B/N; ``delta`` is a number or a rule
-    (see `resolve_delta`); ``quantile_budget`` r is the share of each step's budget for adaptive thresholds.
+    (see `resolve_delta`); ``quantile_budget`` r is the share of each step's budget for adaptive thresholds;
+    ``schedule`` (its name, if it has no parameters) lets the noise change over time.
     Raises `UserError` for values that make no plan, and for the gdp accountant without ``allow_clt``: its ε
     is not a guarantee."""
     if num_examples < 1:
@@ -172,7 +183,8 @@ def make_plan(
         raise UserError(f"noise_multiplier={noise_multiplier} must be a number, 0 or larger")
     delta = resolve_delta(delta, num_examples)
     sample_rate = expected_batch_size / num_examples
-    counts = factor_counts(schedule, steps, steps)
+    schedule = Schedule.of(schedule)
+    counts = factor_counts(schedule, steps, steps, sample_rate)
     if noise_multiplier is None:
         assert epsilon is not None
 

@@ -246,8 +246,9 @@ INTRODUCTION = (
     " fewer training examples. Table 1: MNLI, QQP and QNLI need 1170, 1080 and 312 updates, not SST-2's 195 as App. I"
     " says; SST-2's own settings give its composed values, but not its CLT values.",
     '*To the digit*: which of our two values round to the printed ones. *σ that gives both*: "ours", or by how much σ would'
-    " have to differ for both values to round to print (to first order), or none within 1%. Less than a tenth of a percent is the"
-    ' tolerance of their search for σ, which the paper does not state; "none" means that the row\'s settings are not theirs.',
+    " have to differ for both values to round to print (to first order), or none within 1%. Their tolerance in the search"
+    " for σ is not stated (ours is 0.01%); differences below a tenth of a percent may be that, which nothing here tests."
+    " Inferred settings were fitted to these same columns, so that agreement there is no independent check.",
     "Regenerate with `python -m dpexp.reproduce.accounting`.",
 )
 

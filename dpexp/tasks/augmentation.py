@@ -52,7 +52,7 @@ def augment(pixels: Tensor, bits: np.ndarray, kind: str) -> Tensor:
             mirrored pixels around it, at one of (2·PAD + 1)² places.
 
     Returns:
-        `[B·M, C, H, W]`, the copies of an example adjacent.
+        `[B·M, C, H, W]` where `pixels` are, the copies of an example adjacent.
     """
     count, _, height, width = pixels.shape
     flat = bits.reshape(-1)
@@ -68,6 +68,7 @@ def augment(pixels: Tensor, bits: np.ndarray, kind: str) -> Tensor:
         )
         rows = _mirrored(rows + torch.from_numpy(down.astype(np.int64))[:, None] - PAD, height)
         columns = _mirrored(columns + torch.from_numpy(right.astype(np.int64))[:, None] - PAD, width)
+    owners, rows, columns = (places.to(pixels.device) for places in (owners, rows, columns))
     picked = pixels.permute(0, 2, 3, 1)[owners[:, None, None], rows[:, :, None], columns[:, None, :]]
     return picked.permute(0, 3, 1, 2).contiguous()
 

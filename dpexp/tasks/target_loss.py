@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
+from dpexp.tasks.cross_entropy import cross_entropy
 
 IGNORED = -100
 """In `targets`: no target here."""
@@ -45,10 +45,8 @@ def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         batch: `input_ids`, `positions` and `targets` (`[B, L]` int64, `IGNORED` where there is none).
     """
     logits = target_logits(model, batch["input_ids"], batch["positions"])
-    logits = logits if logits.dtype == torch.float64 else logits.float()
     targets = batch["targets"]
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view_as(targets)
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), IGNORED).view_as(targets)
 
 
 def example_losses(losses: Tensor, targets: Tensor) -> Tensor:

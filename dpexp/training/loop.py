@@ -375,7 +375,9 @@ class Trainer:
         public = self.task.collate([self.task.dev[i] for i in range(min(64, len(self.task.dev)))])
         size = automatic_size(
             lambda count: self.accumulator.losses(
-                self.task.augmented(repeated(public, count), np.arange(count), self.run.seed, 0)
+                self.task.augmented(
+                    self.accumulator.on_device(repeated(public, count)), np.arange(count), self.run.seed, 0
+                )
             ),
             self.accumulator.backward,
             self.accumulator.parameters,

@@ -110,7 +110,7 @@ class Accumulator:
                 return None
             # Dropout depends on the public seed, the step and the piece alone, so that resuming needs no state.
             torch.manual_seed(_dropout_seed(self.seed, step, number))
-            batch = self.task.collate([self.task.train[int(i)] for i in piece])
+            batch = self.on_device(self.task.collate([self.task.train[int(i)] for i in piece]))
             losses = self.losses(self.task.augmented(batch, piece, self.seed, step))
             sums.add(losses, self.backward(losses), self.policy)
         if not pieces:
@@ -123,9 +123,12 @@ class Accumulator:
 
     def losses(self, batch: dict[str, Tensor]) -> Tensor:
         """`[B]` losses of a collated batch, in the precision of the run."""
-        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
         with autocast(self.precision, self.device):
-            return self.task.losses(self.model, batch)
+            return self.task.losses(self.model, self.on_device(batch))
+
+    def on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch where the model is."""
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def backward(self, losses: Tensor) -> Report | None:
         """Add the sum of the gradients, clipped or plain, to `p.grad`.

@@ -96,3 +96,14 @@ def test_copies_stand_alone(way: str) -> None:
     torch.testing.assert_close(problem.losses(while_attached, problem.batch), before)
     clipper.detach()
     check(copied, attach(copied.model, groups="layer", clip_norm=0.3), naive_of("bert", way))
+
+
+@pytest.mark.parametrize("way", ["bitfit", "full", "head"])
+def test_opacus_takes_a_masked_language_model_and_gives_it_back(way: str) -> None:
+    """The head owns the bias of its decoder under a second name."""
+    model = problem_of("bert_mlm", way).model
+    names = [[name for name, _ in m.named_parameters(remove_duplicate=False)] for m in model.modules()]
+    compare("bert_mlm", way, "opacus", "layer")
+    clipper = attach(model, engine="opacus")
+    clipper.detach()
+    assert names == [[n for n, _ in m.named_parameters(remove_duplicate=False)] for m in model.modules()]

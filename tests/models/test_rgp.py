@@ -191,6 +191,9 @@ def test_chosen_targets_and_what_cannot_be() -> None:
         build(config("bert"), PeftConfig(name="rgp", rank=9))
     with pytest.raises(UserError, match=r"peft\.carriers=updates is unknown"):
         build(config("bert"), PeftConfig(name="rgp", rank=1, carriers="updates"))
+    images = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+    with pytest.raises(UserError, match="the blocks of Sequential have no linear layer"):
+        rgp.add_carriers(images, PeftConfig(name="rgp", rank=1), [], 0)
     with pytest.raises(UserError, match="no repeated blocks"):
         rgp.add_carriers(nn.Linear(2, 2), PeftConfig(name="rgp", rank=1), [], 0)
 

@@ -1,5 +1,6 @@
 """A task and a model so small that a training run takes milliseconds; everything else is the real thing."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def make_trainer(
             num_examples=task.num_examples, expected_batch_size=run.optim.batch_size, steps=run.optim.steps,
             delta=run.privacy.delta, accountant="rdp", noise_multiplier=run.privacy.noise_multiplier,
             quantile_budget=run.clip.quantile_budget, sampling=run.privacy.sampling,
+            schedule=asdict(run.schedule),
         )  # fmt: skip
     key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
     settings: dict[str, Any] = {

@@ -63,7 +63,7 @@ class Lookup(Contribution):
 
     def cheapest(self) -> str:
         """The method of fewer flops, for those who do not measure."""
-        return min(self.methods(), key=lambda method: self.cost(method).flops)
+        return "ghost" if self.g.shape[1] <= 1 else "segments"  # `cost`, without the size of the batch
 
     def _norms(self, method: str, scratch: Scratch) -> Tensor:
         found = self._gram_norms if method == "ghost" else self._segment_norms

@@ -1,0 +1,334 @@
+"""``python -m dpexp.audit task=sst2 scale=demo clip=flat``: what an attacker finds out about the data of one training run."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from dpexp import record
+from dpexp.auditing import canaries, one_run
+from dpexp.auditing.canaries import Planted, Without
+from dpexp.checks import did_you_mean
+from dpexp.config import RunConfig, hydra_entry, signature, to_dict
+from dpexp.errors import UserError
+from dpexp.metrics import exposure
+from dpexp.models import ModelBundle, build_model, build_tokenizer
+from dpexp.privacy.plan import resolve_delta
+from dpexp.privacy.sampling import load_or_make_key
+from dpexp.sweeps import Result
+from dpexp.tasks import Task, build_task
+from dpexp.trackers import tracking
+from dpexp.train import INTERRUPTED, announce, build_plan, choose_device, how_to_resume, summarise
+from dpexp.training.batching import Sampler, sampler_for
+from dpexp.training.loop import Trainer
+from dpexp.training.progress import Progress
+from dpexp.training.state import disk_errors, exclusive
+
+METHODS = ("one_run", "exposure")
+REFUTES = (
+    "a lower bound from one run: above the claimed epsilon it refutes the claim; below, it confirms nothing"
+)
+ADJACENCY = (
+    "canaries take the slots of examples drawn at random, so that N stays as declared; the slot of a canary that is out stays "
+    f"empty. So it is this relation that is audited: {record.NEIGHBOURS}"
+)
+BLACK_BOX = "the attacker sees the last model alone; epsilon also covers one who sees every step, so a gap is to be expected"
+NOT_A_MODEL = "the training data holds canaries: this model is for the audit alone"
+CHANCE = "a secret that was never trained on has a mean exposure of 1/ln 2 = 1.44 bits"
+SHARED = "the secrets of all repetitions are in one training set; Li et al., Table 9, has a training set for each repetition"
+GROUP = (
+    "epsilon is about one example; a secret in k examples is protected by k times epsilon at a larger delta"
+)
+
+
+@dataclass
+class AuditConfig(RunConfig):
+    """A run of `dpexp.train`, and what is done to it: the settings of ``conf/audit.yaml``."""
+
+    method: str = "one_run"
+    canaries: int = 1000
+    content: str = "random"
+    guesses: list[float] = field(default_factory=lambda: [1.0, 0.3, 0.1])
+    confidence: float = 0.95
+    repetitions: list[int] = field(default_factory=lambda: [1, 10, 100])
+    secrets: int = 3
+    candidates: int = 1000
+
+
+@hydra_entry("audit", AuditConfig)
+def main(run: AuditConfig) -> dict[str, float]:
+    """Train with canaries, attack the result, record. A finished audit is shown again."""
+    check(run)
+    folder = audit_folder(run)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        with disk_errors(folder), exclusive(folder):
+            summary = record.finished_summary(folder)
+            if summary is None:
+                with record.failures(run, folder):
+                    summary = audit(run, folder, console)
+            else:
+                show(summary, folder, console)
+                console.print("this audit is finished: nothing was trained again", markup=False)
+    except KeyboardInterrupt:
+        console.print(how_to_resume(folder), markup=False)
+        sys.exit(INTERRUPTED)
+    first = "epsilon_lower" if run.method == "one_run" else f"exposure_{run.repetitions[0]}"
+    return Result(summary["metrics"], first)
+
+
+def audit_folder(run: AuditConfig) -> Path:
+    """``runs_dir/audit/<task>/<signature>/seed<k>``: never among the training runs."""
+    return Path(run.runtime.runs_dir) / "audit" / run.task.name / signature(run) / f"seed{run.seed}"
+
+
+def check(run: AuditConfig) -> None:
+    """Refuse settings of the audit that make no sense. Text is not generated: it would take long and tell nothing here.
+
+    Raises:
+        UserError: one of them, with the way out.
+    """
+    if run.method not in METHODS:
+        raise UserError(f"method={run.method} is not a choice{did_you_mean(run.method, METHODS)}")
+    if run.content not in canaries.CONTENTS:
+        raise UserError(
+            f"content={run.content} is not a choice{did_you_mean(run.content, canaries.CONTENTS)}"
+        )
+    if not 0 < run.confidence < 1:
+        raise UserError(f"confidence={run.confidence} must be between 0 and 1")
+    if not run.guesses or not all(0 < share <= 1 for share in run.guesses):
+        raise UserError(f"guesses={list(run.guesses)}: give shares of the canaries, above 0 and at most 1")
+    if run.candidates < exposure.FEWEST_TO_FIT:
+        raise UserError(
+            f"candidates={run.candidates}: give {exposure.FEWEST_TO_FIT} or more, to whose losses a distribution can be fitted"
+        )
+    if not run.repetitions or len(set(run.repetitions)) < len(run.repetitions):
+        raise UserError(f"repetitions={list(run.repetitions)}: give different counts, such as [1,10,100]")
+    run.task.generation.when = "never"
+
+
+def audit(run: AuditConfig, folder: Path, console: Console) -> dict[str, Any]:
+    """Plant, train once, attack. Returns the summary; exits with 130 where it is interrupted.
+
+    Raises:
+        UserError: as `dpexp.train.train`, or canaries that don't fit the task.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write_atomic(
+        folder / "config.yaml", yaml.safe_dump(to_dict(run), sort_keys=False, allow_unicode=True)
+    )
+    torch.set_flush_denormal(True)
+    if run.runtime.threads:
+        torch.set_num_threads(run.runtime.threads)
+    scale = run.scale.name
+    tokenizer = build_tokenizer(run.model, scale=scale)
+    task = build_task(run.task, run.data, scale, tokenizer, run.seed)
+    bundle = build_model(
+        run.model, run.peft,
+        head=task.head, num_labels=len(task.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
+        image_shape=task.image_shape,
+    )  # fmt: skip
+    key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
+    method = one_run_audit if run.method == "one_run" else exposure_audit
+    summary = method(run, folder, console, task, bundle, key)
+    record.write_json(folder / "summary.json", summary)
+    show(summary, folder, console)
+    return summary
+
+
+def one_run_audit(
+    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, key: bytes
+) -> dict[str, Any]:
+    """Coins, one training, guesses by how far each canary's loss fell (Steinke et al. 2023); see `dpexp.auditing.one_run`."""
+    device = choose_device(run.runtime.device)
+    slots = canaries.choose_slots(task.num_examples, run.canaries, key)
+    included = canaries.flip_coins(len(slots), key)
+    made = canaries.make_canaries(task, bundle.tokenizer, slots, run.content, key)
+    planted = Planted(task, dict(zip(slots.tolist(), made, strict=True)), {})  # as long as what stood there
+    before = canaries.canary_losses(task, bundle.model.to(device), made, device)
+    trainer, summary = train_once(
+        run, folder, console, planted, bundle, key, lambda sampler: Without(sampler, slots[~included])
+    )
+    after = canaries.canary_losses(task, trainer.model, made, device)
+    delta = trainer.plan.delta if trainer.plan else resolve_delta(run.privacy.delta, task.num_examples)
+    tried = one_run.attempts(before - after, included, run.guesses, delta, run.confidence)
+    lower = max(attempt.epsilon_lower for attempt in tried)
+    privacy = summary["privacy"]
+    claimed = privacy["epsilon"][privacy["accountant"]] if privacy["accountant"] else None
+    summary["metrics"] |= {"epsilon_lower": lower, "guess_accuracy": tried[0].correct / tried[0].guesses}
+    summary["audit"] = {
+        "method": run.method,
+        "what": REFUTES,
+        "epsilon_lower": lower,
+        "epsilon_claimed": claimed,
+        "refuted": claimed is not None and lower > claimed,
+        "delta": delta,
+        "confidence": run.confidence,
+        "canaries": len(slots),
+        "included": int(included.sum()),
+        "score": f"loss of the initial model minus loss of the trained one, on {run.content} canaries",
+        "rows": [vars(attempt) for attempt in tried],
+        "notes": [ADJACENCY, BLACK_BOX, NOT_A_MODEL],
+    }
+    return summary
+
+
+def exposure_audit(
+    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, key: bytes
+) -> dict[str, Any]:
+    """Random secrets in k examples each, one training, and how far they then stand out (Li et al., App. M, Table 9)."""
+    device = choose_device(run.runtime.device)
+    secrets = canaries.make_secrets(task, run.repetitions, run.secrets, key)
+    copies = [secret for secret in secrets for _ in range(secret.repetitions)]
+    slots = canaries.choose_slots(task.num_examples, len(copies), key).tolist()
+    lengths = [len(secret.prompt) + len(secret.example.target) for secret in copies]
+    planted = Planted(
+        task,
+        dict(zip(slots, (secret.example for secret in copies), strict=True)),
+        dict(zip(slots, lengths, strict=True)),
+    )
+    trainer, summary = train_once(run, folder, console, planted, bundle, key)
+    found = []
+    for secret in secrets:
+        loss, others = canaries.secret_losses(task, trainer.model, secret, run.candidates, device, key)
+        fitted = exposure.fit(others)
+        found.append(
+            {
+                "repetitions": secret.repetitions,
+                "rank": exposure.rank(loss, others),
+                "by_rank": exposure.exposure(loss, others),
+                "by_distribution": exposure.extrapolated_exposure(loss, fitted),
+                "ks_pvalue": fitted.ks_pvalue,
+            }
+        )
+    rows = []
+    for count in run.repetitions:
+        row: dict[str, Any] = {"repetitions": count}
+        for name in ("by_rank", "by_distribution"):
+            values = [float(secret[name]) for secret in found if secret["repetitions"] == count]
+            deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+            row |= {name: float(np.mean(values)), f"{name}_std": deviation}
+        rows.append(row)
+        summary["metrics"][f"exposure_{count}"] = row["by_distribution"]
+    summary["audit"] = {
+        "method": run.method,
+        "what": "exposure of secrets in bits: how well those trained on stand out by their loss; no bound on epsilon",
+        "space_bits": float(np.log2(secrets[0].space)),
+        "most_by_rank": float(np.log2(len(others) + 1)),
+        "candidates": len(others),
+        "rows": rows,
+        "secrets": found,
+        "notes": [CHANCE, SHARED, GROUP, NOT_A_MODEL],
+    }
+    return summary
+
+
+def train_once(
+    run: AuditConfig,
+    folder: Path,
+    console: Console,
+    task: Task,
+    bundle: ModelBundle,
+    key: bytes,
+    sampled: Callable[[Sampler], Sampler] = lambda sampler: sampler,
+) -> tuple[Trainer, dict[str, Any]]:
+    """The training of `dpexp.train`, with the plan made of the configuration and N as ever. Exits with 130 if interrupted.
+
+    Args:
+        task: with its canaries.
+        key: the run's secret.
+        sampled: what is made of the plan's sampler.
+
+    Returns:
+        The trainer, its model detached from the clipper, and the record of a training run.
+    """
+    batch, total = run.optim.batch_size, task.num_examples
+    steps = run.optim.steps or max(1, round((run.optim.epochs or 0) * total / batch))
+    plan = build_plan(run, total, steps)
+    sampler = sampled(sampler_for(run.privacy.sampling, total, batch, key))
+    device = choose_device(run.runtime.device)
+    with tracking(run, to_dict(run), folder) as tracker:
+        trainer = Trainer(
+            run, task, bundle, plan,
+            steps=steps, expected_batch=batch, sampler=sampler, key=key, signature=signature(run),
+            folder=folder, device=device,
+            metrics=record.Metrics(folder / "metrics.jsonl", run.privacy.release == "strict", tracker),
+        )  # fmt: skip
+        announce(run, trainer, folder, console)
+        with Progress(steps, trainer.step, plan.delta if plan else None, device, console) as progress:
+            outcome = trainer.train(progress)
+    if outcome.status == "interrupted":
+        console.print(f"{outcome.step} of {steps} steps are done; {how_to_resume(folder)}", markup=False)
+        sys.exit(INTERRUPTED)
+    summary = summarise(run, trainer, outcome, bundle)
+    trainer.detach()
+    return trainer, summary
+
+
+def show(summary: dict[str, Any], folder: Path, console: Console) -> None:
+    """The table, the verdict, and what it is worth."""
+    console.print(table_of(summary))
+    found = summary["audit"]
+    if found["method"] == "one_run":
+        claimed = found["epsilon_claimed"]
+        if found["refuted"]:
+            verdict = f"REFUTED: the training leaks more than the claimed epsilon of {claimed:.4g} allows"
+        elif claimed is None:
+            verdict = "no epsilon is claimed, so there is nothing to refute"
+        else:
+            verdict = f"the claimed epsilon of {claimed:.4g} is not refuted"
+        console.print(verdict, markup=False)
+    for note in [found["what"], *found["notes"]]:
+        console.print(f"- {note}", markup=False)
+    console.print(f"record: {folder / 'summary.json'}", markup=False)
+
+
+def table_of(summary: dict[str, Any]) -> Table:
+    """The audit's numbers beside the claim."""
+    found, privacy = summary["audit"], summary["privacy"]
+    claimed = privacy["epsilon"][privacy["accountant"]] if privacy["accountant"] else None
+    shown = "none" if claimed is None else f"{claimed:.4g} ({privacy['accountant']})"
+    title = f"audit: {summary['task']}  {summary['clip']}  scale={summary['scale']}"
+    if found["method"] == "one_run":
+        title += f", {found['canaries']} canaries, delta {found['delta']:.3g}"
+        table = Table(
+            "guesses",
+            "right",
+            "share",
+            f"epsilon at least ({found['confidence']:.0%}, together)",
+            "claimed",
+            title=title,
+        )
+        for row in found["rows"]:
+            share = row["correct"] / row["guesses"]
+            table.add_row(
+                str(row["guesses"]), str(row["correct"]), f"{share:.3f}", f"{row['epsilon_lower']:.4f}", shown
+            )
+        return table
+    title += f", {found['candidates']} of 2^{found['space_bits']:.1f} candidates"
+    table = Table(
+        "repetitions",
+        "exposure by distribution (bits)",
+        f"by rank (at most {found['most_by_rank']:.1f})",
+        "epsilon",
+        title=title,
+    )
+    for row in found["rows"]:
+        cells = [_spread(row[name], row[f"{name}_std"]) for name in ("by_distribution", "by_rank")]
+        table.add_row(str(row["repetitions"]), *cells, shown)
+    return table
+
+
+def _spread(mean: float, deviation: float | None) -> str:
+    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The audit command: its configuration, two tiny audits on embedded data, and bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from dpexp import record
+from dpexp.audit import AuditConfig, audit, audit_folder, check, table_of
+from dpexp.config import compose, to_dict
+from dpexp.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+TINY = [
+    "scale=demo", "clip=flat", "optim.epochs=null", "optim.steps=2", "runtime=cpu", "runtime.physical_batch_size=64",
+    "engine.choice=rule", "data.cache=null", "privacy.noise_seed=3",
+]  # fmt: skip
+ONE_RUN = ["task=sst2", "optim.batch_size=60", "canaries=80", "data.num_examples=300", *TINY]
+EXPOSURE = [
+    "task=e2e", "method=exposure", "optim.batch_size=20", "data.num_examples=60", "repetitions=[1,4]", "secrets=2",
+    "candidates=50", *TINY,
+]  # fmt: skip
+
+
+def configured(*overrides):
+    return compose(overrides, "audit", AuditConfig)
+
+
+def audited(runs, *overrides):
+    run = configured(*overrides, f"runtime.runs_dir={runs}")
+    check(run)
+    console = Console(record=True, width=180)
+    return audit(run, audit_folder(run), console), audit_folder(run), console.export_text()
+
+
+@pytest.mark.parametrize(
+    "overrides", [["task=sst2"], ["task=e2e", "scale=demo", "clip=flat", "privacy=eps3", "model=gpt2"]]
+)
+def test_the_groups_and_values_are_those_of_train(overrides):
+    own = set(vars(AuditConfig())) - set(to_dict(compose(overrides)))
+    audits = to_dict(configured(*overrides))
+    assert {key: value for key, value in audits.items() if key not in own} == to_dict(compose(overrides))
+    assert {key: audits[key] for key in own} == {key: getattr(AuditConfig(), key) for key in own}
+
+
+def test_a_run_of_an_audit_is_no_training_run():
+    first = audit_folder(configured(*ONE_RUN))
+    assert first.parts[:3] == ("runs", "audit", "sst2")
+    assert audit_folder(configured(*ONE_RUN, "canaries=70")) != first
+
+
+def test_one_run(tmp_path):
+    summary, folder, printed = audited(tmp_path, *ONE_RUN)
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert tuple(summary)[: len(record.SUMMARY_KEYS)] == record.SUMMARY_KEYS
+    assert summary["data"]["rows"]["train"] == 300
+    assert summary["privacy"]["sample_rate"] == pytest.approx(60 / 300)
+    assert len((folder / "ledger.jsonl").read_text().splitlines()) == summary["privacy"]["steps"] == 2
+    assert not (folder / "model").exists()
+    found = summary["audit"]
+    assert 0 < found["included"] < found["canaries"] == 80
+    assert [row["guesses"] for row in found["rows"]] == [80, 24, 8]
+    assert found["epsilon_lower"] == max(row["epsilon_lower"] for row in found["rows"])
+    assert found["epsilon_claimed"] == summary["privacy"]["epsilon"]["rdp"] <= 8.0
+    assert not found["refuted"]
+    assert "not refuted" in printed
+    assert "confirms nothing" in printed
+    assert record.NEIGHBOURS in printed
+    assert yaml.safe_load((folder / "config.yaml").read_text())["method"] == "one_run"
+
+
+def test_exposure(tmp_path):
+    summary, _, printed = audited(tmp_path, *EXPOSURE)
+    found = summary["audit"]
+    assert [row["repetitions"] for row in found["rows"]] == [1, 4]
+    assert [secret["repetitions"] for secret in found["secrets"]] == [1, 1, 4, 4]
+    assert found["candidates"] == 50
+    for row in found["rows"]:
+        assert 0 <= row["by_rank"] <= found["most_by_rank"]
+        assert row["by_distribution"] >= 0
+        assert summary["metrics"][f"exposure_{row['repetitions']}"] == row["by_distribution"]
+    assert "no bound on epsilon" in printed
+
+
+def test_a_claim_that_is_exceeded_is_called_refuted():
+    summary = {
+        "task": "t", "clip": "flat", "scale": "demo",
+        "privacy": {"accountant": "rdp", "epsilon": {"rdp": 1.0}},
+        "audit": {
+            "method": "one_run", "canaries": 9, "delta": 1e-5, "confidence": 0.95, "epsilon_claimed": 1.0, "refuted": True,
+            "what": "", "notes": [], "rows": [{"guesses": 9, "correct": 9, "epsilon_lower": 1.5}],
+        },
+    }  # fmt: skip
+    from dpexp.audit import show
+
+    console = Console(record=True, width=160)
+    show(summary, Path("here"), console)
+    assert "REFUTED" in console.export_text()
+    assert table_of(summary).row_count == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=one_rum"], "one_run"),
+        (["content=noise"], "random"),
+        (["confidence=1.0"], "confidence=1.0"),
+        (["guesses=[0.0]"], "above 0"),
+        (["candidates=3"], "50"),
+        (["repetitions=[2,2]"], "different counts"),
+    ],
+)
+def test_bad_settings_are_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        check(configured("task=sst2", *overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [(["canaries=301"], "301 canaries in 300"), (["method=exposure"], "take task=e2e")],
+)
+def test_canaries_that_do_not_fit_are_refused(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        audited(tmp_path, *ONE_RUN, *overrides)
+
+
+def test_bad_input_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "dpexp.audit", "task=sst2", "canarys=3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: there is no setting canarys; did you mean canaries?\n"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    yield
+    torch.set_flush_denormal(False)  # the audit sets it, as training does; the process goes on
