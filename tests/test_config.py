@@ -427,7 +427,7 @@ MISTAKES = {
     "optim.betas=[0.9]": "two numbers",
     "optim.warmup_ratio=1": "in [0, 1)",
     "schedule=tme": "did you mean time",
-    "schedule=step schedule.decay_rate=1.5": "above 0 and below 1",
+    "schedule.name=step": "not given: schedule.decay_rate",
     "seed=-1": "0 or more",
     "trials=0": "above 0",
     "runtime.physical_batch_size=0": "give auto or a number",

@@ -11,6 +11,7 @@ Gradients are never written to ``p.grad`` here: a refusal, at any point, leaves 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from dpexp.clipping import layouts
 from dpexp.clipping.choice import choose
 from dpexp.clipping.contributions import Lookup, Tied, numerics
 from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.donation import used_again
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group
 from dpexp.clipping.memory import LateSum, Memory
@@ -137,9 +139,10 @@ class BackwardPass:
         ones = torch.ones_like(self.losses) if weights is None else weights.to(self.losses)
         inputs = [self.recorder.anchor, *(params or [])]
         try:
-            grads = torch.autograd.grad(
-                self.losses, inputs, ones * self.grad_scale, retain_graph=retain, allow_unused=True
-            )
+            with used_again(self.losses) if retain else nullcontext():
+                grads = torch.autograd.grad(
+                    self.losses, inputs, ones * self.grad_scale, retain_graph=retain, allow_unused=True
+                )
         except RuntimeError as error:
             if "Checkpointing is not compatible" in str(error):
                 raise UserError(REENTRANT) from error

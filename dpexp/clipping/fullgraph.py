@@ -169,15 +169,7 @@ class GraphTaps:
         self._kept = (layouts.signs(step.num_examples) > 0).to(step.losses)
         if not self.pending or step.num_examples < 2:
             return
-        try:
-            found = step._back_propagate(retain=True, weights=self._kept, params=self.leaves(sums=False))
-        except RuntimeError as error:
-            if "donated" not in str(error):
-                raise
-            raise UserError(
-                "this compiled graph can be back-propagated only once, but the layouts of its layers are not proven yet: "
-                f"{EAGER_STEP}, once; or set torch._functorch.config.donated_buffer=False"
-            ) from error
+        found = step._back_propagate(retain=True, weights=self._kept, params=self.leaves(sums=False))
         self._half = {i: g[MARKS:] for i, g in enumerate(found) if g is not None}
 
     def collect(self, step: BackwardPass, found: list[Tensor | None], elsewhere: set[str]) -> bool:
@@ -412,7 +404,8 @@ class GraphSite:
                 msg=f"a compiled graph clips at most {graph.capacity} examples at a time: use smaller physical batches"
             )
             return NotImplemented
-        self.note(layout, torch.finfo(y.dtype).bits)
+        if self.partner is None or self.kind.name == "embedding":  # which delivers the norms of both
+            self.note(layout, torch.finfo(y.dtype).bits)
         saved[0] = x
         tap = self.tap[: MARKS + num_examples]
         if self.partner is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,7 +110,7 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier") ->
     Raises:
         UserError: files that can't be found or read, or weights below the head that would stay random.
     """
-    with hub() as reason:
+    with hub() as reason, _no_bar_of_gguf(source):
         try:
             network, loaded = _auto_class(head).from_pretrained(
                 source.location,
@@ -145,6 +147,11 @@ def described_head(network: nn.Module, head: str, seed: int) -> str:
         return ""
     kind = "MLM" if head == "masked_lm" else "LM"
     return f"; {kind} head new: {len(drawn)} tensors drawn with seed {seed}, {drawn[0]} for one"
+
+
+def _no_bar_of_gguf(source: Source) -> AbstractContextManager[Any]:
+    """The reader of GGUF files shows a progress bar that the library's own switch does not reach."""
+    return redirect_stderr(io.StringIO()) if source.gguf else nullcontext()
 
 
 def _forget_quantization(network: Any) -> None:

@@ -22,7 +22,16 @@ import torch
 from dpexp.errors import UserError
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = "-O3 -march=native -fno-math-errno -fno-trapping-math -std=c++20 -shared -fPIC -fopenmp".split()
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-std=c++20",
+    "-shared",
+    "-fPIC",
+    "-fopenmp",
+]
 COMPILERS = ("c++", "g++", "clang++")
 
 

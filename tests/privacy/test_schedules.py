@@ -1,5 +1,6 @@
 """Noise over time: the formulas, what is refused, and that the budget is that of the steps one by one."""
 
+import itertools
 import json
 import math
 
@@ -87,7 +88,7 @@ def test_every_decay_is_positive_begins_at_one_and_never_rises(schedule, updates
     steps = epochs * size
     factors = [schedule.factor(step, steps, 1 / size) for step in range(steps)]
     assert factors[0] == pytest.approx(1, rel=1e-12)
-    assert all(0 < later <= before for before, later in zip(factors, factors[1:], strict=False))
+    assert all(0 < later <= before for before, later in itertools.pairwise(factors))
     counts = factor_counts(schedule, steps, steps, 1 / size)
     assert sum(count for _, count in counts) == steps
     assert len(counts) <= epochs * updates
@@ -166,7 +167,9 @@ def test_joining_many_kinds_costs_little():
 
 def test_a_constant_plan_is_the_plan_of_before():
     """Fingerprint and values as they were before there were other schedules."""
-    made = make_plan(num_examples=42061, expected_batch_size=1024, steps=410, delta=1e-5, noise_multiplier=1.07)
+    made = make_plan(
+        num_examples=42061, expected_batch_size=1024, steps=410, delta=1e-5, noise_multiplier=1.07
+    )
     assert made.to_dict() == {
         "num_examples": 42061, "sample_rate": 1024 / 42061, "steps": 410, "noise_multiplier": 1.07,
         "quantile_budget": 0.0, "delta": 1e-5, "accountant": "rdp", "sampling": "poisson", "target_epsilon": None,

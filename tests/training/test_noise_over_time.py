@@ -96,7 +96,10 @@ def test_killed_and_changed_the_repeated_steps_are_charged_again_each_with_its_o
     resumed = make_trainer(tmp_path, run)
     train(resumed)
     first = make_trainer(tmp_path / "first", decaying_run()).plan
-    paid = [*(first.step_event(step) for step in range(6)), *(resumed.plan.step_event(step) for step in (3, 4, 5))]
+    paid = [
+        *(first.step_event(step) for step in range(6)),
+        *(resumed.plan.step_event(step) for step in (3, 4, 5)),
+    ]
     assert [(line["step"], line["attempt"]) for line in charged(tmp_path)[6:]] == [(3, 1), (4, 1), (5, 1)]
     assert resumed.ledger.epsilon(1e-3) == pytest.approx(epsilon(ComposedDpEvent(paid), 1e-3), rel=1e-12)
     assert resumed.ledger.epsilon(1e-3) > first.epsilon()
