@@ -17,6 +17,7 @@ from dpexp.auditing import canaries, one_run
 from dpexp.auditing.canaries import Planted, Without
 from dpexp.checks import did_you_mean
 from dpexp.config import RunConfig, hydra_entry, signature, to_dict
+from dpexp.durable import write_atomic, write_json
 from dpexp.errors import UserError
 from dpexp.metrics import exposure
 from dpexp.models import ModelBundle, build_model, build_tokenizer
@@ -121,9 +122,7 @@ def audit(run: AuditConfig, folder: Path, console: Console) -> dict[str, Any]:
         UserError: as `dpexp.train.train`, or canaries that don't fit the task.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record.write_atomic(
-        folder / "config.yaml", yaml.safe_dump(to_dict(run), sort_keys=False, allow_unicode=True)
-    )
+    write_atomic(folder / "config.yaml", yaml.safe_dump(to_dict(run), sort_keys=False, allow_unicode=True))
     torch.set_flush_denormal(True)
     if run.runtime.threads:
         torch.set_num_threads(run.runtime.threads)
@@ -138,7 +137,7 @@ def audit(run: AuditConfig, folder: Path, console: Console) -> dict[str, Any]:
     key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
     method = one_run_audit if run.method == "one_run" else exposure_audit
     summary = method(run, folder, console, task, bundle, key)
-    record.write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
     show(summary, folder, console)
     return summary
 

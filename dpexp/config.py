@@ -62,9 +62,9 @@ MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)  # wha
 
 _NOT_IN_SIGNATURE = frozenset(
     {
-        "seed", "trials", "tracker", "data.root", "data.cache", "data.source", "task.hub_id", "task.hub_config",
-        "task.files", "task.num_examples", "model.root", "runtime.eval_batch_size", "runtime.eval_every", "runtime.checkpoint_every",
-        "runtime.log_every", "runtime.runs_dir",
+        "seed", "trials", "tracker", "data.root", "data.cache", "data.source", "task.hub_id",
+        "task.hub_config", "task.files", "task.num_examples", "model.root", "runtime.eval_batch_size",
+        "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir",
     }
 )  # fmt: skip
 

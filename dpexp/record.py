@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dpexp import native
+from dpexp.durable import write_atomic, write_json
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
@@ -138,40 +139,6 @@ def peak_memory_mib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB elsewhere
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file as a whole: after a crash it holds the old text or the new one, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            flush_file(file)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    flush_folder(path.parent)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` for a JSON value."""
-    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
-
-
-def flush_file(file: Any) -> None:
-    """From the process to the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Metrics:

@@ -32,9 +32,8 @@ class TaskConfig:
 
     name: str = ""
     kind: str = "text_classification"
-    labels: list[str] = field(
-        default_factory=list
-    )  # as they stand in the file; [] = the distinct values found there
+    # as they stand in the file; [] = the distinct values found there
+    labels: list[str] = field(default_factory=list)
     text: str = "text"  # column names
     text_pair: str | None = None
     label: str = "label"
@@ -42,13 +41,14 @@ class TaskConfig:
     hub_id: str | None = None
     hub_config: str | None = None
     files: dict[str, str] = field(default_factory=dict)  # split -> path below data.root, without .gz or .xz
-    num_examples: dict[str, int | None] = field(
-        default_factory=dict
-    )  # scale -> N; public; null = data.num_examples
+    # scale -> N; public; null = data.num_examples
+    num_examples: dict[str, int | None] = field(default_factory=dict)
     max_length: int = 128  # tokens
-    format: str = ""  # layout of a published text-to-text or image data set; "" = columns, or folders of images
+    # layout of a published text-to-text or image data set; "" = columns, or folders of images
+    format: str = ""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    columns: list[str] = field(default_factory=list)  # of files without a header; [] = the first line names them
+    # of files without a header; [] = the first line names them
+    columns: list[str] = field(default_factory=list)
     malformed: str = "error"  # rows with too few or too many cells: error | skip (and count)
     held_out: int = 0  # the last rows of the training file that are dev, where there is no file for it
     template: str | None = None  # text infilling: <S1>, <S2> and one [MASK] among words
@@ -56,9 +56,11 @@ class TaskConfig:
     title: str = ""  # images: what a record calls the data, where it is not what the task's name suggests
     channels: int = 3  # images: 1 = grey, 3 = colours
     image_size: int = 0  # images: make them squares of so many pixels; 0 = as they are
-    mean: list[float] = field(default_factory=list)  # images: of each channel, pixels in [0, 1]; [] = 1/2; public
+    # images: of each channel, pixels in [0, 1]; [] = 1/2; public
+    mean: list[float] = field(default_factory=list)
     std: list[float] = field(default_factory=list)
-    augmentations: int = 0  # images: M copies of each example, whose loss is their mean; 0 = the image as it is
+    # images: M copies of each example, whose loss is their mean; 0 = the image as it is
+    augmentations: int = 0
     augmentation: str = "flip_crop"  # flip_crop | crop | flip
 
 
@@ -89,7 +91,8 @@ class ModelConfig:
     config: dict[str, Any] = field(default_factory=dict)  # overrides of the Hugging Face config
     tokenizer: str | None = None  # null: the model's own
     root: str | None = None  # where published tokenizer files may lie: data.root
-    retrain: bool = False  # the network of the checkpoint, its weights drawn at random ("retrain" of Li et al. Table 2)
+    # the network of the checkpoint, its weights drawn at random ("retrain" of Li et al. Table 2)
+    retrain: bool = False
     trainable: str = "all"
     dropout: float | None = None  # null: as the checkpoint says
     attention_dropout: float | None = None
@@ -158,7 +161,8 @@ class OptimConfig:
     momentum: float = 0.0
     lr_schedule: str = "constant"
     warmup_ratio: float = 0.0
-    ema_decay: float = 0.0  # of the average of the weights that is evaluated and exported; 0 = the weights themselves
+    # of the average of the weights that is evaluated and exported; 0 = the weights themselves
+    ema_decay: float = 0.0
     batch_size: float = 1024.0  # B, the expected size of a logical batch
     epochs: float | None = None  # exactly one of epochs and steps
     steps: int | None = None
@@ -172,9 +176,8 @@ class PeftConfig:
     rank: int = 0
     alpha: float = 0.0
     dropout: float = 0.0
-    targets: list[str] = field(
-        default_factory=list
-    )  # module names; [] = the library's choice for the architecture
+    # module names; [] = the library's choice for the architecture
+    targets: list[str] = field(default_factory=list)
     carriers: str = "weights"  # rgp: what is decomposed, weights | history
     placement: str = "both"  # adapters: behind both sublayers, or behind the feed_forward one alone
     blocks: int = 0  # top2: how many of the last blocks train

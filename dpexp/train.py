@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dpexp import record
 from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
+from dpexp.durable import write_atomic, write_json
 from dpexp.errors import UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.privacy.plan import Plan, make_plan
@@ -49,7 +50,7 @@ def main(run: RunConfig) -> dict[str, float]:
 def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Train one run from where its folder stands. Returns the summary; exits with 130 where it is interrupted."""
     settings = to_dict(run)
-    record.write_atomic(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    write_atomic(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     torch.set_flush_denormal(
         True
     )  # gradients of confident examples underflow, which makes a CPU a hundred times slower
@@ -91,7 +92,7 @@ def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
     summary = summarise(run, trainer, outcome, bundle)
     trainer.detach()
     export(bundle, summary, folder / "model")
-    record.write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
     show(summary, folder, console)
     return summary
 
@@ -169,7 +170,9 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
             f"{trainer.num_groups} clipping groups"
         )
         if (last := plan.sigma(plan.steps - 1)) != plan.noise_multiplier:
-            lines.append(f"noise over time: schedule={plan.schedule.name}, noise multiplier {last:.4f} in the last step")
+            lines.append(
+                f"noise over time: schedule={plan.schedule.name}, noise multiplier {last:.4f} in the last step"
+            )
     if trainer.step:
         lines.append(f"going on after step {trainer.step}, from the checkpoint in {folder}")
     console.print("\n".join(lines), markup=False)

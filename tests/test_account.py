@@ -110,7 +110,9 @@ def test_decaying_noise(tmp_path):
     constant = [account(values(sample_rate=0.2, noise_multiplier=s))["epsilon"]["rdp"] for s in (1.0, 0.5)]
     assert constant[0] < result["epsilon"]["rdp"] < constant[1]
     again = account(
-        values(sample_rate=0.2, schedule=decay, noise_multiplier=None, target_epsilon=result["epsilon"]["rdp"])
+        values(
+            sample_rate=0.2, schedule=decay, noise_multiplier=None, target_epsilon=result["epsilon"]["rdp"]
+        )
     )
     assert again["noise_multiplier"] == pytest.approx(1.0, rel=2e-4)
     done = run(

@@ -24,7 +24,11 @@ TASK_NEEDS = {  # what some tasks ask a person for
     "images": ("data.train=folder",),
     "text_classification": OWN_DATA,
     "text_generation": OWN_DATA,
-    "text_infilling": (*OWN_DATA, "task.template='<S1> It is [MASK] .'", "task.label_words={a: good, b: bad}"),
+    "text_infilling": (
+        *OWN_DATA,
+        "task.template='<S1> It is [MASK] .'",
+        "task.label_words={a: good, b: bad}",
+    ),
 }
 
 
@@ -71,9 +75,7 @@ def test_every_file_of_every_group_composes(group, choice):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_settings_for_every_scale(task, scale):
-    run = compose(
-        [f"task={task}", "clip=flat", f"scale={scale}", *TASK_NEEDS.get(task, ())]
-    )
+    run = compose([f"task={task}", "clip=flat", f"scale={scale}", *TASK_NEEDS.get(task, ())])
     assert run.task.name == task
     assert run.scale.name == scale
     assert run.model.name
@@ -390,8 +392,18 @@ def test_what_a_schedule_does_not_take_is_neutral():
     constant = compose([*preset, "schedule=constant"])
     assert constant.schedule == type(constant.schedule)()
     decayed = compose([*preset, "schedule=time", "schedule.updates_per_epoch=2"]).schedule
-    assert (decayed.name, decayed.period, decayed.end_ratio, decayed.updates_per_epoch) == ("time", None, None, 2)
-    assert len({signature(compose([*preset, *more])) for more in ([], ["schedule.period=50"], ["schedule=time"])}) == 3
+    assert (decayed.name, decayed.period, decayed.end_ratio, decayed.updates_per_epoch) == (
+        "time",
+        None,
+        None,
+        2,
+    )
+    assert (
+        len(
+            {signature(compose([*preset, *more])) for more in ([], ["schedule.period=50"], ["schedule=time"])}
+        )
+        == 3
+    )
 
 
 def test_the_folder_of_a_run(runs_dir):

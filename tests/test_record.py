@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dpexp import record
+from dpexp.durable import write_json
 from dpexp.privacy.plan import make_plan
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo
@@ -153,7 +154,7 @@ def test_only_a_finished_summary_counts(tmp_path):
     assert record.finished_summary(tmp_path) is None
     (tmp_path / "summary.json").write_text("{")
     assert record.finished_summary(tmp_path) is None
-    record.write_json(tmp_path / "summary.json", summary(block()))
+    write_json(tmp_path / "summary.json", summary(block()))
     assert record.finished_summary(tmp_path)["metrics"] == {"accuracy": 0.5}
 
 

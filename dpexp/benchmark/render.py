@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from dpexp.benchmark.methods import NONPRIVATE
-from dpexp.record import write_atomic, write_json
+from dpexp.durable import write_atomic, write_json
 
 WRONG = {"fp32": 1e-3, "bf16": 1e-1}  # a relative error above this is no rounding
 _NOT_IN_CSV = ("choices",)

@@ -231,7 +231,7 @@ class Clipper:
 
     def _enter_graph(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """`_enter`, where `torch.compile` may be tracing."""
-        graph = self._backend.graph  # type: ignore[union-attr]
+        graph: GraphTaps = self._backend.graph  # type: ignore[union-attr, assignment]
         if torch.compiler.is_dynamo_compiling() and tracing_full_graph():
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if graph.enter(self.model, inputs, self._reducer):
@@ -239,7 +239,7 @@ class Clipper:
         self._enter(module, args, kwargs)
 
     def _leave_graph(self, module: nn.Module, args: tuple, output: Any) -> None:
-        graph = self._backend.graph  # type: ignore[union-attr]
+        graph: GraphTaps = self._backend.graph  # type: ignore[union-attr, assignment]
         if torch.compiler.is_dynamo_compiling() and tracing_full_graph() and graph.obstacle() is None:
             graph.leave()
         else:

@@ -158,7 +158,8 @@ class BackwardPass:
         forms them can then free the graph as it goes, and the first step needs no more memory than the others.
         """
         self._layout: dict[int, str] = {}
-        compiled = self.graph is not None and self.graph.traced and not self.passes  # its taps refuse surprises
+        # its taps refuse surprises
+        compiled = self.graph is not None and self.graph.traced and not self.passes
         self._ways_known = self.memory.settled or compiled
         pending: dict[int, list[str]] = {}
         for owner in self.passes:

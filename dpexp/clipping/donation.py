@@ -1,8 +1,8 @@
 """Compiled graphs that can be back-propagated more than once.
 
-A compiled backward overwrites what its forward saved ("donated buffers"), unless it was compiled with this turned off. Proofs of layouts
-and engines of two passes need a second back-propagation, so graphs are compiled without donation while a clipper says so. Graphs that
-were compiled otherwise are back-propagated once, and refused the second time.
+A compiled backward overwrites what its forward saved ("donated buffers"), unless it was compiled with this turned off. Proofs
+of layouts and engines of two passes need a second back-propagation, so graphs are compiled without donation while a clipper
+says so. Graphs that were compiled otherwise are back-propagated once, and refused the second time.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def used_again(losses: Tensor) -> Iterator[None]:
         if "donated buffers" not in str(error):
             raise
         raise UserError(
-            "part of this model was compiled to be back-propagated once, but the clipper must do it more often (to prove the layouts "
-            "of its layers, or in an engine of two passes): call torch._dynamo.reset() and compile after attach(), or set "
-            "torch._functorch.config.donated_buffer=False before anything is compiled"
+            "part of this model was compiled to be back-propagated once, but the clipper must do it more often (to prove the "
+            "layouts of its layers, or in an engine of two passes): call torch._dynamo.reset() and compile after attach(), or "
+            "set torch._functorch.config.donated_buffer=False before anything is compiled"
         ) from error
     finally:
         if held is not None:

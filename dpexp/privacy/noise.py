@@ -2,9 +2,9 @@
 
 On a CPU the elements of a tensor are cut into chunks of fixed size. Each chunk has a generator of its own,
 seeded by (seed, position of the tensor, number of the chunk), so that who fills it and when does not
-matter. Besides one chunk per thread no memory is used. Where `dpexp.native` was built, float32 gets its
-counter-based noise instead, several times faster: other values of the same distribution. On other devices the
-device's own generator draws.
+matter. Besides one chunk per thread no memory is used. Where `dpexp.native` was built, its counter-based noise
+takes the place of these generators, several times faster: other values of the same distribution (float64 keeps
+its own). On other devices the device's own generator draws.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +28,8 @@ from dpexp import native
 from dpexp.errors import UserError
 
 _CHUNK = 1 << 16  # elements of one generator: 256 KiB of noise, which stays in a core's cache
-_SERIAL = (
-    1 << 15
-)  # the longest tensor on which torch starts no threads of its own; ours would each start a team
+_SERIAL = 1 << 15  # the longest tensor on which torch starts no threads; ours would each start a team
+_NATIVE_BLOCK = 1 << 20
 _DEVICE_BLOCK = 1 << 24
 
 
@@ -94,10 +94,9 @@ def add_gaussian_(
         if tensor.device.type != "cpu" and not secure:
             _add_on_device(tensor, sigma, tensor_seed)
             continue
-        kernels = None if secure or tensor.dtype != torch.float32 else native.kernels()
-        if kernels is not None and tensor.is_contiguous():
-            key, counter = (int.from_bytes(tensor_seed[i : i + 8], "little", signed=True) for i in (0, 8))
-            kernels.add_normals_(tensor, sigma, key, counter)
+        kernels = None if secure or tensor.dtype == torch.float64 else native.kernels()
+        if kernels is not None:
+            _add_natively(kernels, tensor, sigma, tensor_seed)
             continue
         flat = tensor
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -113,12 +112,26 @@ def add_gaussian_(
         tensor.copy_(noisy)
 
 
-def _standard_deviations(std: float | Sequence[float] | Tensor, count: int) -> list[float]:
+def _add_natively(kernels: Any, tensor: Tensor, std: float, seed: bytes) -> None:
+    """Noise from a counter: that of an element depends on its place, not on strides or precision."""
+    key, stream = (int.from_bytes(seed[i : i + 8], "little", signed=True) for i in (0, 8))
+    for flat in _flat_parts(tensor):
+        if flat.dtype == torch.float32:
+            kernels.add_normals_(flat, std, key, stream, 0)
+            continue
+        buffer = torch.empty(min(flat.numel(), _NATIVE_BLOCK))
+        for start, part in zip(count(0, _NATIVE_BLOCK), flat.split(_NATIVE_BLOCK), strict=False):
+            noise = buffer[: part.numel()].zero_()
+            kernels.add_normals_(noise, 1.0, key, stream, start)
+            part.copy_(part.float().add_(noise, alpha=std))
+
+
+def _standard_deviations(std: float | Sequence[float] | Tensor, number: int) -> list[float]:
     values = std.tolist() if isinstance(std, Tensor) else std
-    stds = [float(values)] * count if isinstance(values, int | float) else [float(value) for value in values]
-    if len(stds) != count:
+    stds = [float(values)] * number if isinstance(values, int | float) else [float(value) for value in values]
+    if len(stds) != number:
         raise UserError(
-            f"{len(stds)} standard deviations for {count} tensors: give one for all, or one for each"
+            f"{len(stds)} standard deviations for {number} tensors: give one for all, or one for each"
         )
     for index, value in enumerate(stds):
         if not 0 <= value < math.inf:

@@ -82,7 +82,9 @@ class Task(ABC):
     def collate(self, examples: list[Any]) -> dict[str, Tensor]:
         """A batch, padded to its longest example; of no examples, tensors with a first dimension of 0."""
 
-    def augmented(self, batch: dict[str, Tensor], indices: np.ndarray, seed: int, step: int) -> dict[str, Tensor]:
+    def augmented(
+        self, batch: dict[str, Tensor], indices: np.ndarray, seed: int, step: int
+    ) -> dict[str, Tensor]:
         """The collated batch as training sees it: `rows_per_example` rows of every example. Here it is left as it is.
 
         Random choices are functions of (seed, step, index) alone. With one that depended on an example's place in the

@@ -54,7 +54,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignored: int = -100) -> Tenso
     Returns:
         `[N]`, float32 or better.
     """
-    result: Tensor = _CrossEntropy.apply(logits, targets, ignored)  # type: ignore[no-untyped-call]
+    result: Tensor = _CrossEntropy.apply(logits, targets, ignored)
     return result
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpexp.record import flush_file, write_atomic
+from dpexp.durable import flush_file, write_atomic
 
 if TYPE_CHECKING:
     from dpexp.schemas import GenerationConfig

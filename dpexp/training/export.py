@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch import nn
 
+from dpexp.durable import write_atomic
 from dpexp.models import adapters, rgp
-from dpexp.record import write_atomic
 
 if TYPE_CHECKING:
     from dpexp.models import ModelBundle

@@ -22,8 +22,9 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor, nn
 
+from dpexp.durable import flush_file, flush_folder, write_json
 from dpexp.errors import UserError
-from dpexp.record import device_name, flush_file, flush_folder, write_json
+from dpexp.record import device_name
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 

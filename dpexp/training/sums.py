@@ -18,9 +18,8 @@ from dpexp.training.evaluation import autocast
 if TYPE_CHECKING:
     from dpexp.tasks.base import Task
 
-FP16_LOSS_SCALE = (
-    2.0**10
-)  # static: a scale that reacted to an overflow would release, unnoised, that there was one
+# static: a scale that reacted to an overflow would release, unnoised, that there was one
+FP16_LOSS_SCALE = 2.0**10
 
 
 @dataclass
@@ -73,7 +72,8 @@ class Accumulator:
         self.device, self.precision, self.seed = device, precision, seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
-        self.keep_norms = False  # of every example, for the next step; what is written of them is marked not private
+        # of every example, for the next step; what is written of them is marked not private
+        self.keep_norms = False
 
     @property
     def gradients(self) -> list[Tensor]:

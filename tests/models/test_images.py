@@ -215,7 +215,12 @@ def test_heads_alone_train_where_this_is_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("name", "layers", "parameters"),
-    [("wrn16_4", 17, 2_753_818), ("cnn_papernot", 4, 26_010), ("cnn_small", 8, 34_930), ("vit_tiny_random", 14, 74_562)],
+    [
+        ("wrn16_4", 17, 2_753_818),
+        ("cnn_papernot", 4, 26_010),
+        ("cnn_small", 8, 34_930),
+        ("vit_tiny_random", 14, 74_562),
+    ],
 )
 def test_the_layers_of_every_network_can_be_explained(name: str, layers: int, parameters: int) -> None:
     found = explain(ExplainArguments(network=name, model=configured(name)))
