@@ -170,9 +170,8 @@ class BackwardPass:
                     shape = call.output_shape if call.input_shape is None else call.input_shape
                     whole = bool(shape) and shape[0] == call.output_shape[0] and shape[0] > 0
                     self._layout[id(call)] = layouts.BLOCKED if whole else layouts.LOOP
-                elif known == layouts.LOOP or not found:
-                    # remembered: another batch size may make the leading dimension look like the batch
-                    self._layout[id(call)] = self.memory.layouts[call.key] = layouts.LOOP
+                elif known == layouts.LOOP:
+                    self._layout[id(call)] = layouts.LOOP
                 elif known in found:
                     self._layout[id(call)] = known
                 else:
@@ -209,9 +208,13 @@ class BackwardPass:
     def _settle(
         self, call: Call, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
     ) -> None:
-        self._layout[id(call)] = found[0]
+        self._layout[id(call)] = found[0] if found else layouts.UNSEEN
         if dtype is None:
-            return  # its output was not used: it never arrives
+            return  # its output was not used, or the forward was another one that still waits: it never arrives
+        if not found:
+            # remembered: another batch size may make the leading dimension look like the batch
+            self.memory.layouts[call.key] = self._layout[id(call)] = layouts.LOOP
+            return
         verdicts = {
             layout: layouts.proven(
                 observed[0][id(call), layout], observed[1][id(call), layout], by_row, dtype
@@ -314,6 +317,8 @@ class BackwardPass:
         if not names:
             return {}
         layout = self._layout[id(call)]
+        if layout == layouts.UNSEEN:
+            raise _NeedsLoop(call.key, call.source.names)
         major = tuple(
             layouts.example_major(s, layout, self.rows) if i == 0 or call.input_shape is None else s
             for i, s in enumerate(saved)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
+UNSEEN = "unseen"  # no proposal, and no gradient has arrived so far
 
 
 def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: int) -> list[str]:

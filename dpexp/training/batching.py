@@ -156,7 +156,7 @@ def _estimate_on_cpu(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # with its history, a node that saves its own output would keep itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         losses = forward(2)

@@ -151,6 +151,18 @@ def test_several_forwards_before_their_backwards_and_forwards_that_are_dropped()
         clipper.detach()
 
 
+def test_a_forward_that_still_waits_decides_nothing_for_another_one() -> None:
+    """Its inputs look like a batch of 3, too, the channels being 3; what it never back-propagates is not to be learnt from."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 5)).double()
+    clipper = attach(model, groups="layer", clip_norm=0.1)
+    waiting = model(torch.randn(2, 3, 4, 4, dtype=torch.float64)).logsumexp(1)
+    clipper.backward(model(torch.randn(3, 3, 4, 4, dtype=torch.float64)).logsumexp(1))
+    assert "one back-propagation per example" not in str(clipper)
+    model.zero_grad()
+    clipper.backward(waiting)
+    assert "one back-propagation per example" not in str(clipper)
+
+
 @pytest.mark.parametrize("engine", OURS)
 def test_two_forwards_for_one_loss(engine: str) -> None:
     model, x = mlp(), torch.randn(4, D, dtype=torch.float64)
