@@ -1,5 +1,7 @@
 """Physical batches, and how large they may be."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,19 @@ def test_on_a_cpu_the_size_follows_the_activations(monkeypatch):
     monkeypatch.setattr(batching, "CPU_ACTIVATION_BYTES", 1 << 40)
     assert automatic_size(forward, None, parameters, CPU, 5.0) == 8  # no use in more than the logical batch
     assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_the_trial_on_a_cpu_lets_its_graph_go():
+    """Tanh saves its own output: given back to autograd as it is, it would keep its graph alive for good."""
+    layer, outputs = nn.Linear(4, 4), []
+
+    def forward(count):
+        output = torch.tanh(layer(torch.ones(count, 4)))
+        outputs.append(weakref.ref(output))
+        return output.sum(1)
+
+    automatic_size(forward, None, list(layer.parameters()), CPU, 8)
+    assert [output() for output in outputs] == [None]
 
 
 @pytest.mark.parametrize(("fits", "expected"), [(1, 1), (10, 4), (64, 32), (100_000, 256)])
