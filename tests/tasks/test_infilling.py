@@ -146,7 +146,10 @@ def test_what_the_configuration_must_give(infill: TaskConfig, data: Data, own_da
     with pytest.raises(UserError, match=r"needs task\.template"):
         build(template=None)
     with pytest.raises(UserError, match="needs a word for every class"):
-        build(label_words={})
+        build_task(dataclasses.replace(infill, label_words={}), own_data(ROWS), "demo", demo_tokenizer(), 0)
+    build(label_words={})  # the embedded data brings its own
+    with pytest.raises(UserError, match=r"task\.metric=f1 is of two classes, and there are 3"):
+        build(labels=["0", "1", "2"], label_words={"0": "no", "1": "maybe", "2": "yes"}, metric="f1")
     with pytest.raises(UserError, match="words for 0, 1, and the classes are no, yes"):
         build(labels=["no", "yes"])
     maskless = demo_tokenizer()
@@ -220,9 +223,9 @@ def test_template_and_mask_survive_truncation(
         if films < first and plots < second:
             assert abs(films - plots) <= 1
         elif films < first:
-            assert films >= plots, "the longer one loses first"
+            assert films + 1 >= plots, "the longer one loses first"  # of equal ones, either
         elif plots < second:
-            assert plots >= films
+            assert plots + 1 >= films
         cut += fixed + first + second > max_length
     assert table.truncated == cut
 
@@ -409,7 +412,7 @@ def clipped_by_hand(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("groups", ["flat", "layer"])
-@pytest.mark.parametrize("engine", ["auto", "onepass", "bk", "mixghost", "fastgrad", "loop"])
+@pytest.mark.parametrize("engine", ["auto", "onepass", "bk", "mixghost", "fastgrad", "loop", "opacus"])
 def test_tied_embeddings_are_clipped_exactly(
     architecture: str, groups: str, engine: str, task: TextInfilling, tiny: Tiny
 ) -> None:
@@ -432,7 +435,7 @@ def test_tied_embeddings_are_clipped_exactly(
 def test_opacus_gives_the_same_where_it_can(
     architecture: str, groups: str, task: TextInfilling, tiny: Tiny
 ) -> None:
-    """It knows no shared parameters, so that embeddings and head are untied, and the bias that is then unused is frozen."""
+    """Embeddings and head untied, and the bias that is then unused frozen; tied ones are tested above."""
 
     def run(engine: str) -> tuple[list[Tensor], Tensor]:
         model, batch = fitted(task, tiny(architecture, head="masked_lm", tie_word_embeddings=False))
@@ -447,12 +450,6 @@ def test_opacus_gives_the_same_where_it_can(
     assert len(ours) == len(theirs) > 20
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, yours, rtol=1e-9, atol=1e-12)
-
-
-def test_opacus_refuses_tied_embeddings_in_one_sentence(task: TextInfilling, tiny: Tiny) -> None:
-    model, batch = fitted(task, tiny(head="masked_lm"))
-    with pytest.raises(UserError, match="Opacus fails on this model"):
-        attach(model, clip_norm=0.3, engine="opacus").backward(task.losses(model, batch))
 
 
 # Measuring
