@@ -24,6 +24,8 @@ class GenerationConfig:
     when: str = "end"  # end | always (at every evaluation) | never
     splits: list[str] = field(default_factory=lambda: ["dev"])  # which of dev and test text is generated for
     examples: int | None = None  # sources of each of them, spread evenly; null = all
+    # bertscore, bleurt -> folder, or id in the hub's cache, of the model; else the published one, where it is cached
+    metric_models: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -50,6 +52,7 @@ class TaskConfig:
     # of files without a header; [] = the first line names them
     columns: list[str] = field(default_factory=list)
     malformed: str = "error"  # rows with too few or too many cells: error | skip (and count)
+    overlong: str = "cut"  # texts of more tokens than allowed: cut (and count) | error
     held_out: int = 0  # the last rows of the training file that are dev, where there is no file for it
     template: str | None = None  # text infilling: <S1>, <S2> and one [MASK] among words
     label_words: dict[str, str] = field(default_factory=dict)  # text infilling: label -> word at the mask
@@ -248,6 +251,7 @@ class RunConfig:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "task.malformed": ("error", "skip"),
+    "task.overlong": ("cut", "error"),
     "task.augmentation": ("flip_crop", "crop", "flip"),
     "data.source": ("auto", "files", "hub", "demo"),
     "task.generation.cut": ("end", "start"),

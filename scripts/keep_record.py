@@ -58,6 +58,11 @@ def thinned(points: list[Any], most: int = 24) -> list[Any]:
 def keep(path: Path) -> Path:
     """Check that a summary can count, and copy it."""
     summary = json.loads(path.read_text(encoding="utf-8"))
+    if "audit" in summary:
+        sys.exit(
+            f"error: {path}: an audit is no training run: its data hold canaries, and its metrics belong in no table of them."
+            " Copy it by hand to results/audits"
+        )
     if summary["status"] != "finished":
         sys.exit(f"error: {path}: status is {summary['status']}; finish the run first")
     if summary["git"]["commit"] is None or summary["git"]["dirty"]:

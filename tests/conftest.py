@@ -20,7 +20,10 @@ for name, value in {
 # Hydra shuts every log handler down, and absl's then closes the stream that it was made with unless that is the standard one:
 # here it would be the file into which pytest captures.
 absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
-os.environ.pop("DPEXP_DATA", None)  # a test that reads real files says so itself
+# A test that reads real files asks for them (`real_data`); no other finds them by accident. The name is another one, so that the
+# processes that a parallel run starts know the folder too.
+if given := os.environ.pop("DPEXP_DATA", None):
+    os.environ["DPEXP_TEST_DATA"] = given
 
 
 @pytest.fixture(autouse=True)

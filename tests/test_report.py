@@ -27,6 +27,7 @@ SLOW = {
     "figure-he-6",
     "complexity-bu-table8",
     "figure-bu-7",
+    "figure-monir-10",
 }
 QUICK = [name for name in catalogue.builders() if name not in SLOW]
 

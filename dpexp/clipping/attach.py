@@ -283,6 +283,7 @@ class Clipper:
         then = {id(p) for p in self._params.values()}
         if now == then:
             return
+        distributed.refuse_sharded(self.model)
         names = {id(p): n for n, p in self.model.named_parameters()}
         new = [names[i] for i in now - then]
         gone = [name for name, p in self._params.items() if id(p) not in now]

@@ -152,7 +152,7 @@ class BackwardPass:
     # -- layouts ------------------------------------------------------------------------------------------------------
 
     def _prove_layouts(self) -> None:
-        """Back-propagate plainly and with random signs where the layout of some call is not proven yet.
+        """Back-propagate plainly and with random weights where the layout of some call is not proven yet.
 
         These passes form no sums, so they are the place to find parameters that are used where no tap sees it: the pass that
         forms them can then free the graph as it goes, and the first step needs no more memory than the others.
@@ -180,8 +180,8 @@ class BackwardPass:
             return
         observed: list[dict[tuple[int, str], tuple[Tensor, Tensor]]] = []
         dtypes: dict[int, torch.dtype] = {}
-        row_signs = layouts.signs(self.num_examples)
-        for weights in (None, row_signs):
+        row_weights = layouts.weights(self.num_examples, layouts.SIGNED)
+        for weights in (None, row_weights):
             seen: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
             def look(
@@ -200,7 +200,7 @@ class BackwardPass:
             observed.append(seen)
         self.memory.looped |= self.memory.surprises
         self._ways_known = all(call.input_shape is not None for owner in self.passes for call in owner.calls)
-        by_row = row_signs.repeat_interleave(self.rows // self.num_examples)
+        by_row = row_weights.repeat_interleave(self.rows // self.num_examples)
         calls = {id(call): call for owner in self.passes for call in owner.calls}
         for identity, found in pending.items():
             self._settle(calls[identity], found, observed, by_row, dtypes.get(identity))

@@ -9,15 +9,23 @@ from torch.nn.parallel import DistributedDataParallel
 from dpexp.clipping.memory import LateSum
 from dpexp.errors import UserError
 
+SHARDING = ("FSDPModule", "FullyShardedDataParallel")  # by name: importing them takes a second
+
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Sharded parameters would need the clipped sums in shards."""
-    for name, param in model.named_parameters():
-        if type(param.data).__name__ == "DTensor":
-            raise UserError(
-                f"{name} is sharded (FSDP2 or tensor parallel): not supported; use DistributedDataParallel, or attach on every "
-                "rank and sum p.grad with all_reduce"
-            )
+    """Sharded parameters would need the clipped sums in shards. While a module computes, they look like ordinary ones."""
+    wrapped = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if any(c.__name__ in SHARDING and "fsdp" in c.__module__ for c in type(module).__mro__)
+    ]
+    parts = [name for name, param in model.named_parameters() if type(param.data).__name__ == "DTensor"]
+    if parts or wrapped:
+        raise UserError(
+            f"{(parts or wrapped)[0]} is sharded (fully_shard, FSDP or tensor parallel): clipped sums are not delivered into "
+            "shards. Leave sharding out and wrap the model in DistributedDataParallel, which sums over ranks; where memory is "
+            "short, use smaller physical batches or activation checkpointing"
+        )
 
 
 def reducer_of(model: nn.Module) -> DistributedDataParallel | None:

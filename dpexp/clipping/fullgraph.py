@@ -5,8 +5,8 @@ What the eager engine proves by looking at records is proven here from what the 
 
 - *coverage*: gradients that reach a parameter outside of the taps arrive at the parameter itself, and are refused;
 - *reuse*: a tap's gradient counts the calls that were summed in it (a module called twice) and their examples;
-- *layouts*: where a layout was only read off the shapes, the graph is back-propagated once more with half of the losses left
-  out: the norms of these examples must vanish and those of the others must not move. Rows that examples share fail this.
+- *layouts*: where a layout was only read off the shapes, the graph is back-propagated once more with weighted losses, some
+  of them left out: the norm of each example must follow its own weight. Rows that examples share fail this.
 
 Nothing is written to ``p.grad`` before all of it holds.
 """
@@ -50,7 +50,7 @@ class GraphTaps:
     Attributes:
         entered: the first tensor that entered the model. The tensor, not its size: a number would be compiled in.
         settings: what the backward reads when it runs; see `clip_factors` and `given_factors`.
-        pending: places whose layout a graph was traced with and which no backward pass has proven yet.
+        pending: places whose layout a graph was traced with and which no backward pass has proven since.
         traced: whether there is any compiled graph with taps.
     """
 
@@ -125,13 +125,10 @@ class GraphTaps:
                 site.carriers = None
 
     def note(self, site: GraphSite, layout: str, bits: int) -> None:
-        """A graph is being traced with this site in it."""
+        """A graph is being traced with this site in it. What other graphs have proven does not hold for this one."""
         self.traced = True
-        place = (site.index, layout)
-        if self.two_passes or place not in self.proven:
-            keep_buffers(self._holder)
-        if place not in self.proven:
-            self.pending[place] = bits
+        keep_buffers(self._holder)
+        self.pending[site.index, layout] = bits
 
     # -- around a backward pass ---------------------------------------------------------------------------------------
 
@@ -168,13 +165,13 @@ class GraphTaps:
         return [standin for site in self.sites for standin in site.standins.values()]
 
     def prove(self, step: BackwardPass) -> None:
-        """Back-propagate half of the losses where a layout is not proven yet."""
-        self._half: dict[int, Tensor] = {}
-        self._kept = (layouts.signs(step.num_examples) > 0).to(step.losses)
+        """Back-propagate weighted losses where a layout is not proven yet."""
+        self._weighted: dict[int, Tensor] = {}
+        self._weights = layouts.weights(step.num_examples, layouts.UNSIGNED).to(step.losses)
         if not self.pending or step.num_examples < 2:
             return
-        found = step._back_propagate(retain=True, weights=self._kept, params=self.leaves(sums=False))
-        self._half = {i: g[MARKS:] for i, g in enumerate(found) if g is not None}
+        found = step._back_propagate(retain=True, weights=self._weights, params=self.leaves(sums=False))
+        self._weighted = {i: g[MARKS:] for i, g in enumerate(found) if g is not None}
 
     def collect(self, step: BackwardPass, found: list[Tensor | None], elsewhere: set[str]) -> bool:
         """Check what the taps delivered and hand it to the backward pass. Returns whether they delivered anything.
@@ -254,13 +251,13 @@ class GraphTaps:
 
     def _settle(self, site: GraphSite, sq_norms: Tensor, num_examples: int) -> None:
         """Compare the norms with those of the proof, where there was one."""
-        half = self._half.get(site.index)
+        weighted = self._weighted.get(site.index)
         open_places = [place for place in self.pending if place[0] == site.index]
-        if half is None or not open_places:
+        if weighted is None or not open_places:
             return
-        whole, half = sq_norms.sqrt()[:, None], half[:num_examples].sqrt()[:, None]
+        whole, weighted = sq_norms.sqrt()[:, None], weighted[:num_examples].sqrt()[:, None]
         dtype = torch.float32 if self.pending[open_places[0]] >= 32 else torch.bfloat16
-        verdict = layouts.proven((whole, whole[:, 0]), (half, half[:, 0]), self._kept, dtype)
+        verdict = layouts.proven((whole, whole[:, 0]), (weighted, weighted[:, 0]), self._weights, dtype)
         if verdict is None:
             return  # all gradients are zero: they contribute nothing now, and the next step proves
         if not verdict:
@@ -381,6 +378,12 @@ class GraphSite:
         """
         if self.off is not None:
             torch._dynamo.graph_break(msg=self.off)
+            return NotImplemented
+        if self.graph.recorder.flow is not None:
+            torch._dynamo.graph_break(
+                msg=f"{self.owner} is compiled, but not the model around it, whose first step is still to be looked at: run it "
+                "without torch.compile, or compile the attached model as a whole"
+            )
             return NotImplemented
         saved = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         x = saved[0]

@@ -1,8 +1,8 @@
 """Layouts: which rows of a layer's input belong to which example.
 
-A layer is told nothing about the batch. From the shapes we propose a layout and then *prove* it on the real graph: flip the
-sign of a random half of the losses and back-propagate again. A row that belongs to example i alone must have its gradient
-multiplied by exactly the sign of i. Rows that several examples share (a position table looked up once, a batch statistic)
+A layer is told nothing about the batch. From the shapes we propose a layout and then *prove* it on the real graph: weight the
+losses and back-propagate again. A row that belongs to example i alone must have its gradient multiplied by exactly the weight
+of i. Rows that several examples share (a position table looked up once, a batch statistic)
 fail the proof. Proposals that fail leave the layer to the per-example loop, which needs no layout, or are refused.
 """
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
+SIGNED = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)  # levels of `weights` for gradients
+UNSIGNED = (1.0, 0.0, 0.5, 0.25)  # for norms, which show no sign
 UNSEEN = "unseen"  # no proposal, and no gradient has arrived so far
 
 
@@ -39,10 +41,15 @@ def example_major(tensor: Tensor, layout: str, rows: int) -> Tensor:
     return tensor
 
 
-def signs(num_examples: int) -> Tensor:
-    """``[B]`` of ±1 in equal parts, in a fixed random order: both signs must occur for the proof to say anything."""
+def weights(num_examples: int, levels: tuple[float, ...]) -> Tensor:
+    """``[B]`` weights of the losses in a proof: the levels in equal parts, in a fixed random order.
+
+    More than two levels, because examples of the same weight can exchange their gradients unseen: signs alone happen to read the
+    same from either end for some B, and mixing each example with its mirror image is a usual augmentation. Powers of two,
+    because multiplying by them rounds nothing.
+    """
     order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201))
-    return torch.where(order % 2 == 0, 1.0, -1.0)
+    return torch.tensor(levels)[order % len(levels)]
 
 
 def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
@@ -61,14 +68,14 @@ def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def proven(
-    plain: tuple[Tensor, Tensor], flipped: tuple[Tensor, Tensor], row_signs: Tensor, dtype: torch.dtype
+    plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor, dtype: torch.dtype
 ) -> bool | None:
-    """Does each row flip with its own example? None where all gradients are zero or not finite: nothing was learnt."""
+    """Does each row follow the weight of its own example? None where all gradients are zero or not finite: nothing was learnt."""
     value, norm = plain
-    error = (flipped[0] - row_signs.to(value)[:, None] * value).abs()
+    error = (weighted[0] - by_row.to(value)[:, None] * value).abs()
     finite = error.isfinite() & norm.isfinite()
-    if not bool((finite & (norm > 0)).any()) and not bool((finite & (flipped[1] > 0)).any()):
+    if not bool((finite & (norm > 0)).any()) and not bool((finite & (weighted[1] > 0)).any()):
         return None
     tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
-    scale = norm + flipped[1]
+    scale = norm + weighted[1]
     return not bool((finite & (error > tolerance * scale)).any())

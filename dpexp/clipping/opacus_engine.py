@@ -117,19 +117,19 @@ class OpacusBackend:
         return found
 
     def _signed_gradients(self, losses: Tensor, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """Ordinary gradients under random signs of the losses, once per attach: they tell whose gradient is whose."""
-        row_signs = layouts.signs(losses.shape[0]).to(losses)
+        """Ordinary gradients under random weights of the losses, once per attach: they tell whose gradient is whose."""
+        row_weights = layouts.weights(losses.shape[0], layouts.SIGNED).to(losses)
         if self.proven or losses.shape[0] < 2:
-            return row_signs, {}
+            return row_weights, {}
         self.wrapper.disable_hooks()
         try:
-            weights = row_signs * grad_scale
+            weights = row_weights * grad_scale
             grads = torch.autograd.grad(
                 losses, list(self.params.values()), weights, retain_graph=True, allow_unused=True
             )
         finally:
             self.wrapper.enable_hooks()
-        return row_signs, {name: g for name, g in zip(self.params, grads, strict=True) if g is not None}
+        return row_weights, {name: g for name, g in zip(self.params, grads, strict=True) if g is not None}
 
     def _compare(self, name: str, weights: Tensor, sample: Tensor, reference: Tensor) -> None:
         total = torch.tensordot(weights.to(sample), sample, dims=1)

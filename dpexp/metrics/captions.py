@@ -3,6 +3,10 @@
 The scorers are pycocoevalcap's. Two parts of it are Java programs: Stanford's Penn Treebank tokenizer, which comes
 before every score, and METEOR 1.5. Without Java a tokenizer made of nltk's stands in for the first; it differs on a few
 texts in a thousand. For METEOR there is nothing that gives the same number, so that nltk's goes by a name of its own.
+
+What is needed: the package pycocoevalcap, whose wheel holds both programs, and for them `java` on the path (version 8 or later).
+Without Java a suite leaves `meteor` out, gives `meteor_nltk`, and a note in the record says so; `meteor` asked for by itself
+is refused. Every score starts its program anew, which takes a second or two, and METEOR's may use up to 2 GiB.
 """
 
 import math
@@ -53,6 +57,9 @@ def cider(predictions: Sequence[str], references: References) -> float:
 
 def meteor(predictions: Sequence[str], references: References, pretokenized: bool = True) -> float:
     """METEOR 1.5 for English of a corpus, between 0 and 1 (Denkowski and Lavie, 2014), by its authors' Java program.
+
+    It needs Java. Without it there is no METEOR 1.5, and nothing is put in its place here; `dpexp.metrics.text` then gives
+    `nltk_meteor` under its own name.
 
     Args:
         predictions, references: N texts, and N times one or more.

@@ -30,5 +30,23 @@ def f1(predicted: np.ndarray, labels: np.ndarray) -> float:
     return 2 * hits / marked if marked else 0.0
 
 
+def check_metric(name: str, classes: int | None = None) -> None:
+    """Refuse a `task.metric` that could not be computed, before anything is trained.
+
+    Args:
+        name: as in the configuration.
+        classes: how many there are; None: not known yet.
+
+    Raises:
+        UserError: an unknown metric, or F1 for another number of classes than two.
+    """
+    if name not in METRICS:
+        raise UserError(f"task.metric={name} is unknown: choose one of {', '.join(METRICS)}")
+    if name == "f1" and classes not in (None, 2):
+        raise UserError(
+            f"task.metric=f1 is of two classes, and there are {classes}: use task.metric=accuracy"
+        )
+
+
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {"accuracy": accuracy, "f1": f1}
 """What `task.metric` may name."""

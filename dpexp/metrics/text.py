@@ -116,6 +116,12 @@ def check(suite: str, models: Models = None) -> None:
         raise UserError(
             f"no metric named {', '.join(sorted(unknown))} uses a model: {' and '.join(learned.MODELS)} do"
         )
+    names = [name for part in _suite(suite) for name in part.names]
+    if unused := set(models or ()) - set(names):
+        raise UserError(
+            f"a model is named for {', '.join(sorted(unused))}, which is not among the metrics of the suite {suite}: "
+            f"{', '.join(names)}"
+        )
     absent = [
         library
         for library in ("evaluate", "nltk", "pycocoevalcap", "rouge_score", "sacrebleu")
@@ -142,7 +148,7 @@ def missing(suite: str, models: Models = None) -> dict[str, str]:
         elif name in learned.MODELS and learned.locate(name, models) is None:
             reasons[name] = (
                 f"its model {learned.MODELS[name]} is not on this machine: download it where there is a network, or "
-                "name its folder"
+                f"name its folder: task.generation.metric_models.{name}=FOLDER"
             )
     return reasons
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpexp.benchmark.render import note
 from dpexp.errors import UserError
+from dpexp.reproduce import goals
 from dpexp.reproduce.documents import Document, Rows, Section
 from dpexp.reproduce.drawing import COLOURS, draw
 from dpexp.reproduce.paper import paper_table
@@ -18,7 +20,6 @@ COLUMNS = (
     "speed there / non-private", "relative error", "scale", "hardware", "precision", "record", "note",
 )  # fmt: skip
 _PAPER = ("row", "column", "paper", "note")
-_WRONG = {"fp32": 1e-3, "bf16": 1e-1}  # as dpexp.benchmark.render
 
 
 @dataclass(frozen=True)
@@ -162,17 +163,20 @@ def _rows(file: str, record: dict[str, Any], problems: str, target: Measured, sc
     for row in record["rows"]:
         if target.workloads.get(row["workload"]) != scale:
             continue
-        notes = [row["reason"], row.get("max_batch_reason") or "", f"UNCLEAN: {problems}" if problems else ""]
-        error = row["error"]
-        if error is not None and not error <= _WRONG[settings["precision"]]:
-            notes.insert(0, "wrong gradient")
+        notes = [
+            note(row, settings["precision"]),
+            goals.unfinished(record),
+            f"UNCLEAN: {problems}" if problems else "",
+        ]
+        if settings.get("native") is False:
+            notes.insert(0, "pure torch, without the C++ kernels")
         rows.append({
             "workload": row["workload"], "method": row["method"], "batch": str(row["batch_size"]),
             "speed / non-private": _number(row["time_ratio"], invert=True),
             "added memory / non-private": _number(row["memory_ratio"]),
             "examples/s": _number(row["examples_per_s"], ".4g"), "largest batch": _number(row["max_batch"], "d"),
             "speed there / non-private": _number(row["max_batch_throughput_ratio"]),
-            "relative error": _number(error, ".1e"), "scale": scale,
+            "relative error": _number(row["error"], ".1e"), "scale": scale,
             "hardware": str(hardware.get("gpu") or f"{hardware.get('cpu')}, {hardware.get('threads')} threads"),
             "precision": settings["precision"], "record": f"results/bench/{file}", "note": "; ".join(n for n in notes if n),
         })  # fmt: skip
@@ -206,7 +210,10 @@ def _drawable(rows: Rows) -> bool:
 
 def _bars(axes: Any, rows: Rows) -> None:
     shown = [row for row in rows if row["speed / non-private"] and row["method"] != "nonprivate"]
-    labels = [f"{row['method']}\n{row['workload']}" for row in shown]
+    labels = [
+        f"{row['method']}\n{row['workload']}{' (torch)' if 'pure torch' in row['note'] else ''}"
+        for row in shown
+    ]
     methods = list(dict.fromkeys(row["method"] for row in shown))
     colours = [COLOURS[methods.index(row["method"]) % len(COLOURS)] for row in shown]
     for axis, key in zip(axes, ("speed / non-private", "added memory / non-private"), strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 from dpexp.checks import did_you_mean
 from dpexp.errors import UserError
-from dpexp.reproduce import benchmarks, curves, exact, figures, pages, runs, tables
+from dpexp.reproduce import benchmarks, curves, exact, figures, goals, pages, runs, tables
 from dpexp.reproduce import records as run_records
 from dpexp.reproduce.documents import Document
 from dpexp.reproduce.drawing import draw, heat
@@ -83,6 +83,7 @@ def builders() -> dict[str, Builder]:
         found[name] = partial(_measured, name)
     for name in curves.TARGETS:
         found[name] = partial(_curves, name)
+    found[goals.NAME] = _goals
     found["runs"] = _runs
     found["coverage"] = _coverage
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
@@ -154,6 +155,10 @@ def _measured(name: str, context: Context) -> Document:
     return benchmarks.build(name, context.benchmarks)
 
 
+def _goals(context: Context) -> Document:
+    return goals.document(context.benchmarks)
+
+
 def _curves(name: str, context: Context) -> Document:
     return curves.build(name, context.records)
 
@@ -175,22 +180,18 @@ _HEAT = {"figure2": ("learning rate", "batch size"), "figure4": ("learning rate"
 
 
 def _heat_map(document: Document, y_label: str, x_label: str) -> tuple[str, bytes]:
-    """The paper's values, and ours at each scale that has some."""
-    every = document.rows
-    rows, columns = (
-        list(dict.fromkeys(r["row"] for r in every)),
-        list(dict.fromkeys(r["column"] for r in every)),
-    )
+    """The paper's values, and ours in each block that has some."""
     grids = {
-        "paper": {(r["row"], r["column"]): float(r["paper"].split()[0]) for r in every if r["paper"] != "-"}
+        "paper": {(r["row"], r["column"]): r["paper"] for r in document.rows if r.get("paper", "-") != "-"}
     }
     for section in document.sections:
-        own = {(r["row"], r["column"]): float(r["ours"].split()[0]) for r in section.rows if r.get("n")}
-        if own:
+        if own := {(r["row"], r["column"]): r["ours"] for r in section.rows if r.get("n")}:
             grids[f"ours, {section.heading}"] = own
 
     def plot(axes: Any) -> None:
-        for axis, (title, values) in zip(axes, grids.items(), strict=True):
+        for axis, (title, texts) in zip(axes, grids.items(), strict=True):
+            rows, columns = (list(dict.fromkeys(place[side] for place in texts)) for side in (0, 1))
+            values = {place: float(text.split()[0]) for place, text in texts.items()}
             heat(axis, columns, rows, values, title)
             axis.set_xlabel(x_label)
         axes[0].set_ylabel(y_label)

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dpexp.config import conf_dir
+from dpexp.metrics.text import PERCENT
 from dpexp.reproduce.paper import Cell
-from dpexp.reproduce.records import Record, by_configuration
+from dpexp.reproduce.records import Near, Record, by_configuration
+from dpexp.reproduce.statistics import mean_std
 
 # A setting of a cell -> the fact of a record, and the override on the command line.
 FACTS = {
@@ -23,12 +25,14 @@ FACTS = {
     "epochs": "optim.epochs", "batch_size": "optim.batch_size", "lr": "optim.lr", "allocation": "clip.allocation",
     "peft": "peft.name", "rank": "peft.rank", "clip_norm": "clip.clip_norm", "quantile": "clip.target_quantile",
     "quantile_budget": "clip.quantile_budget", "schedule": "schedule.name", "trainable": "model.trainable",
+    "sigma": "privacy.noise_multiplier", "sigma_initial": "privacy.noise_multiplier",
 }  # fmt: skip
+NOISE = ("sigma", "sigma_initial")  # where a paper gives the noise, its ε and its epochs are what came out
 GROUPS = ("task", "model", "clip", "peft", "schedule")  # their values are files of conf/
 # At scale small these are the task's own; every other setting of a cell holds at every scale.
 LEFT_TO_THE_TASK = ("model", "epochs", "batch_size", "lr", "rank", "delta", "clip_norm", "quantile")
 # What a cell may say about its run that no setting here answers yet.
-UNANSWERED = ("individual", "repetitions", "init", "sigma_initial")
+UNANSWERED = ("individual", "repetitions", "init")
 TRAINING = ("train", "training")  # splits on which the papers print accuracies too
 SEEDS = "0,1,2"
 
@@ -70,25 +74,24 @@ class Slot:
         """Every configuration of these records that fills the cell, sorted."""
         if self.reason:
             return []
-        factor = 100.0 if self.cell.unit == "%" and self.metric in _SHARES else 1.0
+        factor = 100.0 if self.metric in PRINTED_TIMES_100 else 1.0
+        where = {
+            "schedule.name": (None, "constant"),
+            **self.where,
+        }  # noise that decays only where the cell says so
         found = []
-        for group in by_configuration(record for record in records if record.matches(self.where)):
+        for group in by_configuration(record for record in records if record.matches(where)):
             values = [(r, value) for r in group if (value := r.metric(self.metric)) is not None]
             if values:
                 found.append(Filling(tuple(r for r, _ in values), tuple(factor * v for _, v in values)))
         return found
 
 
-_SHARES = (
-    "accuracy",
-    "train_accuracy",
-    "accuracy_matched",
-    "accuracy_mismatched",
-    "f1",
-)  # fractions in a record
+# Fractions in a record, which the papers print times 100.
+PRINTED_TIMES_100 = PERCENT | {"accuracy", "train_accuracy", "accuracy_matched", "accuracy_mismatched"}
 
 
-def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None) -> Slot:
+def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None, task: str = "") -> Slot:
     """The cell at a scale.
 
     Args:
@@ -97,9 +100,12 @@ def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None) -> 
         stand_ins: for scale small: setting -> {printed value: value there, or null where it has no stand-in}. A setting that
             is listed selects, and a value that is not listed has no stand-in. "=" stands for itself (or all values do),
             "*": whatever the task names.
+        task: for scale small: another data set that stands in for the cell's, with settings of its own; "" for the cell's.
     """
     said = dict(cell.settings)
-    reason = _not_ours(cell)
+    if "schedule" in said:
+        said.setdefault("clip", "flat")  # a schedule of the noise is one of DP-SGD
+    reason = _not_ours(cell, said)
     if said.get("formulation") == "infilling":
         said["task"] = f"{said.get('task', '')}_infilling"
     left_out: tuple[str, ...] = () if scale == "paper" else LEFT_TO_THE_TASK
@@ -115,8 +121,16 @@ def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None) -> 
         else:
             said[name] = said[name] if values[said[name]] == "=" else str(values[said[name]])
             left_out = tuple(key for key in left_out if key != name)
+    if scale != "paper" and "epsilon" in said:
+        left_out += NOISE  # calibrated to the printed ε for the length of a small run
+    if task:
+        said["task"] = task
     chosen = {name: value for name, value in said.items() if name in FACTS and name not in left_out}
     where: dict[str, Any] = {FACTS[name]: value for name, value in chosen.items()}
+    if FACTS["sigma"] in where:
+        for name, fact in (("epsilon", "spent"), ("epochs", "epochs")):
+            if where.pop(FACTS[name], None) is not None:
+                where[fact] = Near(float(chosen[name]))
     if chosen.get("clip") == "nonprivate":
         where["privacy.epsilon"] = None
         where.pop("privacy.delta", None)
@@ -142,14 +156,20 @@ def metric_of(cell: Cell) -> str:
 
 def command(cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
     """What fills the cell with three seeds: a preset where there is one for its row, else the settings one by one."""
-    stem = "_".join((cell.paper, _numbered(cell.table)))
-    words = [chosen[name] for name in ("task", "model", "clip") if name in chosen]
-    preset = "_".join((stem, *words))
     overrides = []
     covered: set[str] = set()
-    if scale == "paper" and (conf_dir() / "experiment" / f"{preset}.yaml").is_file():
+    noise = next((name for name in NOISE if name in chosen), "")
+    if scale == "paper" and (preset := _preset(cell, chosen)):
         overrides.append(f"experiment={preset}")
-        covered = {"task", "model", "clip", "delta", "peft"}
+        covered = {"task", "model", "delta", "peft", "schedule", noise}
+        covered |= (
+            {"clip"} if preset.endswith((chosen["clip"], chosen.get("schedule", chosen["clip"]))) else set()
+        )
+    elif noise:
+        overrides.append("privacy=noise")
+    if noise:
+        covered |= {"epsilon"}  # it comes out
+        overrides += ["optim.steps=null"] if "epochs" in chosen else []
     for name, value in chosen.items():
         if name in covered or (name == "peft" and value == "full"):
             continue
@@ -164,13 +184,25 @@ def command(cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
     return "python -m dpexp.train " + " ".join(shlex.quote(word) for word in words)
 
 
+def _preset(cell: Cell, chosen: Mapping[str, str]) -> str:
+    """The name of the preset of a cell's row, "" where there is none."""
+    stem = "_".join((cell.paper, _numbered(cell.table)))
+    method = chosen.get("schedule") or chosen.get("clip", "")
+    kind = "infilling" if cell.settings.get("formulation") == "infilling" else chosen.get("peft", "")
+    before = [cell.settings.get("task", ""), chosen.get("model", "")]
+    for words in ([*before, method], [*before, kind]):
+        name = "_".join((stem, *filter(None, words)))
+        if (conf_dir() / "experiment" / f"{name}.yaml").is_file():
+            return name
+    return ""
+
+
 def _numbered(table: str) -> str:
     return f"table{table}" if table[:1].isdigit() else table
 
 
-def _not_ours(cell: Cell) -> str:
-    said, words = cell.settings, cell.conditions
-    for part in words.split("; "):
+def _not_ours(cell: Cell, said: Mapping[str, str]) -> str:
+    for part in cell.conditions.split("; "):
         if part.startswith(
             ("quoted", "printed as -", "no fine-tuning", "from the authors' code base", "from the leader")
         ):
@@ -193,6 +225,24 @@ def _not_built(chosen: Mapping[str, str], said: Mapping[str, str]) -> str:
     ]
     missing += [f"{name}={said[name]}" for name in UNANSWERED if name in said]
     return f"not built: {', '.join(missing)}" if missing else ""
+
+
+def columns(filling: Filling, digits: int) -> dict[str, str]:
+    """What a table says of a configuration: mean ± std, n, configuration, privacy, hardware, records."""
+    record, privacy = filling.records[0], filling.records[0].summary["privacy"]
+    mean, std = mean_std(filling.values)
+    unclean = sorted({problem for r in filling.records for problem in r.problems})
+    return {
+        "ours": f"{mean:.{digits}f}" + (f" ± {std:.2f}" if std is not None else ""),
+        "n": str(len(filling.values)),
+        "configuration": described(record) + (f" (UNCLEAN: {'; '.join(unclean)})" if unclean else ""),
+        "ε": "∞" if record.spent is None else f"{record.spent:.2f}",
+        "δ": "" if privacy.get("delta") is None else f"{privacy['delta']:.3g}",
+        "accountant": privacy.get("accountant") or "none",
+        "sampling": str(privacy.get("sampling")),
+        "hardware": record.summary["performance"].get("device", ""),
+        "record": ", ".join(repository_path(r.name) for r in filling.records),
+    }
 
 
 def described(record: Record, beside: Sequence[str] = ()) -> str:

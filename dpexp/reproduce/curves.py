@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpexp.reproduce import curve_claims
 from dpexp.reproduce.documents import Document, Rows, Section
-from dpexp.reproduce.drawing import draw, heat, lines
-from dpexp.reproduce.records import Record
+from dpexp.reproduce.drawing import COLOURS, MARKERS, draw, heat
+from dpexp.reproduce.records import Record, by_configuration
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Curves:
             or "sweep" (last metric against a setting).
         x: the setting of a sweep.
         metric: of the dev set.
-        command: that makes such a record.
-        eval_every: of the command: how many points.
+        command: that makes such a record at scale=small; at scale=paper without that word.
+        says: the verdict of the seeds, as paragraphs; None where there is no test.
     """
 
     title: str
@@ -36,34 +37,39 @@ class Curves:
     command: str
     metric: str = "accuracy"
     x: str = ""
+    says: curve_claims.Says | None = None
 
 
 _TRAIN = "python -m dpexp.train"
+_CIFAR = ("cifar10", "cifar10_jpeg")
 _THREE = ("flat", "perlayer", "adaptive_perlayer")
 TARGETS: dict[str, Curves] = {
     "figure-he-2": Curves(
         "He et al., Figure 2: norms of every layer through training, CIFAR-10",
         "Norms start uniformly low; as training goes on, those of the layers near the input grow.",
-        {"task": "cifar10", "clip": "adaptive_perlayer", "privacy.epsilon": 8}, "norms",
-        f"{_TRAIN} task=cifar10 clip=adaptive_perlayer privacy=eps8 scale=small runtime.eval_every=20",
+        {"task": _CIFAR, "clip": "adaptive_perlayer"}, "norms",
+        f"{_TRAIN} task=cifar10_jpeg clip=adaptive_perlayer privacy=eps8 scale=small runtime.eval_every=49 seed=0,1,2 -m",
+        says=curve_claims.norms_grow_near_the_input,
     ),
     "figure-he-3": Curves(
         "He et al., Figure 3: accuracy over epochs, CIFAR-10, with and without noise",
         "Adaptive per-layer clipping closes the gap to flat clipping, with and without noise; fixed per-layer clipping does not.",
-        {"task": "cifar10", "clip": _THREE}, "dev",
-        f"{_TRAIN} task=cifar10 clip=flat,perlayer,adaptive_perlayer privacy=eps3 scale=small runtime.eval_every=20"
+        {"task": _CIFAR, "clip": _THREE}, "dev",
+        f"{_TRAIN} task=cifar10_jpeg clip=flat,perlayer,adaptive_perlayer privacy=eps3 scale=small runtime.eval_every=49"
         " seed=0,1,2 -m",
+        says=curve_claims.adaptive_closes_the_gap,
     ),
     "figure-he-4": Curves(
         "He et al., Figure 4: norms of some layers through fine-tuning, SST-2",
         "The distribution of norms shifts as fine-tuning goes on, differently in each layer; the 85% quantile parts two groups.",
-        {"task": "sst2", "clip": "adaptive_perlayer", "privacy.epsilon": 8}, "norms",
-        f"{_TRAIN} task=sst2 clip=adaptive_perlayer privacy=eps8 scale=small runtime.eval_every=11",
+        {"task": "sst2", "clip": "adaptive_perlayer"}, "norms",
+        f"{_TRAIN} task=sst2 clip=adaptive_perlayer privacy=eps8 scale=small runtime.eval_every=11 seed=0,1,2 -m",
+        says=curve_claims.norms_shift_by_layer,
     ),
     "figure-he-5": Curves(
         "He et al., Figure 5: the target quantile",
         "CIFAR-10 is robust to target quantiles from 0.3 to 0.9; on SST-2 those around 0.9 are best.",
-        {"task": ("cifar10", "sst2"), "clip": "adaptive_perlayer"}, "sweep",
+        {"task": (*_CIFAR, "sst2"), "clip": "adaptive_perlayer"}, "sweep",
         f"{_TRAIN} sweep=he2023_fig5_sst2 task=sst2 clip=adaptive_perlayer scale=small",
         x="clip.target_quantile",
     ),
@@ -117,35 +123,43 @@ _COLUMNS = {
     "norms": ("run", "step", "group", "25%", "50%", "75%", "85%", "scale", "record"),
     "sweep": ("run", "x", "value", "seed", "ε", "scale", "record"),
 }
-MAX_RUNS = 4  # panels of a figure of norms
+MAX_RUNS = 2  # of a figure of norms, two panels each
+MAX_LINES = 6  # layers in its second panel
 
 
 def build(name: str, records: Sequence[Record]) -> Document:
-    """The document of one figure; scales in blocks of their own, the figure drawn from the largest scale that has runs."""
+    """The document of one figure; a block for each scale and task, the figure drawn from the first that has runs."""
     target = TARGETS[name]
     matching = [record for record in records if record.matches(target.select)]
-    sections, counts, drawn = [], [], ""
+    sections, counts, drawn, found = [], [], "", []
     png = b""
     for scale in ("paper", "small"):
-        own = [record for record in matching if record.summary["scale"] == scale]
-        rows = [row for record in own for row in _READ[target.kind](record, target)]
-        if target.kind == "sweep" and len({row["x"] for row in rows}) < 2:
-            rows = []  # one value is no sweep
-        if rows:
-            counts.append(f"{scale} {len({row['record'] for row in rows})} runs")
+        of_scale = [record for record in matching if record.summary["scale"] == scale]
+        shown = []
+        for tasks in _tasks(target, of_scale):
+            own = [record for record in of_scale if record.facts["task"] in tasks]
+            rows = _rows(target, own)
+            if not rows:
+                continue
+            heading = f"scale={scale}, {', '.join(tasks)}"
+            counts.append(
+                f"{scale} {len({r for row in rows for r in row['record'].split(', ')})} runs on {', '.join(tasks)}"
+            )
+            said = target.says(own) if target.says else ()
+            found += [f"{heading}: {said[0].strip('*')}"] if said else []
             if not drawn:
                 drawn, png = _draw(target, rows)
-        said = () if rows else (_todo(target, scale),)
-        sections.append(Section(f"scale={scale}", said, _COLUMNS[target.kind] if rows else (), rows, scale))
+            shown.append(Section(heading, said, _COLUMNS[target.kind], rows, scale))
+        sections += shown or [Section(f"scale={scale}", (_todo(target, scale),), (), [], scale)]
     private = (
         ("Norms are computed on private data without noise: they are outside every guarantee.",)
         if target.kind == "norms"
         else ()
     )
-    found = "see the curves; no test" if counts else "cannot tell: not run"
+    ours = "; ".join(found) or ("see the curves; no test" if counts else "cannot tell: not run")
     words = (
         f"**Claim.** {target.claim}",
-        f"**Our runs.** {found}.",
+        f"**Our runs.** {ours}.",
         *private,
         f"Regenerate: `python -m dpexp.report {name}`.",
     )
@@ -155,12 +169,68 @@ def build(name: str, records: Sequence[Record]) -> Document:
     )  # fmt: skip
 
 
+def _tasks(target: Curves, records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """The tasks of each block: one by one, but for a sweep whose picture has them all."""
+    tasks = sorted({str(record.facts["task"]) for record in records})
+    return [tuple(tasks)] if target.kind == "sweep" and tasks else [(task,) for task in tasks]
+
+
+def _rows(target: Curves, records: Sequence[Record]) -> Rows:
+    """Of all records; of one seed for each configuration where norms of all layers would make too many."""
+    chosen = (
+        [group[0] for group in by_configuration(_with_norms(records))] if target.kind == "norms" else records
+    )
+    told_apart = _labels(chosen, target.x)
+    rows = [
+        row | {"run": label}
+        for record, label in zip(chosen, told_apart, strict=True)
+        for row in _READ[target.kind](record, target)
+    ]
+    return (
+        [] if target.kind == "sweep" and len({row["x"] for row in rows}) < 2 else rows
+    )  # one value is no sweep
+
+
+_APART = {
+    "optim.lr": "lr", "optim.batch_size": "B", "optim.epochs": "E", "optim.steps": "steps", "clip.clip_norm": "C",
+    "clip.target_quantile": "quantile", "model.trainable": "trains", "peft.name": "peft", "clip.allocation": "allocation",
+}  # fmt: skip
+
+
+def _labels(records: Sequence[Record], x: str) -> list[str]:
+    """A name for the line of each record: equal for the seeds of a configuration (and along x), else told apart."""
+    found = [_label(record) for record in records]
+    for key, word in _APART.items():
+        kept = {
+            label: {str(r.facts.get(key)) for r, own in zip(records, found, strict=True) if own == label}
+            for label in found
+        }
+        found = [
+            f"{label}, {word} {_short(record.facts.get(key))}" if key != x and len(kept[label]) > 1 else label
+            for record, label in zip(records, found, strict=True)
+        ]
+    return found
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def _with_norms(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.summary.get("curves", {}).get("norms")]
+
+
 def _todo(target: Curves, scale: str) -> str:
     if not target.command:
         return "Not built."
     if target.select.get("scale", scale) != scale:
         return "No stand-in at this scale."
-    return f"Not run: `{target.command.replace(' scale=small', '') if scale == 'paper' else target.command}`"
+    if scale == "paper":  # the data that the paper has, for the length that it trains
+        words = [
+            w for w in target.command.split() if w != "scale=small" and not w.startswith("runtime.eval_every")
+        ]
+        return f"Not run: `{' '.join(words).replace('cifar10_jpeg', 'cifar10')}`"
+    return f"Not run: `{target.command}`"
 
 
 def _label(record: Record) -> str:
@@ -172,7 +242,7 @@ def _label(record: Record) -> str:
 def _base(record: Record) -> dict[str, str]:
     spent = record.facts.get("privacy.epsilon")
     return {
-        "run": _label(record), "seed": str(record.facts["seed"]), "ε": f"{spent:g}" if spent else "∞",
+        "seed": str(record.facts["seed"]), "ε": f"{spent:g}" if spent else "∞",
         "scale": record.summary["scale"], "record": f"results/runs/{record.name}",
     }  # fmt: skip
 
@@ -207,9 +277,7 @@ def _sweep(record: Record, target: Curves) -> Rows:
     value, x = record.metric(target.metric), record.facts.get(target.x)
     if value is None or x is None:
         return []
-    return [
-        _base(record) | {"x": f"{x:g}" if isinstance(x, int | float) else str(x), "value": f"{value:.4g}"}
-    ]
+    return [_base(record) | {"x": _short(x), "value": f"{value:.4g}"}]
 
 
 _READ: dict[str, Callable[[Record, Curves], Rows]] = {
@@ -223,26 +291,37 @@ _READ: dict[str, Callable[[Record, Curves], Rows]] = {
 def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
     if target.kind == "norms":
         runs = list(dict.fromkeys(row["record"] for row in rows))[:MAX_RUNS]
-        return draw(lambda axes: _draw_norms(axes, rows, runs), len(runs), (5.0, 4.2))
+        return draw(lambda axes: _draw_norms(axes, rows, runs), 2 * len(runs), (4.6, 4.2))
     key = {"dev": "epoch", "time": "seconds", "sweep": "x"}[target.kind]
     numeric = all(_is_number(row[key]) for row in rows)
     names = sorted({row[key] for row in rows})
 
     def plot(axes: Any) -> None:
-        series = []
-        for run in (
-            sorted({(row["run"], row["seed"]) for row in rows})
-            if target.kind != "sweep"
-            else sorted({(r["run"], "") for r in rows})
-        ):
-            own = [row for row in rows if row["run"] == run[0] and run[1] in ("", row["seed"])]
-            points = sorted(
-                (float(row[key]) if numeric else float(names.index(row[key])), float(row["value"]))
-                for row in own
+        apart = target.kind == "time"  # seconds of two seeds are never the same
+        for number, run in enumerate(sorted({_line(row, apart) for row in rows})):
+            own: dict[float, list[float]] = {}
+            for row in rows:
+                if _line(row, apart) == run:
+                    place = float(row[key]) if numeric else float(names.index(row[key]))
+                    own.setdefault(place, []).append(float(row["value"]))
+            x = sorted(own)
+            colour = COLOURS[number % len(COLOURS)]
+            n = max(map(len, own.values()))
+            label = run + (f", mean and range of {n} runs" if n > 1 else "")
+            middle = [sum(own[at]) / len(own[at]) for at in x]
+            axes[0].plot(
+                x, middle, label=label, color=colour, marker=MARKERS[number % len(MARKERS)], markersize=3
             )
-            label = run[0] + (f", seed {run[1]}" if run[1] else "")
-            series.append((label, [x for x, _ in points], [y for _, y in points]))
-        lines(axes[0], series)
+            if n > 1:
+                axes[0].fill_between(
+                    x,
+                    [min(own[at]) for at in x],
+                    [max(own[at]) for at in x],
+                    color=colour,
+                    alpha=0.15,
+                    linewidth=0,
+                )
+        axes[0].legend()
         axes[0].set_xlabel(target.x or key)
         axes[0].set_ylabel(target.metric)
         if not numeric:
@@ -251,17 +330,32 @@ def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
     return draw(plot, 1, (6.0, 4.0))
 
 
+def _line(row: dict[str, str], apart: bool) -> str:
+    return f"{row['run']}, seed {row['seed']}" if apart else row["run"]
+
+
 def _draw_norms(axes: Any, rows: Rows, runs: Sequence[str]) -> None:
-    for axis, run in zip(axes, runs, strict=True):
+    """For each run the median of every layer, and the quartiles of some layers, over the steps."""
+    for number, run in enumerate(runs):
         own = [row for row in rows if row["record"] == run]
-        steps, groups = (
-            list(dict.fromkeys(r["step"] for r in own)),
-            list(dict.fromkeys(r["group"] for r in own)),
-        )
+        steps, groups = (list(dict.fromkeys(row[key] for row in own)) for key in ("step", "group"))
         values = {(row["group"], row["step"]): float(row["50%"]) for row in own}
-        heat(axis, steps, groups, values, f"{own[0]['run']}: median norm")
-        axis.set_xlabel("step")
-        axis.tick_params(axis="y", labelsize=5)
+        left, right = axes[2 * number], axes[2 * number + 1]
+        heat(left, steps, groups, values, f"{own[0]['run']}: median norm", log=True)
+        left.tick_params(axis="y", labelsize=5)
+        last = len(groups) - 1
+        some = dict.fromkeys(groups[round(i * last / (MAX_LINES - 1))] for i in range(MAX_LINES))
+        for colour, group in zip(COLOURS, some, strict=False):
+            points = [row for row in own if row["group"] == group]
+            x = [float(row["step"]) for row in points]
+            right.plot(x, [float(row["50%"]) for row in points], color=colour, label=group, linewidth=1.4)
+            low, high = ([float(row[q]) for row in points] for q in ("25%", "75%"))
+            right.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        right.set_yscale("log")
+        right.set_title("median and quartiles of some layers", fontsize=9)
+        right.legend(fontsize=6)
+        for axis in (left, right):
+            axis.set_xlabel("step")
 
 
 def _is_number(text: str) -> bool:

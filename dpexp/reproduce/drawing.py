@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart by readers with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MOST_NUMBERS = 16  # rows or columns of a heat map that still show them
+MOST_LABELS = 24  # along one of its sides
 _STYLE = {
     "svg.hashsalt": "dpexp", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": "0.9", "grid.linewidth": 0.6, "legend.frameon": False, "legend.fontsize": 8,
@@ -62,30 +65,41 @@ def lines(
 
 
 def heat(
-    axis: Any, x: Sequence[str], y: Sequence[str], values: dict[tuple[str, str], float], title: str
-) -> None:
-    """A heat map with its numbers; cells without a value stay white. ``values[y, x]``."""
+    axis: Any, x: Sequence[str], y: Sequence[str], values: dict[tuple[str, str], float], title: str, *, log: bool = False
+) -> None:  # fmt: skip
+    """A heat map, with its numbers where they fit; cells without a value stay white.
+
+    Args:
+        axis: of matplotlib.
+        x, y: labels.
+        values: ``[y, x]``.
+        title: above it.
+        log: colours by the logarithm, where all values are positive.
+    """
     grid = [[values.get((row, column), float("nan")) for column in x] for row in y]
     axis.grid(False)
     shown = [v for line in grid for v in line if v == v]
+    scale = LogNorm if log and shown and min(shown) > 0 else Normalize
+    norm = scale(min(shown), max(shown)) if shown else Normalize()
     if shown:
-        axis.imshow(grid, cmap="cividis", aspect="auto", vmin=min(shown), vmax=max(shown))
+        axis.imshow(grid, cmap="cividis", aspect="auto", norm=norm)
     else:
         axis.set_xlim(-0.5, len(x) - 0.5)
         axis.set_ylim(len(y) - 0.5, -0.5)
-    middle = (min(shown) + max(shown)) / 2 if shown else 0.0
-    for i, line in enumerate(grid):
+    for i, line in enumerate(grid if len(y) <= MOST_NUMBERS and len(x) <= MOST_NUMBERS else []):
         for j, value in enumerate(line):
             if value == value:
+                dark = float(norm(value)) < 0.5
                 axis.text(
                     j,
                     i,
-                    f"{value:.4g}",
+                    f"{value:.3g}" if log else f"{value:.4g}",
                     ha="center",
                     va="center",
-                    fontsize=7,
-                    color="white" if value < middle else "black",
+                    fontsize=5 if log else 7,
+                    color="white" if dark else "black",
                 )
-    axis.set_xticks(range(len(x)), x)
-    axis.set_yticks(range(len(y)), y)
+    for labels, put in ((x, axis.set_xticks), (y, axis.set_yticks)):
+        some = range(0, len(labels), -(-len(labels) // MOST_LABELS) or 1)
+        put(some, [labels[i] for i in some])
     axis.set_title(title, fontsize=9)

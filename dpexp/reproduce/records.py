@@ -31,6 +31,17 @@ _RUNTIME = (
 
 
 @dataclass(frozen=True)
+class Near:
+    """A number that came out of a run, to be compared with a printed one: within one percent."""
+
+    value: float
+
+    def agrees(self, fact: object) -> bool:
+        """Is it a number, and close?"""
+        return isinstance(fact, int | float) and abs(fact - self.value) <= 0.01 * abs(self.value)
+
+
+@dataclass(frozen=True)
 class Record:
     """One committed summary of a run.
 
@@ -46,17 +57,37 @@ class Record:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What it can be looked up by: task, model, clip, engine, scale, seed, and every setting by its dotted name."""
+        """What it can be looked up by: task, model, clip, engine, scale, seed, and every setting by its dotted name; and
+        what came out: "spent", ε under its accountant, and "epochs", however its length was given."""
         config = dict(flatten(self.summary.get("details", {}).get("config", {})))
-        return config | {
-            key: self.summary.get(key) for key in ("task", "model", "clip", "engine", "scale", "seed")
-        }
+        if "privacy.delta" in config:
+            config["privacy.delta"] = _as_one_text(config["privacy.delta"])
+        return (
+            config
+            | {key: self.summary.get(key) for key in ("task", "model", "clip", "engine", "scale", "seed")}
+            | {"spent": self.spent, "epochs": self._epochs(config)}
+        )
+
+    @property
+    def spent(self) -> float | None:
+        """ε under the record's accountant; None for a run without a guarantee."""
+        privacy = self.summary.get("privacy") or {}
+        found = (privacy.get("epsilon") or {}).get(privacy.get("accountant"))
+        return None if found is None else float(found)
+
+    def _epochs(self, config: Mapping[str, Any]) -> float | None:
+        if (given := config.get("optim.epochs")) is not None:
+            return float(given)
+        rows = (self.summary.get("data", {}).get("rows") or {}).get("train")
+        steps, batch = config.get("optim.steps"), config.get("optim.batch_size")
+        return float(steps) * float(batch) / rows if rows and steps and batch else None
 
     @cached_property
     def science(self) -> dict[str, Any]:
         """The settings that may change a result, the data's checksums among them; equal for the seeds of one configuration."""
         facts = {k: v for k, v in self.facts.items() if not k.startswith(_ELSEWHERE + _RUNTIME)}
-        del facts["engine"]
+        for name in ("engine", "spent", "epochs"):
+            del facts[name]
         facts["task.max_length"] = self.facts.get("task.max_length")
         return facts | {"data.sha256": json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)}
 
@@ -72,7 +103,7 @@ class Record:
 
     def matches(self, where: Mapping[str, Any]) -> bool:
         """Does every fact agree? A tuple or list means any of its values."""
-        return all(_agrees(self.facts.get(key), wanted) for key, wanted in where.items())
+        return all(agrees(self.facts.get(key), wanted) for key, wanted in where.items())
 
 
 def load(folder: Path, *, show_unclean: bool = False) -> list[Record]:
@@ -118,6 +149,8 @@ def provenance_problems(summary: Mapping[str, Any]) -> list[str]:
         "its command": summary.get("command"),
     }
     found = [f"lacks {name}" for name, value in needed.items() if value in (None, "", {}, [])]
+    if "audit" in summary:
+        found.append("it is an audit, whose data hold canaries")
     sums = data.get("sha256")
     if not sums or (isinstance(sums, Mapping) and not all(sums.values())):
         found.append("lacks a checksum of its data")
@@ -147,12 +180,23 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield prefix + key, value
 
 
-def _agrees(fact: Any, wanted: Any) -> bool:
+def _as_one_text(delta: Any) -> Any:
+    """1e-5 and 1e-05 are one setting."""
+    try:
+        return f"{float(delta):g}"
+    except (TypeError, ValueError):
+        return delta
+
+
+def agrees(fact: Any, wanted: Any) -> bool:
+    """Is a fact of a record what is wanted? Numbers may come as text (δ is one); a list means any of its values."""
     if isinstance(wanted, list | tuple):
-        return any(_agrees(fact, one) for one in wanted)
-    if isinstance(fact, int | float) and not isinstance(fact, bool):
-        try:
-            return abs(float(wanted) - fact) <= 1e-9 * max(1.0, abs(fact))
-        except (TypeError, ValueError):
-            return False
-    return bool(fact == wanted) if isinstance(wanted, bool) or wanted is None else str(fact) == str(wanted)
+        return any(agrees(fact, one) for one in wanted)
+    if isinstance(wanted, Near):
+        return wanted.agrees(fact)
+    if isinstance(wanted, bool) or wanted is None or isinstance(fact, bool) or fact is None:
+        return bool(fact == wanted)
+    try:
+        return abs(float(wanted) - float(fact)) <= 1e-9 * abs(float(fact))
+    except (TypeError, ValueError):
+        return str(fact) == str(wanted)

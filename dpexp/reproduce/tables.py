@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dpexp.reproduce import cells
+from dpexp.reproduce import cells, miniature, pairs
 from dpexp.reproduce.cells import FACTS, Filling, Slot
 from dpexp.reproduce.documents import Document, Section
+from dpexp.reproduce.pairs import Pair
 from dpexp.reproduce.paper import FOLDER, Cell, paper_table, paper_tables
 from dpexp.reproduce.records import Record
-from dpexp.reproduce.statistics import CANNOT_TELL, Comparison, compare, mean_std, overall
+from dpexp.reproduce.statistics import compare, mean_std
 
 COLUMNS = (
     "row", "column", "paper", "ours", "n", "difference", "scale", "configuration", "ε", "δ", "accountant", "sampling",
@@ -42,7 +42,27 @@ class Claim:
     claim: str
     compare: tuple[Mapping[str, Any], ...] = ()
     stand_ins: Mapping[str, Any] = field(default_factory=dict)
+    instead: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    miniature: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+
+    @property
+    def filled_with(self) -> str:
+        """The task of the block whose commands fill the table at scale=small; "" for the cells' own."""
+        return next(iter(self.instead), "")
+
+    @property
+    def blocks(self) -> Iterator[tuple[str, str]]:
+        """(scale, task that stands in for the cells' own, or "") of every block."""
+        for scale in SHOWN:
+            yield scale, ""
+            yield from ((scale, task) for task in (self.instead if scale == "small" else ()))
+
+    def slots(self, printed: Sequence[Cell], scale: str, task: str) -> list[Slot]:
+        """The cells of a block."""
+        more = self.instead.get(task, {})
+        slots = (cells.slot(cell, scale, self.stand_ins, task) for cell in printed)
+        return [replace(slot, where={**slot.where, **more}) for slot in slots]
 
 
 @cache
@@ -67,20 +87,35 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
     """
     claim = claims()[paper, table]
     printed = [cell for cell in paper_table(paper, table, folder) if cell.unit or "metric" in cell.settings]
-    sections, verdicts, counts = [], [], {}
-    for scale in SHOWN:
-        slots = [cells.slot(cell, scale, claim.stand_ins) for cell in printed]
+    sections, verdicts, statuses, runnable = [], [], [], 0
+    if claim.miniature:
+        section, found = miniature.build(claim.miniature, records)
+        sections.append(section)
+        if section.rows:
+            verdicts.append(f"{section.heading}: {pairs.verdict(found)}")
+            statuses.append(f"small {len(section.rows)} cells in miniature on {claim.miniature['task']}")
+    for scale, task in claim.blocks:
+        slots = claim.slots(printed, scale, task)
         filled = {id(slot): slot.fillings(records) for slot in slots}
-        pairs = list(_pairs(claim, slots, filled))
-        lines = "\n".join(f"- {_pair_line(pair)}" for pair in pairs)
-        said = (f"**{_verdict_line(pairs)}**", *([lines] if pairs else [])) if claim.compare else ()
-        note = (claim.note,) if scale == "small" and claim.note else ()
-        rows = [row for slot in slots for row in _rows(slot, filled[id(slot)])]
-        sections.append(Section(f"scale={scale}", (*note, *said), COLUMNS, rows, scale))
-        ours = [slot for slot in slots if not slot.reason]
-        counts[scale] = sum(bool(filled[id(slot)]) for slot in ours), len(ours)
-        if claim.compare:
-            verdicts.append(f"scale={scale}: {_verdict_line(pairs)}")
+        done, total = sum(map(bool, filled.values())), sum(not slot.reason for slot in slots)
+        heading = f"scale=small, on {task} instead" if task else f"scale={scale}"
+        runnable += total
+        if done or scale == "paper" or task == claim.filled_with:
+            compared = list(_pairs(claim, slots, filled))
+            said = pairs.paragraphs(compared) if claim.compare else ()
+            sections.append(Section(heading, (*_notes(claim, scale, task, filled), *said), COLUMNS, [
+                row for slot in slots for row in _rows(slot, filled[id(slot)], task)
+                if task in ("", claim.filled_with) or "n" in row
+            ], scale))  # fmt: skip
+            verdicts += [f"{heading}: {pairs.verdict(compared)}"] if claim.compare else []
+        elif (
+            not task
+        ):  # its data are not for everybody; another block has the commands for those that stand in
+            command = next((slot.command for slot in slots if slot.command), "")
+            sections.append(
+                Section(heading, (f"Not run; with the data set itself: `{command}`, …",), (), [], scale)
+            )
+        statuses += [f"{scale} {done}/{total}{f' on {task}' if task else ''}"] if done else []
     name = target_name(paper, table)
     paragraphs = (
         f"**Claim.** {claim.claim}",
@@ -91,16 +126,9 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
         f"Regenerate: `python -m dpexp.report {name}` (or `make {name}`); with `RUN=1 SCALE=small` the missing cells are run.",
     )
     return Document(
-        name, claim.title, _short(paper), paragraphs, tuple(sections), COLUMNS, status=status_of(counts)
-    )
-
-
-def status_of(counts: Mapping[str, tuple[int, int]]) -> str:
-    """For the coverage matrix: at which scales how many of the cells that can be run are filled."""
-    found = [f"{scale} {done}/{total}" for scale, (done, total) in counts.items() if done]
-    if found:
-        return ", ".join(found)
-    return "not run" if any(total for _, total in counts.values()) else "not built"
+        name, claim.title, _short(paper), paragraphs, tuple(sections), COLUMNS,
+        status=", ".join(statuses) or ("not run" if runnable else "not built"),
+    )  # fmt: skip
 
 
 def target_name(paper: str, table: str) -> str:
@@ -116,8 +144,12 @@ def missing(
 ) -> list[str]:
     """The commands that fill what has no record at this scale, each once."""
     claim = claims()[paper, table]
-    slots = [cells.slot(cell, scale, claim.stand_ins) for cell in paper_table(paper, table, folder)]
-    return list(dict.fromkeys(slot.command for slot in slots if slot.command and not slot.fillings(records)))
+    task = claim.filled_with if scale == "small" else ""
+    slots = claim.slots(paper_table(paper, table, folder), scale, task)
+    own = [slot.command for slot in slots if slot.command and not slot.fillings(records)]
+    if scale == "small" and claim.miniature and not miniature.build(claim.miniature, records)[0].rows:
+        own = [claim.miniature["command"]]
+    return list(dict.fromkeys(own))
 
 
 def known(folder: Path = FOLDER) -> list[tuple[str, str]]:
@@ -130,32 +162,31 @@ def _short(paper: str) -> str:
     return paper.rstrip("0123456789")
 
 
-def _rows(slot: Slot, fillings: Sequence[Filling]) -> Iterator[dict[str, str]]:
+def _notes(claim: Claim, scale: str, task: str, filled: Mapping[int, Sequence[Filling]]) -> tuple[str, ...]:
+    """Above a block: what a small run is not; of another data set, its name, and that there is no difference to be had."""
+    notes = (claim.note,) if scale == "small" and claim.note else ()
+    if not task:
+        return notes
+    records = [filling.records[0] for found in filled.values() for filling in found]
+    name = next((str(title) for r in records if (title := r.facts.get("task.title"))), task)
+    return (
+        *notes,
+        f"**Another data set, {name}**: the methods can be compared with each other, and no number with the paper's.",
+    )
+
+
+def _rows(slot: Slot, fillings: Sequence[Filling], task: str = "") -> Iterator[dict[str, str]]:
     cell = slot.cell
     left = {"row": cell.row, "column": cell.column, "paper": printed_value(cell), "scale": slot.scale}
     if not fillings:
         ours = slot.reason or f"not run: `{slot.command}`"
         yield left | {"ours": ours}
     for filling in fillings:
-        record, privacy = filling.records[0], filling.records[0].summary["privacy"]
-        mean, std = mean_std(filling.values)
         digits = cell.decimals if cell.number is not None else 2
-        accountant = privacy.get("accountant")
-        spent = privacy["epsilon"].get(accountant) if accountant else None
-        unclean = sorted({problem for r in filling.records for problem in r.problems})
-        yield left | {
-            "ours": f"{mean:.{digits}f}" + (f" ± {std:.2f}" if std is not None else ""),
-            "n": str(len(filling.values)),
-            "difference": "" if cell.number is None else f"{mean - cell.number:+.{digits}f}",
-            "configuration": cells.described(record)
-            + (f" (UNCLEAN: {'; '.join(unclean)})" if unclean else ""),
-            "ε": "∞" if spent is None else f"{spent:.2f}",
-            "δ": "" if privacy.get("delta") is None else f"{privacy['delta']:.3g}",
-            "accountant": accountant or "none",
-            "sampling": str(privacy.get("sampling")),
-            "hardware": record.summary["performance"].get("device", ""),
-            "record": ", ".join(cells.repository_path(r.name) for r in filling.records),
-        }
+        difference = (
+            "" if cell.number is None or task else f"{mean_std(filling.values)[0] - cell.number:+.{digits}f}"
+        )
+        yield left | cells.columns(filling, digits) | {"difference": difference}
 
 
 def printed_value(cell: Cell) -> str:
@@ -169,18 +200,6 @@ def printed_value(cell: Cell) -> str:
 
 
 # Comparisons: pairs of cells that differ in what left and right say, over records that agree in everything else.
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One instance of a claim: two cells, two configurations, and what their seeds say."""
-
-    what: str
-    left: str
-    right: str
-    expect: str
-    result: Comparison
-    sizes: tuple[int, int]
 
 
 def _pairs(claim: Claim, slots: Sequence[Slot], filled: Mapping[int, list[Filling]]) -> Iterator[Pair]:
@@ -228,23 +247,3 @@ def _has(cell: Cell, settings: Mapping[str, Any]) -> bool:
 def _rest(cell: Cell, varied: Sequence[str]) -> tuple[tuple[str, str], ...]:
     names = {*FACTS, "metric", "split", "subset"} - set(varied)
     return tuple(sorted((k, v) for k, v in cell.settings.items() if k in names))
-
-
-def _verdict_line(pairs: Sequence[Pair]) -> str:
-    if not pairs:
-        return f"{CANNOT_TELL}: no pair of records that differ in this alone"
-    tested = [pair for pair in pairs if pair.result.p_for is not None]
-    word = overall([pair.result for pair in pairs])
-    if not tested:
-        return f"{CANNOT_TELL}: fewer than two seeds on a side of each of {len(pairs)} pairs"
-    return f"{word} ({len(tested)} of {len(pairs)} pairs tested, Welch's t over seeds, level 0.05)"
-
-
-def _pair_line(pair: Pair) -> str:
-    result, (left, right) = pair.result, pair.sizes
-    interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
-    p = f", p for {result.p_for:.3f}, against {result.p_against:.3f}" if result.p_for is not None else ""
-    return (
-        f"{pair.what}: {pair.left} (n = {left}) minus {pair.right} (n = {right}) = {result.difference:+.2f}{interval};"
-        f" expected {pair.expect}{p}: {result.verdict}"
-    )

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.metrics import METRICS
+from dpexp.metrics import METRICS, check_metric
 from dpexp.tasks.base import COUNTED, DataInfo, Progress, Task, check_num_examples, declared_num_examples
 from dpexp.tasks.demo import DEMO_LABELS
 from dpexp.tasks.files import Table
 from dpexp.tasks.lookup import Columns, Found, columns_of, find_tables
-from dpexp.tasks.tokens import TokenTable, tokenize_cached
+from dpexp.tasks.tokens import TokenTable, tokenize, tokenize_cached
 
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
@@ -75,16 +75,17 @@ class TextClassification(Task):
         """Find, read, check and tokenise the data.
 
         Raises:
-            UserError: as `find_tables`; a label outside the classes; N not declared or another; an unknown metric.
+            UserError: as `find_tables`; a label outside the classes; N not declared or another; a metric
+                that is unknown or not for so many classes.
         """
-        if task.metric not in METRICS:
-            raise UserError(f"task.metric={task.metric} is unknown: choose one of {', '.join(METRICS)}")
+        check_metric(task.metric, len(task.labels) or None)
         found = find_tables(task, data, scale)
         train = found.tables["train"]
         self.name = task.name
         self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
         columns = columns_of(task, data)
         self.labels, notes = _classes(task, found, columns)
+        check_metric(task.metric, len(self.labels))
         if declared_num_examples(task, data, scale) is None:
             notes.append(COUNTED)
         self.metric = METRICS[task.metric]
@@ -101,6 +102,12 @@ class TextClassification(Task):
             content = " ".join([table.sha256, str(columns.wanted), *filter(None, [table.part])])
             tokens = self._tokenize(cache, content, tokenizer, texts, pairs, max_length)
             private = " (counted without noise on private data)" if split == "train" else ""
+            if tokens.truncated and task.overlong == "error":
+                row = self._first_cut(tokens, tokenizer, texts, pairs, max_length)
+                raise UserError(
+                    f"{table.at(row)}: more than the {max_length} tokens of task.max_length (or of what the model can "
+                    f"read); task.overlong=cut cuts such rows, here {tokens.truncated} of {len(table)}, and counts them"
+                )
             if tokens.truncated:
                 notes.append(
                     f"{split}: {tokens.truncated} of {len(table)} rows were cut to {max_length} tokens{private}"
@@ -132,6 +139,29 @@ class TextClassification(Task):
         max_length: int,
     ) -> TokenTable:
         return tokenize_cached(cache, content, tokenizer, texts, pairs, max_length)
+
+    def _uncached(
+        self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
+    ) -> TokenTable:
+        return tokenize(tokenizer, texts, pairs, max_length)
+
+    def _first_cut(
+        self,
+        tokens: TokenTable,
+        tokenizer: Any,
+        texts: Sequence[str],
+        pairs: Sequence[str] | None,
+        max_length: int,
+    ) -> int:
+        """The first row that lost a part: of those of full length, the first that is cut when it is tokenised by itself."""
+        full = [int(row) for row in np.flatnonzero(tokens.lengths == max_length)]
+        return next(
+            row
+            for row in full
+            if self._uncached(
+                tokenizer, [texts[row]], None if pairs is None else [pairs[row]], max_length
+            ).truncated
+        )
 
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
         """Pad on the right to the longest of the examples.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,13 @@ from dpexp.durable import flush_file, write_atomic
 
 if TYPE_CHECKING:
     from dpexp.schemas import GenerationConfig
+
+
+class Written(NamedTuple):
+    """text: a prediction, without special tokens; ended: whether the model ended it, or `max_target` did."""
+
+    text: str
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ def decode(
     rows: int,
     path: Path | None = None,
     progress: Callable[[int], object] | None = None,
-) -> list[str]:
+) -> list[Written]:
     """The predictions for `contexts`, in their order, by beam search.
 
     Args:
@@ -56,7 +63,8 @@ def decode(
             already are not made again. A file of other weights, other settings or other data is begun anew.
         progress: called with the number of predictions done.
     """
-    head = {"weights": weights_hash(model), "settings": asdict(settings), "contexts": _hash(contexts)}
+    search = {name: getattr(settings, name) for name in ("num_beams", "length_penalty", "max_target")}
+    head = {"weights": weights_hash(model), "settings": search, "contexts": _hash(contexts)}
     done = _read(path, head) if path is not None else {}
     left = [i for i in range(len(contexts)) if i not in done]
     left.sort(key=lambda i: -len(contexts[i].prompt))  # longest first: a lack of memory shows at once
@@ -80,8 +88,8 @@ def beam_search(
     tokenizer: Any,
     prompts: Sequence[np.ndarray],
     settings: GenerationConfig,
-) -> list[str]:
-    """The best continuation of every prompt, as text without special tokens.
+) -> list[Written]:
+    """The best continuation of every prompt.
 
     Prompts are padded on the left, so that all go on at the same place; the padding is masked, and positions are counted from the
     first real token. So a prompt's continuation does not depend on its neighbours.
@@ -109,8 +117,10 @@ def beam_search(
             pad_token_id=tokenizer.pad_token_id,
         ),
     )
-    texts = tokenizer.batch_decode(found[:, longest:], skip_special_tokens=True)
-    return [text.strip() for text in texts]
+    new = found[:, longest:]
+    texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+    end = tokenizer.eos_token_id
+    return [Written(text.strip(), end in row) for text, row in zip(texts, new.tolist(), strict=True)]
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -125,39 +135,41 @@ def weights_hash(model: nn.Module) -> str:
 def _hash(contexts: Sequence[Context]) -> str:
     digest = hashlib.sha256()
     for context in contexts:
-        digest.update(json.dumps([context.prompt.tolist(), context.references]).encode())
+        digest.update(json.dumps([context.source, context.prompt.tolist(), context.references]).encode())
     return digest.hexdigest()[:16]
 
 
-def _read(path: Path, head: dict[str, Any]) -> dict[int, str]:
+def _read(path: Path, head: dict[str, Any]) -> dict[int, Written]:
     """The predictions in a file; it is begun anew where it belongs to something else, and a torn last line is dropped."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().split(b"\n")  # texts may hold what else ends a line in Unicode
     except FileNotFoundError:
         lines = []
-    done: dict[int, str] = {}
+    done: dict[int, Written] = {}
     kept = [json.dumps(head)]
-    if lines and lines[0] == kept[0]:
+    if lines and lines[0] == kept[0].encode():
         for line in lines[1:]:
             try:
-                row = json.loads(line)
-                done[row["index"]] = row["prediction"]
+                content = line.decode()  # the last line may be torn inside a character
+                row = json.loads(content)
+                done[row["index"]] = Written(row["prediction"], row["ended"])
             except (ValueError, KeyError, TypeError):
                 break
-            kept.append(line)
+            kept.append(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, "\n".join(kept) + "\n")
     return done
 
 
-def _append(path: Path, chosen: Sequence[int], contexts: Sequence[Context], texts: Sequence[str]) -> None:
+def _append(path: Path, chosen: Sequence[int], contexts: Sequence[Context], texts: Sequence[Written]) -> None:
     with open(path, "a", encoding="utf-8") as file:
-        for i, text in zip(chosen, texts, strict=True):
+        for i, written in zip(chosen, texts, strict=True):
             row = {
                 "index": i,
                 "input": contexts[i].source,
                 "references": contexts[i].references,
-                "prediction": text,
+                "prediction": written.text,
+                "ended": written.ended,
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         flush_file(file)

@@ -18,6 +18,7 @@ from dpexp.tasks.files import Table
 
 DEMO_NAME = "synthetic demo data (embedded), not a published data set"
 DEMO_LABELS = ("0", "1")
+DEMO_WORDS = {"0": "terrible", "1": "great"}  # of text infilling
 DEMO_TRAIN_ROWS = 2000  # where the configuration declares no N
 DEMO_DEV_ROWS = 400
 MOST_ROWS = 100_000

@@ -61,16 +61,21 @@ class Generation(Task):
         self.splits = {s: tokenize_pairs(cache, table, tokenizer, frame) for s, table in found.tables.items()}
         self.train: Sequences = self.splits["train"]
         self.dev: Sequences = self.splits.get("dev", Sequences(frame, NO_TOKENS, NO_TOKENS))
+        if task.overlong == "error":
+            for split, sequences in self.splits.items():
+                _refuse_cuts(found.tables[split], sequences)
         notes = [
             note for split in self.splits for note in _notes(split, found.tables[split], self.splits[split])
         ]
+        notes += self._prompt_notes()
         if declared_num_examples(task, data, scale) is None:
             notes.append(COUNTED)
         if task.generation.when != "never":
             from dpexp.metrics import text  # heavy, and only needed for generated text
 
-            text.check(task.metric)  # what is missing is said now, not after an hour of training
-            notes += text.notes(task.metric)
+            models = task.generation.metric_models
+            text.check(task.metric, models)  # what is missing is said now, not after an hour of training
+            notes += text.notes(task.metric, models)
         if "dev" not in self.splits:
             notes.append("no dev set was given (data.dev), so nothing is measured")
         self.data = DataInfo(
@@ -125,6 +130,8 @@ class Generation(Task):
     ) -> dict[str, float]:
         """As `evaluate`, on test too where there is one (`..._test`), and the suite's metrics of generated text.
 
+        `generated` counts the texts, and `unended` those that `generation.max_target` cut short.
+
         Args:
             model: its mode is restored.
             device: where the model is.
@@ -144,17 +151,32 @@ class Generation(Task):
         With `generation.examples`, so many of them, spread evenly over the split.
         """
         table, sequences = self.tables[split], self.splits[split]
+        sources, targets = table.columns[SOURCE], table.columns[TARGET]
+        return [
+            Context(sources[rows[0]], [targets[row] for row in rows], sequences.prompt(rows[0]))
+            for rows in self._groups(split)
+        ]
+
+    def _groups(self, split: str) -> list[list[int]]:
         groups: dict[str, list[int]] = {}
-        for row, group in enumerate(table.columns[GROUP]):
+        for row, group in enumerate(self.tables[split].columns[GROUP]):
             groups.setdefault(group, []).append(row)
         chosen = list(groups.values())
         if (wanted := self.settings.examples) is not None and wanted < len(chosen):
             chosen = [chosen[i * len(chosen) // wanted] for i in range(wanted)]
-        sources, targets = table.columns[SOURCE], table.columns[TARGET]
-        return [
-            Context(sources[rows[0]], [targets[row] for row in rows], sequences.prompt(rows[0]))
-            for rows in chosen
-        ]
+        return chosen
+
+    def _prompt_notes(self) -> Iterator[str]:
+        """A prompt to go on from leaves room for the longest target, so that it may lose more than a pair that is read."""
+        generated = self.settings.splits if self.settings.when != "never" else []
+        for split in (s for s in generated if s in self.splits and s != "train"):
+            sequences, groups = self.splits[split], self._groups(split)
+            cut = sum(sequences.prompt_is_cut(rows[0]) for rows in groups)
+            if cut:
+                yield (
+                    f"{split}: {cut} of {len(groups)} prompts that text is generated from were cut at their "
+                    f"{sequences.frame.cut}, to leave room for {sequences.frame.longest_target} tokens"
+                )
 
     def _evaluate(
         self,
@@ -172,7 +194,9 @@ class Generation(Task):
         contexts = {split: self.contexts(split) for split in wanted if split in measured}
         total = sum(len(self.splits[s]) for s in measured) + sum(map(len, contexts.values()))
         if contexts:
-            from dpexp.metrics.text import score
+            from dpexp.metrics import text
+
+            text.check(self.suite, self.settings.metric_models)
         modes = {module: module.training for module in model.modules()}
         metrics: dict[str, float] = {}
         done = 0
@@ -194,11 +218,18 @@ class Generation(Task):
                 suffix = "" if split == "dev" else f"_{split}"
                 path = None if folder is None else folder / f"{split}.jsonl"
                 with torch.no_grad():
-                    texts = decode(model, device, self.tokenizer, asked, self.settings, batch_size, path, say)
+                    found = decode(model, device, self.tokenizer, asked, self.settings, batch_size, path, say)
                 done += len(asked)
-                scores = score(self.suite, texts, [context.references for context in asked])
+                scores = text.score(
+                    self.suite,
+                    [written.text for written in found],
+                    [context.references for context in asked],
+                    self.settings.metric_models,
+                    device,
+                )
                 metrics |= {name + suffix: value for name, value in scores.items()}
                 metrics["generated" + suffix] = float(len(asked))
+                metrics["unended" + suffix] = float(sum(not written.ended for written in found))
         finally:
             for module, mode in modes.items():
                 module.training = mode
@@ -240,10 +271,28 @@ def _batches(examples: Sequences, size: int, most: int) -> Iterator[Sequence[int
         start = stop
 
 
+def _refuse_cuts(table: Table, sequences: Sequences) -> None:
+    """Stop at the first row that would lose a part of its source or target."""
+    frame = sequences.frame
+    for rows, what in zip(
+        sequences.cut(),
+        (
+            f"with its target more than the {frame.longest} tokens of task.max_length (or of what the model can read)",
+            f"a target of more than task.generation.max_target={frame.longest_target} tokens, the end included",
+        ),
+        strict=True,
+    ):
+        if rows.any():
+            raise UserError(
+                f"{table.at(int(rows.argmax()))}: {what}; task.overlong=cut cuts such rows, here {int(rows.sum())} of "
+                f"{len(table)}, and counts them"
+            )
+
+
 def _notes(split: str, table: Table, sequences: Sequences) -> Iterator[str]:
     """What a reader of the record must know of a split."""
     private = " (counted without noise on private data)" if split == "train" else ""
-    sources, targets = sequences.cut()
+    sources, targets = (int(rows.sum()) for rows in sequences.cut())
     frame = sequences.frame
     if sources:
         yield (

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.metrics import METRICS
+from dpexp.metrics import METRICS, check_metric
 from dpexp.models.images import ImageInputs
 from dpexp.tasks.augmentation import AUGMENTATIONS, augment, choices
 from dpexp.tasks.base import COUNTED, DataInfo, Progress, Task, check_num_examples, declared_num_examples
@@ -66,11 +66,11 @@ class ImageClassification(Task):
             tokenizer: the `ImageInputs` of the network.
 
         Raises:
-            UserError: as `find_images`; N not declared or another; unknown words; an image that the network can't see.
+            UserError: as `find_images`; N not declared or another; unknown words; a metric that
+                is not for so many classes; an image that the network can't see.
         """
         self.inputs: ImageInputs = tokenizer
-        if task.metric not in METRICS:
-            raise UserError(f"task.metric={task.metric} is unknown: choose one of {', '.join(METRICS)}")
+        check_metric(task.metric, len(task.labels) or None)
         if task.augmentation not in AUGMENTATIONS:
             raise UserError(
                 f"task.augmentation={task.augmentation} is unknown: choose one of {', '.join(AUGMENTATIONS)}"
@@ -81,6 +81,7 @@ class ImageClassification(Task):
         found = find_images(task, data, scale, cache)
         train = found.splits["train"]
         self.name, self.labels = task.name, found.labels
+        check_metric(task.metric, len(self.labels))
         self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
         self.metric, self.metric_name = METRICS[task.metric], task.metric
         self.augmentations, self.augmentation = task.augmentations, task.augmentation

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from dpexp.errors import UserError
 from dpexp.tasks.classification import Example, TextClassification
+from dpexp.tasks.demo import DEMO_WORDS
+from dpexp.tasks.lookup import is_demo
 from dpexp.tasks.tokens import CHUNK, TokenTable, tokenize_cached
 
 if TYPE_CHECKING:
@@ -192,7 +194,10 @@ class TextInfilling(TextClassification):
             raise UserError(
                 f"task={task.name}: text infilling needs task.template, such as '<S1> It was [MASK] .'"
             )
-        if not task.label_words:
+        given = task.label_words
+        if not (given or task.labels) and is_demo(data, scale):
+            given = DEMO_WORDS
+        if not given:
             raise UserError(
                 f"task={task.name}: text infilling needs a word for every class, such as "
                 "task.label_words={ham: fine, spam: junk}"
@@ -203,9 +208,9 @@ class TextInfilling(TextClassification):
                 "mask token: take a model of the BERT, RoBERTa or DistilBERT family"
             )
         self.pieces = parse_template(task.template, pairs=bool(data.text_pair or task.text_pair))
-        labels = [str(label) for label in task.labels or task.label_words]
+        labels = [str(label) for label in task.labels or given]
         behind_space = next(piece.spaced for piece in self.pieces if piece.text == MASK)
-        words = {str(label): word for label, word in task.label_words.items()}
+        words = {str(label): word for label, word in given.items()}
         self.words = torch.tensor(label_word_tokens(tokenizer, words, labels, behind_space))
         self.mask_token = int(tokenizer.mask_token_id)
         super().__init__(dataclasses.replace(task, labels=labels), data, scale, tokenizer)
@@ -226,6 +231,11 @@ class TextInfilling(TextClassification):
     ) -> TokenTable:
         make = functools.partial(tokenize_template, self.pieces)
         return tokenize_cached(cache, f"{content} {self.pieces}", tokenizer, texts, pairs, max_length, make)
+
+    def _uncached(
+        self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
+    ) -> TokenTable:
+        return tokenize_template(self.pieces, tokenizer, texts, pairs, max_length)
 
     def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """The logits of the label words at the mask, `[B, K]`."""

@@ -56,6 +56,11 @@ class Found:
     tables: dict[str, Table]
 
 
+def is_demo(data: DataConfig, scale: str) -> bool:
+    """Whether the embedded data is what the configuration asks for."""
+    return data.train is None and (data.source == "demo" or (data.source == "auto" and scale == "demo"))
+
+
 def columns_of(task: TaskConfig, data: DataConfig) -> Columns:
     """The task's columns, or what `data` says instead."""
     return Columns(data.text or task.text, data.text_pair or task.text_pair, data.label or task.label)
@@ -79,7 +84,7 @@ def find_tables(task: TaskConfig, data: DataConfig, scale: str) -> Found:
         return _own_files(task, data, columns)
     if data.dev is not None:
         raise UserError("data.dev is given without data.train: own data needs at least data.train=FILE")
-    if data.source == "demo" or (data.source == "auto" and scale == "demo"):
+    if is_demo(data, scale):
         rows = declared_num_examples(task, data, scale)
         dev_sets = [split for split in task.files if split.startswith("dev")] or ["dev"]
         tables = demo_tables(task.labels, columns.text, columns.text_pair, columns.label, rows, dev_sets)

@@ -19,7 +19,7 @@ from dpexp.tasks.files import Table, find_file
 from dpexp.tasks.formats import FORMATS, TARGET, Columns, Format
 from dpexp.tasks.formats.base import hub_table
 from dpexp.tasks.formats.demo import write_demo
-from dpexp.tasks.lookup import Found
+from dpexp.tasks.lookup import Found, is_demo
 
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
@@ -57,7 +57,7 @@ def find_pairs(task: TaskConfig, data: DataConfig, scale: str) -> Found:
         return _checked(Found("own files", str(data.train), tables))
     if data.dev is not None:
         raise UserError("data.dev is given without data.train: own data needs at least data.train=FILE")
-    if data.source == "demo" or (data.source == "auto" and scale == "demo"):
+    if is_demo(data, scale):
         return _checked(_demo(task, form, declared_num_examples(task, data, scale)))
     if not task.files and not task.hub_id:
         raise UserError(

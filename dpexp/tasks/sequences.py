@@ -124,10 +124,14 @@ class Sequences(Sequence[Example]):
         """`[P]` int32: what a model is given to go on from, cut so that the longest target fits behind it."""
         return self.frame.prompt(_row(self.sources, i), self.frame.longest_target)
 
-    def cut(self) -> tuple[int, int]:
-        """How many rows lost a part of their source, and of their target."""
+    def prompt_is_cut(self, i: int) -> bool:
+        """Whether `prompt(i)` lost a part of its source."""
+        return bool(self.sources.lengths[i] > self.frame.room - self.frame.longest_target)
+
+    def cut(self) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows lost a part of their source, and of their target; `[rows]` bool each."""
         sources = self.sources.lengths > self.frame.room - self.target_lengths
-        return int(sources.sum()), int((self.targets.lengths + 1 > self.frame.longest_target).sum())
+        return sources, self.targets.lengths + 1 > self.frame.longest_target
 
 
 def tokenize_pairs(cache: Path, table: Table, tokenizer: Any, frame: Frame) -> Sequences:

@@ -119,6 +119,45 @@ def test_real_references_against_their_siblings(real_data, no_java):
     assert all(wrong[name] < 0.9 * scores[name] for name in scores)
 
 
+def each_against_its_siblings(folder, meanings):
+    """Every reference of E2E's test set, of so many meanings, and its siblings: those of the same meaning without it."""
+    with lzma.open(folder / "e2e/testset_w_refs.csv.xz", "rt", encoding="utf-8", newline="") as file:
+        groups = {}
+        for row in csv.DictReader(file):
+            groups.setdefault(row["mr"], []).append(row["ref"])
+    chosen = [refs for refs in groups.values() if len(refs) > 1][:meanings]
+    pairs = [(ref, refs[:i] + refs[i + 1 :]) for refs in chosen for i, ref in enumerate(refs)]
+    return [ref for ref, _ in pairs], [others for _, others in pairs]
+
+
+def test_each_real_reference_against_its_siblings(real_data, no_java):
+    from nltk.translate.bleu_score import corpus_bleu
+
+    predictions, references = each_against_its_siblings(real_data, 16)
+    assert len(predictions) > 100
+    words, wanted = [tokenize(p) for p in predictions], [[tokenize(t) for t in refs] for refs in references]
+    assert bleu(predictions, references) == pytest.approx(corpus_bleu(wanted, words), abs=1e-9)
+    scores = score("e2e", predictions, references)
+    one_more = score(
+        "e2e", predictions, [[p, *refs] for p, refs in zip(predictions, references, strict=True)]
+    )
+    assert one_more["bleu"] == pytest.approx(1.0)
+    assert one_more["rougeL"] == pytest.approx(1.0)
+    assert all(scores[name] < 0.95 * one_more[name] for name in scores), "each was among its own references"
+    other = score("e2e", predictions[40:] + predictions[:40], references)
+    assert all(other[name] < scores[name] for name in scores), (
+        "texts of other meanings are worse by every measure"
+    )
+
+
+@pytest.mark.slow
+def test_bleu_and_nist_of_all_real_references_against_their_siblings(real_data):
+    predictions, references = each_against_its_siblings(real_data, None)
+    assert len(predictions) == 4693 - 14, "14 of the 630 meanings have a single reference"
+    assert 0.5 < bleu(predictions, references) < 0.75
+    assert 7.0 < nist(predictions, references) < 10.0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     captions.java() is None, reason="no Java on this machine: the official tokens are not tested"

@@ -302,4 +302,23 @@ def test_text_is_generated_as_it_was_trained(network: str, way: str) -> None:
         with torch.no_grad():
             for _ in range(4):
                 ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
-        assert text == bundle.tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True).strip()
+        assert text.text == bundle.tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True).strip()
+    beams = beam_search(
+        model, torch.device("cpu"), bundle.tokenizer, prompts, GenerationConfig(num_beams=3, max_target=2)
+    )
+    for prompt, text in zip(prompts, beams, strict=True):
+        likeliest = best_two(model, torch.from_numpy(prompt)[None].long(), 3, bundle.tokenizer.eos_token_id)
+        assert text.text == bundle.tokenizer.decode(likeliest, skip_special_tokens=True).strip()
+
+
+@torch.no_grad()
+def best_two(model: nn.Module, ids: torch.Tensor, beams: int, end: int) -> list[int]:
+    """The likeliest two tokens after one of the `beams` likeliest first ones, from plain forward passes."""
+    first = model(input_ids=ids).logits[0, -1].log_softmax(-1)
+    best: list[tuple[float, list[int]]] = []
+    for value, token in zip(*first.topk(beams), strict=True):
+        longer = torch.cat([ids, token[None, None]], 1)
+        second, last = model(input_ids=longer).logits[0, -1].log_softmax(-1).max(-1)
+        assert int(token) != end, "an end in between would make the lengths differ"
+        best.append((float(value + second), [int(token), int(last)]))
+    return max(best)[1]

@@ -20,8 +20,8 @@ SIZES = {
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of published files: DPEXP_DATA, or `shared/data` beside the repository."""
-    named = os.environ.get("DPEXP_DATA")
+    """The folder of published files: DPEXP_DATA as the tests were started with it, or `shared/data` beside the repository."""
+    named = os.environ.get("DPEXP_TEST_DATA")
     beside = Path(__file__).resolve().parents[2].parent / "shared" / "data"
     folder = Path(named).expanduser() if named else beside
     if not folder.is_dir():

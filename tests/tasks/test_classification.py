@@ -80,6 +80,30 @@ def test_columns_that_can_hold_no_labels(own: TaskConfig, own_data: Data, tokeni
         build_task(own, own_data(ROWS, label="lable"), "small", tokenizer, 0)
 
 
+def test_an_over_long_row_is_named_where_cutting_is_not_wanted(
+    own: TaskConfig, own_data: Data, tokenizer: Any
+) -> None:
+    own.overlong, own.max_length = "error", 6
+    rows = [("the film is dull", "0"), ("a witty cast", "1"), ("the film is so so dull", "0")]
+    with pytest.raises(
+        UserError, match=r"train\.csv, line 4: more than the 6 tokens .* here 1 of 3, and counts them"
+    ):
+        build_task(own, own_data(rows), "small", tokenizer, 0)
+    own.max_length = 8
+    build_task(own, own_data(rows), "small", tokenizer, 0)
+
+
+def test_f1_of_three_classes_is_refused_before_any_training(
+    own: TaskConfig, own_data: Data, tokenizer: Any
+) -> None:
+    own.metric = "f1"
+    for own.labels in ([], ["x", "y", "z"]):  # found in the file, declared
+        with pytest.raises(UserError, match=r"task\.metric=f1 is of two classes, and there are 3"):
+            build_task(own, own_data([("a", "x"), ("b", "y"), ("c", "z")]), "small", tokenizer, 0)
+    own.labels = []
+    assert build_task(own, own_data([("a", "x"), ("b", "y")]), "small", tokenizer, 0).labels == ["x", "y"]
+
+
 def test_unknown_kind_and_metric(own: TaskConfig, data: Data, tokenizer: Any) -> None:
     own.metric = "acuracy"
     with pytest.raises(UserError, match=r"task\.metric=acuracy"):

@@ -91,6 +91,9 @@ def test_persona_chat_in_its_two_layouts(tmp_path: Path) -> None:
     assert pairs[4][0] == "your persona: i sing.\npartner: hey", (
         "a dialogue starts without the history of the last"
     )
+    odd = write(tmp_path / "odd.txt", "1 your persona: x\n2 a\x85b\tc\u2028d\r\n3 no tab\n")
+    with pytest.raises(UserError, match=r"odd\.txt, line 3: malformed row: no tab"):
+        read("personachat", odd)  # what else ends a line in Unicode is text
     source = write(tmp_path / "valid_no_cands_source.txt", "i ski.\ti sew.\thi\n")
     target = write(tmp_path / "valid_no_cands_target.txt", "hello\n")
     assert read("personachat", source, target) == [
@@ -156,8 +159,14 @@ def test_rows_of_the_hub() -> None:
         (" a : b : c ", "One.", "1"),
         (" a : b : c ", "Two.", "1"),
     ]
+    dart["annotations"] = [{"source": "x", "text": "One."}, {"source": "x", "text": "Two."}]  # type: ignore[assignment]
+    assert len(hub_table(FORMATS["triples"], [dart], "hub")) == 2, "nested rows in their other form"
     webnlg = {"modified_triple_sets": {"mtriple_set": [["A_b | isIn | c"]]}, "lex": {"text": ["One."]}}
     assert rows(hub_table(FORMATS["triples"], [webnlg], "hub")) == [(" A b : is in : c ", "One.", "1")]
+    with pytest.raises(UserError, match="hub, row 1: malformed row: no annotations"):
+        hub_table(FORMATS["triples"], [{"tripleset": [["a", "b", "c"]]}], "hub")
+    with pytest.raises(UserError, match="hub, row 1: malformed row: tripleset"):
+        hub_table(FORMATS["triples"], [{"lex": {"text": ["One."]}}], "hub")
     chat = {"personality": ["i ski."], "history": ["hi"], "candidates": ["no", "yes"]}
     assert rows(hub_table(FORMATS["personachat"], [chat], "hub")) == [
         ("your persona: i ski.\npartner: hi", "yes", "1")

@@ -210,6 +210,27 @@ def test_what_is_too_long_is_cut_and_counted(make: Callable[..., Generation], bu
         make(max_length=9, max_target=8)
 
 
+def test_an_over_long_row_is_named_where_cutting_is_not_wanted(
+    bundle: ModelBundle, own_data: Callable[..., DataConfig]
+) -> None:
+    def build(rows: list[tuple[str, str]]) -> None:
+        task = TaskConfig(
+            name="text_generation", kind="generation", metric="summarization", max_length=16, overlong="error",
+            generation=GenerationConfig(max_target=6, when="never"), num_examples={"small": None},
+        )  # fmt: skip
+        build_task(task, own_data(rows, text="text", label="label"), "small", bundle.tokenizer, 0)
+
+    build([("the place", "a b"), ("the place", "a a a a a")])
+    with pytest.raises(
+        UserError, match=r"train\.csv, line 3: with its target more than the 16 tokens .* here 1 of 2"
+    ):
+        build([("the place", "a b"), ("the " * 20, "a")])
+    with pytest.raises(
+        UserError, match=r"train\.csv, line 2: a target of more than task\.generation\.max_target=6"
+    ):
+        build([("the place", "a " * 9), ("the place", "a")])
+
+
 def test_text_that_spells_a_special_token_stays_text(
     bundle: ModelBundle, own_data: Callable[..., DataConfig]
 ) -> None:

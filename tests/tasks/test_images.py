@@ -346,6 +346,11 @@ def test_accuracy_is_counted_on_images_as_they_are() -> None:
     assert changed.evaluate(model, torch.device("cpu"), 500) == metrics
 
 
+def test_f1_of_ten_classes_is_refused_before_any_training():
+    with pytest.raises(UserError, match=r"task\.metric=f1 is of two classes, and there are 10"):
+        demo(metric="f1")
+
+
 def prepare(runs: Path, *overrides: str):
     run = compose([*QUICK, "scale=demo", f"runtime.runs_dir={runs}", *overrides])
     folder = run_folder(run)

@@ -160,6 +160,15 @@ def test_what_the_configuration_must_give(infill: TaskConfig, data: Data, own_da
         build_task(infill, data(), "demo", maskless, 0)
 
 
+def test_an_over_long_row_is_named_where_cutting_is_not_wanted(infill: TaskConfig, own_data: Data) -> None:
+    infill = dataclasses.replace(infill, overlong="error", max_length=12)
+    build_task(infill, own_data(ROWS[:1] + ROWS[2:]), "small", demo_tokenizer(), 0)
+    with pytest.raises(
+        UserError, match=r"train\.csv, line 3: more than the 12 tokens .* here 1 of 4, and counts them"
+    ):
+        build_task(infill, own_data(ROWS), "small", demo_tokenizer(), 0)
+
+
 # Tokens
 
 

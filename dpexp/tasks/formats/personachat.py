@@ -71,8 +71,8 @@ def encode(persona: Sequence[str], history: Sequence[str]) -> str:
 def _parlai(text: str, where: str) -> Iterator[Pair]:
     persona: list[str] = []
     history: list[str] = []
-    for line, content in enumerate(text.splitlines(), 1):
-        number, _, rest = content.partition(" ")
+    for line, content in enumerate(text.rstrip("\r\n").split("\n"), 1):
+        number, _, rest = content.rstrip("\r").partition(" ")
         if not number.isdecimal():
             raise UserError(
                 f"{where}, line {line}: malformed row: ParlAI's lines begin with a number and a blank"

@@ -44,13 +44,21 @@ class Triples(Format):
     def from_hub(self, row: dict[str, Any], where: str) -> Iterator[tuple[str, str, str]]:
         """DART's columns are those of its files; WebNLG's are `modified_triple_sets` and `lex`, of which lists are made."""
         if "tripleset" in row:
-            triples, texts = row["tripleset"], row.get("annotations", {}).get("text")
+            triples, texts = row["tripleset"], _column(row.get("annotations"), "text")
         else:
-            sets = row.get("modified_triple_sets", {}).get("mtriple_set") or [[]]
-            triples, texts = [triple.split(" | ") for triple in sets[0]], row.get("lex", {}).get("text")
+            sets = _column(row.get("modified_triple_sets"), "mtriple_set") or [[]]
+            triples = [str(triple).split(" | ") for triple in sets[0]]
+            texts = _column(row.get("lex"), "text")
         source = encode(triples, where)
-        for text in _texts({"annotations": [{"text": text} for text in texts or []]}, where):
+        for text in _texts({"annotations": [{"text": text} for text in texts]}, where):
             yield source, text, ""
+
+
+def _column(rows: Any, name: str) -> list[Any]:
+    """One field of nested rows, which are a dictionary of lists or a list of dictionaries, by the version of the library."""
+    if isinstance(rows, dict):
+        return list(rows.get(name) or [])
+    return [row.get(name) for row in rows or [] if isinstance(row, dict)]
 
 
 def encode(triples: Any, where: str) -> str:

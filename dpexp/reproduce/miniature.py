@@ -1,0 +1,88 @@
+"""A search of a paper in miniature: other networks on other data, over a grid of settings that no printed cell has.
+
+Nothing of it stands beside a printed number. What carries over is the shape of the grid, and that is what is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dpexp.reproduce import cells
+from dpexp.reproduce.cells import Filling
+from dpexp.reproduce.documents import Rows, Section
+from dpexp.reproduce.pairs import Pair, paragraphs
+from dpexp.reproduce.records import Record, by_configuration
+from dpexp.reproduce.statistics import compare, mean_std
+
+COLUMNS = (
+    "row", "column", "ours", "n", "scale", "configuration", "ε", "δ", "accountant", "sampling", "hardware", "record",
+)  # fmt: skip
+
+
+def build(asked: Mapping[str, Any], records: Sequence[Record]) -> tuple[Section, list[Pair]]:
+    """The block of a grid, and what its seeds say.
+
+    Args:
+        asked: the entry "miniature" of a claim: task, where (settings of its records), row and column (name and setting of each
+            axis), metric, words, command.
+        records: committed ones.
+
+    The claims tested, both at level 0.05: at its best row the largest column beats the smallest at its own, and in the largest
+    column the largest row beats the smallest. The best row is chosen by the same seeds that are then compared.
+    """
+    heading = f"scale=small, in miniature on {asked['task']}"
+    words = (asked["words"],)
+    where = {"task": asked["task"], "scale": "small", **asked["where"]}
+    grid = _grid(asked, [record for record in records if record.matches(where)])
+    if len(grid) < 2:
+        return Section(heading, (*words, f"Not run: `{asked['command']}`"), scale="small"), []
+    (row_name, _), (column_name, _) = asked["row"], asked["column"]
+    rows: Rows = [
+        {"row": f"{row_name} = {row:g}", "column": f"{column_name} = {column:g}", "scale": "small"}
+        | cells.columns(filling, 2)
+        for (row, column), filling in sorted(grid.items(), key=lambda item: (-item[0][0], item[0][1]))
+    ]
+    found = list(_pairs(asked, grid))
+    return Section(heading, (*words, *paragraphs(found)), COLUMNS, rows, "small"), found
+
+
+def _grid(asked: Mapping[str, Any], records: Sequence[Record]) -> dict[tuple[float, float], Filling]:
+    """(row, column) -> the configuration there, of the most seeds."""
+    keys = asked["row"][1], asked["column"][1]
+    factor = 100.0 if asked["metric"] in cells.PRINTED_TIMES_100 else 1.0
+    found: dict[tuple[float, float], Filling] = {}
+    for group in by_configuration(records):
+        measured = [(r, value) for r in group if (value := r.metric(asked["metric"])) is not None]
+        if not measured:
+            continue
+        place = float(group[0].facts[keys[0]]), float(group[0].facts[keys[1]])
+        filling = Filling(tuple(r for r, _ in measured), tuple(factor * value for _, value in measured))
+        if place not in found or len(filling.values) > len(found[place].values):
+            found[place] = filling
+    return found
+
+
+def _pairs(asked: Mapping[str, Any], grid: Mapping[tuple[float, float], Filling]) -> list[Pair]:
+    (row_name, _), (column_name, _) = asked["row"], asked["column"]
+    columns = sorted({column for _, column in grid})
+    found: list[Pair] = []
+
+    def best(column: float) -> float:
+        return max(
+            (row for row, c in grid if c == column), key=lambda row: mean_std(grid[row, column].values)[0]
+        )
+
+    def pair(what: str, left: tuple[float, float], right: tuple[float, float]) -> None:
+        names = [f"{row_name} = {row:g}, {column_name} = {column:g}" for row, column in (left, right)]
+        sides = grid[left].values, grid[right].values
+        result = compare(*sides, "greater")
+        found.append(Pair(what, names[0], names[1], "greater", result, (len(sides[0]), len(sides[1]))))
+
+    if len(columns) > 1:
+        first, last = columns[0], columns[-1]
+        pair(f"each at its best {row_name}", (best(last), last), (best(first), first))
+    rows = sorted({row for row, column in grid if column == columns[-1]})
+    if len(rows) > 1:
+        pair(f"at the largest {column_name}", (rows[-1], columns[-1]), (rows[0], columns[-1]))
+    return found

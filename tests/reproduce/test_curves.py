@@ -1,0 +1,141 @@
+"""Figures from curves of runs: what is drawn, from which records, and the verdict of their seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpexp.reproduce import curves
+from dpexp.reproduce.documents import Document
+from dpexp.reproduce.records import load
+from tests.reproduce import samples
+from tests.reproduce.samples import summary, write
+
+SEEDS = (0, 1, 2)
+CIFAR = {"task": "cifar10_jpeg", "model": "cnn_cifar", "epsilon": 3.0, "title": "CIFAR-10 (JPEG q75)"}
+
+
+def _build(name: str, tmp_path: Path, *summaries: dict) -> Document:
+    return curves.build(name, load(write(tmp_path, *summaries)))
+
+
+def _three_ways(
+    adaptive: float, flat: float = 0.6, perlayer: float = 0.55, spread: float = 1e-3
+) -> list[dict]:
+    accuracies = {"adaptive_perlayer": adaptive, "flat": flat, "perlayer": perlayer}
+    return [
+        summary(clip, seed, value + spread * seed, curves=samples.curves(value + spread * seed), **CIFAR)
+        for clip, value in accuracies.items()
+        for seed in SEEDS
+    ]
+
+
+def _norms(task: str, growths: tuple[float, ...], **settings: object) -> list[dict]:
+    return [
+        summary("adaptive_perlayer", seed, task=task, curves=samples.curves(0.6, 8, growth), **settings)
+        for seed, growth in enumerate(growths)
+    ]
+
+
+def _says(document: Document) -> str:
+    return document.paragraphs[1]
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "word"), [(0.602, "supports"), (0.57, "contradicts"), (0.591, "cannot tell")]
+)
+def test_figure_3_is_drawn_and_judged_by_its_last_points(adaptive: float, word: str, tmp_path: Path):
+    document = _build("figure-he-3", tmp_path, *_three_ways(adaptive))
+    assert f"cifar10_jpeg: {word}" in _says(document)
+    assert document.status == "small 9 runs on cifar10_jpeg"
+    assert document.svg.count("mean and range of 3 runs") == 3
+    assert "cifar10_jpeg cnn_cifar flat" in document.svg
+    assert len(document.rows) == 9 * 4
+
+
+def test_figure_3_of_one_seed_cannot_tell(tmp_path: Path):
+    document = _build("figure-he-3", tmp_path, *(s for s in _three_ways(0.602) if s["seed"] == 0))
+    assert "cannot tell: fewer than two seeds" in _says(document)
+    assert "mean and range" not in document.svg
+
+
+def test_two_data_sets_are_two_blocks(tmp_path: Path):
+    other = summary("flat", task="cifar10", model="cnn_cifar", curves=samples.curves(0.6))
+    document = _build("figure-he-3", tmp_path, *_three_ways(0.6), other)
+    headings = [section.heading for section in document.sections]
+    assert headings == ["scale=paper", "scale=small, cifar10", "scale=small, cifar10_jpeg"]
+    for section in document.sections[1:]:
+        assert {row["run"].split()[0] for row in section.rows} == {section.heading.split()[-1]}
+
+
+@pytest.mark.parametrize(
+    ("growths", "word"),
+    [((4.0, 4.2, 3.9), "supports"), ((0.2, 0.22, 0.19), "contradicts"), ((4.0,), "cannot tell")],
+)
+def test_figure_2_says_whether_norms_grow_near_the_input(
+    growths: tuple[float, ...], word: str, tmp_path: Path
+):
+    document = _build("figure-he-2", tmp_path, *_norms("cifar10_jpeg", growths, model="cnn_cifar"))
+    assert f"small, cifar10_jpeg: {word}" in _says(document)
+    assert "outside every guarantee" in document.paragraphs[2]
+    (block,) = [section for section in document.sections if section.rows]
+    assert {row["record"] for row in block.rows} == {"results/runs/record0.json"}  # one seed is shown
+    assert len(block.rows) == 4 * 8
+    assert (block.rows[-8]["50%"], block.rows[-8]["group"]) == (f"{growths[0]:.4g}", "layer0")
+    assert "layer0" in document.svg
+
+
+def test_figure_4_says_whether_layers_move_apart(tmp_path: Path):
+    apart = _build("figure-he-4", tmp_path / "a", *_norms("sst2", (4.0, 4.2, 3.9)))
+    assert "small, sst2: supports" in _says(apart)
+    assert "factor between 1.37 (`layer7`) and 3.85 (`layer0`)" in apart.sections[-1].paragraphs[1]
+    together = _norms("sst2", (1.0, 1.0, 1.0))
+    for seed, one in enumerate(together):  # every layer by the same factor, another one for each seed
+        for values in one["curves"]["norms"]["points"][-1]["values"]:
+            values[:] = [value * (2 + seed) for value in values]
+    assert "small, sst2: cannot tell" in _says(_build("figure-he-4", tmp_path / "b", *together))
+
+
+def test_a_layer_without_gradient_is_left_out(tmp_path: Path):
+    runs = _norms("sst2", (4.0, 4.2))
+    for one in runs:
+        for point in one["curves"]["norms"]["points"]:
+            point["values"][0] = [0.0, 0.0, 0.0, 0.0]
+    document = _build("figure-he-4", tmp_path, *runs)
+    assert "supports" in _says(document)
+    assert document.svg
+
+
+def test_runs_that_kept_no_curve_draw_nothing(tmp_path: Path):
+    for name in ("figure-he-2", "figure-he-3"):
+        document = _build(name, tmp_path, summary("adaptive_perlayer", **CIFAR))
+        assert (document.svg, document.status) == ("", "not run")
+        assert "runtime.eval_every=49" in document.sections[1].paragraphs[0]
+
+
+def test_lines_of_other_settings_are_told_apart(tmp_path: Path):
+    runs = [
+        summary("flat", lr=lr, batch_size=size, delta="half_over_n")
+        for lr in (1e-3, 2e-3)
+        for size in (512, 1024)
+    ]
+    document = _build("figure-li-9", tmp_path, *runs)
+    assert {row["run"].rpartition(", ")[2] for row in document.rows} == {"lr 0.001", "lr 0.002"}
+    assert {row["x"] for row in document.rows} == {"512", "1024"}
+
+
+@pytest.mark.parametrize("name", ["figure-he-2", "figure-he-3", "figure-he-4"])
+def test_the_same_records_give_the_same_bytes(name: str, tmp_path: Path):
+    runs = [
+        *_three_ways(0.6),
+        *_norms("sst2", (4.0, 4.2)),
+        *_norms("cifar10_jpeg", (4.0, 4.2), model="cnn_small"),
+    ]
+    first, second = (_build(name, tmp_path / folder, *runs) for folder in ("a", "b"))
+    assert first.svg
+    assert (first.svg, first.as_markdown(), first.as_csv()) == (
+        second.svg,
+        second.as_markdown(),
+        second.as_csv(),
+    )
