@@ -211,7 +211,7 @@ def _not_ours(cell: Cell, said: Mapping[str, str]) -> str:
         return "arithmetic: see accounting-li"
     if not cell.value:
         return "empty in print"
-    if not {"task", "metric", "clip"} <= said.keys():
+    if cell.unit == "points" or not {"task", "metric", "clip"} <= said.keys():
         return "no run of its own: derived from other cells, or not stated"
     return ""
 

@@ -30,7 +30,7 @@ _WITH = {
     "clip": ("clip.",),
     "model": ("model.",),
     "peft": ("peft.", "model.trainable"),
-    "schedule": ("schedule.",),
+    "schedule": ("schedule.", "optim.steps", "optim.epochs"),  # as long as the same ε lasts
 }
 
 
@@ -204,7 +204,7 @@ def printed_value(cell: Cell) -> str:
 
 def _pairs(claim: Claim, slots: Sequence[Slot], filled: Mapping[int, list[Filling]]) -> Iterator[Pair]:
     for rule in claim.compare:
-        varied = tuple(rule["left"])
+        varied = tuple({**rule["left"], **rule["right"]})
         partners = {_rest(slot.cell, varied): slot for slot in slots if _has(slot.cell, rule["right"])}
         for slot in slots:
             partner = partners.get(_rest(slot.cell, varied)) if _has(slot.cell, rule["left"]) else None

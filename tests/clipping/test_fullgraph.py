@@ -146,7 +146,7 @@ EXACT: dict[str, Callable[[], Problem]] = {
 
 
 @WAYS
-@pytest.mark.parametrize("name", first_only(EXACT, fast=4))
+@pytest.mark.parametrize("name", first_only(EXACT, fast=3))
 def test_one_graph_equals_the_naive_loop(name: str, way: dict) -> None:
     problem = EXACT[name]()
     per_example = naive(problem)
@@ -212,6 +212,7 @@ def test_a_module_called_twice_is_refused(way: dict) -> None:
     refused_in_the_backward(ZOO["reused_module"](), "was called 3 times", **way)
 
 
+@pytest.mark.slow
 @WAYS
 def test_two_forwards_in_one_loss_are_refused(way: dict) -> None:
     model, x = mlp(), numbers(4)
@@ -384,7 +385,7 @@ def test_settings_of_the_step_are_the_ones_that_count(way: dict) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("rule", first_only(["automatic", "none"]))
+@pytest.mark.parametrize("rule", first_only(["automatic", "none"], fast=0))
 def test_other_rules(rule: str, way: dict) -> None:
     model, x = mlp(), numbers(5)
     per_example = naive(Problem(model, {"x": x}, square))
@@ -483,6 +484,7 @@ def test_bf16_autocast_agrees_with_the_uncompiled_engine(way: dict) -> None:
             torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 @WAYS
 def test_several_rows_of_an_example(way: dict) -> None:
     model, x = mlp(), numbers(6)
@@ -500,6 +502,7 @@ def test_several_rows_of_an_example(way: dict) -> None:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_two_models_of_one_class_have_their_own_taps() -> None:
     models = mlp(), mlp()
     clippers = [attach(model, clip_norm=c, **ONE_PASS) for model, c in zip(models, (0.4, 0.1), strict=True)]
@@ -511,6 +514,7 @@ def test_two_models_of_one_class_have_their_own_taps() -> None:
             compare(model, clipper, clipper.backward(losses_of(graph, x)), x)
 
 
+@pytest.mark.slow
 @WAYS
 def test_detaching_and_attaching_again(way: dict) -> None:
     """The compiled model follows: first the plain gradient again, then the new clipper's."""
@@ -542,6 +546,7 @@ class Around(nn.Module):
         return self.out(torch.tanh((self.inner or [self.part])[0](x)))
 
 
+@pytest.mark.slow
 @WAYS
 def test_a_compiled_part_of_a_model(way: dict) -> None:
     """Refused in the first step, which the clipper looks at; exact after an uncompiled one: taps of both kinds deliver."""
@@ -550,9 +555,7 @@ def test_a_compiled_part_of_a_model(way: dict) -> None:
     clipper = attach(problem.model, clip_norm=0.8, **way)
     inner = problem.model.inner
     inner.append(whole(problem.model.part))
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match="or compile the attached model as a whole"
-    ):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="or compile the attached model as a whole"):
         problem.losses(problem.model, problem.batch)
     compiled = inner.pop()
     check(problem, clipper, per_example)
@@ -578,6 +581,7 @@ class Recomputed(nn.Module):
         return self.out(h)
 
 
+@pytest.mark.slow
 @WAYS
 def test_activation_checkpointing_in_the_graph(way: dict) -> None:
     problem = Problem(Recomputed().double(), {"x": numbers(B)}, square)
@@ -586,6 +590,7 @@ def test_activation_checkpointing_in_the_graph(way: dict) -> None:
     check(through(problem, whole(problem.model)), clipper, per_example)
 
 
+@pytest.mark.slow
 def test_compiled_and_uncompiled_steps_alternate() -> None:
     problem = EXACT["norms"]()
     per_example = naive(problem)

@@ -187,3 +187,26 @@ def test_shares_are_printed_times_100():
 
 def test_the_efficiency_page_is_a_target():
     assert "efficiency" in catalogue.resolve(["tables"])
+
+
+def test_a_schedule_is_compared_with_constant_noise_at_the_same_epsilon(tmp_path: Path):
+    said = {
+        "task": "mnist",
+        "model": "cnn_papernot",
+        "scale": "paper",
+        "epsilon": None,
+        "epochs": None,
+        "sigma": 2.0,
+    }
+    runs = [summary("flat", s, 0.9 + s / 1000, spent=1.0, steps=677, **said) for s in SEEDS]
+    runs += [
+        summary("flat", s, 0.92 + s / 1000, spent=1.0, steps=441, schedule="time", **said) for s in SEEDS
+    ]
+    paper = _table("figure11", tmp_path, *runs, paper="monir2023").sections[-1]
+    assert paper.paragraphs[0].startswith("**supports (1 of 1 pairs tested")
+    assert "= +2.00" in paper.paragraphs[1]
+
+
+def test_a_gain_in_points_is_no_run():
+    (cell,) = [c for c in paper_table("monir2023", "figure12") if c.unit == "points"]
+    assert cells.slot(cell, "small").reason.startswith("no run of its own")

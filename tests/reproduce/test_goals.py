@@ -1,0 +1,111 @@
+"""Measurements beside the goals: which block, what is met, and what a record does not say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpexp.reproduce import benchmarks, goals
+from dpexp.reproduce.documents import Document
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _row(workload: str, method: str, time: float | None, memory: float | None) -> dict[str, Any]:
+    return {
+        "workload": workload, "method": method, "status": "ok", "reason": "", "batch_size": 8, "examples_per_s": 10.0,
+        "time_ratio": time, "memory_ratio": memory, "error": 1e-6, "max_batch": None, "max_batch_reason": "",
+        "max_batch_throughput_ratio": None,
+    }  # fmt: skip
+
+
+def _record(*rows: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    said = {
+        "size": "full",
+        "device": "cpu",
+        "precision": "fp32",
+        "native": True,
+        "workloads": ["gpt2"],
+    } | settings
+    return {
+        "settings": said, "hardware": {"cpu": "a processor", "threads": 2}, "versions": {"torch": "2"}, "command": "bench",
+        "git": {"commit": "a" * 40, "dirty": False}, "rows": list(rows), "status": "finished",
+    }  # fmt: skip
+
+
+def _build(*records: dict[str, Any]) -> Document:
+    return goals.document([(f"{number}.json", record, "") for number, record in enumerate(records)])
+
+
+@pytest.mark.parametrize(
+    ("time", "memory", "said"),
+    [
+        (1.05, 1.08, "met"), (1.054, 1.084, "met"), (1.06, 1.0, "time missed"), (1.0, 1.09, "memory missed"),
+        (1.06, 1.09, "time and memory missed"), (None, None, "not measured"),
+    ],
+)  # fmt: skip
+def test_a_goal_is_met_to_the_printed_digit(time: float | None, memory: float | None, said: str):
+    (row,) = _build(_record(_row("gpt2", "auto/layer", time, memory))).rows
+    assert row["goals"] == said
+    assert (row["goal for time"], row["goal for memory"]) == ("1.05", "1.08")
+
+
+def test_with_and_without_a_compiler_are_two_blocks_with_goals_of_their_own():
+    row = _row("wrn", "auto/flat", 1.5, 1.3)
+    native, torch = _build(_record(row), _record(row, native=False)).sections
+    assert (native.rows[0]["goal for time"], native.rows[0]["goals"]) == ("1.18", "time missed")
+    assert (torch.rows[0]["goal for time"], torch.rows[0]["goals"]) == ("1.70", "met")
+    assert "1 of 2 cells meet both goals" in _build(_record(row), _record(row, native=False)).paragraphs[1]
+
+
+def test_other_machines_and_sizes_are_not_what_the_goals_are_for():
+    row = _row("gpt2", "auto/layer", 1.0, 1.0)
+    others = ({"size": "tiny"}, {"device": "cuda"}, {"precision": "bf16"}, {"native": None})
+    document = _build(*(_record(row, **other) for other in others))
+    assert document.rows == []
+    assert document.status == "not run"
+    assert "python -m dpexp.bench native=true" in document.sections[0].paragraphs[0]
+
+
+def test_a_library_has_its_numbers_and_no_goal():
+    (row,) = _build(_record(_row("gpt2", "opacus:flat", 2.0, 3.0))).rows
+    assert (row["time / non-private"], row["goals"]) == ("2.00", "")
+
+
+def test_the_papers_ratio_stands_beside_the_like_of_its_network():
+    assert goals.printed("gpt2", "auto/flat") == "1.20 (GPT2-large, Bu et al.)"  # 1 / 0.83
+    assert goals.printed("gpt2", "auto/layer") == "below 1.18 (GPT-2, He et al.)"  # 1 / (1 - 15%)
+    assert goals.printed("mlp", "auto/flat") == ""
+
+
+@pytest.mark.parametrize("target", ["table-bu-1", "figure-li-5"])
+def test_a_measurement_that_did_not_finish_says_so(target: str):
+    record = _record(_row("gpt2", "auto/flat", 1.2, 1.3), workloads=["gpt2", "vit"]) | {"status": "running"}
+    words = "the measurement did not finish: 1 of 2 workloads"
+    assert words in _build(record).rows[0]["note"]
+    rows = [row for row in benchmarks.build(target, [("0.json", record, "")]).rows if row.get("workload")]
+    assert words in rows[0]["note"]
+
+
+def test_without_the_kernels_is_said_in_every_row():
+    record = _record(_row("gpt2", "auto/flat", 1.2, 1.3), native=False)
+    rows = [
+        row for row in benchmarks.build("table-bu-1", [("0.json", record, "")]).rows if row.get("workload")
+    ]
+    assert "without the C++ kernels" in rows[0]["note"]
+
+
+def test_an_audit_is_no_record_of_a_training(tmp_path: Path):
+    spec = importlib.util.spec_from_file_location("keep_record", ROOT / "scripts" / "keep_record.py")
+    assert spec is not None
+    assert spec.loader is not None
+    keep_record = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(keep_record)
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps({"status": "finished", "audit": {"method": "one_run"}}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="an audit is no training run"):
+        keep_record.keep(path)
