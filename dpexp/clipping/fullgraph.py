@@ -170,6 +170,7 @@ class GraphTaps:
         self._weights = layouts.weights(step.num_examples, layouts.UNSIGNED).to(step.losses)
         if not self.pending or step.num_examples < 2:
             return
+        step._handle = _nothing  # taps outside of the graph have been looked at before
         found = step._back_propagate(retain=True, weights=self._weights, params=self.leaves(sums=False))
         self._weighted = {i: g[MARKS:] for i, g in enumerate(found) if g is not None}
 
@@ -269,6 +270,10 @@ class GraphTaps:
         for place in open_places:
             del self.pending[place]
             self.proven.add(place)
+
+
+def _nothing(*_: Any) -> None:
+    """What a tap of the eager engine does in a pass that is not for it."""
 
 
 UNPROVEN = "a layer's rows could not be told apart by example: run one step without torch.compile, which proves or refuses it"

@@ -197,6 +197,11 @@ def _preset(cell: Cell, chosen: Mapping[str, str]) -> str:
     return ""
 
 
+def has_presets(paper: str, table: str) -> bool:
+    """Can a row of it be run, even where no single cell is one run (a gain is the difference of two)?"""
+    return any((conf_dir() / "experiment").glob(f"{paper}_{_numbered(table)}_*.yaml"))
+
+
 def _numbered(table: str) -> str:
     return f"table{table}" if table[:1].isdigit() else table
 

@@ -127,7 +127,7 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
     )
     return Document(
         name, claim.title, _short(paper), paragraphs, tuple(sections), COLUMNS,
-        status=", ".join(statuses) or ("not run" if runnable else "not built"),
+        status=", ".join(statuses) or ("not run" if runnable or cells.has_presets(paper, table) else "not built"),
     )  # fmt: skip
 
 
