@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
 Factors = Callable[..., Tensor]  # (group index, squared norms [b], slice of the examples that they belong to)
 
+MIXED = (
+    "the gradient at this layer's output mixes examples: they influence each other's losses (a batch statistic, a loss "
+    "normalised over the batch, attention across the batch), which voids any guarantee. Make each loss depend on its own "
+    "example alone"
+)
+
 
 class BackwardPass:
     """Computes the clipped sums of one ``clipper.backward``.
@@ -162,6 +168,7 @@ class BackwardPass:
         compiled = self.graph is not None and self.graph.traced and not self.passes
         self._ways_known = self.memory.settled or compiled
         pending: dict[int, list[str]] = {}
+        again = self.memory.due()
         for owner in self.passes:
             for call in owner.calls:
                 found = layouts.candidates(call.input_shape, call.output_shape, self.rows)
@@ -172,8 +179,10 @@ class BackwardPass:
                     self._layout[id(call)] = layouts.BLOCKED if whole else layouts.LOOP
                 elif known == layouts.LOOP:
                     self._layout[id(call)] = layouts.LOOP
-                elif known in found:
+                elif known in found and not again:
                     self._layout[id(call)] = known
+                elif known in found:
+                    pending[id(call)] = [known]
                 else:
                     pending[id(call)] = found
         if not pending:
@@ -215,6 +224,9 @@ class BackwardPass:
             # remembered: another batch size may make the leading dimension look like the batch
             self.memory.layouts[call.key] = self._layout[id(call)] = layouts.LOOP
             return
+        if self.memory.layouts.get(call.key) in found:
+            self._doubt(call, found[0], observed, by_row)
+            return
         verdicts = {
             layout: layouts.proven(
                 observed[0][id(call), layout], observed[1][id(call), layout], by_row, dtype
@@ -227,14 +239,18 @@ class BackwardPass:
         if proven:
             layout = proven[0]
         elif call.from_batch and layouts.ROWS in found:
-            raise UserError(
-                f"{call.source.owner} ({call.source.label}): the gradient at this layer's output mixes examples: they influence "
-                "each other's losses (a batch statistic, a loss normalised over the batch, attention across the batch), which "
-                "voids any guarantee. Make each loss depend on its own example alone"
-            )
+            raise UserError(f"{call.source.owner} ({call.source.label}): {MIXED}")
         else:
             layout = layouts.LOOP
         self.memory.layouts[call.key] = self._layout[id(call)] = layout
+
+    def _doubt(self, call: Call, layout: str, observed: list, by_row: Tensor) -> None:
+        """A proven layout was looked at again."""
+        self._layout[id(call)] = layout
+        if layouts.refuted(observed[0][id(call), layout], observed[1][id(call), layout], by_row):
+            raise UserError(
+                f"{call.source.owner} ({call.source.label}), other than in earlier steps: {MIXED}"
+            )
 
     def _names_for_the_loop(self) -> set[str]:
         looped = set(self.memory.looped)

@@ -70,12 +70,34 @@ def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
 def proven(
     plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor, dtype: torch.dtype
 ) -> bool | None:
-    """Does each row follow the weight of its own example? None where all gradients are zero or not finite: nothing was learnt."""
+    """Does each row follow the weight of its own example? None where no row is large enough to tell: nothing was learnt.
+
+    Rows that come near the end of the exponents' range are only rounding errors, and too small to matter.
+    """
     value, norm = plain
     error = (weighted[0] - by_row.to(value)[:, None] * value).abs()
-    finite = error.isfinite() & norm.isfinite()
-    if not bool((finite & (norm > 0)).any()) and not bool((finite & (weighted[1] > 0)).any()):
-        return None
-    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
+    info = torch.finfo(dtype)
     scale = norm + weighted[1]
-    return not bool((finite & (error > tolerance * scale)).any())
+    telling = (
+        error.isfinite()
+        & norm.isfinite()
+        & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
+    )
+    if not bool(telling.any()):
+        return None
+    tolerance = 1e-3 if info.bits >= 32 else 0.1
+    return not bool((telling & (error > tolerance * scale)).any())
+
+
+def refuted(plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor) -> bool:
+    """Whether a layout that was proven before does not hold any more.
+
+    Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
+    gradients of confident examples are so small that rounding is all there is to see.
+    """
+    value, norm = plain
+    error = (weighted[0] - by_row.to(value)[:, None] * value).abs()
+    scale = norm + weighted[1]
+    finite = error.isfinite() & scale.isfinite()
+    large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
+    return bool((finite & large & (error > 0.2 * scale)).any())

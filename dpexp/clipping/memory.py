@@ -75,6 +75,7 @@ class Memory:
         self.followed: set[str] = set()
         self.methods: dict[str, str] = {}
         self.settled = False
+        self.backwards = 0  # since this process attached
 
     def state(self) -> dict[str, Any]:
         """All that decides how the next backward pass computes, as JSON."""
@@ -85,6 +86,15 @@ class Memory:
             "followed": sorted(self.followed),
             "settled": self.settled,
         }
+
+    def due(self) -> bool:
+        """Count a backward pass. Whether what was proven is to be proven again: in the 4th, the 16th, the 64th and so on.
+
+        A model may begin to mix examples after its first step (an augmentation that starts late, a flag). To look now and then
+        is cheap insurance, not a proof.
+        """
+        self.backwards += 1
+        return self.backwards > 1 and self.backwards.bit_count() == 1 and self.backwards.bit_length() % 2 == 1
 
     def load_state(self, state: dict[str, Any]) -> None:
         dict.update(self.layouts, state.get("layouts", {}))

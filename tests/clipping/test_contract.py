@@ -252,6 +252,38 @@ def test_batch_statistics_by_hand_are_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("groups", ["layer", "flat"])
+def test_examples_that_begin_to_mix_later_are_noticed_now_and_then(groups: str) -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.mix = nn.Linear(4, 6), nn.Linear(6, 3), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x).tanh()
+            return self.last(h + 0.5 * h.flip(0) if self.mix else h)
+
+    model, x = Late(), torch.randn(5, 4)
+    clipper = attach(model, groups=groups)
+    clipper.backward(model(x).square().sum(1))
+    model.mix = True  # steps 2 and 3 are not looked at, step 4 is
+    for _ in (2, 3):
+        clipper.backward(model(x).square().sum(1))
+    model.zero_grad()
+    with pytest.raises(UserError, match=r"first .*other than in earlier steps.* mixes examples"):
+        clipper.backward(model(x).square().sum(1))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_vanishing_gradients_are_no_reason_to_doubt_a_proof() -> None:
+    """Late in training most gradients are rounding errors: the second look must not stop it."""
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(5, 4)
+    clipper = attach(model, groups="layer")
+    scale = torch.tensor([1.0, 1e-20, 1e-37, 1e-42, 0.0])
+    for _ in range(17):
+        clipper.backward(model(x).square().sum(1) * scale)
+
+
 def test_forgetting_the_clipper_is_loud() -> None:
     model = mlp()
     attach(model)
