@@ -345,7 +345,7 @@ def test_from_the_command_line_to_the_files(tmp_path):
     done = subprocess.run(
         [
             sys.executable, "-m", "dpexp.bench", "size=tiny", "workloads=[mlp]", "methods=[auto/layer]", "rounds=2",
-            "seconds=0.001", "threads=1", f"out={tmp_path}/bench/small",
+            "seconds=0.05", "threads=1", f"out={tmp_path}/bench/small",
         ],
         cwd=tmp_path, capture_output=True, text=True, env=os.environ, timeout=600,
     )  # fmt: skip

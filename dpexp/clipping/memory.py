@@ -88,13 +88,13 @@ class Memory:
         }
 
     def due(self) -> bool:
-        """Count a backward pass. Whether what was proven is to be proven again: in the 4th, the 16th, the 64th and so on.
+        """Count a backward pass. Whether what was proven is to be proven again: in the 16th, the 64th, the 256th and so on.
 
         A model may begin to mix examples after its first step (an augmentation that starts late, a flag). To look now and then
         is cheap insurance, not a proof.
         """
         self.backwards += 1
-        return self.backwards > 1 and self.backwards.bit_count() == 1 and self.backwards.bit_length() % 2 == 1
+        return self.backwards > 4 and self.backwards.bit_count() == 1 and self.backwards.bit_length() % 2 == 1
 
     def load_state(self, state: dict[str, Any]) -> None:
         dict.update(self.layouts, state.get("layouts", {}))
