@@ -225,7 +225,7 @@ class BackwardPass:
             self.memory.layouts[call.key] = self._layout[id(call)] = layouts.LOOP
             return
         if self.memory.layouts.get(call.key) in found:
-            self._doubt(call, found[0], observed, by_row)
+            self._doubt(call, found[0], observed, by_row, dtype)
             return
         verdicts = {
             layout: layouts.proven(
@@ -244,10 +244,10 @@ class BackwardPass:
             layout = layouts.LOOP
         self.memory.layouts[call.key] = self._layout[id(call)] = layout
 
-    def _doubt(self, call: Call, layout: str, observed: list, by_row: Tensor) -> None:
+    def _doubt(self, call: Call, layout: str, observed: list, by_row: Tensor, dtype: torch.dtype) -> None:
         """A proven layout was looked at again."""
         self._layout[id(call)] = layout
-        if layouts.refuted(observed[0][id(call), layout], observed[1][id(call), layout], by_row):
+        if layouts.refuted(observed[0][id(call), layout], observed[1][id(call), layout], by_row, dtype):
             raise UserError(
                 f"{call.source.owner} ({call.source.label}), other than in earlier steps: {MIXED}"
             )

@@ -89,7 +89,9 @@ def proven(
     return not bool((telling & (error > tolerance * scale)).any())
 
 
-def refuted(plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor) -> bool:
+def refuted(
+    plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor, dtype: torch.dtype
+) -> bool:
     """Whether a layout that was proven before does not hold any more.
 
     Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
@@ -100,4 +102,5 @@ def refuted(plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_ro
     scale = norm + weighted[1]
     finite = error.isfinite() & scale.isfinite()
     large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
-    return bool((finite & large & (error > 0.2 * scale)).any())
+    tolerance = 0.02 if torch.finfo(dtype).bits >= 32 else 0.2
+    return bool((finite & large & (error > tolerance * scale)).any())
