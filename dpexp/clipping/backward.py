@@ -168,6 +168,7 @@ class BackwardPass:
         compiled = self.graph is not None and self.graph.traced and not self.passes
         self._ways_known = self.memory.settled or compiled
         pending: dict[int, list[str]] = {}
+        doubted: set[int] = set()
         again = self.memory.due()
         for owner in self.passes:
             for call in owner.calls:
@@ -183,6 +184,7 @@ class BackwardPass:
                     self._layout[id(call)] = known
                 elif known in found:
                     pending[id(call)] = [known]
+                    doubted.add(id(call))
                 else:
                     pending[id(call)] = found
         if not pending:
@@ -212,7 +214,8 @@ class BackwardPass:
         by_row = row_weights.repeat_interleave(self.rows // self.num_examples)
         calls = {id(call): call for owner in self.passes for call in owner.calls}
         for identity, found in pending.items():
-            self._settle(calls[identity], found, observed, by_row, dtypes.get(identity))
+            settle = self._doubt if identity in doubted else self._settle
+            settle(calls[identity], found, observed, by_row, dtypes.get(identity))
 
     def _settle(
         self, call: Call, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
@@ -223,9 +226,6 @@ class BackwardPass:
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
             self.memory.layouts[call.key] = self._layout[id(call)] = layouts.LOOP
-            return
-        if self.memory.layouts.get(call.key) in found:
-            self._doubt(call, found[0], observed, by_row, dtype)
             return
         verdicts = {
             layout: layouts.proven(
@@ -242,11 +242,19 @@ class BackwardPass:
             raise UserError(f"{call.source.owner} ({call.source.label}): {MIXED}")
         else:
             layout = layouts.LOOP
-        self.memory.layouts[call.key] = self._layout[id(call)] = layout
-
-    def _doubt(self, call: Call, layout: str, observed: list, by_row: Tensor, dtype: torch.dtype) -> None:
-        """A proven layout was looked at again."""
         self._layout[id(call)] = layout
+        if self.memory.layouts.get(call.key) in found and self.memory.layouts[call.key] != layout:
+            layout = layouts.LOOP  # two forward passes that wait for this backward pass differ here
+        self.memory.layouts[call.key] = layout
+
+    def _doubt(
+        self, call: Call, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
+    ) -> None:
+        """A proven layout was looked at again."""
+        (layout,) = found
+        self._layout[id(call)] = layout
+        if dtype is None:
+            return  # no gradient arrived
         if layouts.refuted(observed[0][id(call), layout], observed[1][id(call), layout], by_row, dtype):
             raise UserError(
                 f"{call.source.owner} ({call.source.label}), other than in earlier steps: {MIXED}"

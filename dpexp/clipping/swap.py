@@ -104,7 +104,7 @@ class Site:
             saved = (x.expand(rows, -1), *saved[1:])
         call = Call(
             source=_Bound(self, module),
-            key=self.owner,
+            key=self.recorder.place(self.owner),
             input_shape=saved[0].shape,
             output_shape=y.shape,
             from_batch=None if self.recorder.flow is None else x in self.recorder.flow,

@@ -47,7 +47,8 @@ class Source(Protocol):
 class Call:
     """One use of parameters in one forward pass: static facts only, never a tensor.
 
-    ``key`` names the place in the model, so that what was verified of its layout is remembered. ``from_batch``: whether the
+    ``key`` names the place in the model and which of its uses in the forward pass this is (a module that is called twice may see
+    two layouts), so that what was verified of its layout is remembered. ``from_batch``: whether the
     input was computed from the model's inputs (None where that was not followed).
     """
 
@@ -122,6 +123,12 @@ class Recorder:
         if self.loose is None or self.loose.consumed:
             self.loose = ForwardPass()
         return self.loose
+
+    def place(self, *key: Hashable) -> Hashable:
+        """The key of a call: the place in the model and its ordinal there."""
+        if self.running is not None:
+            return (*key, 0)  # a recomputation: its call is not registered
+        return (*key, self.forward_pass().ordinal(key))
 
     @property
     def rows(self) -> int | None:

@@ -159,10 +159,9 @@ def _tap_operation(
         active = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
         added = func in ADDITIONS and not kwargs
         source = _Operation(func, args, kwargs, names, params, y.shape[1:] if added else None)
-        key = (str(getattr(func, "__name__", func)), names)
         call = Call(
             source=source,
-            key=(*key, recorder.forward_pass().ordinal(key)),
+            key=recorder.place(str(getattr(func, "__name__", func)), names),
             input_shape=None,
             output_shape=y.shape,
             from_batch=None if recorder.flow is None else any(o in recorder.flow for o in others),

@@ -68,3 +68,39 @@ def test_examples_mixed_with_each_other_are_refused(exchange: str, size: int, en
     with pytest.raises(UserError):
         clipper.backward(model(torch.randn(size, D)).pow(2).sum(1))
     assert all(p.grad is None for p in model.parameters())
+
+
+class TwoLayouts(nn.Module):
+    """One linear map, used on flattened batches: example by example, and, last, position by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, orders: str) -> Tensor:
+        for order in orders:
+            h = x.transpose(0, 1) if order == "t" else x
+            h = torch.tanh(self.inner(h.reshape(-1, D))).view(h.shape)
+            x = x + (h.transpose(0, 1) if order == "t" else h)
+        return x
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+@pytest.mark.parametrize("calls", [("et",), ("te",), ("e", "t"), ("t", "e"), ("tt", "tt")])
+def test_a_module_may_see_two_layouts(calls: tuple[str, ...], engine: str) -> None:
+    """In one forward pass, or in two whose losses are added; also when both are known already."""
+    model = TwoLayouts().double()
+    x = torch.randn(3, 4, D, dtype=torch.float64)
+
+    def losses(examples: slice) -> Tensor:
+        return sum(((model(x[examples], orders) - 1).pow(2).sum((1, 2)) for orders in calls), torch.zeros(1))
+
+    naive = [torch.autograd.grad(losses(slice(i, i + 1)).sum(), list(model.parameters())) for i in range(3)]
+    norms = torch.stack([torch.cat([g.flatten() for g in gs]).norm() for gs in naive])
+    clipper = attach(model, clip_norm=1.0, engine=engine)
+    for _ in range(4):
+        model.zero_grad()
+        report = clipper.backward(losses(slice(None)))
+        torch.testing.assert_close(report.norms[0], norms)
+        for p, gs in zip(model.parameters(), zip(*naive, strict=True), strict=True):
+            torch.testing.assert_close(p.grad, sum(g / n for g, n in zip(gs, norms, strict=True)))
