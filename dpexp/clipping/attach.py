@@ -21,8 +21,7 @@ from dpexp.clipping.engines import Engine, engine_named
 from dpexp.clipping.fullgraph import GraphTaps, possible
 from dpexp.clipping.graph_tap import tracing_full_graph
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
-from dpexp.clipping.layouts import LOOP
-from dpexp.clipping.memory import LateSum, Memory, give_back_freed_memory
+from dpexp.clipping.memory import LateSum, Memory
 from dpexp.clipping.opacus_engine import OpacusBackend
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.swap import CUT, REENTRANT, SITE, install, uninstall
@@ -345,10 +344,7 @@ class TapBackend:
             grad_scale,
             self.graph,
         )
-        known = len(self.memory.choices)
         result = step.run()
-        if len(self.memory.choices) > known:
-            give_back_freed_memory()
         if self.engine.name != "loop":
             self.memory.followed |= self.memory.surprises
             if self.follow():
@@ -368,7 +364,7 @@ class TapBackend:
         """
         before = [(site.shared_table, len(site.tracked)) for _, site in self.sites]
         for _, site in self.sites:
-            site.shared_table = self.memory.layouts.get(site.owner) == LOOP
+            site.shared_table = self.memory.loops(site.owner)
             site.tracked |= {local for local, name in site.params.items() if name in self.memory.followed}
         return before != [(site.shared_table, len(site.tracked)) for _, site in self.sites]
 

@@ -25,7 +25,7 @@ from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.donation import used_again
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group
-from dpexp.clipping.memory import LateSum, Memory
+from dpexp.clipping.memory import LateSum, Memory, give_back_freed_memory
 from dpexp.clipping.swap import REENTRANT
 from dpexp.clipping.taps import Call, ForwardPass, Recorder
 from dpexp.errors import UserError
@@ -209,6 +209,7 @@ class BackwardPass:
             self.memory.surprises |= {n for n, g in zip(self.params, native, strict=False) if g is not None}
             del native
             observed.append(seen)
+            give_back_freed_memory()
         self.memory.looped |= self.memory.surprises
         self._ways_known = all(call.input_shape is not None for owner in self.passes for call in owner.calls)
         by_row = row_weights.repeat_interleave(self.rows // self.num_examples)
@@ -359,7 +360,10 @@ class BackwardPass:
         """All uses of a parameter as one contribution, and the method for its norms."""
         merged = reduce(lambda a, b: a.merge(b), self.pending.pop(name))
         memory = self.memory
+        known = len(memory.choices)
         method = choose(merged, self.engine.norm, memory.cap_bytes, memory.choices, fused, memory.scratch)
+        if len(memory.choices) > known:
+            give_back_freed_memory()
         memory.methods[name] = method
         return merged, method
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from dpexp.clipping.contributions import Contribution
 from dpexp.clipping.contributions.scratch import Scratch
+from dpexp.clipping.layouts import LOOP
 
 
 @dataclass
@@ -32,7 +34,7 @@ class LateSum:
 
 
 def give_back_freed_memory() -> None:
-    """Let the C library return what was freed: trying out methods leaves holes in its heap that later steps do not fill."""
+    """Let the C library return what was freed: proofs and trials leave holes in its heap that nothing fills later."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
@@ -86,6 +88,11 @@ class Memory:
             "followed": sorted(self.followed),
             "settled": self.settled,
         }
+
+    def loops(self, owner: str) -> bool:
+        """Whether a use of this module needs the loop because of its layout."""
+        uses = takewhile(lambda key: key in self.layouts, ((owner, n) for n in count()))
+        return any(self.layouts[key] == LOOP for key in uses)
 
     def due(self) -> bool:
         """Count a backward pass. Whether what was proven is to be proven again: in the 16th, the 64th, the 256th and so on.

@@ -45,6 +45,10 @@ NAMED: dict[str, LayerKind] = {
     "timm.layers.std_conv.StdConv2dSame": StandardisedConvolution(),
     "timm.layers.std_conv.ScaledStdConv2d": StandardisedConvolution(),
     "timm.layers.std_conv.ScaledStdConv2dSame": StandardisedConvolution(),
+    "timm.layers.norm.LayerNorm": LayerNorm(),
+    "timm.layers.norm.LayerNormFp32": LayerNorm(),
+    "timm.layers.norm.GroupNorm": GroupNorm(),
+    "timm.layers.norm.GroupNorm1": GroupNorm(),
 }
 
 _COMPUTES = (
