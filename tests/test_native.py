@@ -50,6 +50,35 @@ def test_noise_is_standard_normal_far_into_the_tails():
     assert 4.5 < drawn.abs().max() < 6.7
 
 
+def philox(counters: np.ndarray, stream: int, key: int) -> list[np.ndarray]:
+    """Philox4x32-10 by the book (Salmon et al. 2011): four words for each counter."""
+    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+    x = [counters & low, counters >> high]
+    x += [np.full_like(counters, stream & 0xFFFFFFFF), np.full_like(counters, stream >> 32)]
+    keys = [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(10):
+        first, second = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
+        k0, k1 = (np.uint64(k) for k in keys)
+        x = [(second >> high) ^ x[1] ^ k0, second & low, (first >> high) ^ x[3] ^ k1, first & low]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return x
+
+
+@needs_kernels
+@pytest.mark.parametrize(("key", "stream", "offset"), [(0, 0, 0), (2**40 + 5, 2**50 + 3, 256 * (2**26 - 1))])
+def test_noise_is_that_of_the_published_generator(key: int, stream: int, offset: int):
+    known = [int(word[0]) for word in philox(np.zeros(1, dtype=np.uint64), 0, 0)]
+    assert known == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # the authors' own test vector
+    drawn = torch.zeros(512)
+    native.kernels().add_normals_(drawn, 1.0, key, stream, offset)
+    for block in range(2):
+        words = philox(offset // 4 + 64 * block + np.arange(64, dtype=np.uint64), stream, key)
+        for pair, half in enumerate(drawn[256 * block :][:256].double().numpy().reshape(2, 2, 64)):
+            radius = np.sqrt(-2 * np.log((words[2 * pair] >> np.uint64(1)) * 2.0**-31 + 2.0**-32))
+            angle = np.pi * words[2 * pair + 1].astype(np.uint32).astype(np.int32) * 2.0**-31
+            np.testing.assert_allclose(half, [radius * np.cos(angle), radius * np.sin(angle)], atol=2e-5)
+
+
 @needs_kernels
 def test_neighbours_lanes_and_streams_are_independent():
     drawn = noise(1 << 20)

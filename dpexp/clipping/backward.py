@@ -22,10 +22,11 @@ from dpexp.clipping import layouts
 from dpexp.clipping.choice import choose
 from dpexp.clipping.contributions import Lookup, Tied, numerics
 from dpexp.clipping.contributions.base import Contribution
+from dpexp.clipping.contributions.pages import give_back_freed_memory
 from dpexp.clipping.donation import used_again
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group
-from dpexp.clipping.memory import LateSum, Memory, give_back_freed_memory
+from dpexp.clipping.memory import LateSum, Memory
 from dpexp.clipping.swap import REENTRANT
 from dpexp.clipping.taps import Call, ForwardPass, Recorder
 from dpexp.errors import UserError

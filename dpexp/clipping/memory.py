@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from functools import cache
 from itertools import count, takewhile
 from typing import Any
 
@@ -31,22 +29,6 @@ class LateSum:
             self.contribution.weighted_sum(self.factors, out=gradient)
         else:
             gradient += self.tensor(gradient.dtype)
-
-
-def give_back_freed_memory() -> None:
-    """Let the C library return what was freed: proofs and trials leave holes in its heap that nothing fills later."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Any:
-    """glibc's function; None on other systems."""
-    try:
-        return getattr(ctypes.CDLL(None), "malloc_trim", None)
-    except (OSError, TypeError):
-        return None
 
 
 class ByRepr(dict[Any, str]):

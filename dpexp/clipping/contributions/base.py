@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions.pages import fresh
 from dpexp.clipping.contributions.scratch import SHARED, Scratch
 from dpexp.clipping.cost import Cost
 
@@ -223,7 +224,7 @@ class Contribution(ABC):
         return other
 
     def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return fresh(shape, self.dtype, self.device).zero_()
 
     def _chunks(self, method: str, scratch: Scratch) -> Iterator[tuple[Tensor, slice]]:
         """Instantiated gradients of a few examples at a time, with the slice of examples they are of.

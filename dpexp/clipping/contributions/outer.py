@@ -11,6 +11,7 @@ from dpexp.clipping import cost
 from dpexp.clipping.contributions import numerics
 from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.contributions.grams import gram_norms
+from dpexp.clipping.contributions.pages import fresh
 from dpexp.clipping.contributions.scratch import Scratch
 from dpexp.clipping.cost import Cost
 
@@ -107,7 +108,9 @@ class Outer(Contribution):
         if out is not None and undo is None and a.dtype == out.dtype and out.is_contiguous():
             out.view(g.shape[2], a.shape[2]).addmm_(left, right)
             return out
-        total = numerics.product(left, right)
+        cpu = self.device.type == "cpu"
+        place = fresh((g.shape[2], a.shape[2]), self.dtype, self.device) if cpu else None
+        total = numerics.product(left, right, place)
         if undo is not None:
             total = total.mul_(undo)
         return numerics.add_to(out, total.view(self.shape))
