@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dpexp.clipping import distributed
 from dpexp.clipping.backward import BackwardPass
 from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, refuse_couplings
-from dpexp.clipping.dataflow import inside_reentrant_checkpoint
+from dpexp.clipping.dataflow import inside_reentrant_checkpoint, tensors_in
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine, engine_named
 from dpexp.clipping.fullgraph import GraphTaps, possible
@@ -182,6 +182,8 @@ class Clipper:
         sums: Sums = {}
         if num_examples == 0:
             sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
+            if isinstance(self._backend, OpacusBackend):
+                self._backend.forget()
         else:
             if isinstance(self._backend, TapBackend) and self._backend.graph is not None:
                 self._backend.graph.write_settings(thresholds, scale, loss_scale)
@@ -247,13 +249,14 @@ class Clipper:
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._reducer = distributed.reducer_of(self.model)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
         if not isinstance(self._backend, TapBackend):
             self._backend.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
         elif torch.is_grad_enabled():
             self._check_coverage()
             keep_buffers(self._backend)
-            self._backend.recorder.open(inputs, follow=not self._backend.memory.settled)
+            alone = bool(inputs) and inputs[0].dim() > 0 and inputs[0].shape[0] == self.rows_per_example
+            self._backend.recorder.open(inputs, follow=not (self._backend.memory.settled or alone))
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
 
@@ -350,7 +353,7 @@ class TapBackend:
             if self.follow():
                 # the next forward takes another way: look at it as closely as at the first one
                 self.memory.looped -= self.memory.surprises
-                self.memory.settled = False
+                self.memory.settled = self.memory.ways_known = False
         if self.graph is not None:
             self.graph.learn(self.memory)
         self.memory.surprises = set()

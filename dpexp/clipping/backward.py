@@ -43,6 +43,9 @@ MIXED = (
 )
 
 
+LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
+
+
 class BackwardPass:
     """Computes the clipped sums of one ``clipper.backward``.
 
@@ -165,9 +168,10 @@ class BackwardPass:
         forms them can then free the graph as it goes, and the first step needs no more memory than the others.
         """
         self._layout: dict[int, str] = {}
+        self.undecided = False
         # its taps refuse surprises
         compiled = self.graph is not None and self.graph.traced and not self.passes
-        self._ways_known = self.memory.settled or compiled
+        self._ways_known = self.memory.ways_known or compiled
         pending: dict[int, list[str]] = {}
         doubted: set[int] = set()
         again = self.memory.due()
@@ -177,10 +181,14 @@ class BackwardPass:
                 known = self.memory.layouts.get(call.key)
                 if self.num_examples == 1:
                     shape = call.output_shape if call.input_shape is None else call.input_shape
-                    whole = bool(shape) and shape[0] == call.output_shape[0] and shape[0] > 0
+                    # one dimension in and out may be the features of a single, squeezed example
+                    told = len(shape) >= 2 or call.input_shape != call.output_shape
+                    whole = told and shape[0] == call.output_shape[0] and shape[0] > 0
                     self._layout[id(call)] = layouts.BLOCKED if whole else layouts.LOOP
                 elif known == layouts.LOOP:
                     self._layout[id(call)] = layouts.LOOP
+                elif call.routed:
+                    pending[id(call)] = found
                 elif known in found and not again:
                     self._layout[id(call)] = known
                 elif known in found:
@@ -212,7 +220,7 @@ class BackwardPass:
             observed.append(seen)
             give_back_freed_memory()
         self.memory.looped |= self.memory.surprises
-        self._ways_known = all(call.input_shape is not None for owner in self.passes for call in owner.calls)
+        self._ways_known = all(call.certain for owner in self.passes for call in owner.calls)
         by_row = row_weights.repeat_interleave(self.rows // self.num_examples)
         calls = {id(call): call for owner in self.passes for call in owner.calls}
         for identity, found in pending.items():
@@ -236,11 +244,20 @@ class BackwardPass:
             for layout in found
         }
         if all(verdict is None for verdict in verdicts.values()):
+            self.undecided = True
             return  # all gradients are zero: contribute nothing now, prove it next time
         proven = [layout for layout, verdict in verdicts.items() if verdict]
         if proven:
             layout = proven[0]
-        elif call.from_batch and layouts.ROWS in found:
+            if len(proven) > 1 or call.routed:  # right today; decide when a batch tells them apart, or never
+                self._layout[id(call)], self.undecided = layout, True
+                return
+        elif call.routed:
+            layout = layouts.LOOP
+        elif call.from_batch is None and layouts.ROWS in found and self.memory.settled:
+            self.memory.settled = False  # look closely again: a table that all examples share, or a coupling?
+            raise UserError(f"{call.source.owner} ({call.source.label}) {LATE}")
+        elif call.from_batch is not False and layouts.ROWS in found:
             raise UserError(f"{call.source.owner} ({call.source.label}): {MIXED}")
         else:
             layout = layouts.LOOP
@@ -305,6 +322,8 @@ class BackwardPass:
         except _NeedsLoop as needs:
             self.memory.layouts[needs.key] = layouts.LOOP
             self.memory.looped.update(needs.names)
+            if not retain:
+                raise UserError(f"{needs.names[0]} {LATE}") from needs
             return False
         surprises = {name for name, g in zip(outside, grads, strict=False) if g is not None}
         if self.graph is not None and leaves:
@@ -313,13 +332,11 @@ class BackwardPass:
             self.memory.looped |= surprises
             self.memory.surprises |= surprises
             if not retain:
-                raise UserError(
-                    f"{sorted(surprises)[0]} was used in a way that earlier steps did not show (outside of its module's "
-                    "forward). It is known now: run this step again, or use engine='loop'"
-                )
+                raise UserError(f"{sorted(surprises)[0]} {LATE}")
             return False
         if self.passes:
-            self.memory.settled = True
+            self.memory.ways_known = True
+            self.memory.settled |= self.num_examples > 1 and not self.undecided
         return True
 
     def _record(self, owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor) -> None:

@@ -54,7 +54,9 @@ def find_sites(model: nn.Module, recorder: Recorder) -> list[tuple[nn.Module, Si
             if p is not None and id(p) in first_name
         }
         if params:
-            sites.append((module, Site(owner or "(root)", kind_of(module), params, recorder)))
+            twice = len(set(params.values())) < len(params)  # one parameter in two roles, which no kind knows
+            kind = None if twice else kind_of(module)
+            sites.append((module, Site(owner or "(root)", kind, params, recorder)))
     return sites
 
 

@@ -8,42 +8,108 @@ other (refused).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+# Operations that put rows back to where they were, and operations that pick some along a dimension.
+RETURNING = {
+    "index_add",
+    "index_copy",
+    "index_put",
+    "masked_scatter",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+}
+PICKING = {"index_select", "take_along_dim", "gather", "sort", "argsort", "topk"}
+
 
 class DataFlow(TorchFunctionMode):
-    """While active, every torch function with an input among the followed tensors adds its outputs to them."""
+    """While active, every torch function with an input among the followed tensors adds its outputs to them.
+
+    A followed tensor is *routed* where its rows were picked by index, so that their order may be another one with the next batch:
+    unpadding, sorting by length, a mixture of experts.
+    """
 
     def __init__(self, inputs: Iterable[Tensor]):
         super().__init__()
-        self._followed = WeakIdKeyDictionary()
+        self._followed = WeakIdKeyDictionary()  # tensor -> whether it is routed
         for tensor in inputs:
             self.add(tensor)
 
-    def add(self, tensor: Tensor) -> None:
-        self._followed[tensor] = True
+    def add(self, tensor: Tensor, routed: bool = False) -> None:
+        self._followed[tensor] = routed
 
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._followed
 
+    def routed(self, tensor: Tensor) -> bool:
+        return bool(self._followed.get(tensor, False))
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if any(isinstance(leaf, Tensor) and leaf in self._followed for leaf in tree_leaves((args, kwargs))):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor in self._followed for tensor in tensors):
+            name = getattr(func, "__name__", "")
+            base = args[0] if args and isinstance(args[0], Tensor) else None
+            if base is not None and (name.rstrip("_") in RETURNING or name == "__setitem__"):
+                routed = self.routed(base)  # rows go back to their places
+            else:
+                routed = any(self.routed(tensor) for tensor in tensors) or (
+                    base is not None and base in self._followed and self._picks_rows(name, args, kwargs)
+                )
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self.add(leaf)
-            name = getattr(func, "__name__", "")
-            if args and isinstance(args[0], Tensor) and (name == "__setitem__" or _in_place(name)):
-                self.add(args[0])
+                    self.add(leaf, routed)
+            if base is not None and (name == "__setitem__" or _in_place(name)):
+                self.add(base, routed)
         return result
+
+    def _picks_rows(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether an operation picks or orders rows (dimension 0) by the values of a tensor."""
+        if name in ("masked_select", "take", "msort"):
+            return True
+        if name in PICKING:
+            given = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int)), -1))
+            return isinstance(given, int) and given % max(args[0].dim(), 1) == 0
+        if name != "__getitem__":
+            return False
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        first = next((part for part in index if part is not None), None)
+        if isinstance(first, list) or hasattr(first, "__array__"):
+            first = torch.as_tensor(first)
+        if not isinstance(first, Tensor) or first.dim() == 0:
+            return False
+        rows = args[0].shape[0]
+        in_order = (
+            first not in self._followed
+            and first.shape == (rows,)
+            and not first.is_floating_point()
+            and first.dtype != torch.bool
+        )
+        return not (in_order and bool((first == torch.arange(rows, device=first.device)).all()))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among the arguments of a forward pass, also inside mappings and dataclasses."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(dict(leaf))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+    return found
 
 
 def _in_place(name: str) -> bool:

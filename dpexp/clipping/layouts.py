@@ -34,7 +34,7 @@ def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: i
 
 def example_major(tensor: Tensor, layout: str, rows: int) -> Tensor:
     """Rearrange so that the leading dimension is ``rows * m`` with the m rows of one example adjacent."""
-    if layout == SECOND:
+    if layout == SECOND and tensor.dim() >= 2 and tensor.shape[1] == rows:
         return tensor.transpose(0, 1)
     if layout == STRIDED:
         return tensor.unflatten(0, (-1, rows)).transpose(0, 1).flatten(0, 1)

@@ -58,7 +58,10 @@ class Memory:
         self.surprises: set[str] = set()
         self.followed: set[str] = set()
         self.methods: dict[str, str] = {}
-        self.settled = False
+        self.ways_known = (
+            False  # no parameter is used where no tap sees it, as far as one backward pass shows
+        )
+        self.settled = False  # and every layout is proven
         self.backwards = 0  # since this process attached
 
     def state(self) -> dict[str, Any]:
@@ -90,4 +93,4 @@ class Memory:
         dict.update(self.choices, state.get("choices", {}))
         self.looped |= set(state.get("looped", ()))
         self.followed |= set(state.get("followed", ()))
-        self.settled = bool(state.get("settled", False))
+        self.settled = self.ways_known = bool(state.get("settled", False))

@@ -81,6 +81,14 @@ class OpacusBackend:
             norms.append(sq)
         return torch.stack(norms), sums
 
+    def forget(self) -> None:
+        """Drop what a forward pass left that is never back-propagated: Opacus would take it for a second use."""
+        for module in self.model.modules():
+            if isinstance(kept := getattr(module, "activations", None), list):
+                kept.clear()
+        for p in self.params.values():
+            p._forward_counter = 0  # type: ignore[attr-defined]
+
     def coverage(self) -> list[CoverageRow]:
         """Opacus instantiates everything."""
         return [

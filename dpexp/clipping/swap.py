@@ -49,6 +49,7 @@ class Site:
         self.label = kind.name if kind else "bare parameter"
         self.names = tuple(params.values())
         self.values: dict[str, Tensor] | None = None
+        self.originals: dict[str, Any] = {}  # the parameters as they were attached
         self.tracked: set[str] = set() if kind else set(params)
         self.shared_table = (
             False  # an embedding that is looked up once for all examples, known after the first step
@@ -62,7 +63,8 @@ class Site:
             return self.values[local]
         param = module._parameters[local]
         assert param is not None
-        if local in self.tracked and self.values is None and torch.is_grad_enabled():
+        in_forward = self.values is None and torch.is_grad_enabled() and self.recorder.rows is not None
+        if in_forward and local in self.tracked and param is self.originals[local]:
             return Tracked.of(param, self.params[local], self.recorder)
         return param
 
@@ -74,8 +76,17 @@ class Site:
         finally:
             self.values = previous
 
+    def _for_all(self, ids: Tensor) -> bool:
+        """Whether an embedding is looked up once for all examples, like a table of positions."""
+        rows = self.recorder.rows
+        return self.shared_table or (ids.dim() == 2 and ids.shape[0] == 1 and rows is not None and rows > 1)
+
     def forward(self, module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
-        if self.label == "embedding" and self.shared_table and isinstance(args[0], Tensor):
+        if any(module._parameters[local] is not original for local, original in self.originals.items()):
+            return self.native(
+                module, {}, args, kwargs
+            )  # torch.func.functional_call: what it passes has a graph of its own
+        if self.label == "embedding" and isinstance(args[0], Tensor) and self._for_all(args[0]):
             table = Tracked.of(module._parameters["weight"], self.names[0], self.recorder)  # type: ignore[arg-type]
             return derive(F.embedding, (args[0], table, module.padding_idx), {}, [table])
         saved, template = _take_tensors(args, kwargs)
@@ -97,17 +108,18 @@ class Site:
             raise UserError(
                 f"{self.owner}: a {self.label} layer must return one tensor, got {type(y).__name__}"
             )
-        x, rows = saved[0], self.recorder.rows
-        if self.label == "embedding" and x.dim() == 2 and x.shape[0] == 1 and rows is not None and rows > 1:
-            # A position table looked up once for the whole batch: give each example its own (stride 0) row.
-            y = y.expand(rows, *y.shape[1:])
-            saved = (x.expand(rows, -1), *saved[1:])
+        x, flow = saved[0], self.recorder.flow
+        if (
+            y._is_view()
+        ):  # an in-place operation may follow, which a view out of a custom function does not allow
+            y = torch.ops.aten._unsafe_view(y, y.shape)
         call = Call(
             source=_Bound(self, module),
             key=self.recorder.place(self.owner),
             input_shape=saved[0].shape,
             output_shape=y.shape,
-            from_batch=None if self.recorder.flow is None else x in self.recorder.flow,
+            from_batch=None if flow is None else x in flow,
+            routed=flow is not None and flow.routed(x),
             template=template,
             autocast=active,
         )
@@ -281,6 +293,7 @@ def install(module: nn.Module, site: Site) -> None:
     with_forward = site.kind is not None or type(module) in REWRITTEN
     traceable = site.graph is not None and site.kind is not None
     cls = swapped_class(type(module), tuple(site.params), with_forward, traceable)
+    site.originals = {local: module._parameters[local] for local in site.params}
     module.__dict__[SITE] = site
     module.__class__ = cls
 

@@ -47,9 +47,10 @@ class Source(Protocol):
 class Call:
     """One use of parameters in one forward pass: static facts only, never a tensor.
 
-    ``key`` names the place in the model and which of its uses in the forward pass this is (a module that is called twice may see
-    two layouts), so that what was verified of its layout is remembered. ``from_batch``: whether the
-    input was computed from the model's inputs (None where that was not followed).
+    ``certain``: its contributions never fail, whatever the shapes. ``key`` names the place in the model and which of its uses in
+    the forward pass this is (a module that is called twice may see two layouts), so that what was verified of its layout is
+    remembered. ``from_batch``: whether the input was computed from the model's inputs (None where that was not followed).
+    ``routed``: whether its rows were picked by index, so that what is verified holds for this batch alone.
     """
 
     source: Source
@@ -59,6 +60,8 @@ class Call:
     from_batch: bool | None
     template: Any = None
     autocast: tuple[str, torch.dtype] | None = None
+    certain: bool = True
+    routed: bool = False
 
 
 @dataclass(eq=False)
@@ -106,12 +109,16 @@ class Recorder:
         """The root's forward begins. ``follow``: track which tensors are computed from ``inputs``."""
         shape = inputs[0].shape[:2] if inputs and inputs[0].dim() else None
         self.current = ForwardPass(shape)
+        self._stop_following()  # of a forward that this one interrupts, or that was left by an interrupt
         if follow:
             self.flow = DataFlow(inputs)
             self.flow.__enter__()
 
     def close(self) -> None:
         self.current = None
+        self._stop_following()
+
+    def _stop_following(self) -> None:
         if self.flow is not None:
             self.flow.__exit__(None, None, None)
             self.flow = None
@@ -135,8 +142,9 @@ class Recorder:
         """Rows of the batch that is in the model now; in a backward pass, of the forward that is recomputed."""
         if self.current is not None:
             return self.current.rows
-        if self.running is not None and self.running.passes:
-            return self.running.passes[0].rows
+        if self.running is not None:
+            known = [p.rows for p in self.running.passes]
+            return self.running.rows if self.running.rows in known else next(iter(known), None)
         return None
 
     def tap(self, y: Tensor, call: Call, saved: tuple[Tensor, ...]) -> Tensor:
@@ -148,7 +156,7 @@ class Recorder:
             self.alive.add(owner)
         result = Tap.apply(y, self.anchor, self, owner, call, *saved)
         if self.flow is not None and call.from_batch:
-            self.flow.add(result)
+            self.flow.add(result, call.routed)
         return result
 
     def passes(self, rows: int) -> list[ForwardPass]:

@@ -48,6 +48,7 @@ class Tracked(torch.Tensor):
     params: tuple[nn.Parameter, ...]
     recipe: Callable[..., Tensor]
     recorder: Recorder
+    version: int  # of its memory when the recipe described it
 
     @staticmethod
     def of(param: nn.Parameter, name: str, recorder: Recorder) -> Tracked:
@@ -59,7 +60,7 @@ class Tracked(torch.Tensor):
         kwargs = kwargs or {}
         flat = [*args, *kwargs.values()]
         tracked = [a for a in flat if isinstance(a, Tracked)]
-        if tracked and hasattr(tracked[0], "recipe"):
+        if tracked and all(a._unchanged_since_made() for a in tracked) and not _random(func, args, kwargs):
             others = [a for a in flat if isinstance(a, Tensor) and not isinstance(a, Tracked)]
             if not others and (func in SHAPE_OPERATIONS or func in ELEMENTWISE):
                 return derive(func, args, kwargs, tracked)
@@ -72,8 +73,20 @@ class Tracked(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    def _unchanged_since_made(self) -> bool:
+        """Whether the recipe still describes the value: nothing wrote to it in place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return hasattr(self, "recipe") and self._version == self.version
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
+
+
+def _random(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether the operation would draw another dropout mask when it is repeated."""
+    if func is not F.scaled_dot_product_attention:
+        return False
+    return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
 
 
 def _unchanged(param: Tensor) -> Tensor:
@@ -84,7 +97,9 @@ def _unchanged(param: Tensor) -> Tensor:
 def _tracked(
     value: Tensor, names: tuple, params: tuple, recipe: Callable[..., Tensor], recorder: Recorder
 ) -> Tracked:
-    result = value.as_subclass(Tracked)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = value.as_subclass(Tracked)
+        result.version = value._version
     result.names, result.params, result.recipe, result.recorder = names, params, recipe, recorder
     return result
 
@@ -142,7 +157,7 @@ def _tap_operation(
     func: Any, args: tuple, kwargs: dict, tracked: list[Tracked], others: list[Tensor]
 ) -> Tensor | None:
     recorder = tracked[0].recorder
-    rows = recorder.rows
+    rows, flow = recorder.rows, recorder.flow
     names, params = _union(tracked)
     with torch._C.DisableTorchFunctionSubclass():
         detached = [a.detach() if isinstance(a, Tracked) else a for a in args]
@@ -164,9 +179,13 @@ def _tap_operation(
             key=recorder.place(str(getattr(func, "__name__", func)), names),
             input_shape=None,
             output_shape=y.shape,
-            from_batch=None if recorder.flow is None else any(o in recorder.flow for o in others),
+            from_batch=None if flow is None else any(o in flow for o in others),
+            routed=flow is not None and any(flow.routed(o) for o in others),
             autocast=active,
+            certain=added or func in EXPANSIONS,
         )
+        if func is F.scaled_dot_product_attention:
+            y = y.clone()  # its backward keeps the output, and a tap marks what it passes on as written to
         saved = () if func in EXPANSIONS or added else tuple(others)
         return recorder.tap(y, call, saved)
 

@@ -1,0 +1,333 @@
+"""Models that do something unusual with their parameters or rows: exact step after step, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dpexp.clipping import attach
+from dpexp.errors import UserError
+from tests.clipping.test_engines import check, naive
+from tests.clipping.zoo import Problem
+
+WIDTH = 4
+Losses = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+
+
+def square(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(**batch) - 0.3).pow(2).flatten(1).sum(1)
+
+
+def rows(*shape: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(*shape, WIDTH, dtype=torch.float64)}
+
+
+def exact(model: nn.Module, batches: list[dict[str, Tensor]], engine: str, losses: Losses = square) -> None:
+    """Every step equals the naive loop, whatever the steps before have taught the engine."""
+    model.double()
+    alone = [naive(Problem(model, batch, losses)) for batch in batches]
+    clipper = attach(model, clip_norm=0.5, engine=engine)
+    for batch, per_example in zip(batches, alone, strict=True):
+        check(Problem(model, batch, losses), clipper, per_example, times=1)
+
+
+class WrittenInPlace(nn.Module):
+    """A masked weight: a copy of the parameter is written to before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.clone()
+        weight[torch.ones(WIDTH, WIDTH).triu(1) == 1] = 0
+        weight *= 2
+        return F.linear(x, weight)
+
+
+class SummedTable(nn.Module):
+    """A table looked up once for all, and then not added to the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(x * self.table(torch.arange(3)[None]).sum((0, 1))))
+
+
+class RepeatedPrompt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.out = nn.Embedding(3, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompt = self.prompt(torch.arange(3)[None]).repeat(len(x), 1, 1)
+        return self.out(torch.tanh(torch.cat([prompt, x[:, None]], 1).cumsum(1)))
+
+
+class FastWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tripled = {name: 3 * p for name, p in self.layer.named_parameters()}
+        return torch.func.functional_call(self.layer, tripled, (x,))
+
+
+class Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).squeeze()).reshape(len(x), -1)
+
+
+class OneForTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2)
+        self.norm.bias = self.norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))
+
+
+class Experts(nn.Module):
+    """Each token goes to one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.out = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.reshape(-1, WIDTH)
+        share, choice = self.router(h).softmax(-1), (h[:, 0] > 0).long()
+        y = torch.zeros_like(h)
+        for k, expert in enumerate(self.experts):
+            mine = (choice == k).nonzero()[:, 0]
+            if len(mine):
+                y = y.index_add(0, mine, torch.tanh(expert(h[mine])) * share[mine, k : k + 1])
+        return self.out(y.view_as(x).sum(1))
+
+
+def tokens_for(*second_expert: int) -> dict[str, Tensor]:
+    """Of the four tokens of each example, so many go to the second expert."""
+    x = rows(len(second_expert), 4)["x"]
+    signs = torch.tensor([[1.0] * n + [-1.0] * (4 - n) for n in second_expert])
+    x[..., 0] = x[..., 0].abs() * signs
+    return {"x": x}
+
+
+class Unpadded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x[mask]))
+        padded = torch.zeros_like(x).masked_scatter(mask[..., None].expand_as(x), h)
+        return self.out(padded.sum(1))
+
+
+def padded(*lengths: int) -> dict[str, Tensor]:
+    return rows(len(lengths), 4) | {"mask": torch.arange(4) < torch.tensor(lengths)[:, None]}
+
+
+class Sorted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.out = (nn.Linear(WIDTH, n) for n in (WIDTH, WIDTH, 2))
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        order = torch.argsort(length, descending=True, stable=True)
+        return self.out(torch.tanh(self.layer(torch.tanh(self.first(x))[order]))[torch.argsort(order)])
+
+
+class TimeFirst(nn.Module):
+    """Its layers see position after position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        flat = x.transpose(0, 1).reshape(-1, WIDTH)
+        y = self.out(torch.tanh(self.layer(flat))).view(x.shape[1], x.shape[0], 2).transpose(0, 1)
+        return y * weight.sqrt()[..., None]
+
+
+def labelled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).pow(2).sum((1, 2))
+
+
+ONE_TOKEN = torch.zeros(3, 4, dtype=torch.float64)
+ONE_TOKEN[0, 0] = 1
+CASES: dict[str, tuple[Any, list[Callable[[], dict[str, Tensor]]], Losses]] = {
+    "a copy written to in place": (WrittenInPlace, [lambda: rows(3)] * 2, square),
+    "a table that is summed": (SummedTable, [lambda: rows(3)] * 2, square),
+    "a repeated prompt": (RepeatedPrompt, [lambda: rows(3), lambda: rows(1), lambda: rows(2)], square),
+    "functional_call": (FastWeights, [lambda: rows(3)] * 2, square),
+    "a squeezed example": (Squeezed, [lambda: rows(3), lambda: rows(1)], square),
+    "one parameter in two roles": (OneForTwo, [lambda: rows(3)] * 2, square),
+    "experts": (Experts, [lambda: tokens_for(4, 4), lambda: tokens_for(3, 1)], square),
+    "unpadding": (Unpadded, [lambda: padded(4, 4), lambda: padded(3, 1), lambda: padded(2, 1)], square),
+    "sorting": (
+        Sorted,
+        [lambda n=n: rows(3) | {"length": torch.tensor(n)} for n in ([5, 5, 5], [3, 4, 5])],
+        square,
+    ),
+    "one labelled token": (
+        TimeFirst,
+        [lambda w=w: rows(3, 4) | {"weight": w} for w in (ONE_TOKEN, torch.ones_like(ONE_TOKEN))],
+        labelled,
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_is_exact(case: str, engine: str) -> None:
+    make, batches, losses = CASES[case]
+    torch.manual_seed(0)
+    exact(make(), [batch() for batch in batches], engine, losses)
+
+
+def test_attaching_does_not_change_what_a_model_computes() -> None:
+    model, batch = SummedTable().double(), rows(3)
+    before = square(model, batch)
+    attach(model)
+    torch.testing.assert_close(square(model, batch), before)
+
+
+class LearnedBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.out = nn.Parameter(torch.randn(1, 1, 6, 6)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = x[:, None]
+        return self.out(F.scaled_dot_product_attention(k, k, k, self.bias, 0.5).sum((1, 2)))
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+def test_dropout_is_drawn_once(engine: str) -> None:
+    model, batch = LearnedBias().double(), rows(3, 6)
+    params = list(model.parameters())
+    torch.manual_seed(5)
+    plain = torch.autograd.grad(square(model, batch).sum(), params)
+    clipper = attach(model, rule="none", engine=engine)
+    torch.manual_seed(5)
+    clipper.backward(square(model, batch))
+    for p, g in zip(params, plain, strict=True):
+        torch.testing.assert_close(p.grad, g)
+
+
+def test_in_place_operations_may_follow_a_layer_whose_output_is_a_view() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, affine=True), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(48, 2)
+    )  # fmt: skip
+    batch = {"input": torch.randn(3, 2, 6, 6, dtype=torch.float64)}
+    exact(model, [batch, batch], "auto")
+
+
+def test_a_model_with_learned_attention_biases() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=8, depths=[2, 1], num_heads=[1, 2], window_size=4, drop_path_rate=0.0
+    )  # fmt: skip
+    model = transformers.SwinForImageClassification(config)
+    batch = {"pixel_values": torch.randn(2, 3, 32, 32, dtype=torch.float64)}
+    exact(model, [batch, batch], "auto", lambda m, b: (m(**b).logits - 0.3).pow(2).sum(1))
+
+
+@dataclass
+class Wrapped:
+    x: Tensor
+
+
+class Centred(nn.Module):
+    """Batch statistics by hand."""
+
+    def __init__(self, silent: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.out = (nn.Linear(WIDTH, n) for n in (WIDTH, WIDTH, 2))
+        if silent:
+            nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor | Wrapped) -> Tensor:
+        h = torch.tanh(self.first(x.x if isinstance(x, Wrapped) else x))
+        return self.out(torch.tanh(self.second(h - h.mean(0))))
+
+
+@pytest.mark.parametrize("case", ["at once", "after one example", "after silence", "in a dataclass"])
+def test_batch_statistics_are_refused_as_soon_as_they_show(case: str) -> None:
+    model = Centred(case == "after silence")
+    clipper = attach(model)
+
+    def step(size: int) -> None:
+        x = torch.randn(size, WIDTH)
+        clipper.backward((model(Wrapped(x) if case == "in a dataclass" else x) - 0.3).pow(2).sum(1))
+
+    if case == "after one example":
+        step(1)
+    if case == "after silence":
+        step(3)
+        assert not model.first.weight.grad.any()
+        model.out.weight.data += 1
+    for _ in range(2):
+        with pytest.raises(UserError, match="mixes examples"):
+            step(3)
+
+
+def test_another_forward_may_wait_while_a_checkpointed_one_is_recomputed() -> None:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda h: torch.tanh(self.layer(h) * self.scale), x, use_reentrant=False)
+
+    model = Recomputed().double()
+    clipper = attach(model, clip_norm=0.5)
+    waiting = []
+    for _ in range(6):
+        waiting.append(model(**rows(7, 2)))  # the batch might be its second dimension
+        problem = Problem(model, rows(2, 4), square)
+        clipper.backward(square(model, problem.batch))
+
+
+def test_parameters_read_outside_of_a_forward_are_themselves() -> None:
+    model = LearnedBias()
+    attach(model).backward(square(model.double(), rows(2, 6)))
+    assert model.bias.grad is not None
+    torch.optim.SGD([model.bias], lr=0.1)
+
+
+def test_opacus_goes_on_after_an_empty_batch() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 2))
+    clipper = attach(model, engine="opacus")
+    for size in (3, 0, 3, 2):
+        clipper.backward(model(torch.randn(size, WIDTH)).pow(2).sum(1))
+
+
+def test_a_copied_model_is_clipped_in_the_same_way() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    batch = {"input": rows(3)["x"]}
+    per_example = naive(Problem(model, batch, square))
+    twin, its_clipper = copy.deepcopy((model, attach(model, clip_norm=0.5)))
+    check(Problem(twin, batch, square), its_clipper, per_example)
+    assert all(p.grad is None for p in model.parameters())
+    assert set(its_clipper.choices.values()).isdisjoint({"", "one back-propagation per example"})
