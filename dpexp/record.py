@@ -44,10 +44,16 @@ SUMMARY_KEYS = (
 )
 
 _PACKAGE = Path(__file__).resolve().parent
+_CODE = ("dpexp/", "conf/", "scripts/")  # any file below may change what a run does
+_IMPORTABLE = (".py", ".pyc", ".so", ".pyd")  # anywhere: from the top folder, modules are found first
 
 
 def git_state() -> dict[str, Any]:
     """`{"commit": str | None, "dirty": bool | None}` of the code that runs.
+
+    Dirty: a tracked file differs, or there is an untracked one that could change what the code does. Nothing below `results/`
+    can: it is what runs leave, so that the second run of a tree is as clean as the first, whose record was kept. Ignored files
+    don't count.
 
     A copy without `.git` is told by its caller through the environment: DPEXP_COMMIT, and DPEXP_DIRTY=1 where files
     differ from it.
@@ -61,8 +67,17 @@ def git_state() -> dict[str, Any]:
     top = _git("rev-parse", "--show-toplevel")
     if not commit or not top or _PACKAGE.parent != Path(top).resolve():
         return {"commit": None, "dirty": None}  # installed elsewhere: the repository around it is not ours
-    changes = _git("status", "--porcelain", "--untracked-files=normal")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+    code = ("--", ":(top)", ":(top,exclude)results")
+    changed = _git("status", "--porcelain", "--untracked-files=no", *code)
+    others = _git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", *code)
+    if changed is None or others is None:
+        return {"commit": commit, "dirty": None}
+    return {"commit": commit, "dirty": bool(changed) or any(map(_is_code, others.split("\0")))}
+
+
+def _is_code(path: str) -> bool:
+    """Could an untracked file with this path from the top of the repository change what the code does?"""
+    return path.startswith(_CODE) or path.endswith(_IMPORTABLE)
 
 
 def _git(*arguments: str) -> str | None:

@@ -64,14 +64,19 @@ def _fill(name: str, context: Context, scale: str) -> None:
     folder = Path(os.environ.get("DPEXP_RUNS", "runs"))
     for command in catalogue.missing_commands(name, context, scale):
         print(f"{name}: {command}", flush=True)
-        before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*/summary.json")}
+        before = {path: path.stat().st_mtime_ns for path in _summaries(folder)}
         words = shlex.split(command)
         done = subprocess.run([sys.executable, *words[1:], f"runtime.runs_dir={folder}"], check=False)
         if done.returncode:
             print(f"{name}: failed with exit status {done.returncode}; its cells stay empty", file=sys.stderr)
-        for path in sorted(folder.glob("*/*/*/summary.json")):
+        for path in _summaries(folder):
             if before.get(path) != path.stat().st_mtime_ns:
                 subprocess.run([sys.executable, str(_KEEP), str(path)], check=False)
+
+
+def _summaries(folder: Path) -> list[Path]:
+    """Of runs and of audits."""
+    return sorted([*folder.glob("*/*/*/summary.json"), *folder.glob("audit/*/*/*/summary.json")])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Copy the summary of a run that counts into results/runs, without the folders of the machine that it ran on, and with a
-thinned curve of what it logged on its way: dev metrics, and quantiles of the norms where they were written.
+thinned curve of what it logged on its way: dev metrics, and quantiles of the norms where they were written. An audit goes to
+results/audits: its data hold canaries, and its metrics belong in no table of training runs.
 
 Usage: python scripts/keep_record.py runs/TASK/SIGNATURE/seedK/summary.json [...]
 """
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent.parent / "results" / "runs"
+RESULTS = Path(__file__).resolve().parent.parent / "results"
 FOLDER = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)")  # an absolute path; its last part stays
 
 
@@ -58,11 +59,6 @@ def thinned(points: list[Any], most: int = 24) -> list[Any]:
 def keep(path: Path) -> Path:
     """Check that a summary can count, and copy it."""
     summary = json.loads(path.read_text(encoding="utf-8"))
-    if "audit" in summary:
-        sys.exit(
-            f"error: {path}: an audit is no training run: its data hold canaries, and its metrics belong in no table of them."
-            " Copy it by hand to results/audits"
-        )
     if summary["status"] != "finished":
         sys.exit(f"error: {path}: status is {summary['status']}; finish the run first")
     if summary["git"]["commit"] is None or summary["git"]["dirty"]:
@@ -76,8 +72,9 @@ def keep(path: Path) -> Path:
         summary["details"]["signature"],
         f"seed{summary['seed']}",
     ]
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    target = RESULTS / ("-".join(parts) + ".json")
+    folder = RESULTS / ("audits" if "audit" in summary else "runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / ("-".join(parts) + ".json")
     target.write_text(
         json.dumps(without_folders(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )

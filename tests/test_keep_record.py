@@ -6,6 +6,10 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
+from tests.reproduce.samples import summary
+
 SPEC = importlib.util.spec_from_file_location(
     "keep_record", Path(__file__).parent.parent / "scripts" / "keep_record.py"
 )
@@ -39,3 +43,42 @@ def test_thinning_keeps_both_ends():
     kept = keep_record.thinned(points)
     assert (len(kept), kept[0], kept[-1]) == (24, 0, 999)
     assert keep_record.thinned(points[:5]) == points[:5]
+
+
+def _keep(tmp_path: Path, one: dict, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(keep_record, "RESULTS", tmp_path / "results")
+    one["details"] |= {"signature": "0123456789"}
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(one), encoding="utf-8")
+    return keep_record.keep(path)
+
+
+def test_an_audit_is_kept_apart_from_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    name = "sst2-minilm-flat-small-eps8-0123456789-seed0.json"
+    assert _keep(tmp_path, summary(), monkeypatch) == tmp_path / "results" / "runs" / name
+    audit = summary() | {"audit": {"method": "exposure"}}
+    assert _keep(tmp_path, audit, monkeypatch) == tmp_path / "results" / "audits" / name
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"status": "failed"}, "finish the run first"),
+        ({"git": {"commit": "a" * 40, "dirty": True}}, "in no commit"),
+        ({"git": {"commit": None, "dirty": None}}, "in no commit"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"audit": {"method": "exposure"}}], ids=["run", "audit"])
+def test_what_does_not_count_is_not_kept(
+    change: dict, words: str, more: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(SystemExit, match=words):
+        _keep(tmp_path, summary() | more | change, monkeypatch)
+    assert not (tmp_path / "results").exists()
+
+
+def test_folders_of_the_machine_are_cut():
+    assert keep_record.without_folders({"a": ["python -m x data.root=/home/me/data"], "b": 1}) == {
+        "a": ["python -m x data.root=data"],
+        "b": 1,
+    }

@@ -140,6 +140,57 @@ def test_git_is_asked_about_this_code_and_no_other(monkeypatch, tmp_path):
     assert record.git_state()["dirty"] is True
 
 
+@pytest.fixture
+def repository(monkeypatch, tmp_path):
+    """A commit of some code, a choice, a table and a page; the folder."""
+    monkeypatch.delenv("DPEXP_COMMIT", raising=False)
+    for name in ("dpexp/a.py", "conf/clip/flat.yaml", "results/tables/a.md", "docs/a.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    (tmp_path / ".gitignore").write_text("*.so\n/runs/\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "x")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(record, "_PACKAGE", tmp_path / "dpexp")
+    assert record.git_state()["dirty"] is False
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "dirty"),
+    [
+        ("dpexp/new.py", True), ("dpexp/tasks/rows.tsv", True), ("dpexp/native/kernel.cpp", True), ("conf/clip/mine.yaml", True),
+        ("scripts/run.sh", True), ("torch.py", True), ("torch/__init__.py", True), ("dpexp/a b.py", True),
+        ("dpexp/ä.py", True), ("results/runs/new.json", False), ("results/bench/new.py", False), ("notes.txt", False),
+        ("docs/figure.svg", False), ("runs/sst2/summary.json", False), ("dpexp/kernels.so", False),
+    ],
+)  # fmt: skip
+def test_an_untracked_file_is_dirt_where_it_could_change_what_the_code_does(name, dirty, repository):
+    (repository / name).parent.mkdir(parents=True, exist_ok=True)
+    (repository / name).write_text("1")
+    assert record.git_state()["dirty"] is dirty
+
+
+@pytest.mark.parametrize(
+    ("name", "dirty"),
+    [
+        ("dpexp/a.py", True),
+        ("conf/clip/flat.yaml", True),
+        ("docs/a.md", True),
+        ("results/tables/a.md", False),
+    ],
+)
+@pytest.mark.parametrize("change", ["edited", "staged", "removed"])
+def test_a_tracked_file_is_dirt_unless_it_is_what_runs_leave(name, dirty, change, repository):
+    if change == "removed":
+        (repository / name).unlink()
+    else:
+        (repository / name).write_text("2")
+    if change == "staged":
+        subprocess.run(["git", "-C", str(repository), "add", name], check=True)
+    assert record.git_state()["dirty"] is dirty
+
+
 def test_changed_code_is_noticed(monkeypatch):
     monkeypatch.setenv("DPEXP_COMMIT", "a" * 40)
     finished = summary(block())

@@ -12,7 +12,7 @@ import pytest
 
 from dpexp import report
 from dpexp.errors import UserError
-from dpexp.reproduce import catalogue, runs
+from dpexp.reproduce import catalogue, runs, site
 from dpexp.reproduce.catalogue import Context
 from tests.reproduce.samples import summary, write
 
@@ -55,6 +55,14 @@ def test_regenerating_gives_the_committed_files(name: str, context: Context, tmp
 @pytest.mark.parametrize("name", sorted(SLOW))
 def test_regenerating_the_arithmetic_gives_the_committed_files(name: str, context: Context, tmp_path: Path):
     _assert_committed(name, context, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_page_is_what_is_committed(context: Context):
+    documents = [context.document(name) for name in catalogue.builders()]
+    assert site.page(documents).encode() == (RESULTS / "report.html").read_bytes(), (
+        "report.html: run `make report` and commit"
+    )
 
 
 def test_nothing_is_committed_that_no_target_makes():

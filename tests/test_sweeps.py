@@ -1,8 +1,10 @@
 """A multirun: every job is a row, failed or not, in one process or several; an interrupted one goes on where it stopped."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,40 @@ def test_a_second_multirun_trains_only_what_the_first_left(tmp_path):
     assert second.returncode == 0, second.stdout + second.stderr
     assert second.stdout.count("nothing was trained again") == 3
     assert "4 jobs, 0 failed" in second.stdout
+
+
+@pytest.mark.slow
+def test_a_multirun_that_was_killed_goes_on_within_the_job(tmp_path):
+    """SIGKILL in the middle of the second job: the first is not trained again, the second goes on from its checkpoint."""
+    settings = [
+        "task=sst2", "scale=demo", "clip=flat", "runtime=cpu", "optim.epochs=null", "optim.steps=60", "data.cache=null",
+        "runtime.physical_batch_size=64", "runtime.checkpoint_every=3", "engine.choice=rule", f"runtime.runs_dir={tmp_path}",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "dpexp.train", *settings, "seed=0,1,2", "-m"]
+    first, second, third = (run_folder(compose([*settings, f"seed={seed}"])) for seed in range(3))
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 240
+        while charged(second) < 8 and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    finished = (first / "summary.json").read_bytes()
+    assert 8 <= charged(second) < 60
+    assert not (second / "summary.json").exists()
+    assert not third.exists()
+
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count("nothing was trained again") == 1
+    assert again.stdout.count("going on after step") == 1
+    assert "3 jobs, 0 failed" in again.stdout
+    assert (first / "summary.json").read_bytes() == finished
+    for folder in (first, second, third):
+        summary = json.loads((folder / "summary.json").read_text())
+        assert (summary["status"], summary["privacy"]["steps"], charged(folder)) == ("finished", 60, 60)
+
+
+def charged(folder):
+    """Steps in the ledger of a run."""
+    ledger = folder / "ledger.jsonl"
+    return len(ledger.read_text().splitlines()) if ledger.exists() else 0

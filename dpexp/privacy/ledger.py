@@ -29,6 +29,7 @@ from typing import Any
 
 from dp_accounting import DpEvent
 
+from dpexp.durable import flush_file, flush_folder
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, encode
@@ -189,14 +190,13 @@ class Ledger:
             try:
                 file.truncate(self._size)  # drops what a crash left of a line
                 file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
+                flush_file(file)
             except OSError:
                 self._torn = 0
                 file.truncate(self._size)
                 raise
         if new:
-            _sync_folder(self.path.parent)
+            flush_folder(self.path.parent)  # a new file's name is on the disk only when its folder is
 
 
 def _canonical(event: dict[str, Any]) -> str:
@@ -216,12 +216,3 @@ def _largest(value: Any) -> float:
 def _checksum(previous: str, record: dict[str, Any]) -> str:
     body = {name: value for name, value in record.items() if name != "check"}
     return hashlib.sha256((previous + json.dumps(body, sort_keys=True)).encode()).hexdigest()[:16]
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new file's name is on the disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

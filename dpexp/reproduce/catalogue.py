@@ -11,7 +11,7 @@ from typing import Any
 
 from dpexp.checks import did_you_mean
 from dpexp.errors import UserError
-from dpexp.reproduce import benchmarks, curves, exact, figures, goals, pages, runs, tables
+from dpexp.reproduce import benchmarks, curves, exact, figures, goals, grids, pages, runs, tables
 from dpexp.reproduce import records as run_records
 from dpexp.reproduce.documents import Document
 from dpexp.reproduce.drawing import draw, heat
@@ -42,6 +42,14 @@ class Context:
     @cached_property
     def records(self) -> list[Record]:
         return run_records.load(self.results / "runs", show_unclean=self.show_unclean)
+
+    @cached_property
+    def audits(self) -> list[Record]:
+        return run_records.load(self.results / "audits", show_unclean=self.show_unclean, audits=True)
+
+    def records_of(self, key: tuple[str, str]) -> list[Record]:
+        """What may fill a table."""
+        return self.audits if tables.claims()[key].audits else self.records
 
     @cached_property
     def benchmarks(self) -> list[tuple[str, dict[str, Any], str]]:
@@ -83,6 +91,7 @@ def builders() -> dict[str, Builder]:
         found[name] = partial(_measured, name)
     for name in curves.TARGETS:
         found[name] = partial(_curves, name)
+    found[grids.NAME] = _grids
     found[goals.NAME] = _goals
     found["runs"] = _runs
     found["coverage"] = _coverage
@@ -143,7 +152,7 @@ def missing_commands(name: str, context: Context, scale: str) -> list[str]:
     """The commands that ``RUN=1`` runs before it renders a target: for cells of a table without a record."""
     for key in tables.known():
         if tables.target_name(*key) == name:
-            return tables.missing(*key, context.records, scale)
+            return tables.missing(*key, context.records_of(key), scale)
     return []
 
 
@@ -163,12 +172,16 @@ def _curves(name: str, context: Context) -> Document:
     return curves.build(name, context.records)
 
 
+def _grids(context: Context) -> Document:
+    return grids.figure_li_9(context.records)
+
+
 def _runs(context: Context) -> Document:
     return runs.document(context.results / "runs", show_unclean=context.show_unclean)
 
 
 def _table(key: tuple[str, str], context: Context) -> Document:
-    document = tables.build(*key, context.records)
+    document = tables.build(*key, context.records_of(key))
     if key[1] in _HEAT:
         row, column = _HEAT[key[1]]
         svg, png = _heat_map(document, row, column)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dpexp.config import conf_dir
 from dpexp.metrics.text import PERCENT
 from dpexp.reproduce.paper import Cell
@@ -25,14 +27,15 @@ FACTS = {
     "epochs": "optim.epochs", "batch_size": "optim.batch_size", "lr": "optim.lr", "allocation": "clip.allocation",
     "peft": "peft.name", "rank": "peft.rank", "clip_norm": "clip.clip_norm", "quantile": "clip.target_quantile",
     "quantile_budget": "clip.quantile_budget", "schedule": "schedule.name", "trainable": "model.trainable",
-    "sigma": "privacy.noise_multiplier", "sigma_initial": "privacy.noise_multiplier",
+    "sigma": "privacy.noise_multiplier", "sigma_initial": "privacy.noise_multiplier", "init": "model.retrain",
 }  # fmt: skip
 NOISE = ("sigma", "sigma_initial")  # where a paper gives the noise, its ε and its epochs are what came out
 GROUPS = ("task", "model", "clip", "peft", "schedule")  # their values are files of conf/
 # At scale small these are the task's own; every other setting of a cell holds at every scale.
 LEFT_TO_THE_TASK = ("model", "epochs", "batch_size", "lr", "rank", "delta", "clip_norm", "quantile")
 # What a cell may say about its run that no setting here answers yet.
-UNANSWERED = ("individual", "repetitions", "init")
+UNANSWERED = ("individual", "learning_rate")
+EXPOSURE = "exposure"  # the metric of canaries, which `dpexp.audit` measures
 TRAINING = ("train", "training")  # splits on which the papers print accuracies too
 SEEDS = "0,1,2"
 
@@ -74,11 +77,12 @@ class Slot:
         """Every configuration of these records that fills the cell, sorted."""
         if self.reason:
             return []
-        factor = 100.0 if self.metric in PRINTED_TIMES_100 else 1.0
+        factor = printed_factor(self.metric)
         where = {
             "schedule.name": (None, "constant"),
+            "model.retrain": (None, False),
             **self.where,
-        }  # noise that decays only where the cell says so
+        }  # noise that decays, and random weights to begin with, only where the cell says so
         found = []
         for group in by_configuration(record for record in records if record.matches(where)):
             values = [(r, value) for r in group if (value := r.metric(self.metric)) is not None]
@@ -87,8 +91,12 @@ class Slot:
         return found
 
 
-# Fractions in a record, which the papers print times 100.
-PRINTED_TIMES_100 = PERCENT | {"accuracy", "train_accuracy", "accuracy_matched", "accuracy_mismatched"}
+def printed_factor(metric: str) -> float:
+    """100 for what is a fraction in a record and printed in percent."""
+    return 100.0 if metric.removesuffix("_test") in _PRINTED_TIMES_100 else 1.0
+
+
+_PRINTED_TIMES_100 = PERCENT | {"accuracy", "train_accuracy", "accuracy_mismatched"}
 
 
 def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None, task: str = "") -> Slot:
@@ -103,8 +111,10 @@ def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None, tas
         task: for scale small: another data set that stands in for the cell's, with settings of its own; "" for the cell's.
     """
     said = dict(cell.settings)
-    if "schedule" in said:
-        said.setdefault("clip", "flat")  # a schedule of the noise is one of DP-SGD
+    if "schedule" in said or any(name in said for name in UNANSWERED):
+        said.setdefault("clip", "flat")  # they are variants of DP-SGD
+    if said.get("init") == "random":
+        said["init"] = "true"
     reason = _not_ours(cell, said)
     if said.get("formulation") == "infilling":
         said["task"] = f"{said.get('task', '')}_infilling"
@@ -127,6 +137,10 @@ def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None, tas
         said["task"] = task
     chosen = {name: value for name, value in said.items() if name in FACTS and name not in left_out}
     where: dict[str, Any] = {FACTS[name]: value for name, value in chosen.items()}
+    if said.get("metric") == EXPOSURE:
+        where["method"] = EXPOSURE
+    if FACTS["init"] in where:
+        where[FACTS["init"]] = True
     if FACTS["sigma"] in where:
         for name, fact in (("epsilon", "spent"), ("epochs", "epochs")):
             if where.pop(FACTS[name], None) is not None:
@@ -149,8 +163,14 @@ def metric_of(cell: Cell) -> str:
     name = said.get("metric", "")
     if said.get("split") in TRAINING:
         return f"train_{name}"
-    if said.get("subset"):
+    if name == EXPOSURE:
+        return f"{name}_{said.get('repetitions', '')}"
+    if (
+        said.get("subset", "matched") != "matched"
+    ):  # which is MNLI's dev set: `accuracy`, and `accuracy_mismatched` (conf/task/mnli)
         return f"{name}_{said['subset']}"
+    if said.get("split") == "test" and _has_test(said.get("task", "")):
+        return f"{name}_test"
     return name
 
 
@@ -161,7 +181,7 @@ def command(cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
     noise = next((name for name in NOISE if name in chosen), "")
     if scale == "paper" and (preset := _preset(cell, chosen)):
         overrides.append(f"experiment={preset}")
-        covered = {"task", "model", "delta", "peft", "schedule", noise}
+        covered = {"task", "model", "delta", "peft", "init", "schedule", noise}
         covered |= (
             {"clip"} if preset.endswith((chosen["clip"], chosen.get("schedule", chosen["clip"]))) else set()
         )
@@ -169,7 +189,8 @@ def command(cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
         overrides.append("privacy=noise")
     if noise:
         covered |= {"epsilon"}  # it comes out
-        overrides += ["optim.steps=null"] if "epochs" in chosen else []
+    if "epochs" in chosen and (noise or _has_steps(chosen.get("task", ""), scale)):
+        overrides.append("optim.steps=null")  # its length is given in epochs
     for name, value in chosen.items():
         if name in covered or (name == "peft" and value == "full"):
             continue
@@ -180,8 +201,25 @@ def command(cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
         overrides.append("privacy=none")
     if scale != "paper":
         overrides.append(f"scale={scale}")
+    program = "train"
+    if cell.settings.get("metric") == EXPOSURE:
+        program = "audit"
+        overrides = [f"method={EXPOSURE}", *overrides, f"repetitions=[{cell.settings['repetitions']}]"]
     words = [*overrides, f"seed={SEEDS}", "-m"]
-    return "python -m dpexp.train " + " ".join(shlex.quote(word) for word in words)
+    return f"python -m dpexp.{program} " + " ".join(shlex.quote(word) for word in words)
+
+
+def _has_test(task: str) -> bool:
+    """Is there a test set beside the dev set? (Where print has "test" for the only one, as of images, it is our dev set.)"""
+    path = conf_dir() / "task" / f"{task}.yaml"
+    return path.is_file() and "test" in (yaml.safe_load(path.read_text(encoding="utf-8")).get("files") or {})
+
+
+def _has_steps(task: str, scale: str) -> bool:
+    """Does the task give the length of its runs at this scale in steps?"""
+    path = conf_dir() / "task_at_scale" / task / f"{scale}.yaml"
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return bool(((settings or {}).get("optim") or {}).get("steps"))
 
 
 def _preset(cell: Cell, chosen: Mapping[str, str]) -> str:
@@ -189,6 +227,7 @@ def _preset(cell: Cell, chosen: Mapping[str, str]) -> str:
     stem = "_".join((cell.paper, _numbered(cell.table)))
     method = chosen.get("schedule") or chosen.get("clip", "")
     kind = "infilling" if cell.settings.get("formulation") == "infilling" else chosen.get("peft", "")
+    kind = "retrain" if "init" in chosen else kind
     before = [cell.settings.get("task", ""), chosen.get("model", "")]
     for words in ([*before, method], [*before, kind]):
         name = "_".join((stem, *filter(None, words)))
@@ -246,7 +285,7 @@ def columns(filling: Filling, digits: int) -> dict[str, str]:
         "accountant": privacy.get("accountant") or "none",
         "sampling": str(privacy.get("sampling")),
         "hardware": record.summary["performance"].get("device", ""),
-        "record": ", ".join(repository_path(r.name) for r in filling.records),
+        "record": ", ".join(repository_path(r) for r in filling.records),
     }
 
 
@@ -265,11 +304,14 @@ def described(record: Record, beside: Sequence[str] = ()) -> str:
         f"lr {facts.get('optim.lr'):g}",
         *beside,
     ]
+    if facts.get("method") == EXPOSURE:
+        counts = "/".join(str(count) for count in facts.get("repetitions") or ())
+        words.append(f"{facts.get('secrets')} canaries of each r = {counts} in one training set")
     precision = facts.get("runtime.precision")
     words.append("" if precision in (None, "fp32") else str(precision))
     return ", ".join(word for word in words if word)
 
 
-def repository_path(name: str) -> str:
+def repository_path(record: Record) -> str:
     """Where a record lies, as a link from the top of the repository."""
-    return str(Path("results/runs") / name)
+    return str(Path("results") / record.folder / record.name)

@@ -149,6 +149,12 @@ def _power(value: int) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+SPACE = (
+    "Derived space is the sum of Table 3's modules, the weights and their gradient (2pd) among it. The printed column is no such"
+    " sum in any row: it leaves pd out, once without privacy and twice with it, and but for FastGradClip has BTd once too often."
+)
+
+
 def table_5() -> Rows:
     """Every implementation: its modules, and the printed and derived formulas of one layer."""
     rows = []
@@ -267,7 +273,7 @@ def pages() -> dict[str, str]:
         "complexity-bu-table5.md": "# Bu et al., Tables 2 and 5: one layer, as printed and as derived\n\n"
         "⟨a, b⟩: a where gradients are instantiated, b where the ghost norm is taken (2T² < pd). Modules of Table 3:"
         " 1 forward, 2a output gradient, 2b parameter gradient, 3 ghost norm, 4 instantiation, 5 weighted sum."
-        " Empty: not printed.\n\n" + as_markdown(five) + _FOOT,
+        f" Empty: not printed.\n\n{SPACE}\n\n" + as_markdown(five) + _FOOT,
         "complexity-bu-table8.csv": as_csv(eight),
         "complexity-bu-table8.md": "# Whole networks: space of per-example norms, and every implementation relative to non-DP\n\n"
         "Bu et al. refer to such tables as 8 and 10, which are not in the text that we have; the column `printed` is the"

@@ -25,8 +25,9 @@ class Curves:
         kind: "norms" (a heat map of layer x time for each run), "dev" (metric against epochs), "time" (against seconds),
             or "sweep" (last metric against a setting).
         x: the setting of a sweep.
-        metric: of the dev set.
-        command: that makes such a record at scale=small; at scale=paper without that word.
+        metric: of the dev set; "accuracy|bleu": the first of them that a run has.
+        command: what makes such records at scale=small; empty where nothing stands in.
+        at_paper: the same with the paper's models, data and length.
         says: the verdict of the seeds, as paragraphs; None where there is no test.
     """
 
@@ -34,87 +35,132 @@ class Curves:
     claim: str
     select: Mapping[str, Any]
     kind: str
-    command: str
+    command: tuple[str, ...]
+    at_paper: tuple[str, ...]
     metric: str = "accuracy"
     x: str = ""
     says: curve_claims.Says | None = None
 
 
-_TRAIN = "python -m dpexp.train"
+_SMALL = "python -m dpexp.train {} scale=small {} -m"
+_PAPER = "python -m dpexp.train experiment={} -m"
 _CIFAR = ("cifar10", "cifar10_jpeg")
 _THREE = ("flat", "perlayer", "adaptive_perlayer")
+_SEEDS = "seed=0,1,2"
+_OFTEN = "runtime.eval_every=122 seed=0,1,2"  # 30 looks at CIFAR-10's 3662 updates
+_SIZES = {
+    "bert": "model=distilbert,bert_base,bert_large,distilroberta,roberta_base,roberta_large privacy=eps3,eps8",
+    "gpt": "model=distilgpt2,gpt2,gpt2_medium,gpt2_large privacy=eps3,eps8",
+}
+_BY_TIME = (
+    _PAPER.format(
+        "he2023_figure7_e2e_gpt2_flat engine=opacus,ghost privacy=eps3,eps8 runtime.eval_every=42{}"
+    ),
+    _PAPER.format("he2023_table5_e2e_gpt2_adaptive_perlayer privacy=eps3,eps8 runtime.eval_every=42{}"),
+)
+_WORDS = tuple(
+    f"{how} task.label_words.1=great,good,awesome"  # the paper's words are in a picture alone
+    for how in ("clip=flat privacy=eps3", "clip=nonprivate privacy=none")
+)
+_E2E = "task=e2e clip=flat,adaptive_perlayer privacy=eps8"
+_TEXT = "task.generation.when=always"
 TARGETS: dict[str, Curves] = {
     "figure-he-2": Curves(
         "He et al., Figure 2: norms of every layer through training, CIFAR-10",
         "Norms start uniformly low; as training goes on, those of the layers near the input grow.",
         {"task": _CIFAR, "clip": "adaptive_perlayer"}, "norms",
-        f"{_TRAIN} task=cifar10_jpeg clip=adaptive_perlayer privacy=eps8 scale=small runtime.eval_every=49 seed=0,1,2 -m",
+        (_SMALL.format("task=cifar10_jpeg clip=adaptive_perlayer privacy=eps8", f"runtime.eval_every=49 {_SEEDS}"),),
+        (_PAPER.format(f"he2023_table2_cifar10_wrn16_4_adaptive_perlayer privacy=eps8 {_OFTEN}"),),
         says=curve_claims.norms_grow_near_the_input,
     ),
     "figure-he-3": Curves(
         "He et al., Figure 3: accuracy over epochs, CIFAR-10, with and without noise",
         "Adaptive per-layer clipping closes the gap to flat clipping, with and without noise; fixed per-layer clipping does not.",
         {"task": _CIFAR, "clip": _THREE}, "dev",
-        f"{_TRAIN} task=cifar10_jpeg clip=flat,perlayer,adaptive_perlayer privacy=eps3 scale=small runtime.eval_every=49"
-        " seed=0,1,2 -m",
+        tuple(
+            _SMALL.format(f"task=cifar10_jpeg clip={','.join(_THREE)} {privacy}", f"runtime.eval_every=49 {_SEEDS}")
+            for privacy in ("privacy=eps3", "privacy=noise privacy.noise_multiplier=0")
+        ),
+        tuple(
+            _PAPER.format(f"he2023_figure3_cifar10_wrn16_4_clipping clip={','.join(_THREE)} {privacy}{_OFTEN}")
+            for privacy in ("", "privacy=noise privacy.noise_multiplier=0 ")
+        ),
         says=curve_claims.adaptive_closes_the_gap,
     ),
     "figure-he-4": Curves(
         "He et al., Figure 4: norms of some layers through fine-tuning, SST-2",
         "The distribution of norms shifts as fine-tuning goes on, differently in each layer; the 85% quantile parts two groups.",
         {"task": "sst2", "clip": "adaptive_perlayer"}, "norms",
-        f"{_TRAIN} task=sst2 clip=adaptive_perlayer privacy=eps8 scale=small runtime.eval_every=11 seed=0,1,2 -m",
+        (_SMALL.format("task=sst2 clip=adaptive_perlayer privacy=eps8", f"runtime.eval_every=11 {_SEEDS}"),),
+        (_PAPER.format(f"he2023_table3_sst2_roberta_base_adaptive_perlayer privacy=eps8 runtime.eval_every=44 {_SEEDS}"),),
         says=curve_claims.norms_shift_by_layer,
     ),
     "figure-he-5": Curves(
         "He et al., Figure 5: the target quantile",
         "CIFAR-10 is robust to target quantiles from 0.3 to 0.9; on SST-2 those around 0.9 are best.",
         {"task": (*_CIFAR, "sst2"), "clip": "adaptive_perlayer"}, "sweep",
-        f"{_TRAIN} sweep=he2023_fig5_sst2 task=sst2 clip=adaptive_perlayer scale=small",
+        tuple(
+            _SMALL.format(f"sweep=he2023_fig5_{sweep} task={task} clip=adaptive_perlayer", _SEEDS)
+            for sweep, task in (("sst2", "sst2"), ("cifar10", "cifar10_jpeg"))
+        ),
+        tuple(
+            _PAPER.format(f"{preset} sweep=he2023_fig5_{sweep} {_SEEDS}")
+            for preset, sweep in (
+                ("he2023_table3_sst2_roberta_base_adaptive_perlayer", "sst2"),
+                ("he2023_table2_cifar10_wrn16_4_adaptive_perlayer", "cifar10"),
+            )
+        ),
         x="clip.target_quantile",
     ),
     "figure-he-7": Curves(
         "He et al., Figure 7: loss against wall time, E2E",
         "At any wall time adaptive per-layer clipping has a lower negative log-likelihood than ghost and flat clipping.",
         {"task": "e2e", "clip": ("flat", "adaptive_perlayer")}, "time",
-        f"{_TRAIN} task=e2e clip=flat,adaptive_perlayer privacy=eps8 scale=small runtime.eval_every=20 -m",
+        (_SMALL.format(_E2E, "runtime.eval_every=5"),), tuple(c.format("") for c in _BY_TIME),
         metric="loss",
     ),
     "figure-he-8": Curves(
         "He et al., Figure 8: BLEU against wall time, E2E",
         "At the same wall time adaptive per-layer clipping generally has the better BLEU and ROUGE-L.",
         {"task": "e2e", "clip": ("flat", "adaptive_perlayer")}, "time",
-        f"{_TRAIN} task=e2e clip=flat,adaptive_perlayer privacy=eps8 scale=small runtime.eval_every=20 -m",
+        (_SMALL.format(_E2E, f"runtime.eval_every=5 {_TEXT}"),), tuple(c.format(f" {_TEXT}") for c in _BY_TIME),
         metric="bleu",
     ),
     "figure-li-1": Curves(
         "Li et al., Figure 1: larger models, MNLI and E2E",
         "At a fixed ε accuracy and BLEU rise with the size of the pretrained model.",
-        {"task": ("mnli", "e2e"), "clip": "flat", "scale": "paper"}, "sweep",
-        f"{_TRAIN} task=mnli model=distilroberta,roberta_base,roberta_large clip=flat privacy=eps3 -m", x="model",
+        {"task": ("mnli", "e2e"), "clip": "flat", "scale": "paper"}, "sweep", (),
+        tuple(
+            _PAPER.format(f"li2022_figure1_{task}_model_size {_SIZES[kind]}")
+            for task, kind in (("mnli", "bert"), ("e2e", "gpt"))
+        ),
+        metric="accuracy|bleu_test", x="model",
     ),
     "figure-li-6": Curves(
         "Li et al., Figure 6: larger models on five more tasks",
         "The trend of Figure 1 holds on every task.",
-        {"task": ("qnli", "qqp", "sst2", "dart", "personachat"), "clip": "flat", "scale": "paper"}, "sweep",
-        f"{_TRAIN} task=sst2 model=distilroberta,roberta_base,roberta_large clip=flat privacy=eps3 -m", x="model",
+        {"task": ("qnli", "qqp", "sst2", "dart", "personachat"), "clip": "flat", "scale": "paper"}, "sweep", (),
+        (
+            *(
+                _PAPER.format(f"li2022_figure6_{task}_model_size {_SIZES[kind]}")
+                for task, kind in (("qnli", "bert"), ("qqp", "bert"), ("sst2", "bert"), ("dart", "gpt"))
+            ),
+            "python -m dpexp.train task=personachat model=gpt2,gpt2_medium,dialogpt_medium clip=flat privacy=eps3,eps8 -m",
+        ),
+        metric="accuracy|bleu_test|f1", x="model",
     ),
     "figure-li-8": Curves(
         "Li et al., Figure 8: label words of text infilling, SST-2",
         "Better label words help private learning by 1 to 2 points, and non-private learning not at all.",
-        {"task": "sst2_infilling"}, "sweep",
-        f"{_TRAIN} task=sst2_infilling clip=flat privacy=eps3 scale=small", x="task.label_words",
-    ),
-    "figure-li-9": Curves(
-        "Li et al., Figure 9: batch size and learning rate, more tasks",
-        "As Figure 2: large batches with large learning rates are best at fixed epochs.",
-        {"task": "sst2", "clip": "flat", "privacy.delta": "half_over_n"}, "sweep",
-        f"{_TRAIN} sweep=li2022_fig2 task=sst2 clip=flat scale=small", x="optim.batch_size",
+        {"task": "sst2_infilling", "clip": ("flat", "nonprivate")}, "sweep",
+        tuple(_SMALL.format("task=sst2_infilling", f"{how} {_SEEDS}") for how in _WORDS),
+        tuple(f"python -m dpexp.train task=sst2_infilling {how} {_SEEDS} -m" for how in _WORDS),
+        x="label words",
     ),
     "figure-monir-15": Curves(
         "Monir et al., Figure 15: accuracy curves of the individualised methods, CIFAR-10",
         "The most extreme splits of the budget converge slowest.",
-        {"task": "cifar10", "privacy.individual": ("sampling", "scaling")}, "dev", "",
+        {"task": "cifar10", "privacy.individual": ("sampling", "scaling")}, "dev", (), (),
     ),
 }  # fmt: skip
 _COLUMNS = {
@@ -165,7 +211,7 @@ def build(name: str, records: Sequence[Record]) -> Document:
     )
     return Document(
         name, target.title, name.split("-")[1], words, tuple(sections), _COLUMNS[target.kind], svg=drawn, png=png,
-        status=", ".join(counts) or ("not run" if target.command else "not built"),
+        status=", ".join(counts) or ("not run" if target.at_paper else "not built"),
     )  # fmt: skip
 
 
@@ -180,15 +226,18 @@ def _rows(target: Curves, records: Sequence[Record]) -> Rows:
     chosen = (
         [group[0] for group in by_configuration(_with_norms(records))] if target.kind == "norms" else records
     )
-    told_apart = _labels(chosen, target.x)
+    told_apart = _labels(chosen, target.x, target.kind == "time")
     rows = [
         row | {"run": label}
         for record, label in zip(chosen, told_apart, strict=True)
         for row in _READ[target.kind](record, target)
     ]
-    return (
-        [] if target.kind == "sweep" and len({row["x"] for row in rows}) < 2 else rows
-    )  # one value is no sweep
+    if target.kind != "sweep":
+        return rows
+    reached: dict[str, set[str]] = {}
+    for row in rows:
+        reached.setdefault(row["run"], set()).add(row["x"])
+    return [row for row in rows if len(reached[row["run"]]) > 1]  # one value is no sweep
 
 
 _APART = {
@@ -197,10 +246,13 @@ _APART = {
 }  # fmt: skip
 
 
-def _labels(records: Sequence[Record], x: str) -> list[str]:
-    """A name for the line of each record: equal for the seeds of a configuration (and along x), else told apart."""
-    found = [_label(record) for record in records]
-    for key, word in _APART.items():
+def _labels(records: Sequence[Record], x: str, timed: bool) -> list[str]:
+    """A name for the line of each record: equal for the seeds of a configuration (and along x), else told apart.
+
+    Engines compute the same, and only against time are they another line.
+    """
+    found = [_label(record, x) for record in records]
+    for key, word in (_APART | ({"engine": "engine"} if timed else {})).items():
         kept = {
             label: {str(r.facts.get(key)) for r, own in zip(records, found, strict=True) if own == label}
             for label in found
@@ -221,22 +273,17 @@ def _with_norms(records: Sequence[Record]) -> list[Record]:
 
 
 def _todo(target: Curves, scale: str) -> str:
-    if not target.command:
-        return "Not built."
-    if target.select.get("scale", scale) != scale:
-        return "No stand-in at this scale."
-    if scale == "paper":  # the data that the paper has, for the length that it trains
-        words = [
-            w for w in target.command.split() if w != "scale=small" and not w.startswith("runtime.eval_every")
-        ]
-        return f"Not run: `{' '.join(words).replace('cifar10_jpeg', 'cifar10')}`"
-    return f"Not run: `{target.command}`"
+    commands = target.at_paper if scale == "paper" else target.command
+    if not commands:
+        return "No stand-in at this scale." if target.at_paper else "Not built."
+    return f"Not run: {', '.join(f'`{command}`' for command in commands)}"
 
 
-def _label(record: Record) -> str:
+def _label(record: Record, x: str) -> str:
     facts = record.facts
     spent = facts.get("privacy.epsilon")
-    return f"{facts['task']} {facts['model']} {facts['clip']} " + (f"ε = {spent:g}" if spent else "no ε")
+    named = ("task", "clip") if x == "model" else ("task", "model", "clip")
+    return " ".join(str(facts[name]) for name in named) + (f" ε = {spent:g}" if spent else " no ε")
 
 
 def _base(record: Record) -> dict[str, str]:
@@ -274,7 +321,8 @@ def _norms(record: Record, target: Curves) -> Rows:
 
 
 def _sweep(record: Record, target: Curves) -> Rows:
-    value, x = record.metric(target.metric), record.facts.get(target.x)
+    value = next((v for name in target.metric.split("|") if (v := record.metric(name)) is not None), None)
+    x = record.facts.get(target.x)
     if value is None or x is None:
         return []
     return [_base(record) | {"x": _short(x), "value": f"{value:.4g}"}]
@@ -323,7 +371,7 @@ def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
                 )
         axes[0].legend()
         axes[0].set_xlabel(target.x or key)
-        axes[0].set_ylabel(target.metric)
+        axes[0].set_ylabel(target.metric.replace("|", " or "))
         if not numeric:
             axes[0].set_xticks(range(len(names)), names)
 

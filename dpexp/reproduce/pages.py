@@ -43,7 +43,7 @@ COMPLEXITY: dict[str, Callable[[], Document]] = {
     ),
     "complexity-bu-table5": _of(
         "complexity-bu-table5", "Bu et al., Tables 2 and 5: one layer, as printed and as derived", complexity_tables.table_5,
-        "⟨a, b⟩: a where gradients are instantiated, b where the ghost norm is taken (2T² < pd).",
+        f"⟨a, b⟩: a where gradients are instantiated, b where the ghost norm is taken (2T² < pd). {complexity_tables.SPACE}",
     ),
     "complexity-bu-table8": _of(
         "complexity-bu-table8", "Whole networks: space of per-example norms, every implementation relative to non-DP",

@@ -4,9 +4,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dpexp.reproduce.statistics import CANNOT_TELL, Comparison, overall
+from dpexp.reproduce.cells import Filling, described
+from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, judge, mean_std, overall
+
+SELECTED = (
+    "Where a side is the best of several configurations, it was picked by the dev metric, seeds that are compared here among"
+    " them: this is selection on the test data. Its mean is optimistic, the more so the more were tried; the p-values don't"
+    " know of it."
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The configuration that speaks for a side.
+
+    Attributes:
+        filling: of the most seeds, then of the highest mean.
+        tried: configurations that it is the best of: those with records, or as many as its records say.
+        better: a configuration with fewer seeds and a higher mean, in words; "" where there is none.
+    """
+
+    filling: Filling
+    tried: int = 1
+    better: str = ""
+
+
+def choose(fillings: Sequence[Filling]) -> Choice:
+    """The choice among configurations of one side.
+
+    Raises:
+        ValueError: there is none.
+    """
+    chosen = max(fillings, key=lambda f: (len(f.values), mean_std(f.values)[0]))
+    trials = [int(record.summary["privacy"].get("trials") or 1) for record in chosen.records]
+    mean = mean_std(chosen.values)[0]
+    rivals = [f for f in fillings if len(f.values) < len(chosen.values) and mean_std(f.values)[0] > mean]
+    better = ""
+    if rivals:
+        rival = max(rivals, key=lambda f: mean_std(f.values)[0])
+        better = (
+            f"{described(rival.records[0])}, has {mean_std(rival.values)[0]:.2f} with n = {len(rival.values)}"
+        )
+    return Choice(chosen, max(len(fillings), *trials), better)
 
 
 @dataclass(frozen=True)
@@ -19,6 +60,8 @@ class Pair:
         expect: in words, with the margin.
         result: left minus right.
         sizes: seeds on each side.
+        tried: configurations that each side is the best of.
+        better: of each side, a configuration with fewer seeds that did better, in words.
     """
 
     what: str
@@ -27,6 +70,39 @@ class Pair:
     expect: str
     result: Comparison
     sizes: tuple[int, int]
+    tried: tuple[int, int] = (1, 1)
+    better: tuple[str, str] = ("", "")
+
+    @property
+    def judged(self) -> Comparison:
+        """The result without what the unfinished search of a side forbids to conclude.
+
+        Where a configuration with too few seeds did better than the one compared, the side may be better than it looks: then
+        the seeds can't say that it is worse.
+        """
+        left, right = map(bool, self.better)
+        both = self.expect.startswith("close") and (left or right)
+        p_for = 1.0 if right or both else self.result.p_for
+        p_against = 1.0 if left or both else self.result.p_against
+        if self.result.p_for is None or p_for is None or p_against is None:
+            return self.result
+        return replace(self.result, p_for=p_for, p_against=p_against, verdict=judge(p_for, p_against))
+
+
+def compared(
+    what: str,
+    names: tuple[str, str],
+    sides: tuple[Choice, Choice],
+    expect: str,
+    margin: float,
+    result: Comparison,
+) -> Pair:
+    """The pair of two chosen configurations."""
+    left, right = sides
+    return Pair(
+        what, *names, f"{expect} (margin {margin:g})" if margin else expect, result,
+        (len(left.filling.values), len(right.filling.values)), (left.tried, right.tried), (left.better, right.better),
+    )  # fmt: skip
 
 
 def verdict(pairs: Sequence[Pair]) -> str:
@@ -34,24 +110,37 @@ def verdict(pairs: Sequence[Pair]) -> str:
     if not pairs:
         return f"{CANNOT_TELL}: no pair of records that differ in this alone"
     tested = [pair for pair in pairs if pair.result.p_for is not None]
-    word = overall([pair.result for pair in pairs])
+    word = overall([pair.judged for pair in pairs])
     if not tested:
         return f"{CANNOT_TELL}: fewer than two seeds on a side of each of {len(pairs)} pairs"
-    return f"{word} ({len(tested)} of {len(pairs)} pairs tested, Welch's t over seeds, level 0.05)"
+    picked = ", sides picked on these seeds" if any(max(pair.tried) > 1 for pair in tested) else ""
+    return (
+        f"{word} ({len(tested)} of {len(pairs)} pairs tested, Welch's t over seeds, level {LEVEL:g}{picked})"
+    )
 
 
 def paragraphs(pairs: Sequence[Pair]) -> tuple[str, ...]:
     """The verdict in bold, and a list with a line for each pair."""
     lines = "\n".join(f"- {line(pair)}" for pair in pairs)
-    return f"**{verdict(pairs)}**", *([lines] if pairs else [])
+    selected = [SELECTED] if any(max(pair.tried) > 1 for pair in pairs) else []
+    return f"**{verdict(pairs)}**", *selected, *([lines] if pairs else [])
 
 
 def line(pair: Pair) -> str:
     """Difference, interval, p-values and verdict of one pair."""
-    result, (left, right) = pair.result, pair.sizes
+    result = pair.result
+    sides = [
+        f"{name} (n = {size}{f', best of {tried}' if tried > 1 else ''})"
+        for name, size, tried in zip((pair.left, pair.right), pair.sizes, pair.tried, strict=True)
+    ]
+    unfinished = "".join(
+        f"; the search of {name} is not finished: {better}"
+        for name, better in zip((pair.left, pair.right), pair.better, strict=True)
+        if better
+    )
     interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
     p = f", p for {result.p_for:.3f}, against {result.p_against:.3f}" if result.p_for is not None else ""
     return (
-        f"{pair.what}: {pair.left} (n = {left}) minus {pair.right} (n = {right}) = {result.difference:+.2f}{interval};"
-        f" expected {pair.expect}{p}: {result.verdict}"
+        f"{pair.what}: {' minus '.join(sides)} = {result.difference:+.2f}{interval};"
+        f" expected {pair.expect}{p}{unfinished}: {pair.judged.verdict}"
     )

@@ -46,7 +46,7 @@ class Record:
     """One committed summary of a run.
 
     Attributes:
-        name: of its file, below ``results/runs``.
+        name: of its file, below ``results/runs``, or ``results/audits``.
         summary: as the run wrote it (`dpexp.record.summarise`).
         problems: what its provenance lacks; empty for a record that counts.
     """
@@ -54,18 +54,19 @@ class Record:
     name: str
     summary: dict[str, Any]
     problems: tuple[str, ...] = ()
+    folder: str = "runs"
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What it can be looked up by: task, model, clip, engine, scale, seed, and every setting by its dotted name; and
-        what came out: "spent", ε under its accountant, and "epochs", however its length was given."""
+        what came out: "spent", ε under its accountant, and "epochs", however its length was given; and its "label words"."""
         config = dict(flatten(self.summary.get("details", {}).get("config", {})))
         if "privacy.delta" in config:
             config["privacy.delta"] = _as_one_text(config["privacy.delta"])
         return (
             config
             | {key: self.summary.get(key) for key in ("task", "model", "clip", "engine", "scale", "seed")}
-            | {"spent": self.spent, "epochs": self._epochs(config)}
+            | {"spent": self.spent, "epochs": self._epochs(config), "label words": _label_words(config)}
         )
 
     @property
@@ -86,9 +87,10 @@ class Record:
     def science(self) -> dict[str, Any]:
         """The settings that may change a result, the data's checksums among them; equal for the seeds of one configuration."""
         facts = {k: v for k, v in self.facts.items() if not k.startswith(_ELSEWHERE + _RUNTIME)}
-        for name in ("engine", "spent", "epochs"):
+        for name in ("engine", "spent", "epochs", "label words"):
             del facts[name]
         facts["task.max_length"] = self.facts.get("task.max_length")
+        facts |= {k: v for k, v in self.facts.items() if k.startswith("task.label_words.")}
         return facts | {"data.sha256": json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)}
 
     @property
@@ -106,12 +108,13 @@ class Record:
         return all(agrees(self.facts.get(key), wanted) for key, wanted in where.items())
 
 
-def load(folder: Path, *, show_unclean: bool = False) -> list[Record]:
+def load(folder: Path, *, show_unclean: bool = False, audits: bool = False) -> list[Record]:
     """The records of a folder, sorted by name.
 
     Args:
         folder: of JSON files.
         show_unclean: take records whose provenance is incomplete or whose code was in no commit, with their `problems`.
+        audits: of `dpexp.audit`, and no others.
 
     Raises:
         UserError: a file is no record, or a record that lacks something and ``show_unclean`` is not set.
@@ -124,17 +127,17 @@ def load(folder: Path, *, show_unclean: bool = False) -> list[Record]:
             raise UserError(f"{path} is not JSON ({error}): restore it from git, or remove it") from None
         if not isinstance(summary, dict):
             raise UserError(f"{path} is not the summary of a run: remove it")
-        problems = provenance_problems(summary)
+        problems = provenance_problems(summary, audits=audits)
         if problems and not show_unclean:
             raise UserError(
                 f"{path.name} can't be shown: {'; '.join(problems)}. Run it again from a clean checkout, or give"
                 " --show-unclean to have it marked"
             )
-        found.append(Record(path.name, summary, tuple(problems)))
+        found.append(Record(path.name, summary, tuple(problems), "audits" if audits else "runs"))
     return found
 
 
-def provenance_problems(summary: Mapping[str, Any]) -> list[str]:
+def provenance_problems(summary: Mapping[str, Any], *, audits: bool = False) -> list[str]:
     """What a reader needs to believe a record and does not find in it, in words."""
     details = summary.get("details") or {}
     git, data = summary.get("git") or {}, summary.get("data") or {}
@@ -149,8 +152,10 @@ def provenance_problems(summary: Mapping[str, Any]) -> list[str]:
         "its command": summary.get("command"),
     }
     found = [f"lacks {name}" for name, value in needed.items() if value in (None, "", {}, [])]
-    if "audit" in summary:
+    if "audit" in summary and not audits:
         found.append("it is an audit, whose data hold canaries")
+    if "audit" not in summary and audits:
+        found.append("it is no audit")
     sums = data.get("sha256")
     if not sums or (isinstance(sums, Mapping) and not all(sums.values())):
         found.append("lacks a checksum of its data")
@@ -178,6 +183,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def _label_words(config: Mapping[str, Any]) -> str | None:
+    """Of text infilling, in the order of the labels: "terrible/great"; None for other tasks."""
+    words = {k: v for k, v in config.items() if k.startswith("task.label_words.")}
+    return "/".join(str(words[key]) for key in sorted(words)) or None
 
 
 def _as_one_text(delta: Any) -> Any:

@@ -82,8 +82,14 @@ def compare(left: Sequence[float], right: Sequence[float], expect: str, margin: 
     else:
         bound = -margin if expect == "at_least" else 0.0
         p_for, p_against = above(bound), below(bound)
-    verdict = SUPPORTS if p_for < LEVEL else CONTRADICTS if p_against < LEVEL else CANNOT_TELL
-    return Comparison(difference, difference - half, difference + half, p_for, p_against, verdict)
+    return Comparison(
+        difference, difference - half, difference + half, p_for, p_against, judge(p_for, p_against)
+    )
+
+
+def judge(p_for: float, p_against: float) -> str:
+    """The verdict of one pair at level 0.05."""
+    return SUPPORTS if p_for < LEVEL else CONTRADICTS if p_against < LEVEL else CANNOT_TELL
 
 
 def overall(comparisons: Sequence[Comparison]) -> str:

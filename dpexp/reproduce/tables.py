@@ -14,10 +14,10 @@ import yaml
 from dpexp.reproduce import cells, miniature, pairs
 from dpexp.reproduce.cells import FACTS, Filling, Slot
 from dpexp.reproduce.documents import Document, Section
-from dpexp.reproduce.pairs import Pair
+from dpexp.reproduce.pairs import Choice, Pair
 from dpexp.reproduce.paper import FOLDER, Cell, paper_table, paper_tables
 from dpexp.reproduce.records import Record
-from dpexp.reproduce.statistics import compare, mean_std
+from dpexp.reproduce.statistics import CANNOT_TELL, compare, mean_std
 
 COLUMNS = (
     "row", "column", "paper", "ours", "n", "difference", "scale", "configuration", "ε", "δ", "accountant", "sampling",
@@ -45,6 +45,7 @@ class Claim:
     instead: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     miniature: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    audits: bool = False
 
     @property
     def filled_with(self) -> str:
@@ -119,7 +120,7 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
     name = target_name(paper, table)
     paragraphs = (
         f"**Claim.** {claim.claim}",
-        *([f"**Our runs.** {'; '.join(verdicts)}."] if verdicts else []),
+        f"**Our runs.** {'; '.join(verdicts) or _no_test(statuses)}.",
         "Ours: mean ± standard deviation over n seeds. Every block has one scale; the difference is ours minus paper, and at"
         " scale=small it compares another model and another length of training. ε under the record's accountant, δ of its"
         " guarantee; hyper-parameter search is not paid for (the record says how many configurations were tried).",
@@ -129,6 +130,11 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
         name, claim.title, _short(paper), paragraphs, tuple(sections), COLUMNS,
         status=", ".join(statuses) or ("not run" if runnable or cells.has_presets(paper, table) else "not built"),
     )  # fmt: skip
+
+
+def _no_test(statuses: Sequence[str]) -> str:
+    """The verdict on a claim of which no pair of cells is an instance."""
+    return f"{CANNOT_TELL}: {'beside the printed numbers, without a test' if statuses else 'not run'}"
 
 
 def target_name(paper: str, table: str) -> str:
@@ -213,23 +219,19 @@ def _pairs(claim: Claim, slots: Sequence[Slot], filled: Mapping[int, list[Fillin
             right = _best_of_each(filled[id(partner)], varied)
             for context, chosen in _best_of_each(filled[id(slot)], varied).items():
                 if other := right.get(context):
-                    margin = float(rule.get("margin", 0.0))
-                    yield Pair(
-                        f"{slot.cell.column}, {cells.described(chosen.records[0])}",
-                        slot.cell.row,
-                        partner.cell.row,
-                        f"{rule['expect']}{f' (margin {margin:g})' if margin else ''}",
-                        compare(chosen.values, other.values, rule["expect"], margin),
-                        (len(chosen.values), len(other.values)),
-                    )
+                    expect, margin = rule["expect"], float(rule.get("margin", 0.0))
+                    result = compare(chosen.filling.values, other.filling.values, expect, margin)
+                    what = f"{slot.cell.column}, {cells.described(chosen.filling.records[0])}"
+                    names = slot.cell.row, partner.cell.row
+                    yield pairs.compared(what, names, (chosen, other), expect, margin, result)
 
 
-def _best_of_each(fillings: Sequence[Filling], varied: Sequence[str]) -> dict[str, Filling]:
-    """Context -> the configuration that speaks for it: of the most seeds, then of the highest mean."""
-    found: dict[str, Filling] = {}
-    for filling in sorted(fillings, key=lambda f: (len(f.values), mean_std(f.values)[0])):
-        found[_context(filling.records[0], varied)] = filling
-    return found
+def _best_of_each(fillings: Sequence[Filling], varied: Sequence[str]) -> dict[str, Choice]:
+    """Context -> the configuration that speaks for it."""
+    found: dict[str, list[Filling]] = {}
+    for filling in fillings:
+        found.setdefault(_context(filling.records[0], varied), []).append(filling)
+    return {context: pairs.choose(own) for context, own in found.items()}
 
 
 def _context(record: Record, varied: Sequence[str]) -> str:
@@ -245,5 +247,5 @@ def _has(cell: Cell, settings: Mapping[str, Any]) -> bool:
 
 
 def _rest(cell: Cell, varied: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    names = {*FACTS, "metric", "split", "subset"} - set(varied)
+    names = {*FACTS, "metric", "split", "subset", "repetitions"} - set(varied)
     return tuple(sorted((k, v) for k, v in cell.settings.items() if k in names))

@@ -11,7 +11,7 @@ def summary(clip: str = "flat", seed: int = 0, accuracy: float = 0.9, **settings
     """A finished run of SST-2.
 
     ``settings``: task, model, scale, epsilon, epochs, lr, allocation; optimizer, batch_size, delta, steps, sigma, schedule, spent
-    (ε), title (of the task), curves.
+    (ε), title (of the task), clip_norm, quantile, trials, curves.
     """
     said = {
         "task": "sst2",
@@ -26,7 +26,8 @@ def summary(clip: str = "flat", seed: int = 0, accuracy: float = 0.9, **settings
         "model": {"name": said["model"], "trainable": "all"},
         "clip": {
             "name": clip,
-            "clip_norm": 1.0,
+            "clip_norm": said.get("clip_norm", 1.0),
+            "target_quantile": said.get("quantile", 0.5),
             "allocation": said.get("allocation", "global"),
             "quantile_budget": 0.1,
         },
@@ -53,7 +54,7 @@ def summary(clip: str = "flat", seed: int = 0, accuracy: float = 0.9, **settings
         "task": said["task"], "model": said["model"], "clip": clip, "engine": "auto", "scale": said["scale"],
         "data": {"source": "files", "name": "sst2/train.tsv", "rows": {"train": 67349}, "sha256": {"train": "0" * 64}},
         "privacy": {"epsilon": {"rdp": spent, "gdp": 4.0, "prv": 6.0, "pld": 6.0}, "delta": 4.9e-6, "accountant": "rdp",
-                    "noise_multiplier": 0.6, "steps": 66, "sampling": "poisson", "trials": 1},
+                    "noise_multiplier": 0.6, "steps": 66, "sampling": "poisson", "trials": said.get("trials", 1)},
         "metrics": {"accuracy": accuracy, "loss": 0.3}, "performance": {"device": "cpu: a processor, 1 threads"}, "seed": seed,
         "versions": {"python": "3.11"}, "git": {"commit": "a" * 40, "dirty": False}, "command": "python -m dpexp.train",
         "wall_s": 1.0, "status": "finished", "details": {"config": config, "hardware": {"cpu": "a processor"},

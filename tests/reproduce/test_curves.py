@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
+from dpexp.config import compose, conf_dir, to_dict
 from dpexp.reproduce import curves
 from dpexp.reproduce.documents import Document
-from dpexp.reproduce.records import load
+from dpexp.reproduce.records import Record, by_configuration, load
 from tests.reproduce import samples
 from tests.reproduce.samples import summary, write
 
@@ -90,11 +93,20 @@ def test_figure_4_says_whether_layers_move_apart(tmp_path: Path):
     apart = _build("figure-he-4", tmp_path / "a", *_norms("sst2", (4.0, 4.2, 3.9)))
     assert "small, sst2: supports" in _says(apart)
     assert "factor between 1.37 (`layer7`) and 3.85 (`layer0`)" in apart.sections[-1].paragraphs[1]
+
+
+@pytest.mark.parametrize(
+    ("apart", "word"), [(0.01, "contradicts"), (0.08, "cannot tell"), (0.0, "cannot tell")]
+)  # 0: seeds that all agree leave no test
+def test_figure_4_says_whether_layers_move_together(apart: float, word: str, tmp_path: Path):
+    """Every layer by the same factor, another one for each seed, give or take."""
     together = _norms("sst2", (1.0, 1.0, 1.0))
-    for seed, one in enumerate(together):  # every layer by the same factor, another one for each seed
-        for values in one["curves"]["norms"]["points"][-1]["values"]:
-            values[:] = [value * (2 + seed) for value in values]
-    assert "small, sst2: cannot tell" in _says(_build("figure-he-4", tmp_path / "b", *together))
+    for seed, one in enumerate(together):
+        for layer, values in enumerate(one["curves"]["norms"]["points"][-1]["values"]):
+            values[:] = [value * (2 + seed) * (1 + apart * ((layer + seed) % 3 - 1)) for value in values]
+    document = _build("figure-he-4", tmp_path, *together)
+    assert f"small, sst2: {word}" in _says(document)
+    assert "within a factor of 1.1" in document.sections[-1].paragraphs[1]
 
 
 def test_a_layer_without_gradient_is_left_out(tmp_path: Path):
@@ -116,13 +128,13 @@ def test_runs_that_kept_no_curve_draw_nothing(tmp_path: Path):
 
 def test_lines_of_other_settings_are_told_apart(tmp_path: Path):
     runs = [
-        summary("flat", lr=lr, batch_size=size, delta="half_over_n")
+        summary("adaptive_perlayer", lr=lr, quantile=quantile)
         for lr in (1e-3, 2e-3)
-        for size in (512, 1024)
+        for quantile in (0.5, 0.9)
     ]
-    document = _build("figure-li-9", tmp_path, *runs)
+    document = _build("figure-he-5", tmp_path, *runs)
     assert {row["run"].rpartition(", ")[2] for row in document.rows} == {"lr 0.001", "lr 0.002"}
-    assert {row["x"] for row in document.rows} == {"512", "1024"}
+    assert {row["x"] for row in document.rows} == {"0.5", "0.9"}
 
 
 @pytest.mark.parametrize("name", ["figure-he-2", "figure-he-3", "figure-he-4"])
@@ -139,3 +151,72 @@ def test_the_same_records_give_the_same_bytes(name: str, tmp_path: Path):
         second.as_markdown(),
         second.as_csv(),
     )
+
+
+def _commands() -> list[tuple[str, str, str]]:
+    return [
+        (name, scale, command)
+        for name, target in curves.TARGETS.items()
+        for scale, commands in (("small", target.command), ("paper", target.at_paper))
+        for command in commands
+    ]
+
+
+@pytest.mark.parametrize(("name", "scale", "command"), _commands())
+def test_a_command_makes_records_that_its_figure_selects_and_draws(name: str, scale: str, command: str):
+    """The first and the last job of it; curves need looks on the way, and a sweep needs two values."""
+    target = curves.TARGETS[name]
+    words = [word for word in shlex.split(command)[3:] if word != "-m"]
+    x = set()
+    for side in (0, -1):
+        given = [(key, values.split(",")[side]) for key, _, values in (word.partition("=") for word in words)]
+        run = compose([f"{key}={value}" for key, value in given])
+        made = Record("x.json", {"details": {"config": to_dict(run)}, "task": run.task.name, "model": run.model.name,
+                                 "clip": run.clip.name, "scale": run.scale.name, "engine": run.engine.name, "seed": 0,
+                                 "privacy": {}})  # fmt: skip
+        assert made.facts["scale"] == scale
+        assert made.matches(target.select), made.facts
+        if target.kind == "sweep":
+            x.add(made.facts[target.x])
+        else:
+            assert run.runtime.eval_every > 0
+        if target.metric == "bleu":
+            assert run.task.generation.when == "always"
+    sweep = next((word.partition("=")[2] for word in words if word.startswith("sweep=")), "")
+    if target.kind == "sweep" and sweep:
+        params = yaml.safe_load((conf_dir() / "sweep" / f"{sweep}.yaml").read_text())["hydra"]["sweeper"][
+            "params"
+        ]
+        assert len(str(params[target.x]).split(",")) > 1
+    elif target.kind == "sweep":
+        assert len(x) == 2
+
+
+def test_a_value_for_each_task_is_no_sweep(tmp_path: Path):
+    """Two tasks at two quantiles are two points, not a line."""
+    runs = [summary("adaptive_perlayer", quantile=0.75), summary("adaptive_perlayer", quantile=0.6, **CIFAR)]
+    document = _build("figure-he-5", tmp_path, *runs)
+    assert (document.status, document.svg) == ("not run", "")
+
+
+def test_label_words_are_a_setting_of_their_own(tmp_path: Path):
+    runs = []
+    for word, accuracy in (("great", 0.9), ("awesome", 0.88)):
+        for seed in SEEDS:
+            one = summary("flat", seed, accuracy, task="sst2_infilling", model="roberta_tiny")
+            one["details"]["config"]["task"]["label_words"] = {"0": "terrible", "1": word}
+            runs.append(one)
+    document = _build("figure-li-8", tmp_path, *runs)
+    assert {row["x"] for row in document.rows} == {"terrible/great", "terrible/awesome"}
+    assert len(by_configuration(load(tmp_path))) == 2
+
+
+def test_against_time_engines_are_lines_of_their_own(tmp_path: Path):
+    runs = []
+    for engine in ("opacus", "ghost"):
+        one = summary("flat", task="e2e", model="gpt2", curves=samples.curves(0.6))
+        for point in one["curves"]["dev"]:
+            point["dev"]["loss"] = 1 - point["dev"]["accuracy"]
+        runs.append(one | {"engine": engine})
+    rows = _build("figure-he-7", tmp_path, *runs).rows
+    assert {row["run"].rpartition(", ")[2] for row in rows} == {"engine opacus", "engine ghost"}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dpexp.reproduce import benchmarks, goals
 from dpexp.reproduce.documents import Document
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _row(workload: str, method: str, time: float | None, memory: float | None) -> dict[str, Any]:
@@ -97,15 +92,3 @@ def test_without_the_kernels_is_said_in_every_row():
         row for row in benchmarks.build("table-bu-1", [("0.json", record, "")]).rows if row.get("workload")
     ]
     assert "without the C++ kernels" in rows[0]["note"]
-
-
-def test_an_audit_is_no_record_of_a_training(tmp_path: Path):
-    spec = importlib.util.spec_from_file_location("keep_record", ROOT / "scripts" / "keep_record.py")
-    assert spec is not None
-    assert spec.loader is not None
-    keep_record = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(keep_record)
-    path = tmp_path / "summary.json"
-    path.write_text(json.dumps({"status": "finished", "audit": {"method": "one_run"}}), encoding="utf-8")
-    with pytest.raises(SystemExit, match="an audit is no training run"):
-        keep_record.keep(path)

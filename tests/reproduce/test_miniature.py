@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dpexp.config import compose
+from dpexp.audit import AuditConfig
+from dpexp.config import RunConfig, compose
 from dpexp.reproduce import catalogue, cells, tables
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.documents import Document
@@ -17,6 +18,7 @@ from dpexp.reproduce.records import Record, agrees, load
 from tests.reproduce.samples import summary, write
 
 SEEDS = (0, 1, 2)
+PROGRAMS = {"train": RunConfig, "audit": AuditConfig}
 MNIST = {"task": "mnist", "model": "cnn_papernot", "epsilon": 3.0}
 
 
@@ -161,8 +163,11 @@ def test_what_a_command_composes_is_what_its_cell_selects(key: tuple[str, str]):
         if slot.command:
             rows.setdefault(cell.row, slot)
     for slot in list(rows.values())[:4]:
-        run = compose([word.split(",")[0] for word in shlex.split(slot.command)[3:] if word != "-m"])
+        words = shlex.split(slot.command)
+        program = words[2].removeprefix("dpexp.")
+        run = compose([word.split(",")[0] for word in words[3:] if word != "-m"], program, PROGRAMS[program])
         facts = {
+            "method": getattr(run, "method", None),
             "task": run.task.name,
             "model": run.model.name,
             "clip": run.clip.name,
@@ -180,7 +185,7 @@ def test_shares_are_printed_times_100():
     (cell,) = [c for c in paper_table("li2022", "2") if c.row == "BLEU, ε = 3" and c.column == "full"]
     slot = cells.slot(cell, "small", {"model": {"gpt2": "*"}})
     run = summary("flat", task="e2e", model="smollm2", epsilon=3.0, delta="half_over_n")
-    run["metrics"] = {"bleu": 0.61}
+    run["metrics"] = {"bleu": 0.7, "bleu_test": 0.61}
     (filling,) = slot.fillings([Record("x.json", run)])
     assert filling.values == pytest.approx((61.0,))
 

@@ -9,6 +9,8 @@ import pytest
 
 from dpexp.errors import UserError
 from dpexp.reproduce import records
+from dpexp.reproduce.catalogue import Context
+from dpexp.reproduce.records import load
 from tests.reproduce.samples import summary, write
 
 
@@ -86,3 +88,37 @@ def test_other_data_is_another_configuration(tmp_path: Path):
 def test_a_record_is_found_by_its_settings(where: dict[str, Any], found: bool, tmp_path: Path):
     (record,) = records.load(write(tmp_path, summary()))
     assert record.matches(where) is found
+
+
+def _audit(clip: str, seed: int, bits: float, count: int, **settings: object) -> dict:
+    one = summary(clip, seed, task="e2e", model="smollm2", delta="half_over_n", **settings)
+    one["details"]["config"] |= {"method": "exposure", "repetitions": [count], "secrets": 3}
+    return one | {"metrics": {f"exposure_{count}": bits + seed / 10}, "audit": {"method": "exposure"}}
+
+
+def test_exposures_come_from_audits_and_audits_fill_nothing_else(tmp_path: Path):
+    audits = [_audit("flat", seed, 1.2, 10, epsilon=3.0) for seed in range(3)]
+    audits += [_audit("nonprivate", seed, 15.0, 10, epsilon=None, spent=None) for seed in range(3)]
+    write(tmp_path / "audits", *audits)
+    write(tmp_path / "runs", summary())
+    context = Context(tmp_path)
+    document = context.document("table-li-9")
+    assert document.status == "small 2/6"
+    assert document.paragraphs[1].startswith("**Our runs.** scale=small: supports (1 of 1 pairs")
+    shown = {(row["row"], row["column"]): row for row in document.rows if row.get("n")}
+    assert set(shown) == {("ε = 3", "r = 10"), ("non-private", "r = 10")}
+    row = shown["ε = 3", "r = 10"]
+    assert (row["ours"], row["n"], row["difference"]) == ("1.30 ± 0.10", "3", "-0.02")
+    assert row["record"].startswith("results/audits/record0.json")
+    assert "3 canaries of each r = 10 in one training set" in row["configuration"]
+    for name in ("table-li-7", "figure-he-7", "runs"):
+        assert "audits/" not in context.document(name).as_markdown()
+
+
+def test_an_audit_among_the_runs_and_a_run_among_the_audits_are_refused(tmp_path: Path):
+    write(tmp_path / "runs", _audit("flat", 0, 1.0, 1))
+    with pytest.raises(UserError, match="it is an audit"):
+        load(tmp_path / "runs")
+    write(tmp_path / "audits", summary())
+    with pytest.raises(UserError, match="it is no audit"):
+        load(tmp_path / "audits", audits=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dpexp.config import compose
-from dpexp.reproduce import cells, tables
+from dpexp.reproduce import cells, pairs, tables
 from dpexp.reproduce.documents import Document
 from dpexp.reproduce.paper import Cell, paper_table
-from dpexp.reproduce.records import load
+from dpexp.reproduce.records import Record, load
 from tests.reproduce.samples import summary, write
 
 SEEDS = (0, 1, 2)
@@ -134,6 +134,11 @@ def test_the_command_of_a_cell_makes_records_that_fill_it():
         ({"task": "sst2", "clip": "perdevice", "metric": "accuracy"}, "not built: clip=perdevice"),
         ({"task": "sst2", "clip": "flat", "metric": "accuracy", "split": "train"}, "not measured"),
         ({"task": "sst2", "metric": "accuracy"}, "no run of its own"),
+        (
+            {"task": "cifar10", "metric": "accuracy", "individual": "sampling"},
+            "not built: individual=sampling",
+        ),
+        ({"task": "mnist", "metric": "accuracy", "learning_rate": "adadp"}, "not built: learning_rate=adadp"),
         ({"task": "e2e", "clip": "flat", "metric": "epsilon"}, "arithmetic"),
         ({"task": "sst2", "clip": "flat", "metric": "accuracy", "quoted from X": ""}, "quoted from X"),
     ],
@@ -173,3 +178,92 @@ def test_every_claim_has_a_transcription_and_every_comparison_finds_its_cells():
         for rule in claim.compare:
             for side in ("left", "right"):
                 assert any(tables._has(cell, rule[side]) for cell in printed), (paper, table, rule)
+
+
+def test_a_search_at_fixed_epochs_has_commands_of_fixed_epochs():
+    """E2E at scale=small counts steps: with them, a small batch would see fewer examples."""
+    commands = [c for c in tables.missing("li2022", "figure2", [], "small") if "fig2_small" not in c]
+    commands = commands or [
+        slot.command
+        for slot in tables.claims()["li2022", "figure2"].slots(paper_table("li2022", "figure2"), "small", "")
+    ]
+    for command in commands[::9]:
+        run = compose([word.split(",")[0] for word in shlex.split(command)[3:] if word != "-m"])
+        assert (run.optim.steps, run.optim.epochs) == (None, 1.0)
+
+
+def test_a_side_that_was_picked_among_several_says_so_beside_the_verdict(tmp_path: Path):
+    flat = [summary("flat", seed, 0.90 + seed / 1000) for seed in SEEDS]
+    layer = [
+        summary("perlayer", seed, value + seed / 1000, lr=lr)
+        for seed in SEEDS
+        for lr, value in ((1e-3, 0.85), (2e-3, 0.86))
+    ]
+    document = _build(tmp_path / "a", *flat, *layer)
+    block = document.sections[0]
+    assert block.paragraphs[1].endswith("level 0.05, sides picked on these seeds)**")
+    assert block.paragraphs[2] == pairs.SELECTED
+    assert "Fixed flat (n = 3) minus" in block.paragraphs[3]
+    assert "Fixed per-layer (n = 3, best of 2) = +4.00" in block.paragraphs[3]
+    assert "sides picked on these seeds" in document.paragraphs[1]
+    told = [summary("flat", seed, 0.90 + seed / 1000, trials=4) for seed in SEEDS]  # its others were not kept
+    assert "(n = 3, best of 4) minus" in _build(tmp_path / "b", *told, *layer).sections[0].paragraphs[3]
+
+
+def test_a_search_that_is_not_finished_forbids_a_verdict_against_its_side(tmp_path: Path):
+    """Flat is to beat per-layer. One seed of another learning rate did better than the side that has three."""
+    high = [summary("flat", seed, 0.90 + seed / 1000) for seed in SEEDS]
+    low = [summary("perlayer", seed, 0.85 + seed / 1000) for seed in SEEDS]
+    better = summary("perlayer", 0, 0.95, lr=5e-3)
+    words = _build(tmp_path / "a", *high, *low, better).sections[0].paragraphs
+    assert words[1].startswith("**cannot tell (1 of 1 pairs tested")
+    assert "the search of RoBERTa-base, Fixed per-layer is not finished" in words[3]
+    assert "lr 0.005, has 95.00 with n = 1: cannot tell" in words[3]
+    worse = summary("perlayer", 0, 0.80, lr=5e-3)
+    assert _build(tmp_path / "b", *high, *low, worse).sections[0].paragraphs[1].startswith("**supports")
+    turned = [summary("flat", s, 0.85 + s / 1000) for s in SEEDS] + [
+        summary("perlayer", s, 0.90 + s / 1000) for s in SEEDS
+    ]
+    rival = summary("flat", 0, 0.95, lr=5e-3)
+    assert _build(tmp_path / "c", *turned, rival).sections[0].paragraphs[1].startswith("**cannot tell")
+    even_better = summary("perlayer", 0, 0.95, lr=5e-3)  # of the side that is ahead anyway
+    assert _build(tmp_path / "d", *turned, even_better).sections[0].paragraphs[1].startswith("**contradicts")
+
+
+def test_a_cell_of_random_weights_is_another_than_that_of_the_pretrained_model():
+    """Table 7 of Li et al., full and retrain: their records differ in model.retrain alone, and each fills its own cell."""
+    printed = {cell.row: cell for cell in paper_table("li2022", "7") if cell.column == "BLEU"}
+    full, retrain = (cells.slot(printed[f"{row}, ε = 3"], "paper") for row in ("full", "retrain"))
+    assert "experiment=li2022_table7_e2e_gpt2_retrain " in retrain.command
+    runs = []
+    for again in (False, True):
+        one = summary("flat", task="e2e", model="gpt2", scale="paper", epsilon=3.0, delta="half_over_n")
+        one["details"]["config"]["model"]["retrain"] = again
+        one["metrics"] = {"bleu_test": 0.2 if again else 0.6, "bleu": 0.9}
+        runs.append(Record(f"{again}.json", one))
+    assert [f.values for f in full.fillings(runs)] == [(pytest.approx(60.0),)]
+    assert [f.values for f in retrain.fillings(runs)] == [(pytest.approx(20.0),)]
+
+
+def test_a_claim_without_a_test_says_so():
+    document = tables.build("li2022", "3", [])
+    assert document.paragraphs[1] == "**Our runs.** cannot tell: not run."
+
+
+def test_the_two_dev_sets_of_mnli_have_the_names_that_runs_give_them():
+    row = {c.column: c for c in paper_table("li2022", "1") if c.row == "full (RoBERTa-base)"}
+    run = summary("flat", task="mnli", model="roberta_base", scale="paper", epsilon=3.0, delta="half_over_n")
+    one = Record("a.json", run)
+    one.summary["metrics"] = {"accuracy": 0.82, "accuracy_mismatched": 0.83}
+    for column, value in (("MNLI-m", 82.0), ("MNLI-mm", 83.0)):
+        slot = cells.slot(row[f"ε = 3, {column}"], "paper")
+        assert [f.values for f in slot.fillings([one])] == [(pytest.approx(value),)]
+
+
+@pytest.mark.parametrize(
+    ("task", "metric"), [("e2e", "bleu_test"), ("samsum", "bleu_test"), ("mnist", "bleu"), ("sst2", "bleu")]
+)
+def test_a_cell_about_a_test_set_never_takes_the_dev_set_where_there_are_both(task: str, metric: str):
+    assert cells.metric_of(_cell(task=task, metric="bleu", split="test")) == metric
+    assert cells.metric_of(_cell(task=task, metric="bleu", split="validation")) == "bleu"
+    assert cells.printed_factor(metric) == 100.0

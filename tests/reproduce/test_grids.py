@@ -1,0 +1,71 @@
+"""Li et al., Figure 9: the whole grid of learning rate and batch size."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dpexp.config import compose
+from dpexp.reproduce import catalogue, grids
+from dpexp.reproduce.catalogue import Context
+from dpexp.reproduce.documents import Document
+from tests.reproduce.samples import summary, write
+
+SAID = {"epsilon": 3.0, "delta": "half_over_n", "clip_norm": 0.1, "epochs": 2.0}
+
+
+def _runs(sign: float = 1.0, seeds: tuple[int, ...] = (0, 1, 2), **settings: object) -> list[dict]:
+    said = {**SAID, **settings}
+    return [
+        summary("flat", seed, 0.7 + sign * (0.02 * math.log2(size / 16) + 0.02 * math.log2(lr / 1e-4)) + 1e-3 * seed,
+                lr=lr, batch_size=size, **said)
+        for lr in (1.25e-4, 1e-3) for size in (16, 128, 2048) for seed in seeds
+    ]  # fmt: skip
+
+
+def _figure(results: Path, *runs: dict) -> Document:
+    write(results / "runs", *runs)
+    return Context(results).document("figure-li-9")
+
+
+@pytest.mark.parametrize(("sign", "word"), [(1.0, "supports"), (-1.0, "contradicts")])
+def test_a_grid_is_a_heat_map_and_a_verdict(sign: float, word: str, tmp_path: Path):
+    document = _figure(tmp_path, *_runs(sign))
+    assert document.status == "small 6/64 cells on sst2"
+    assert f"scale=small, sst2: {word}" in document.paragraphs[1]
+    (block,) = [section for section in document.sections if section.rows]
+    assert (block.heading, len(block.rows)) == ("scale=small, sst2", 6)
+    assert "scale=small, sst2: accuracy" in document.svg
+    assert document.svg.count("B = 128") == 1
+    for row in block.rows:  # each number is in the picture
+        assert f"{float(row['ours'].split()[0]):.4g}" in document.svg
+    assert any("selection on the test data" in words for words in block.paragraphs)
+
+
+@pytest.mark.parametrize("other", [{"epochs": 4.0}, {"epsilon": 8.0}, {"clip_norm": 1.0}, {"scale": "demo"}])
+def test_runs_of_other_settings_are_no_part_of_it(other: dict, tmp_path: Path):
+    """A claim about a fixed number of epochs takes no run of another length."""
+    assert _figure(tmp_path, *_runs(**other)).status == "not run"
+
+
+def test_without_runs_every_block_has_a_command_that_makes_what_it_looks_for(tmp_path: Path):
+    document = _figure(tmp_path)
+    assert (document.status, document.svg) == ("not run", "")
+    assert len(document.sections) == 4
+    for section in document.sections:
+        task = section.heading.split()[-1]
+        words = shlex.split(section.paragraphs[-1].split("`")[1])
+        run = compose([word for word in words[3:] if word != "-m" and not word.startswith("seed=")])
+        where = {**grids._WHERE, "optim.epochs": grids._EPOCHS[task, section.scale]}
+        for name, wanted in where.items():
+            group, _, field = name.partition(".")
+            made = getattr(getattr(run, group), field) if field else run.clip.name
+            assert made == wanted, (section.heading, name)
+        assert (run.task.name, run.scale.name, run.optim.steps) == (task, section.scale, None)
+
+
+def test_it_is_a_target_of_its_own():
+    assert catalogue.resolve(["figure-li-9"]) == ["figure-li-9"]
