@@ -103,15 +103,7 @@ def test_the_same_seed_gives_the_same_network_and_leaves_torch_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-SPOILT = pytest.mark.xfail(
-    raises=RuntimeError,
-    reason="clipping/tracked.py taps the output of attention in place, which its backward needs",
-)
-
-
-@pytest.mark.parametrize(
-    "name", ["vit_base_patch16_224", pytest.param("beit_base_patch16_224", marks=SPOILT)]
-)
+@pytest.mark.parametrize("name", ["vit_base_patch16_224", "beit_base_patch16_224"])
 def test_the_transformers_of_timm_are_clipped_as_one_example_at_a_time_is(name: str) -> None:
     model = ModelConfig(family="random_timm", id=name, config=dict(TINY_TIMM))
     inputs = build_tokenizer(model, scale="demo")
