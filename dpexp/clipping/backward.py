@@ -27,6 +27,7 @@ from dpexp.clipping.donation import used_again
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group
 from dpexp.clipping.memory import LateSum, Memory
+from dpexp.clipping.proof import LATE, Proof
 from dpexp.clipping.swap import REENTRANT
 from dpexp.clipping.taps import Call, ForwardPass, Recorder
 from dpexp.errors import UserError
@@ -35,15 +36,6 @@ if TYPE_CHECKING:
     from dpexp.clipping.fullgraph import GraphTaps
 
 Factors = Callable[..., Tensor]  # (group index, squared norms [b], slice of the examples that they belong to)
-
-MIXED = (
-    "the gradient at this layer's output mixes examples: they influence each other's losses (a batch statistic, a loss "
-    "normalised over the batch, attention across the batch), which voids any guarantee. Make each loss depend on its own "
-    "example alone"
-)
-
-
-LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
 
 
 class BackwardPass:
@@ -105,7 +97,8 @@ class BackwardPass:
     def _run(self) -> tuple[Tensor, dict[str, Tensor | LateSum]]:
         self.recorder.running = self
         try:
-            self._prove_layouts()
+            self.proof = Proof(self.memory)
+            self.proof.run(self)
             if self.graph is not None:
                 self.graph.prove(self)
             for _ in range(3):  # restarts when something turns out to need the loop
@@ -159,131 +152,11 @@ class BackwardPass:
             raise
         return list(grads[1:])
 
-    # -- layouts ------------------------------------------------------------------------------------------------------
-
-    def _prove_layouts(self) -> None:
-        """Back-propagate plainly and with random weights where the layout of some call is not proven yet.
-
-        These passes form no sums, so they are the place to find parameters that are used where no tap sees it: the pass that
-        forms them can then free the graph as it goes, and the first step needs no more memory than the others.
-        """
-        self._layout: dict[int, str] = {}
-        self.undecided = False
-        # its taps refuse surprises
-        compiled = self.graph is not None and self.graph.traced and not self.passes
-        self._ways_known = self.memory.ways_known or compiled
-        pending: dict[int, list[str]] = {}
-        doubted: set[int] = set()
-        again = self.memory.due()
-        for owner in self.passes:
-            for call in owner.calls:
-                found = layouts.candidates(call.input_shape, call.output_shape, self.rows)
-                known = self.memory.layouts.get(call.key)
-                if self.num_examples == 1:
-                    shape = call.output_shape if call.input_shape is None else call.input_shape
-                    # one dimension in and out may be the features of a single, squeezed example
-                    told = len(shape) >= 2 or call.input_shape != call.output_shape
-                    whole = told and shape[0] == call.output_shape[0] and shape[0] > 0
-                    self._layout[id(call)] = layouts.BLOCKED if whole else layouts.LOOP
-                elif known == layouts.LOOP:
-                    self._layout[id(call)] = layouts.LOOP
-                elif call.routed:
-                    pending[id(call)] = found
-                elif known in found and not again:
-                    self._layout[id(call)] = known
-                elif known in found:
-                    pending[id(call)] = [known]
-                    doubted.add(id(call))
-                else:
-                    pending[id(call)] = found
-        if not pending:
-            return
-        observed: list[dict[tuple[int, str], tuple[Tensor, Tensor]]] = []
-        dtypes: dict[int, torch.dtype] = {}
-        row_weights = layouts.weights(self.num_examples, layouts.SIGNED)
-        for weights in (None, row_weights):
-            seen: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-
-            def look(
-                owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor, seen: dict = seen
-            ) -> None:
-                if id(call) in pending:
-                    dtypes[id(call)] = gy.dtype
-                    for layout in pending[id(call)]:
-                        seen[id(call), layout] = layouts.signature(gy, layout, self.rows)
-
-            self._handle = look
-            params = list(self.params.values()) if not observed else []
-            native = self._back_propagate(retain=True, weights=weights, params=params)
-            self.memory.surprises |= {n for n, g in zip(self.params, native, strict=False) if g is not None}
-            del native
-            observed.append(seen)
-            give_back_freed_memory()
-        self.memory.looped |= self.memory.surprises
-        self._ways_known = all(call.certain for owner in self.passes for call in owner.calls)
-        by_row = row_weights.repeat_interleave(self.rows // self.num_examples)
-        calls = {id(call): call for owner in self.passes for call in owner.calls}
-        for identity, found in pending.items():
-            settle = self._doubt if identity in doubted else self._settle
-            settle(calls[identity], found, observed, by_row, dtypes.get(identity))
-
-    def _settle(
-        self, call: Call, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
-    ) -> None:
-        self._layout[id(call)] = found[0] if found else layouts.UNSEEN
-        if dtype is None:
-            return  # its output was not used, or the forward was another one that still waits: it never arrives
-        if not found:
-            # remembered: another batch size may make the leading dimension look like the batch
-            self.memory.layouts[call.key] = self._layout[id(call)] = layouts.LOOP
-            return
-        verdicts = {
-            layout: layouts.proven(
-                observed[0][id(call), layout], observed[1][id(call), layout], by_row, dtype
-            )
-            for layout in found
-        }
-        if all(verdict is None for verdict in verdicts.values()):
-            self.undecided = True
-            return  # all gradients are zero: contribute nothing now, prove it next time
-        proven = [layout for layout, verdict in verdicts.items() if verdict]
-        if proven:
-            layout = proven[0]
-            if len(proven) > 1 or call.routed:  # right today; decide when a batch tells them apart, or never
-                self._layout[id(call)], self.undecided = layout, True
-                return
-        elif call.routed:
-            layout = layouts.LOOP
-        elif call.from_batch is None and layouts.ROWS in found and self.memory.settled:
-            self.memory.settled = False  # look closely again: a table that all examples share, or a coupling?
-            raise UserError(f"{call.source.owner} ({call.source.label}) {LATE}")
-        elif call.from_batch is not False and layouts.ROWS in found:
-            raise UserError(f"{call.source.owner} ({call.source.label}): {MIXED}")
-        else:
-            layout = layouts.LOOP
-        self._layout[id(call)] = layout
-        if self.memory.layouts.get(call.key) in found and self.memory.layouts[call.key] != layout:
-            layout = layouts.LOOP  # two forward passes that wait for this backward pass differ here
-        self.memory.layouts[call.key] = layout
-
-    def _doubt(
-        self, call: Call, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
-    ) -> None:
-        """A proven layout was looked at again."""
-        (layout,) = found
-        self._layout[id(call)] = layout
-        if dtype is None:
-            return  # no gradient arrived
-        if layouts.refuted(observed[0][id(call), layout], observed[1][id(call), layout], by_row, dtype):
-            raise UserError(
-                f"{call.source.owner} ({call.source.label}), other than in earlier steps: {MIXED}"
-            )
-
     def _names_for_the_loop(self) -> set[str]:
         looped = set(self.memory.looped)
         for owner in self.passes:
             for call in owner.calls:
-                if self._layout[id(call)] == layouts.LOOP:
+                if self.proof.layout[id(call)] == layouts.LOOP:
                     looped.update(call.source.names)
         return looped
 
@@ -315,7 +188,7 @@ class BackwardPass:
         ]
         self._handle = self._record
         outside = [name for name in self.params if name not in self.looped]
-        retain = bool(self.looped) or self.engine.second_pass or not self._ways_known
+        retain = bool(self.looped) or self.engine.second_pass or not self.proof.ways_known
         try:
             leaves = [] if self.graph is None else self.graph.leaves()
             grads = self._back_propagate(retain, params=[*(self.params[name] for name in outside), *leaves])
@@ -336,7 +209,7 @@ class BackwardPass:
             return False
         if self.passes:
             self.memory.ways_known = True
-            self.memory.settled |= self.num_examples > 1 and not self.undecided
+            self.memory.settled |= self.num_examples > 1 and not self.proof.undecided
         return True
 
     def _record(self, owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor) -> None:
@@ -359,7 +232,7 @@ class BackwardPass:
     ) -> dict[str, Contribution]:
         if not names:
             return {}
-        layout = self._layout[id(call)]
+        layout = self.proof.layout[id(call)]
         if layout == layouts.UNSEEN:
             raise _NeedsLoop(call.key, call.source.names)
         major = tuple(

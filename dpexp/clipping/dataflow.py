@@ -90,13 +90,12 @@ class DataFlow(TorchFunctionMode):
         if not isinstance(first, Tensor) or first.dim() == 0:
             return False
         rows = args[0].shape[0]
-        in_order = (
-            first not in self._followed
-            and first.shape == (rows,)
-            and not first.is_floating_point()
-            and first.dtype != torch.bool
+        counted = (
+            first.dtype != torch.bool
+            and first.numel() == first.shape[0] == rows
+            and first not in self._followed
         )
-        return not (in_order and bool((first == torch.arange(rows, device=first.device)).all()))
+        return not (counted and bool((first.flatten() == torch.arange(rows, device=first.device)).all()))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpexp.clipping.contributions import Contribution, Dense, Outer
+from dpexp.clipping.contributions import Contribution, Dense, Lookup, Outer
 from dpexp.clipping.contributions.numerics import by_example, wide
 from dpexp.clipping.taps import Call, Recorder
 
@@ -25,9 +25,14 @@ SHAPE_OPERATIONS = {
     T.view, T.reshape, T.unsqueeze, T.squeeze, T.transpose, T.permute, T.__getitem__, T.flatten, T.contiguous, T.to,
     T.float, T.type_as, T.t, T.narrow, T.neg, T.__neg__, T.exp, T.unflatten, T.swapaxes, T.movedim, T.T.__get__,  # type: ignore[attr-defined]
     torch.reshape, torch.unsqueeze, torch.squeeze, torch.transpose, torch.permute, torch.flatten, torch.narrow,
-    torch.t, torch.exp, torch.swapaxes, torch.movedim, torch._weight_norm, T.clone,
+    torch.t, torch.exp, torch.swapaxes, torch.movedim, torch._weight_norm, T.clone, torch.cat, F.interpolate,
 }  # fmt: skip
-LOOKUPS = {T.__getitem__, F.embedding}  # with an index that every example shares
+LOOKUPS = {
+    T.__getitem__,
+    F.embedding,
+    torch.where,
+    T.where,
+}  # with an index or a mask that every example shares
 ELEMENTWISE = {
     T.add, T.__add__, T.__radd__, T.sub, T.__sub__, T.__rsub__, T.mul, T.__mul__, T.__rmul__, T.div, T.__truediv__,
     T.true_divide, T.__rtruediv__, torch.add, torch.sub, torch.mul, torch.div, torch.true_divide,
@@ -37,7 +42,7 @@ EXPANSIONS = {T.expand, T.expand_as, torch.broadcast_to, T.broadcast_to, T.repea
 ROW_WISE = ELEMENTWISE | {
     F.linear, T.matmul, T.__matmul__, torch.matmul, F.layer_norm, F.rms_norm, F.group_norm, F.prelu,
     F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d, torch.rms_norm,
-    F.scaled_dot_product_attention,
+    F.scaled_dot_product_attention, F.embedding, torch.where, T.where,
 }  # fmt: skip
 
 
@@ -58,7 +63,9 @@ class Tracked(torch.Tensor):
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        flat = [*args, *kwargs.values()]
+        flat = [
+            part for a in (*args, *kwargs.values()) for part in (a if isinstance(a, list | tuple) else (a,))
+        ]
         tracked = [a for a in flat if isinstance(a, Tracked)]
         if tracked and all(a._unchanged_since_made() for a in tracked) and not _random(func, args, kwargs):
             others = [a for a in flat if isinstance(a, Tensor) and not isinstance(a, Tracked)]
@@ -66,7 +73,9 @@ class Tracked(torch.Tensor):
                 return derive(func, args, kwargs, tracked)
             if func in LOOKUPS and others and _shared_index(others, tracked[0].recorder.rows):
                 return derive(func, args, kwargs, tracked)
-            if func in EXPANSIONS or (others and func in ROW_WISE):
+            if func in EXPANSIONS or (
+                others and func in ROW_WISE and not _unusual_lookup(func, args, kwargs)
+            ):
                 result = _tap_operation(func, args, kwargs, tracked, others)
                 if result is not None:
                     return result
@@ -87,6 +96,21 @@ def _random(func: Any, args: tuple, kwargs: dict) -> bool:
     if func is not F.scaled_dot_product_attention:
         return False
     return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+
+
+def _lookup_arguments(args: tuple, kwargs: dict) -> dict[str, Any]:
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _unusual_lookup(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an embedding does more than pick rows of an unchanged table."""
+    if func is not F.embedding:
+        return False
+    given = _lookup_arguments(args, kwargs)
+    table = given["weight"]
+    changed = not isinstance(table, Tracked) or table.recipe is not _unchanged
+    return changed or any(given.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
 
 
 def _unchanged(param: Tensor) -> Tensor:
@@ -122,6 +146,8 @@ def _rebuild(func: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> Ca
         by_name = dict(zip(names, values, strict=True))
 
         def put(item: Any) -> Any:
+            if isinstance(item, list):
+                return [put(part) for part in item]
             return item.value(by_name) if isinstance(item, _Recipe) else item
 
         return func(*(put(a) for a in frozen[0]), **{k: put(v) for k, v in frozen[1].items()})
@@ -140,6 +166,8 @@ class _Recipe:
 
 
 def _freeze(item: Any) -> Any:
+    if isinstance(item, list | tuple) and any(isinstance(part, Tracked) for part in item):
+        return [_freeze(part) for part in item]
     return _Recipe(item) if isinstance(item, Tracked) else item
 
 
@@ -182,7 +210,7 @@ def _tap_operation(
             from_batch=None if flow is None else any(o in flow for o in others),
             routed=flow is not None and any(flow.routed(o) for o in others),
             autocast=active,
-            certain=added or func in EXPANSIONS,
+            certain=added or func in EXPANSIONS or func is F.embedding,
         )
         if func is F.scaled_dot_product_attention:
             y = y.clone()  # its backward keeps the output, and a tap marks what it passes on as written to
@@ -233,6 +261,8 @@ class _Operation:
 
         if (found := self._linear(saved, gy, num_examples, names)) is not None:
             return found
+        if self.func is F.embedding:
+            return self._lookup(saved, gy, num_examples)
         per_example = gy.shape[0] // max(num_examples, 1)
         batched = [s.dim() == gy.dim() and s.shape[0] == gy.shape[0] for s in saved]
         split = [
@@ -273,6 +303,14 @@ class _Operation:
         if isinstance(bias, _Recipe):
             found[bias.names[0]] = Dense(g.sum(1, dtype=wide(g.dtype)))
         return {name: contribution for name, contribution in found.items() if name in names}
+
+    def _lookup(self, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int) -> dict[str, Contribution]:
+        """An embedding with a forward of its own, like the scaled ones of BART and Gemma."""
+        given = _lookup_arguments(tuple(self.args), self.kwargs)
+        count, skipped = self.params[0].shape[0], given.get("padding_idx")
+        skipped = None if skipped is None else skipped % count
+        ids = saved[given["input"]].reshape(num_examples, -1)
+        return {self.names[0]: Lookup(ids, by_example(gy, num_examples, 1), count, skipped)}
 
     def plain_gradients(
         self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]

@@ -331,3 +331,32 @@ def test_a_copied_model_is_clipped_in_the_same_way() -> None:
     check(Problem(twin, batch, square), its_clipper, per_example)
     assert all(p.grad is None for p in model.parameters())
     assert set(its_clipper.choices.values()).isdisjoint({"", "one back-propagation per example"})
+
+
+TEXT = {"vocab_size": 20, "num_hidden_layers": 1, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "init_std": 0.3}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["OPT", "Bart"])
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_embeddings_with_a_forward_of_their_own(name: str, engine: str) -> None:
+    """Scaled and shifted lookups, in BART of one table by encoder, decoder and head: no loop, and no V x d tensor."""
+    transformers = pytest.importorskip("transformers")
+    if name == "OPT":
+        options = {"hidden_size": 8, "num_attention_heads": 2, "ffn_dim": 12, "word_embed_proj_dim": 8}
+        model = transformers.OPTForCausalLM(transformers.OPTConfig(**TEXT, **options))
+    else:
+        sides = {f"{side}_{part}": n for side in ("encoder", "decoder")
+                 for part, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 12))}  # fmt: skip
+        model = transformers.BartForConditionalGeneration(
+            transformers.BartConfig(**TEXT, **sides, d_model=8, scale_embedding=True)
+        )
+    ids = torch.randint(3, 20, (3, 6))
+    mask = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
+    batch = {"input_ids": ids.masked_fill(~mask, 2), "attention_mask": mask.long()}
+    batch |= {"decoder_input_ids": ids} if name == "Bart" else {}
+    problem = Problem(model.double(), batch, lambda m, b: m(**b).logits.pow(2).mean((1, 2)))
+    per_example = naive(problem)
+    clipper = attach(model, clip_norm=0.5, engine=engine)
+    check(problem, clipper, per_example)
+    assert "one back-propagation per example" not in clipper.choices.values()
