@@ -201,6 +201,9 @@ def _tap_operation(
         device = y.device.type
         active = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
         added = func in ADDITIONS and not kwargs
+        broadcast = all(
+            t.dim() < y.dim() or t.shape[0] == 1 for t in tracked
+        )  # else a mask may have given it rows
         source = _Operation(func, args, kwargs, names, params, y.shape[1:] if added else None)
         call = Call(
             source=source,
@@ -210,7 +213,7 @@ def _tap_operation(
             from_batch=None if flow is None else any(o in flow for o in others),
             routed=flow is not None and any(flow.routed(o) for o in others),
             autocast=active,
-            certain=added or func in EXPANSIONS or func is F.embedding,
+            certain=(added and broadcast) or func in EXPANSIONS or func is F.embedding,
         )
         if func is F.scaled_dot_product_attention:
             y = y.clone()  # its backward keeps the output, and a tap marks what it passes on as written to

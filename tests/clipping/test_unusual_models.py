@@ -168,6 +168,20 @@ class TimeFirst(nn.Module):
         return y * weight.sqrt()[..., None]
 
 
+class MaskedTable(nn.Module):
+    """A table of attention biases takes the rows of a mask, flattened over heads, before it meets the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(1, 4, 4)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        bias = torch.where(mask.repeat_interleave(2, 0)[:, None], self.table, -3.0).view(len(x), 2, 4, 4)
+        heads = x.view(len(x), 4, 2, -1).transpose(1, 2)
+        mixed = (heads @ heads.mT + bias).softmax(-1) @ heads
+        return self.out(mixed.transpose(1, 2).reshape(x.shape)).sum(1)
+
+
 def labelled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).pow(2).sum((1, 2))
 
@@ -183,6 +197,11 @@ CASES: dict[str, tuple[Any, list[Callable[[], dict[str, Tensor]]], Losses]] = {
     "one parameter in two roles": (OneForTwo, [lambda: rows(3)] * 2, square),
     "experts": (Experts, [lambda: tokens_for(4, 4), lambda: tokens_for(3, 1)], square),
     "unpadding": (Unpadded, [lambda: padded(4, 4), lambda: padded(3, 1), lambda: padded(2, 1)], square),
+    "a masked table": (
+        MaskedTable,
+        [lambda: padded(4, 3, 1), lambda: padded(2), lambda: padded(3, 4)],
+        square,
+    ),
     "sorting": (
         Sorted,
         [lambda n=n: rows(3) | {"length": torch.tensor(n)} for n in ([5, 5, 5], [3, 4, 5])],
