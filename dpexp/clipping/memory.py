@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
@@ -47,6 +48,17 @@ class ByRepr(dict[Any, str]):
         return super().get(repr(key), default)
 
 
+class Recent(dict[Any, str]):
+    """What `choose` answered, by exact shapes: asking costs as much as a small layer. Forgets all when it is full."""
+
+    LARGEST = 1 << 12
+
+    def put(self, key: Hashable, method: str) -> None:
+        if len(self) >= self.LARGEST:
+            self.clear()
+        self[key] = method
+
+
 class Memory:
     """What an attached model has taught us: proven layouts, parameters that need the loop, measured choices."""
 
@@ -54,6 +66,7 @@ class Memory:
         self.cap_bytes = cap_bytes
         self.scratch = Scratch(cap_bytes)
         self.layouts, self.choices = ByRepr(), ByRepr()
+        self.recent = Recent()
         self.looped: set[str] = set()
         self.surprises: set[str] = set()
         self.followed: set[str] = set()
@@ -91,6 +104,7 @@ class Memory:
     def load_state(self, state: dict[str, Any]) -> None:
         dict.update(self.layouts, state.get("layouts", {}))
         dict.update(self.choices, state.get("choices", {}))
+        self.recent.clear()
         self.looped |= set(state.get("looped", ()))
         self.followed |= set(state.get("followed", ()))
         self.settled = self.ways_known = bool(state.get("settled", False))

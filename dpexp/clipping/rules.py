@@ -17,7 +17,7 @@ AUTOMATIC_GAMMA = 0.01
 
 def abadi(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
     """``min(1, C / ||g||)`` (Abadi et al. 2016; He et al., section 2). A zero gradient keeps the factor 1."""
-    return (thresholds / sq_norms.sqrt()).clamp(max=1.0)
+    return (sq_norms.rsqrt() * thresholds).clamp_(max=1.0)
 
 
 def automatic(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:

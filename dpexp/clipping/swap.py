@@ -58,6 +58,10 @@ class Site:
 
     @torch.compiler.disable(reason=CUT)
     def read(self, module: nn.Module, local: str) -> Tensor:
+        """`value`, where a compiler is tracing: it must not look inside."""
+        return self.value(module, local)
+
+    def value(self, module: nn.Module, local: str) -> Tensor:
         """The value of ``module.<local>`` for whoever reads it."""
         if self.values is not None and local in self.values:
             return self.values[local]
@@ -172,6 +176,8 @@ def autocast_like(call: Call) -> torch.autocast:
 
 
 def _take_tensors(args: tuple, kwargs: dict) -> tuple[tuple[Tensor, ...], Any]:
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and not isinstance(args[0], Tracked):
+        return args, _ALONE
     saved: list[Tensor] = []
 
     def take(value: Any) -> Any:
@@ -189,7 +195,12 @@ class _Slot(int):
     """Where a saved tensor stood among the arguments."""
 
 
+_ALONE: tuple[tuple, dict] = ((_Slot(0),), {})  # the arguments of nearly every layer
+
+
 def _put_tensors(saved: tuple[Tensor, ...], template: Any) -> tuple[tuple, dict]:
+    if template is _ALONE:
+        return saved, {}
     args, kwargs = template
 
     def put(value: Any) -> Any:
@@ -231,7 +242,11 @@ def swapped_class(
 
 
 def _reader(local: str) -> Any:
-    return lambda module: module.__dict__[SITE].read(module, local)
+    def read(module: nn.Module) -> Any:
+        site = module.__dict__[SITE]
+        return site.read(module, local) if torch.compiler.is_compiling() else site.value(module, local)
+
+    return read
 
 
 def _traceable_reader(local: str) -> Any:
@@ -239,7 +254,8 @@ def _traceable_reader(local: str) -> Any:
         if torch.compiler.is_dynamo_compiling() and tracing_full_graph():
             # the module's own forward does not ask here: gradients of other uses arrive at the parameter, and are seen
             return module._parameters[local]
-        return module.__dict__[SITE].read(module, local)
+        site = module.__dict__[SITE]
+        return site.read(module, local) if torch.compiler.is_compiling() else site.value(module, local)
 
     return read
 
