@@ -250,6 +250,10 @@ def train_once(
     """
     batch, total = run.optim.batch_size, task.num_examples
     steps = run.optim.steps or max(1, round((run.optim.epochs or 0) * total / batch))
+    if run.individual.name != "none":
+        raise UserError(
+            "an audit estimates one epsilon, and individual budgets are several: set individual=none"
+        )
     plan = build_plan(run, total, steps)
     sampler = sampled(sampler_for(run.privacy.sampling, total, batch, key))
     device = choose_device(run.runtime.device)

@@ -37,6 +37,7 @@ def check(run: RunConfig) -> None:
         *_numbers(run),
         *_privacy(run),
         *_schedule(run),
+        *_individual(run),
         *_clipping(run),
         *_length(run),
         *_model(run),
@@ -87,7 +88,10 @@ def _missing(run: RunConfig) -> Iterator[str]:
         needed.append("model.architecture (bert, roberta, …)")
     if run.optim.epochs is None and run.optim.steps is None:
         needed.append("optim.epochs or optim.steps")
-    if run.clip.private and run.privacy.epsilon is None and run.privacy.noise_multiplier is None:
+    told = run.individual.name != "none" or (
+        run.privacy.epsilon is not None or run.privacy.noise_multiplier is not None
+    )
+    if run.clip.private and not told:
         needed.append("privacy.epsilon or privacy.noise_multiplier")
     if needed:
         yield f"not given: {', '.join(needed)}"
@@ -146,6 +150,33 @@ def _privacy(run: RunConfig) -> Iterator[str]:
         )
     if run.privacy.secure and run.privacy.noise_seed is not None:
         yield "privacy.secure=true draws noise that nobody can repeat: drop privacy.noise_seed"
+
+
+def _individual(run: RunConfig) -> Iterator[str]:
+    individual, privacy = run.individual, run.privacy
+    if individual.name == "none":
+        return
+    if not run.clip.private:
+        yield f"individual={individual.name} divides a privacy budget, and clip={run.clip.name} has none: use a private clip"
+    given = [key for key in ("epsilon", "noise_multiplier") if getattr(privacy, key) is not None]
+    if given:
+        yield (
+            f"individual.epsilons decide the noise, but privacy.{given[0]}={getattr(privacy, given[0]):g} is given: drop it, or "
+            "set individual=none"
+        )
+    if privacy.sampling != "poisson":
+        yield f"individual={individual.name} needs Poisson batches: drop privacy.sampling={privacy.sampling}"
+    budgets = individual.epsilons
+    if len(budgets) < 2 or not all(math.isfinite(value) and value > 0 for value in budgets):
+        yield f"individual.epsilons={budgets} must be two or more positive numbers, one for each group of examples"
+    shares = individual.shares
+    if individual.groups is None and not (
+        len(shares) == len(budgets) and all(share > 0 for share in shares) and abs(sum(shares) - 1) <= 1e-6
+    ):
+        yield (
+            f"individual.shares={shares} must be {len(budgets)} positive numbers that add up to 1, one for each of "
+            "individual.epsilons (or give individual.groups, a file with the group of each example)"
+        )
 
 
 def _clipping(run: RunConfig) -> Iterator[str]:

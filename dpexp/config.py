@@ -39,6 +39,7 @@ from dpexp.schemas import (
     ClipConfig,
     DataConfig,
     EngineConfig,
+    IndividualConfig,
     ModelConfig,
     OptimConfig,
     PeftConfig,
@@ -52,8 +53,8 @@ from dpexp.schemas import (
 )
 
 __all__ = [
-    "AccountantConfig", "ClipConfig", "DataConfig", "EngineConfig", "ModelConfig", "OptimConfig", "PeftConfig",
-    "PrivacyConfig", "RunConfig", "RuntimeConfig", "ScaleConfig", "ScheduleConfig", "TaskConfig", "TrackerConfig",
+    "AccountantConfig", "ClipConfig", "DataConfig", "EngineConfig", "IndividualConfig", "ModelConfig", "OptimConfig",
+    "PeftConfig", "PrivacyConfig", "RunConfig", "RuntimeConfig", "ScaleConfig", "ScheduleConfig", "TaskConfig", "TrackerConfig",
     "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict",
 ]  # fmt: skip
 
@@ -258,6 +259,10 @@ def _neutralise(run: RunConfig) -> None:
         for name in (*takes, *(["updates_per_epoch"] if takes else [])):
             setattr(schedule, name, getattr(run.schedule, name))
         run.schedule = schedule
+    if run.individual.name == "none":
+        run.individual = type(run.individual)()
+    elif run.individual.groups is not None:
+        run.individual.shares = []
     if run.data.cache:
         run.data.cache = os.path.expanduser(run.data.cache)
 

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from dpexp.durable import write_atomic, write_json
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
+    from dpexp.privacy.individual import Budgets
     from dpexp.privacy.plan import Plan
     from dpexp.tasks.base import Task
 
@@ -204,6 +205,7 @@ def privacy_block(
     spent: dict[str, float | None],
     num_groups: int,
     charged: int,
+    by_budget: Sequence[dict[str, float | None]] = (),
 ) -> dict[str, Any]:
     """The summary's privacy block.
 
@@ -213,6 +215,7 @@ def privacy_block(
         spent: ε under every accountant, computed from the ledger; empty for a non-private run.
         num_groups: K.
         charged: steps in the ledger, those paid twice after a change of the runtime included.
+        by_budget: ε of each group of examples, where they have budgets of their own.
     """
     if plan is None:
         return {
@@ -242,6 +245,26 @@ def privacy_block(
         "neighbouring": NEIGHBOURS,
         "notes": privacy_notes(run, plan, spent, charged),
         "trials": run.trials,
+        **({"individual": individual_block(plan.budgets, by_budget)} if plan.budgets is not None else {}),
+    }
+
+
+def individual_block(budgets: "Budgets", by_budget: Sequence[dict[str, float | None]]) -> dict[str, Any]:
+    """What each group of examples was promised and has spent."""
+    rows = zip(budgets.epsilons, budgets.sizes, budgets.rates, budgets.scales, by_budget, strict=True)
+    return {
+        "method": budgets.method,
+        "membership": budgets.membership,
+        "groups": [
+            {
+                "target": target,
+                "examples": size,
+                "sample_rate": rate,
+                "clip_scale": scale,
+                "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
+            }
+            for target, size, rate, scale, spent in rows
+        ],
     }
 
 

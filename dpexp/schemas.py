@@ -153,6 +153,17 @@ class ScheduleConfig:
 
 
 @dataclass
+class IndividualConfig:
+    """Groups of examples with an epsilon of their own (`dpexp.privacy.individual`)."""
+
+    name: str = "none"
+    epsilons: list[float] = field(default_factory=list)  # of each group; they decide the noise
+    shares: list[float] = field(default_factory=list)  # of the examples, drawn at random with the seed
+    # or a file that has in the line of each training example the number of its group, from 1 on; public
+    groups: str | None = None
+
+
+@dataclass
 class OptimConfig:
     """The optimiser, its learning-rate schedule, and how long it runs."""
 
@@ -239,6 +250,7 @@ class RunConfig:
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     accountant: AccountantConfig = field(default_factory=AccountantConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    individual: IndividualConfig = field(default_factory=IndividualConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -265,6 +277,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.release": ("normal", "strict"),
     "accountant.name": ("rdp", "gdp", "prv", "pld"),
     "schedule.name": ("constant", "time", "exponential", "step", "polynomial"),
+    "individual.name": ("none", "sampling", "scaling"),
     "optim.name": ("adam", "adamw", "sgd"),
     "optim.lr_schedule": ("constant", "linear", "cosine"),
     "peft.name": ("full", "lora", "prefix", "rgp", "top2", "bitfit", "head", "adapters"),

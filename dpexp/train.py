@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from rich.console import Console
@@ -14,6 +15,7 @@ from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
 from dpexp.durable import write_atomic, write_json
 from dpexp.errors import UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
+from dpexp.privacy.individual import draw_groups, read_groups
 from dpexp.privacy.plan import Plan, make_plan
 from dpexp.privacy.sampling import load_or_make_key
 from dpexp.sweeps import Result
@@ -71,16 +73,18 @@ def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
     # What is guaranteed.
     batch = run.optim.batch_size
     steps = run.optim.steps or max(1, round((run.optim.epochs or 0) * task.num_examples / batch))
-    plan = build_plan(run, task.num_examples, steps)
+    groups = budget_groups(run, task.num_examples)
+    plan = build_plan(run, task.num_examples, steps, groups)
     key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
-    sampler = sampler_for(run.privacy.sampling, task.num_examples, batch, key)
+    rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
+    sampler = sampler_for(run.privacy.sampling, task.num_examples, batch, key, groups, rates)
 
     with tracking(run, settings, folder) as tracker:
         metrics = record.Metrics(folder / "metrics.jsonl", run.privacy.release == "strict", tracker)
         trainer = Trainer(
             run, task, bundle, plan,
             steps=steps, expected_batch=batch, sampler=sampler, key=key, signature=signature(run),
-            folder=folder, device=device, metrics=metrics,
+            folder=folder, device=device, metrics=metrics, groups=groups,
         )  # fmt: skip
         announce(run, trainer, folder, console)
         with Progress(steps, trainer.step, plan.delta if plan else None, device, console) as progress:
@@ -100,12 +104,15 @@ def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
 def summarise(run: RunConfig, trainer: Trainer, outcome: Outcome, bundle: ModelBundle) -> dict[str, Any]:
     """The record of a finished run; epsilon is that of the ledger."""
     plan, ledger = trainer.plan, trainer.ledger
-    spent = ledger.epsilons(plan.delta) if ledger is not None and plan is not None else {}
+    spent, by_budget = {}, []
+    if ledger is not None and plan is not None:
+        spent = ledger.epsilons(plan.delta)
+        by_budget = ledger.epsilons_by_budget(plan.delta) if plan.budgets is not None else []
     charged = ledger.steps_charged if ledger is not None else 0
     return record.summarise(
         run,
         trainer.task,
-        privacy=record.privacy_block(run, plan, spent, trainer.num_groups, charged),
+        privacy=record.privacy_block(run, plan, spent, trainer.num_groups, charged, by_budget),
         metrics=outcome.metrics,
         performance=outcome.performance,
         wall_s=outcome.wall_s,
@@ -114,8 +121,23 @@ def summarise(run: RunConfig, trainer: Trainer, outcome: Outcome, bundle: ModelB
     )
 
 
-def build_plan(run: RunConfig, num_examples: int, steps: int) -> Plan | None:
-    """The facts that fix the guarantee, from the configuration and the declared N alone; None without privacy."""
+def budget_groups(run: RunConfig, num_examples: int) -> np.ndarray | None:
+    """`[N]`, which budget each example has, from 0; None where all have the same. Public."""
+    individual = run.individual
+    if individual.name == "none":
+        return None
+    if individual.groups is not None:
+        return read_groups(individual.groups, num_examples, len(individual.epsilons))
+    return draw_groups(num_examples, individual.shares, run.seed)
+
+
+def build_plan(
+    run: RunConfig, num_examples: int, steps: int, groups: np.ndarray | None = None
+) -> Plan | None:
+    """The facts that fix the guarantee, from the configuration and the declared N alone; None without privacy.
+
+    ``groups``: see `budget_groups`.
+    """
     if not run.clip.private:
         return None
     return make_plan(
@@ -130,6 +152,7 @@ def build_plan(run: RunConfig, num_examples: int, steps: int) -> Plan | None:
         sampling=run.privacy.sampling,
         allow_clt=run.accountant.allow_clt,
         schedule=asdict(run.schedule),
+        individual=None if groups is None else (run.individual.name, run.individual.epsilons, groups),
     )
 
 
@@ -169,6 +192,19 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
             f"privacy: noise multiplier {plan.noise_multiplier:.4f}, delta {plan.delta:.3g}, {plan.sampling} sampling, "
             f"{trainer.num_groups} clipping groups"
         )
+        if plan.budgets is not None:
+            lines += [
+                f"  group {g + 1}: {size} examples, ε {target:g}, sampling rate {rate:.4g}, thresholds × {scale:.4g}"
+                for g, (size, target, rate, scale) in enumerate(
+                    zip(
+                        plan.budgets.sizes,
+                        plan.budgets.epsilons,
+                        plan.budgets.rates,
+                        plan.budgets.scales,
+                        strict=True,
+                    )
+                )
+            ]
         if (last := plan.sigma(plan.steps - 1)) != plan.noise_multiplier:
             lines.append(
                 f"noise over time: schedule={plan.schedule.name}, noise multiplier {last:.4f} in the last step"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import attr
@@ -33,6 +34,16 @@ this."""
 # from the one before in the last bits, far below what any accountant resolves.
 _DIGITS = 13
 _GRID = 512  # kinds among which the best borders are searched
+
+
+@dataclass(frozen=True)
+class GroupEvents:
+    """What a step releases about an example of each group, where groups of examples have budgets of their own.
+
+    ``membership``: SHA-256 of who is in which group; see `dpexp.privacy.individual`."""
+
+    events: tuple[DpEvent, ...]
+    membership: str
 
 
 def step_event(sample_rate: float, noise_multipliers: Sequence[float]) -> DpEvent:
@@ -129,10 +140,20 @@ def _join(parts: Releases, limit: int) -> Releases:
     return joined
 
 
-def encode(event: DpEvent) -> dict[str, Any]:
+def encode(event: DpEvent | GroupEvents) -> dict[str, Any]:
     """An event as plain JSON values: its class name and its fields."""
+    if isinstance(event, GroupEvents):
+        groups = [encode(inner) for inner in event.events]
+        return {"type": "GroupEvents", "events": groups, "membership": event.membership}
     fields = attr.asdict(event, recurse=False)
     return {"type": type(event).__name__} | {name: _encode_value(value) for name, value in fields.items()}
+
+
+def decode_groups(record: Mapping[str, Any]) -> GroupEvents | None:
+    """The inverse of `encode` for a `GroupEvents`; None for the record of anything else."""
+    if record.get("type") != "GroupEvents":
+        return None
+    return GroupEvents(tuple(decode(inner) for inner in record["events"]), record["membership"])
 
 
 def decode(record: Mapping[str, Any]) -> DpEvent:

@@ -12,7 +12,9 @@ A step that comes up again (after a crash, from the last checkpoint) is either t
 another one. With the same fingerprint it is replayed with the same noise: nothing new is released, and it
 is charged once. With any difference (code, runtime, data, state) the same noise under another sum would
 reveal the difference of the two, so the step gets a new attempt number, from which fresh noise and a fresh
-sample follow, and is charged again."""
+sample follow, and is charged again.
+
+Where groups of examples have budgets of their own, the event of a line is one for each group (`events.GroupEvents`)."""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from dp_accounting import DpEvent
 from dpexp.durable import flush_file, flush_folder
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
-from dpexp.privacy.events import composed, decode, encode
+from dpexp.privacy.events import GroupEvents, composed, decode, decode_groups, encode
 
 _FIELDS = {"step": int, "attempt": int, "event": dict, "fingerprint": str, "time": float, "check": str}
 
@@ -75,11 +77,16 @@ class Ledger:
         """The first step that has never been charged."""
         return len(self._entries)
 
+    @property
+    def num_budgets(self) -> int:
+        """How many groups of examples have an ε of their own; 1 where all have the same."""
+        return max((_num_budgets(encoded) for encoded in self._counts), default=1)
+
     def fingerprints(self, step: int) -> list[str]:
         """The fingerprints that the step was charged with so far, in the order of its attempts."""
         return [entry.fingerprint for entry in self._entries.get(step, [])]
 
-    def begin_step(self, step: int, event: DpEvent, fingerprint: str) -> int:
+    def begin_step(self, step: int, event: DpEvent | GroupEvents, fingerprint: str) -> int:
         """Charge the step unless it is a replay, and return the attempt whose noise and sample it must use.
 
         ``fingerprint`` must differ whenever the sum to be released may: it has to cover the state that the step starts
@@ -96,21 +103,36 @@ class Ledger:
             raise UserError(
                 f"{self.path}: step {step} cannot follow {self.next_step} charged steps: lines are missing"
             )
+        if self._counts and _membership(encoded) != _membership(next(iter(self._counts))):
+            raise UserError(
+                f"{self.path}: examples have changed their budget groups since step 0, and what was spent about each can no "
+                "longer be told. Restore individual.groups, or start a new run (another seed)"
+            )
         entry = Entry(step, len(attempts), encoded, fingerprint)
         self._append(entry)
         return entry.attempt
 
-    def event(self) -> DpEvent:
-        """Everything released so far."""
-        return composed((decode(json.loads(encoded)), count) for encoded, count in self._counts.items())
+    def event(self, budget: int = 0) -> DpEvent:
+        """Everything released so far about an example (of the group ``budget``)."""
+        return composed((_event_of(encoded, budget), count) for encoded, count in self._counts.items())
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
-        """ε of everything released so far."""
-        return accountants.epsilon(self.event(), delta, accountant)
+        """ε of everything released so far; of the least protected group, where they differ."""
+        budgets = range(self.num_budgets)
+        return max(accountants.epsilon(self.event(budget), delta, accountant) for budget in budgets)
 
     def epsilons(self, delta: float) -> dict[str, float | None]:
         """The same under every accountant."""
-        return accountants.epsilons(self.event(), delta)
+        found = self.epsilons_by_budget(delta)
+        worst: dict[str, float | None] = {}
+        for name in found[0]:
+            values = [group[name] for group in found]
+            worst[name] = None if None in values else max(value for value in values if value is not None)
+        return worst
+
+    def epsilons_by_budget(self, delta: float) -> list[dict[str, float | None]]:
+        """ε of each group of examples under every accountant."""
+        return [accountants.epsilons(self.event(budget), delta) for budget in range(self.num_budgets)]
 
     def _read(self) -> None:
         try:
@@ -144,7 +166,8 @@ class Ledger:
             raise UserError(f"{where} is not a ledger entry; {way_out}")
         if record["check"] != _checksum(self._check, record):
             raise UserError(f"{where} was changed, or the line before it is missing; {way_out}")
-        decode(record["event"])
+        if decode_groups(record["event"]) is None:
+            decode(record["event"])
         entry = Entry(record["step"], record["attempt"], _canonical(record["event"]), record["fingerprint"])
         if not 0 <= entry.step <= self.next_step or entry.attempt != len(self._entries.get(entry.step, [])):
             raise UserError(
@@ -197,6 +220,22 @@ class Ledger:
                 raise
         if new:
             flush_folder(self.path.parent)  # a new file's name is on the disk only when its folder is
+
+
+def _event_of(encoded: str, budget: int) -> DpEvent:
+    record = json.loads(encoded)
+    groups = decode_groups(record)
+    return decode(record) if groups is None else groups.events[budget]
+
+
+def _num_budgets(encoded: str) -> int:
+    groups = decode_groups(json.loads(encoded))
+    return 1 if groups is None else len(groups.events)
+
+
+def _membership(encoded: str) -> str | None:
+    groups = decode_groups(json.loads(encoded))
+    return None if groups is None else groups.membership
 
 
 def _canonical(event: dict[str, Any]) -> str:

@@ -9,17 +9,20 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 from dp_accounting import DpEvent
+from numpy.typing import NDArray
 
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.accountants import ACCOUNTANTS, check_delta
 from dpexp.privacy.calibration import calibrate
-from dpexp.privacy.events import composed, step_event
+from dpexp.privacy.events import GroupEvents, composed, step_event
+from dpexp.privacy.individual import Budgets, solve
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 
 SAMPLINGS = ("poisson", "shuffle")
@@ -44,9 +47,21 @@ class Plan:
     sampling: str = "poisson"
     target_epsilon: float | None = None
     schedule: Schedule = CONSTANT
+    budgets: Budgets | None = None  # of groups of examples, where not all have the same
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", Schedule.of(self.schedule))  # `to_dict` gives it as plain values
+        object.__setattr__(self, "budgets", Budgets.of(self.budgets))
+
+    @property
+    def num_budgets(self) -> int:
+        """Groups of examples with an ε of their own; 1 where all have the same."""
+        return 1 if self.budgets is None else len(self.budgets.sizes)
+
+    @property
+    def max_clip_scale(self) -> float:
+        """The largest factor of the thresholds of any example."""
+        return 1.0 if self.budgets is None else max(self.budgets.scales)
 
     @property
     def expected_batch_size(self) -> float:
@@ -72,17 +87,29 @@ class Plan:
             raise UserError("the plan has no budget for counts: set quantile_budget for adaptive thresholds")
         return self.sigma(step) * math.sqrt(num_groups / (4 * self.quantile_budget))
 
-    def step_event(self, step: int) -> DpEvent:
-        """What the step releases: PoissonSampled(q, Composed([gradient, counts]))."""
-        return self._event_at(self.sigma(step))
+    def step_event(self, step: int, budget: int | None = None) -> DpEvent:
+        """What the step releases about an example: PoissonSampled(q, Composed([gradient, counts])).
 
-    def event(self, steps: int | None = None) -> DpEvent:
-        """Everything that the first ``steps`` steps (all of them by default) release."""
+        ``budget``: of this group of examples (see `individual`); of the least protected one by default.
+        """
+        return self._event_at(self.sigma(step), budget)
+
+    def charge(self, step: int) -> DpEvent | GroupEvents:
+        """What the ledger writes of the step: its event, or that of each group of examples."""
+        if self.budgets is None:
+            return self.step_event(step)
+        events = tuple(self.step_event(step, budget) for budget in range(self.num_budgets))
+        return GroupEvents(events, self.budgets.membership)
+
+    def event(self, steps: int | None = None, budget: int | None = None) -> DpEvent:
+        """Everything that the first ``steps`` steps (all of them by default) release about an example."""
         done = self.steps if steps is None else steps
         if not 0 <= done <= self.steps:
             raise UserError(f"the plan has {self.steps} steps, not {done}")
         counts = factor_counts(self.schedule, done, self.steps, self.sample_rate)
-        return composed((self._event_at(self.noise_multiplier * scale), count) for scale, count in counts)
+        return composed(
+            (self._event_at(self.noise_multiplier * scale, budget), count) for scale, count in counts
+        )
 
     def epsilon(self, steps: int | None = None, accountant: str | None = None) -> float:
         """ε after ``steps`` steps at the plan's δ, under the plan's accountant unless another one is
@@ -113,6 +140,11 @@ class Plan:
                 f"The noise multiplier is that of the first step; schedule={self.schedule.name} takes it to {last:.4g} in the"
                 " last one, and epsilon counts every step with its own."
             )
+        if self.budgets is not None:
+            found.append(
+                f"Budgets are individual ({self.budgets.method}): each group of examples has an epsilon of its own, and where one"
+                " number stands for all it is that of the least protected group. Who is in which group is taken to be public."
+            )
         return found
 
     def fingerprint(self) -> str:
@@ -121,20 +153,27 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
-        return asdict(self) | {"schedule": self.schedule.plain()}
+        plain = asdict(self) | {"schedule": self.schedule.plain()}
+        if self.budgets is None:
+            del plain["budgets"]
+        return plain
 
-    def _event_at(self, sigma: float) -> DpEvent:
-        return step_event(self.sample_rate, _multipliers(sigma, self.quantile_budget))
+    def _event_at(self, sigma: float, budget: int | None) -> DpEvent:
+        rate, scale = self.sample_rate, 1.0
+        if self.budgets is not None:
+            group = self.budgets.least_protected if budget is None else budget
+            rate, scale = self.budgets.rates[group], self.budgets.scales[group]
+        return step_event(rate, _multipliers(sigma, self.quantile_budget, scale))
 
 
-def _multipliers(sigma: float, quantile_budget: float) -> list[float]:
-    """Noise multipliers of what one step releases.
+def _multipliers(sigma: float, quantile_budget: float, scale: float = 1.0) -> list[float]:
+    """Noise multipliers of what one step releases about an example whose thresholds are multiplied by ``scale``.
 
     The K centred counts together have sensitivity √K/2 and noise σ_b = σ√(K/(4r)) each: multiplier 2σ_b/√K
-    = σ/√r, so that 1/σ_new² + r/σ² = 1/σ² for any K."""
+    = σ/√r, so that 1/σ_new² + r/σ² = 1/σ² for any K and scale 1."""
     if quantile_budget == 0:
-        return [sigma]
-    return [sigma / math.sqrt(1 - quantile_budget), sigma / math.sqrt(quantile_budget)]
+        return [sigma / scale]
+    return [sigma / math.sqrt(1 - quantile_budget) / scale, sigma / math.sqrt(quantile_budget)]
 
 
 def make_plan(
@@ -150,12 +189,14 @@ def make_plan(
     sampling: str = "poisson",
     allow_clt: bool = False,
     schedule: Schedule | str | Mapping[str, Any] = CONSTANT,
+    individual: tuple[str, Sequence[float], NDArray[np.int64]] | None = None,
 ) -> Plan:
     """A checked plan, with σ calibrated to ``epsilon`` unless ``noise_multiplier`` is given.
 
     ``num_examples`` N is public; ``expected_batch_size`` B gives q = B/N; ``delta`` is a number or a rule
     (see `resolve_delta`); ``quantile_budget`` r is the share of each step's budget for adaptive thresholds;
-    ``schedule`` (its name, if it has no parameters) lets the noise change over time.
+    ``schedule`` (its name, if it has no parameters) lets the noise change over time; ``individual``: method, ε of each
+    group and the group of each example (see `dpexp.privacy.individual`), in the place of ``epsilon``.
     Raises `UserError` for values that make no plan, and for the gdp accountant without ``allow_clt``: its ε
     is not a guarantee."""
     if num_examples < 1:
@@ -177,7 +218,11 @@ def make_plan(
         )
     if sampling not in SAMPLINGS:
         raise UserError(f"sampling={sampling} is not a choice; choices: {', '.join(SAMPLINGS)}")
-    if (epsilon is None) == (noise_multiplier is None):
+    if individual is not None and (epsilon is not None or noise_multiplier is not None):
+        raise UserError("individual budgets decide the noise: give neither epsilon nor noise_multiplier")
+    if individual is not None and sampling != "poisson":
+        raise UserError(f"individual budgets need Poisson batches, not sampling={sampling}")
+    if individual is None and (epsilon is None) == (noise_multiplier is None):
         raise UserError("give either epsilon or noise_multiplier, not both and not neither")
     if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
         raise UserError(f"noise_multiplier={noise_multiplier} must be a number, 0 or larger")
@@ -185,16 +230,26 @@ def make_plan(
     sample_rate = expected_batch_size / num_examples
     schedule = Schedule.of(schedule)
     counts = factor_counts(schedule, steps, steps, sample_rate)
-    if noise_multiplier is None:
+
+    def make_event(rate: float, sigma: float, scale: float) -> DpEvent:
+        return composed(
+            (step_event(rate, _multipliers(sigma * factor, quantile_budget, scale)), count)
+            for factor, count in counts
+        )
+
+    budgets = None
+    if individual is not None:
+        method, epsilons, groups = individual
+        if len(groups) != num_examples:
+            raise UserError(f"{len(groups)} examples have a group, of {num_examples}")
+        noise_multiplier, budgets = solve(
+            method, epsilons, groups, sample_rate, quantile_budget, make_event, delta, accountant
+        )
+    elif noise_multiplier is None:
         assert epsilon is not None
-
-        def make_event(sigma: float) -> DpEvent:
-            return composed(
-                (step_event(sample_rate, _multipliers(sigma * scale, quantile_budget)), count)
-                for scale, count in counts
-            )
-
-        noise_multiplier = calibrate(make_event, epsilon, delta, accountant)
+        noise_multiplier = calibrate(
+            lambda sigma: make_event(sample_rate, sigma, 1.0), epsilon, delta, accountant
+        )
     return Plan(
         num_examples=num_examples,
         sample_rate=sample_rate,
@@ -206,6 +261,7 @@ def make_plan(
         sampling=sampling,
         target_epsilon=epsilon,
         schedule=schedule,
+        budgets=budgets,
     )
 
 

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,28 @@ class PoissonSampler:
         return np.sort(rng.choice(self.num_examples, size=size, replace=False, shuffle=False)).astype(
             np.int64
         )
+
+
+class GroupedSampler:
+    """Poisson sampling with a rate for each group of examples (`dpexp.privacy.individual`).
+
+    Args:
+        groups: ``[N]``, which group each example is in.
+        rates: q_g of each group.
+        key: secret; every group draws from a key of its own that follows from it.
+    """
+
+    def __init__(self, groups: NDArray[np.int64], rates: Sequence[float], key: bytes) -> None:
+        self._members = [np.flatnonzero(groups == group) for group in range(len(rates))]
+        self._samplers = [
+            PoissonSampler(len(members), rate, _derive(key, "sampling of group", group, 0))
+            for group, (members, rate) in enumerate(zip(self._members, rates, strict=True))
+        ]
+
+    def draw(self, step: int, attempt: int = 0) -> NDArray[np.int64]:
+        """Indices of the sample, sorted and distinct; may be empty. See `PoissonSampler.draw`."""
+        drawn = zip(self._members, self._samplers, strict=True)
+        return np.sort(np.concatenate([members[sampler.draw(step, attempt)] for members, sampler in drawn]))
 
 
 def stream(key: bytes, name: str, step: int, attempt: int = 0) -> int:

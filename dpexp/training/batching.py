@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.privacy.sampling import PoissonSampler, stream
+from dpexp.privacy.sampling import GroupedSampler, PoissonSampler, stream
 
 CPU_ACTIVATION_BYTES = 2 << 30  # beyond this, larger batches do not make two or sixteen cores faster
 LARGEST = 1024
@@ -51,8 +51,17 @@ class ShuffleSampler:
         return np.random.default_rng(stream(self.key, "shuffle", epoch)).permutation(self.num_examples)
 
 
-def sampler_for(sampling: str, num_examples: int, expected_batch: float, key: bytes) -> Sampler:
-    """The sampler of a run: ``poisson`` or ``shuffle``."""
+def sampler_for(
+    sampling: str,
+    num_examples: int,
+    expected_batch: float,
+    key: bytes,
+    groups: np.ndarray | None = None,
+    rates: Sequence[float] = (),
+) -> Sampler:
+    """The sampler of a run: ``poisson`` or ``shuffle``; with rates of their own for ``groups`` (`[N]`) of examples."""
+    if groups is not None:
+        return GroupedSampler(groups, rates, key)
     if sampling == "poisson":
         return PoissonSampler(num_examples, expected_batch / num_examples, key)
     return ShuffleSampler(num_examples, max(1, round(expected_batch)), key)

@@ -80,6 +80,7 @@ class Trainer:
         folder: the run's folder; this process holds it.
         device: where to compute.
         metrics: where lines go.
+        groups: `[N]`, which budget each example has; None where all have the same.
 
     Raises:
         UserError: the model can't be clipped exactly, or the checkpoint is corrupt.
@@ -100,6 +101,7 @@ class Trainer:
         folder: Path,
         device: torch.device,
         metrics: record.Metrics,
+        groups: np.ndarray | None = None,
     ):
         self.run, self.task, self.plan = run, task, plan
         self.steps, self.expected_batch = steps, expected_batch
@@ -126,8 +128,9 @@ class Trainer:
                 key=key, allocation=run.clip.allocation, secure=run.privacy.secure,
             )  # fmt: skip
         self.accumulator = Accumulator(
-            task, self.model, self.clipper, self.policy, device, run.runtime.precision, run.seed
-        )
+            task, self.model, self.clipper, self.policy, device, run.runtime.precision, run.seed,
+            clip_scales_of(plan, groups),
+        )  # fmt: skip
         self.step = 0
         self.wall_before, self.started = 0.0, time.perf_counter()
         self.step_times: list[float] = []
@@ -146,6 +149,7 @@ class Trainer:
             choice=None if engine.choice == "measured" else engine.choice,  # measured: each engine's own way
             memory_cap_mib=engine.memory_cap_mib,
             rows_per_example=self.task.rows_per_example,
+            max_clip_scale=self.plan.max_clip_scale if self.plan is not None else 1.0,
         )
         if (memory := self.decisions.get("engine")) is not None:
             clipper.recall(memory)
@@ -434,3 +438,10 @@ class Trainer:
                     "clipped_share": (sums.clipped / drawn).tolist(),
                 }
             self.metrics.write(self.step, private, released=False)
+
+
+def clip_scales_of(plan: "Plan | None", groups: np.ndarray | None) -> Tensor | None:
+    """`[N]` factors of the thresholds, float64; None where they are 1 for every example."""
+    if plan is None or plan.budgets is None or groups is None or set(plan.budgets.scales) == {1.0}:
+        return None
+    return torch.tensor(plan.budgets.scales, dtype=torch.float64)[torch.from_numpy(groups)]

@@ -141,6 +141,12 @@ def summary_table(summary: dict[str, Any]) -> Table:
             decides = "  (decides)" if name == privacy["accountant"] else ""
             clt = "  (approximation)" if name == "gdp" else ""
             table.add_row(f"ε {name}", ("-" if value is None else f"{value:.4f}") + decides + clt)
+        for number, group in enumerate(privacy.get("individual", {}).get("groups", ()), start=1):
+            spent = group["epsilon"][privacy["accountant"]]
+            table.add_row(
+                f"ε of group {number}",
+                f"{spent:.4f} ({group['examples']} examples, budget {group['target']:g})",
+            )
         table.add_row("δ", f"{privacy['delta']:.3g}")
         table.add_row(
             "noise multiplier", f"{privacy['noise_multiplier']:.4f}, gradients {privacy['sigma_new']:.4f}"

@@ -93,7 +93,7 @@ class Release:
         found = mechanism.fingerprint(self.key, facts, [*self._gradients(), counts])
         if attempt < len(charged) and charged[attempt] != found:
             return False
-        if self.ledger.begin_step(step, self.plan.step_event(step), found) != attempt:
+        if self.ledger.begin_step(step, self.plan.charge(step), found) != attempt:
             raise RuntimeError(f"the ledger does not agree that step {step} is in attempt {attempt}")
         if attempt == len(charged):
             charged.append(found)

@@ -56,6 +56,7 @@ class Accumulator:
         device: where the model is.
         precision: fp32, bf16 or fp16.
         seed: public; it decides dropout and augmentations.
+        clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Accumulator:
         device: torch.device,
         precision: str,
         seed: int,
+        clip_scales: Tensor | None = None,
     ):
+        self.clip_scales = clip_scales
         self.task, self.model, self.clipper, self.policy = task, model, clipper, policy
         self.device, self.precision, self.seed = device, precision, seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -112,7 +115,8 @@ class Accumulator:
             torch.manual_seed(_dropout_seed(self.seed, step, number))
             batch = self.on_device(self.task.collate([self.task.train[int(i)] for i in piece]))
             losses = self.losses(self.task.augmented(batch, piece, self.seed, step))
-            sums.add(losses, self.backward(losses), self.policy)
+            scales = None if self.clip_scales is None else self.clip_scales[torch.from_numpy(piece)]
+            sums.add(losses, self.backward(losses, scales), self.policy)
         if not pieces:
             empty = torch.zeros(0, device=self.device)
             sums.add(empty, self.backward(empty), self.policy)
@@ -130,13 +134,13 @@ class Accumulator:
         """The batch where the model is."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
-    def backward(self, losses: Tensor) -> Report | None:
+    def backward(self, losses: Tensor, clip_scales: Tensor | None = None) -> Report | None:
         """Add the sum of the gradients, clipped or plain, to `p.grad`.
 
-        Plain gradients still carry the loss scale.
+        Plain gradients still carry the loss scale. ``clip_scales``: `[B]`, factors of the thresholds.
         """
         if self.clipper is not None:
-            return self.clipper.backward(losses, loss_scale=self.loss_scale)
+            return self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
         if len(losses):
             (losses.sum() * self.loss_scale).backward()
         else:

@@ -1,6 +1,5 @@
 """A task and a model so small that a training run takes milliseconds; everything else is the real thing."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ from torch import Tensor, nn
 
 from dpexp import record
 from dpexp.models import ModelBundle
-from dpexp.privacy.plan import make_plan
 from dpexp.privacy.sampling import load_or_make_key
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo, Task
+from dpexp.train import budget_groups, build_plan
 from dpexp.training.batching import sampler_for
 from dpexp.training.loop import Trainer
 from dpexp.training.progress import Progress
@@ -80,24 +79,22 @@ def make_trainer(
     folder.mkdir(parents=True, exist_ok=True)
     task = task or TinyTask()
     assert run.optim.steps is not None
-    plan = None
-    if run.clip.private:
-        plan = make_plan(
-            num_examples=task.num_examples, expected_batch_size=run.optim.batch_size, steps=run.optim.steps,
-            delta=run.privacy.delta, accountant="rdp", noise_multiplier=run.privacy.noise_multiplier,
-            quantile_budget=run.clip.quantile_budget, sampling=run.privacy.sampling,
-            schedule=asdict(run.schedule),
-        )  # fmt: skip
+    groups = budget_groups(run, task.num_examples)
+    plan = build_plan(run, task.num_examples, run.optim.steps, groups)
+    rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
     key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
     settings: dict[str, Any] = {
         "steps": run.optim.steps,
         "expected_batch": run.optim.batch_size,
-        "sampler": sampler_for(run.privacy.sampling, task.num_examples, run.optim.batch_size, key),
+        "sampler": sampler_for(
+            run.privacy.sampling, task.num_examples, run.optim.batch_size, key, groups, rates
+        ),
         "key": key,
         "signature": "tiny",
         "folder": folder,
         "device": torch.device("cpu"),
         "metrics": record.Metrics(folder / "metrics.jsonl", run.privacy.release == "strict"),
+        "groups": groups,
     }
     bundle = ModelBundle(model or tiny_model(), None, "random")
     return Trainer(run, task, bundle, plan, **(settings | changes))
