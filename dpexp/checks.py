@@ -15,7 +15,8 @@ from dpexp.schemas import CHOICES, RunConfig
 DELTA_RULES = ("half_over_n", "n_pow_-1.1")
 
 _POSITIVE = (
-    "optim.lr", "optim.eps", "optim.batch_size", "optim.epochs", "optim.steps", "clip.clip_norm", "clip.init_threshold",
+    "optim.lr", "optim.eps", "optim.tolerance", "optim.batch_size", "optim.epochs", "optim.steps", "clip.clip_norm",
+    "clip.init_threshold",
     "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.generation.max_target",
     "task.generation.num_beams", "task.generation.examples", "data.max_length",
     "data.num_examples", "runtime.eval_batch_size", "runtime.threads", "engine.memory_cap_mib", "trials",
@@ -119,6 +120,8 @@ def _numbers(run: RunConfig) -> Iterator[str]:
                 yield f"{key}={value} must be {words}"
     if len(run.optim.betas) != 2 or not all(0 <= beta < 1 for beta in run.optim.betas):
         yield f"optim.betas={run.optim.betas} must be two numbers in [0, 1)"
+    if len(run.optim.ratios) != 2 or not 0 < run.optim.ratios[0] < 1 < run.optim.ratios[1] < math.inf:
+        yield f"optim.ratios={run.optim.ratios} must be two numbers, one below 1 (above 0) and one above"
 
 
 def _privacy(run: RunConfig) -> Iterator[str]:

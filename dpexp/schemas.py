@@ -173,6 +173,9 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     momentum: float = 0.0
+    tolerance: float = 1.0  # adadp: the error of a pair of steps above which it is discarded
+    # adadp: the least and the most by which a pair of steps changes the learning rate
+    ratios: list[float] = field(default_factory=lambda: [0.9, 1.1])
     lr_schedule: str = "constant"
     warmup_ratio: float = 0.0
     # of the average of the weights that is evaluated and exported; 0 = the weights themselves
@@ -278,7 +281,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "accountant.name": ("rdp", "gdp", "prv", "pld"),
     "schedule.name": ("constant", "time", "exponential", "step", "polynomial"),
     "individual.name": ("none", "sampling", "scaling"),
-    "optim.name": ("adam", "adamw", "sgd"),
+    "optim.name": ("adadp", "adam", "adamw", "sgd"),
     "optim.lr_schedule": ("constant", "linear", "cosine"),
     "peft.name": ("full", "lora", "prefix", "rgp", "top2", "bitfit", "head", "adapters"),
     "peft.carriers": ("weights", "history"),

@@ -28,13 +28,20 @@ FACTS = {
     "peft": "peft.name", "rank": "peft.rank", "clip_norm": "clip.clip_norm", "quantile": "clip.target_quantile",
     "quantile_budget": "clip.quantile_budget", "schedule": "schedule.name", "trainable": "model.trainable",
     "sigma": "privacy.noise_multiplier", "sigma_initial": "privacy.noise_multiplier", "init": "model.retrain",
+    "individual": "individual.name", "budgets": "individual.epsilons", "optim": "optim.name",
 }  # fmt: skip
 NOISE = ("sigma", "sigma_initial")  # where a paper gives the noise, its ε and its epochs are what came out
-GROUPS = ("task", "model", "clip", "peft", "schedule")  # their values are files of conf/
+GROUPS = (
+    "task",
+    "model",
+    "clip",
+    "peft",
+    "schedule",
+    "individual",
+    "optim",
+)  # their values are files of conf/
 # At scale small these are the task's own; every other setting of a cell holds at every scale.
 LEFT_TO_THE_TASK = ("model", "epochs", "batch_size", "lr", "rank", "delta", "clip_norm", "quantile")
-# What a cell may say about its run that no setting here answers yet.
-UNANSWERED = ("individual", "learning_rate")
 EXPOSURE = "exposure"  # the metric of canaries, which `dpexp.audit` measures
 TRAINING = ("train", "training")  # splits on which the papers print accuracies too
 SEEDS = "0,1,2"
@@ -111,7 +118,9 @@ def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None, tas
         task: for scale small: another data set that stands in for the cell's, with settings of its own; "" for the cell's.
     """
     said = dict(cell.settings)
-    if "schedule" in said or any(name in said for name in UNANSWERED):
+    if "learning_rate" in said:
+        said["optim"] = said.pop("learning_rate")
+    if any(name in said for name in ("schedule", "individual", "optim")):
         said.setdefault("clip", "flat")  # they are variants of DP-SGD
     if said.get("init") == "random":
         said["init"] = "true"
@@ -181,9 +190,13 @@ def command(cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
     noise = next((name for name in NOISE if name in chosen), "")
     if scale == "paper" and (preset := _preset(cell, chosen)):
         overrides.append(f"experiment={preset}")
-        covered = {"task", "model", "delta", "peft", "init", "schedule", noise}
+        covered = {"task", "model", "delta", "peft", "init", "schedule", "individual", "optim", noise}
         covered |= (
-            {"clip"} if preset.endswith((chosen["clip"], chosen.get("schedule", chosen["clip"]))) else set()
+            {"clip"}
+            if preset.endswith(
+                tuple(chosen[name] for name in ("clip", "schedule", "individual", "optim") if name in chosen)
+            )
+            else set()
         )
     elif noise:
         overrides.append("privacy=noise")
@@ -225,7 +238,9 @@ def _has_steps(task: str, scale: str) -> bool:
 def _preset(cell: Cell, chosen: Mapping[str, str]) -> str:
     """The name of the preset of a cell's row, "" where there is none."""
     stem = "_".join((cell.paper, _numbered(cell.table)))
-    method = chosen.get("schedule") or chosen.get("clip", "")
+    method = next(
+        (chosen[name] for name in ("schedule", "individual", "optim", "clip") if name in chosen), ""
+    )
     kind = "infilling" if cell.settings.get("formulation") == "infilling" else chosen.get("peft", "")
     kind = "retrain" if "init" in chosen else kind
     before = [cell.settings.get("task", ""), chosen.get("model", "")]
@@ -267,7 +282,6 @@ def _not_built(chosen: Mapping[str, str], said: Mapping[str, str]) -> str:
         for name in GROUPS
         if name in chosen and not (conf_dir() / name / f"{chosen[name]}.yaml").is_file()
     ]
-    missing += [f"{name}={said[name]}" for name in UNANSWERED if name in said]
     return f"not built: {', '.join(missing)}" if missing else ""
 
 

@@ -160,7 +160,7 @@ TARGETS: dict[str, Curves] = {
     "figure-monir-15": Curves(
         "Monir et al., Figure 15: accuracy curves of the individualised methods, CIFAR-10",
         "The most extreme splits of the budget converge slowest.",
-        {"task": "cifar10", "privacy.individual": ("sampling", "scaling")}, "dev", (), (),
+        {"task": "cifar10", "individual.name": ("sampling", "scaling")}, "dev", (), (),
     ),
 }  # fmt: skip
 _COLUMNS = {

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from dpexp.errors import UserError
+from dpexp.training.adadp import ADADP
 
 if TYPE_CHECKING:
     from dpexp.config import OptimConfig
 
 
 def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """torch's own optimiser on the noisy, averaged `p.grad`: post-processing, whatever it does with it."""
+    """An optimiser (torch's own, or ADADP) on the noisy, averaged `p.grad`: post-processing, whatever it does with it."""
     parameters = list(parameters)
     if optim.name == "sgd":
         return torch.optim.SGD(
@@ -29,7 +30,9 @@ def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
-    raise UserError(f"optim.name={optim.name!r} is not known: choose adam, adamw or sgd")
+    if optim.name == "adadp":
+        return ADADP(parameters, optim.lr, optim.tolerance, (float(optim.ratios[0]), float(optim.ratios[1])))
+    raise UserError(f"optim.name={optim.name!r} is not known: choose adadp, adam, adamw or sgd")
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: str, warmup_ratio: float) -> float:

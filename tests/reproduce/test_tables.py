@@ -134,11 +134,8 @@ def test_the_command_of_a_cell_makes_records_that_fill_it():
         ({"task": "sst2", "clip": "perdevice", "metric": "accuracy"}, "not built: clip=perdevice"),
         ({"task": "sst2", "clip": "flat", "metric": "accuracy", "split": "train"}, "not measured"),
         ({"task": "sst2", "metric": "accuracy"}, "no run of its own"),
-        (
-            {"task": "cifar10", "metric": "accuracy", "individual": "sampling"},
-            "not built: individual=sampling",
-        ),
-        ({"task": "mnist", "metric": "accuracy", "learning_rate": "adadp"}, "not built: learning_rate=adadp"),
+        ({"task": "cifar10", "metric": "accuracy", "individual": "pate"}, "not built: individual=pate"),
+        ({"task": "mnist", "metric": "accuracy", "learning_rate": "nosuch"}, "not built: optim=nosuch"),
         ({"task": "e2e", "clip": "flat", "metric": "epsilon"}, "arithmetic"),
         ({"task": "sst2", "clip": "flat", "metric": "accuracy", "quoted from X": ""}, "quoted from X"),
     ],
