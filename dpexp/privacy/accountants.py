@@ -106,6 +106,8 @@ def prv_bounds(
             RuntimeError,
             ValueError,
             AssertionError,
+            IndexError,
+            ArithmeticError,
         ):  # the grid is too coarse, or δ too small for its arithmetic
             lower, estimate, upper = 0.0, math.inf, math.inf
         # A result above the rigorous Rényi bound betrays a grid that misses the rare, large losses of a
@@ -116,18 +118,21 @@ def prv_bounds(
 
 
 def _prv(parts: Releases, delta: float) -> float:
-    if (mu := _unsampled(parts)) is not None:
-        return gaussian_epsilon(delta, mu)
-    if renyi_epsilon(parts, delta) > _LARGEST_EPSILON:
-        return math.inf
+    if (bound := _bound(parts, delta)) is not None:
+        return bound
     return prv_bounds(parts, delta)[2]
 
 
 def _pld(parts: Releases, delta: float) -> float:
-    if (mu := _unsampled(parts)) is not None:
-        return gaussian_epsilon(delta, mu)
-    if renyi_epsilon(parts, delta) > _LARGEST_EPSILON:
+    if (bound := _bound(parts, delta)) is not None:
+        return bound
+    try:
+        return _pld_of_samples(parts, delta)
+    except (ArithmeticError, IndexError, TypeError, ValueError):  # δ or q next to the smallest of numbers
         return math.inf
+
+
+def _pld_of_samples(parts: Releases, delta: float) -> float:
     # The rounding of one loss is felt relative to its standard deviation; the grid has to reach over all
     # that is likely.
     scale = _clt_mu(parts) / math.sqrt(sum(parts.values()))
@@ -155,6 +160,14 @@ def _clt_mu(parts: Releases) -> float:
         for (q, sigma), count in parts.items()
     )
     return math.sqrt(sum(squares))
+
+
+def _bound(parts: Releases, delta: float) -> float | None:
+    """ε where no grid of losses is needed, or none would hold it; else None."""
+    if (mu := _unsampled(parts)) is not None:
+        return gaussian_epsilon(delta, mu)
+    rough = renyi_epsilon(parts, delta)
+    return 0.0 if rough == 0 else math.inf if rough > _LARGEST_EPSILON else None
 
 
 def _unsampled(parts: Releases) -> float | None:
