@@ -273,7 +273,8 @@ def privacy_notes(run: "RunConfig", plan: "Plan", spent: dict[str, float | None]
     notes.append("the dev set, on which the metrics are computed, is taken to be public, and so is N")
     if run.privacy.release != "strict":
         notes.append(
-            'the lines marked "not_private" in metrics.jsonl are outside the guarantee: keep them to yourself'
+            'the lines marked "not_private" in metrics.jsonl and the SHA-256 of the training data are outside the guarantee: '
+            "keep them to yourself"
         )
     return notes
 
@@ -297,7 +298,12 @@ def summarise(
         "clip": run.clip.name,
         "engine": run.engine.name if run.clip.private else "none",
         "scale": run.scale.name,
-        "data": {"source": data.source, "name": data.name, "rows": data.rows, "sha256": data.sha256},
+        "data": {
+            "source": data.source,
+            "name": data.name,
+            "rows": data.rows,
+            "sha256": data_hashes(run, task),
+        },
         "privacy": privacy,
         "metrics": metrics,
         "performance": performance,
@@ -318,6 +324,17 @@ def data_notes(run: "RunConfig", task: "Task") -> list[str]:
     """
     strict = run.privacy.release == "strict"
     return [note for note in task.data.notes if not (strict and "without noise on private data" in note)]
+
+
+def data_hashes(run: "RunConfig", task: "Task") -> dict[str, str | None]:
+    """Split -> hash; with a strict release of a private run, None for the training file, of which dev may be a part.
+
+    Without noise: who knows all rows but one tests guesses at that one with it.
+    """
+    hashes = task.data.sha256
+    if run.privacy.release != "strict" or not run.clip.private:
+        return dict(hashes)
+    return {split: None if value == hashes.get("train") else value for split, value in hashes.items()}
 
 
 def finished_summary(folder: Path) -> dict[str, Any] | None:

@@ -85,13 +85,18 @@ def privacy_card(summary: dict[str, Any]) -> str:
         "",
         "## Origin",
         "",
-        f"- data: {data['name']} ({data['source']}), rows: {rows}, SHA-256 {data['sha256']}",
+        f"- data: {data['name']} ({data['source']}), rows: {rows}{_hashes(data)}",
         f"- command: `{summary['command']}`",
         f"- commit: {summary['git']['commit'] or 'unknown'}"
         + (" with local changes" if summary["git"]["dirty"] else ""),
         "",
     ]
     return "\n".join(lines)
+
+
+def _hashes(data: dict[str, Any]) -> str:
+    """Of published data alone: a card goes with the model, and the hash of private data tells whether a guess at it is right."""
+    return "" if data["source"] == "own files" else f", SHA-256 {data['sha256']}"
 
 
 def _number(value: float | None) -> str:

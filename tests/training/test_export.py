@@ -24,6 +24,14 @@ def test_the_card_states_the_guarantee_and_its_conditions():
     assert f"`{record.command_line()}`" in card
 
 
+def test_the_card_goes_with_the_model_and_has_no_hash_of_private_data():
+    written = summary(block())
+    written["data"] |= {"sha256": {"train": "c0ffee"}}
+    assert "c0ffee" in privacy_card(written)
+    written["data"] |= {"source": "own files"}
+    assert "c0ffee" not in privacy_card(written)
+
+
 def test_the_card_of_an_unprivate_model_promises_nothing():
     run = RunConfig()
     card = privacy_card(summary(record.privacy_block(run, None, {}, 0, 0)))
