@@ -59,6 +59,8 @@ def privacy_card(summary: dict[str, Any]) -> str:
         guarantee = (
             f"The {accountant} accountant gives no finite ε: there is no guarantee."
             if spent is None
+            else f"No guarantee: the ε of {spent:.4f} by the {accountant} accountant rests on what did not hold: see Conditions."
+            if privacy["sampling"] != "poisson" or privacy["accountant"] == "gdp"
             else f"Trained with ({spent:.4f}, {privacy['delta']:.3g})-differential privacy, by the {accountant} "
             "accountant, if what is listed under Conditions holds."
         )
