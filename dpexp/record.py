@@ -261,15 +261,15 @@ def privacy_notes(run: "RunConfig", plan: "Plan", spent: dict[str, float | None]
         )
     if run.privacy.noise_seed is not None:
         notes.append(
-            "sampling and noise were drawn from a fixed seed: the guarantee holds only while that seed is secret"
+            "sampling and noise were drawn from a fixed seed: the guarantee holds only while that seed is secret, and it "
+            "stands in this record"
         )
     if charged > plan.steps:
         notes.append(
             f"{charged - plan.steps} steps were charged twice: they were run again after an interruption with another "
             "runtime, and with fresh noise"
         )
-    tuned = "one configuration was tried" if run.trials == 1 else f"chosen from {run.trials} configurations"
-    notes.append(f"{tuned}; epsilon excludes the tuning")
+    notes.append(_tuned(run.trials))
     notes.append("the dev set, on which the metrics are computed, is taken to be public, and so is N")
     if run.privacy.release != "strict":
         notes.append(
@@ -277,6 +277,28 @@ def privacy_notes(run: "RunConfig", plan: "Plan", spent: dict[str, float | None]
             "keep them to yourself"
         )
     return notes
+
+
+def _tuned(trials: int) -> str:
+    tuned = "no other trial was declared" if trials == 1 else f"chosen from {trials} configurations"
+    return f"{tuned}; epsilon excludes the tuning"
+
+
+def declare_trials(summary: dict[str, Any], trials: int) -> bool:
+    """Let a finished run say that it was chosen from more configurations than it knew of. Returns whether it is news.
+
+    How many were tried is known when the last one has ended, and the best of them is finished then. Fewer is no news: what
+    was tried stays tried.
+    """
+    privacy = summary["privacy"]
+    before = int(privacy.get("trials") or 1)
+    if trials <= before:
+        return False
+    privacy["trials"] = trials
+    privacy["notes"] = [
+        _tuned(trials) if note.endswith("epsilon excludes the tuning") else note for note in privacy["notes"]
+    ]
+    return True
 
 
 def summarise(

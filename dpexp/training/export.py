@@ -41,8 +41,14 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path
         torch.save(model.state_dict(), folder / "model.pt")
     if callable(save := getattr(bundle.tokenizer, "save_pretrained", None)):
         save(str(folder))
-    write_atomic(folder / "PRIVACY.md", privacy_card(summary))
+    write_card(summary, folder)
     return folder
+
+
+def write_card(summary: dict[str, Any], folder: Path) -> None:
+    """PRIVACY.md of an exported model; nothing where there is no such folder."""
+    if folder.is_dir():
+        write_atomic(folder / "PRIVACY.md", privacy_card(summary))
 
 
 def privacy_card(summary: dict[str, Any]) -> str:
