@@ -77,13 +77,12 @@ def check_delta(delta: float) -> None:
 def prv_bounds(
     parts: Releases, delta: float, eps_error: float | None = None, grid_points: int = _GRID_POINTS
 ) -> tuple[float, float, float]:
-    """(lower end, estimate, upper end) of ε as ``prv_accountant`` reports them.
+    """(lower end, estimate, upper end) of ε as ``prv_accountant`` reports them, see `dpexp.privacy.prv`.
 
     ``eps_error`` is the half-width of the interval; by default 0.3% of ε, more where ``grid_points`` cannot
     hold it. The truncation follows Gopi et al., Remark 5.6, with our Rényi bound for the tails: the
     package's own evaluates orders up to 64 only, and does not return for some σ."""
-    from prv_accountant import PRVAccountant
-    from prv_accountant.privacy_random_variables import GaussianMechanism, PoissonSubsampledGaussianMechanism
+    from dpexp.privacy import prv
 
     delta_error = delta / 1000
     total = sum(parts.values())
@@ -91,17 +90,12 @@ def prv_bounds(
     tails = [renyi_epsilon({key: 1}, delta_error / (8 * total)) for key in parts]
     span = max(renyi_epsilon(parts, delta_error / 4), *tails) + 3
     finest = 2 * span * math.sqrt(total / 2 * math.log(12 / delta_error)) / grid_points
-    variables = [
-        GaussianMechanism(s) if q == 1 else PoissonSubsampledGaussianMechanism(q, s) for q, s in parts
-    ]
-    counts = list(parts.values())
     error = max(eps_error or 0.003 * rough, finest)
     while True:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                accountant = PRVAccountant(variables, error, delta_error, counts, eps_max=span)
-                lower, estimate, upper = accountant.compute_epsilon(delta, counts)
+                lower, estimate, upper = prv.bounds(parts, delta, error, delta_error, span)
         except (
             RuntimeError,
             ValueError,
