@@ -235,6 +235,11 @@ def _model(run: RunConfig) -> Iterator[str]:
 
 def _data(run: RunConfig) -> Iterator[str]:
     own = run.data.train is not None
+    if own and run.clip.private and run.data.train == run.data.dev:
+        yield (
+            f"data.dev={run.data.dev} is the training file too: what is measured there is published without noise, as if it "
+            "were public. Give another file, or leave data.dev out"
+        )
     if own and run.data.source in ("hub", "demo"):
         yield f"data.train is given, and data.source={run.data.source} would not read it: drop one of the two"
     if own and (run.task.files or run.task.hub_id):

@@ -284,21 +284,44 @@ def privacy_notes(run: "RunConfig", plan: "Plan", spent: dict[str, float | None]
         )
     if run.privacy.noise_seed is not None:
         notes.append(
-            "sampling and noise were drawn from a fixed seed: the guarantee holds only while that seed is secret"
+            "sampling and noise were drawn from a fixed seed: the guarantee holds only while that seed is secret, and it "
+            "stands in this record"
         )
     if charged > plan.steps:
         notes.append(
             f"{charged - plan.steps} steps were charged twice: they were run again after an interruption with another "
             "runtime, and with fresh noise"
         )
-    tuned = "one configuration was tried" if run.trials == 1 else f"chosen from {run.trials} configurations"
-    notes.append(f"{tuned}; epsilon excludes the tuning")
+    notes.append(_tuned(run.trials))
     notes.append("the dev set, on which the metrics are computed, is taken to be public, and so is N")
     if run.privacy.release != "strict":
         notes.append(
-            'the lines marked "not_private" in metrics.jsonl are outside the guarantee: keep them to yourself'
+            'the lines marked "not_private" in metrics.jsonl and the SHA-256 of the training data are outside the guarantee: '
+            "keep them to yourself"
         )
     return notes
+
+
+def _tuned(trials: int) -> str:
+    tuned = "no other trial was declared" if trials == 1 else f"chosen from {trials} configurations"
+    return f"{tuned}; epsilon excludes the tuning"
+
+
+def declare_trials(summary: dict[str, Any], trials: int) -> bool:
+    """Let a finished run say that it was chosen from more configurations than it knew of. Returns whether it is news.
+
+    How many were tried is known when the last one has ended, and the best of them is finished then. Fewer is no news: what
+    was tried stays tried.
+    """
+    privacy = summary["privacy"]
+    before = int(privacy.get("trials") or 1)
+    if trials <= before:
+        return False
+    privacy["trials"] = trials
+    privacy["notes"] = [
+        _tuned(trials) if note.endswith("epsilon excludes the tuning") else note for note in privacy["notes"]
+    ]
+    return True
 
 
 def summarise(
@@ -320,7 +343,12 @@ def summarise(
         "clip": run.clip.name,
         "engine": run.engine.name if run.clip.private else "none",
         "scale": run.scale.name,
-        "data": {"source": data.source, "name": data.name, "rows": data.rows, "sha256": data.sha256},
+        "data": {
+            "source": data.source,
+            "name": data.name,
+            "rows": data.rows,
+            "sha256": data_hashes(run, task),
+        },
         "privacy": privacy,
         "metrics": metrics,
         "performance": performance,
@@ -341,6 +369,17 @@ def data_notes(run: "RunConfig", task: "Task") -> list[str]:
     """
     strict = run.privacy.release == "strict"
     return [note for note in task.data.notes if not (strict and "without noise on private data" in note)]
+
+
+def data_hashes(run: "RunConfig", task: "Task") -> dict[str, str | None]:
+    """Split -> hash; with a strict release of a private run, None for the training file, of which dev may be a part.
+
+    Without noise: who knows all rows but one tests guesses at that one with it.
+    """
+    hashes = task.data.sha256
+    if run.privacy.release != "strict" or not run.clip.private:
+        return dict(hashes)
+    return {split: None if value == hashes.get("train") else value for split, value in hashes.items()}
 
 
 def finished_summary(folder: Path) -> dict[str, Any] | None:

@@ -92,6 +92,12 @@ def report(console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     console.print(table)
     console.print(f"jobs: {folder / FILE}", markup=False)
+    if len(rows) > 1:
+        console.print(
+            f"epsilon is that of each job alone. Who picks one of them has tried {len(rows)}, with what was tried before: ask "
+            f"for it again with trials={len(rows)} or more, and its record says so",
+            markup=False,
+        )
 
 
 def _varied(rows: list[dict[str, Any]]) -> list[str]:

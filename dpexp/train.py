@@ -22,7 +22,7 @@ from dpexp.sweeps import Result
 from dpexp.tasks import build_task
 from dpexp.trackers import tracking
 from dpexp.training.batching import sampler_for
-from dpexp.training.export import export
+from dpexp.training.export import export, write_card
 from dpexp.training.loop import Outcome, Trainer
 from dpexp.training.progress import Progress, summary_table
 from dpexp.training.state import disk_errors, exclusive
@@ -45,6 +45,9 @@ def main(run: RunConfig) -> dict[str, float]:
     except KeyboardInterrupt:  # before the first step, after the last one, or a second time
         console.print(how_to_resume(folder), markup=False)
         sys.exit(INTERRUPTED)
+    if record.declare_trials(summary, run.trials):
+        write_json(folder / "summary.json", summary)
+        write_card(summary, folder / "model")
     report_finished(summary, folder, console)
     return Result(summary["metrics"], run.task.metric)
 

@@ -487,6 +487,7 @@ def test_a_mistake_gets_one_sentence(mistake):
         (["clip=flat", "peft=prefix", "peft.prefix_length=0"], "peft.prefix_length=0 must be 1 or more"),
         (["clip=flat", "peft=rgp", "model.trainable=head"], "both say which parameters train"),
         (["clip=flat", "privacy.secure=true", "privacy.noise_seed=1"], "drop privacy.noise_seed"),
+        (["clip=flat", "data.train=own.csv", "data.dev=own.csv"], "is the training file too"),
         (["clip=flat", "model=bert_tiny", "model.architecture=null"], "not given: model.architecture"),
     ],
 )

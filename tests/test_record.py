@@ -106,6 +106,29 @@ def test_what_a_reader_must_know_is_in_the_notes(change, words):
     assert any(words in note for note in block(run)["notes"])
 
 
+@pytest.mark.parametrize(("private", "release"), [(True, "normal"), (True, "strict"), (False, "strict")])
+def test_a_strict_release_withholds_the_hash_of_the_training_data(private, release):
+    """Whoever knows all rows but one could test guesses at that one."""
+    run = RunConfig()
+    run.privacy.release, run.clip.private = release, private
+    hashes = {"train": "a", "dev": "a", "test": "b"}  # dev: the last rows of the training file
+    task = SimpleNamespace(data=SimpleNamespace(sha256=hashes))
+    withheld = private and release == "strict"
+    expected = {"train": None, "dev": None, "test": "b"} if withheld else hashes
+    assert record.data_hashes(run, task) == expected
+
+
+def test_a_finished_run_learns_how_many_were_tried_and_never_forgets():
+    written = summary(block())
+    assert "no other trial was declared; epsilon excludes the tuning" in written["privacy"]["notes"]
+    number = len(written["privacy"]["notes"])
+    assert record.declare_trials(written, 12)
+    assert not record.declare_trials(written, 1)
+    assert written["privacy"]["trials"] == 12
+    assert "chosen from 12 configurations; epsilon excludes the tuning" in written["privacy"]["notes"]
+    assert len(written["privacy"]["notes"]) == number
+
+
 def test_shuffling_and_double_charges_are_said():
     notes = block(made=plan(sampling="shuffle"), charged=7)["notes"]
     assert any("shuffling" in note and "not a guarantee" in note for note in notes)

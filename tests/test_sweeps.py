@@ -58,6 +58,7 @@ def test_a_failed_job_is_a_row_and_not_the_end(tmp_path, launcher):
     ]
     assert rows[3]["metrics"] == {"loss": 1.0, "accuracy": 0.2}
     assert "4 jobs, 2 failed" in done.stdout
+    assert "ask for it again with trials=4" in " ".join(done.stdout.split())
     assert "failed: RuntimeError: out of memory" in done.stdout
     assert "Traceback" not in done.stderr + done.stdout
 

@@ -77,13 +77,12 @@ def check_delta(delta: float) -> None:
 def prv_bounds(
     parts: Releases, delta: float, eps_error: float | None = None, grid_points: int = _GRID_POINTS
 ) -> tuple[float, float, float]:
-    """(lower end, estimate, upper end) of ε as ``prv_accountant`` reports them.
+    """(lower end, estimate, upper end) of ε as ``prv_accountant`` reports them, see `dpexp.privacy.prv`.
 
     ``eps_error`` is the half-width of the interval; by default 0.3% of ε, more where ``grid_points`` cannot
     hold it. The truncation follows Gopi et al., Remark 5.6, with our Rényi bound for the tails: the
     package's own evaluates orders up to 64 only, and does not return for some σ."""
-    from prv_accountant import PRVAccountant
-    from prv_accountant.privacy_random_variables import GaussianMechanism, PoissonSubsampledGaussianMechanism
+    from dpexp.privacy import prv
 
     delta_error = delta / 1000
     total = sum(parts.values())
@@ -91,21 +90,18 @@ def prv_bounds(
     tails = [renyi_epsilon({key: 1}, delta_error / (8 * total)) for key in parts]
     span = max(renyi_epsilon(parts, delta_error / 4), *tails) + 3
     finest = 2 * span * math.sqrt(total / 2 * math.log(12 / delta_error)) / grid_points
-    variables = [
-        GaussianMechanism(s) if q == 1 else PoissonSubsampledGaussianMechanism(q, s) for q, s in parts
-    ]
-    counts = list(parts.values())
     error = max(eps_error or 0.003 * rough, finest)
     while True:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                accountant = PRVAccountant(variables, error, delta_error, counts, eps_max=span)
-                lower, estimate, upper = accountant.compute_epsilon(delta, counts)
+                lower, estimate, upper = prv.bounds(parts, delta, error, delta_error, span)
         except (
             RuntimeError,
             ValueError,
             AssertionError,
+            IndexError,
+            ArithmeticError,
         ):  # the grid is too coarse, or δ too small for its arithmetic
             lower, estimate, upper = 0.0, math.inf, math.inf
         # A result above the rigorous Rényi bound betrays a grid that misses the rare, large losses of a
@@ -116,18 +112,21 @@ def prv_bounds(
 
 
 def _prv(parts: Releases, delta: float) -> float:
-    if (mu := _unsampled(parts)) is not None:
-        return gaussian_epsilon(delta, mu)
-    if renyi_epsilon(parts, delta) > _LARGEST_EPSILON:
-        return math.inf
+    if (bound := _bound(parts, delta)) is not None:
+        return bound
     return prv_bounds(parts, delta)[2]
 
 
 def _pld(parts: Releases, delta: float) -> float:
-    if (mu := _unsampled(parts)) is not None:
-        return gaussian_epsilon(delta, mu)
-    if renyi_epsilon(parts, delta) > _LARGEST_EPSILON:
+    if (bound := _bound(parts, delta)) is not None:
+        return bound
+    try:
+        return _pld_of_samples(parts, delta)
+    except (ArithmeticError, IndexError, TypeError, ValueError):  # δ or q next to the smallest of numbers
         return math.inf
+
+
+def _pld_of_samples(parts: Releases, delta: float) -> float:
     # The rounding of one loss is felt relative to its standard deviation; the grid has to reach over all
     # that is likely.
     scale = _clt_mu(parts) / math.sqrt(sum(parts.values()))
@@ -155,6 +154,14 @@ def _clt_mu(parts: Releases) -> float:
         for (q, sigma), count in parts.items()
     )
     return math.sqrt(sum(squares))
+
+
+def _bound(parts: Releases, delta: float) -> float | None:
+    """ε where no grid of losses is needed, or none would hold it; else None."""
+    if (mu := _unsampled(parts)) is not None:
+        return gaussian_epsilon(delta, mu)
+    rough = renyi_epsilon(parts, delta)
+    return 0.0 if rough == 0 else math.inf if rough > _LARGEST_EPSILON else None
 
 
 def _unsampled(parts: Releases) -> float | None:

@@ -33,6 +33,7 @@ this."""
 # Equal up to rounding is equal: the multipliers of a budget that was split and put together again differ
 # from the one before in the last bits, far below what any accountant resolves.
 _DIGITS = 13
+_NO_NOISE = 1e-150  # below it, squares underflow
 _GRID = 512  # kinds among which the best borders are searched
 
 
@@ -76,7 +77,7 @@ def releases(event: DpEvent) -> Releases | None:
     counts: Counter[tuple[float, float]] = Counter()
     if not _collect(event, 1, counts):
         return None
-    unsampled = [(1 / sigma**2 if sigma > 0 else math.inf) * n for (q, sigma), n in counts.items() if q == 1]
+    unsampled = [_information(sigma) * n for (q, sigma), n in counts.items() if q == 1]
     merged = {key: n for key, n in counts.items() if 0 < key[0] < 1 and math.isfinite(key[1])}
     if unsampled and (information := sum(unsampled)) > 0:
         merged[1.0, _tidy(information**-0.5)] = 1
@@ -192,12 +193,16 @@ def _collect(event: DpEvent, count: int, counts: Counter[tuple[float, float]]) -
         return False
     if q == 0 or not seen:
         return True
-    if any(sigma == 0 for _, sigma in seen):
-        counts[q, 0.0] += count
-    else:
-        information = sum(n / sigma**2 for (_, sigma), n in seen.items())
-        counts[q, _tidy(information**-0.5) if information else math.inf] += count
+    information = sum(n * _information(sigma) for (_, sigma), n in seen.items())
+    counts[q, _tidy(information**-0.5) if information else math.inf] += count
     return True
+
+
+def _information(sigma: float) -> float:
+    """1/σ²: 0 of infinite noise, inf of next to none; finite noise whose square would overflow counts as less than it is."""
+    if math.isinf(sigma):
+        return 0.0
+    return math.inf if sigma < _NO_NOISE else min(sigma, 1 / _NO_NOISE) ** -2
 
 
 def _binning(values: Collection[float], bins: int) -> Callable[[float], int]:

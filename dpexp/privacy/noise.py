@@ -112,6 +112,16 @@ def add_gaussian_(
         tensor.copy_(noisy)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's default generators, of every device, for what a forward pass draws (dropout).
+
+    The CPU's gets its whole state from the seed, in [0, 2^63); ``torch.manual_seed`` would keep 32 bits of it."""
+    torch.manual_seed(seed)
+    layout = _state_layout()
+    if layout is not None:
+        torch.default_generator.set_state(_full_state(layout, seed.to_bytes(8, "little")))
+
+
 def _add_natively(kernels: Any, tensor: Tensor, std: float, seed: bytes) -> None:
     """Noise from a counter: that of an element depends on its place, not on strides or precision."""
     key, stream = (int.from_bytes(seed[i : i + 8], "little", signed=True) for i in (0, 8))
@@ -216,19 +226,26 @@ def _fill(noise: Tensor, generator: torch.Generator, seed: bytes) -> None:
 
     ``manual_seed`` would keep 32 bits of it: among the millions of chunks of a run some would then repeat.
     """
-    words = np.frombuffer(hashlib.shake_256(seed).digest(4 * 624), dtype=np.uint32)
     layout = _state_layout()
     if (
         layout is None or noise.dtype == torch.float64
     ):  # in double precision torch is five times slower than numpy
-        rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(words[:8].tolist())))
+        rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(_words(seed)[:8].tolist())))
         numbers = noise.numpy()
         rng.standard_normal(out=numbers, dtype=numbers.dtype)
         return
-    state = layout.copy()
-    state[3:627] = words
-    generator.set_state(torch.from_numpy(state.view(np.uint8)))
+    generator.set_state(_full_state(layout, seed))
     noise.normal_(generator=generator)
+
+
+def _full_state(layout: NDArray[np.uint64], seed: bytes) -> Tensor:
+    state = layout.copy()
+    state[3:627] = _words(seed)
+    return torch.from_numpy(state.view(np.uint8))
+
+
+def _words(seed: bytes) -> NDArray[np.uint32]:
+    return np.frombuffer(hashlib.shake_256(seed).digest(4 * 624), dtype=np.uint32)
 
 
 @lru_cache(maxsize=1)

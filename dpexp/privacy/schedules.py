@@ -162,4 +162,6 @@ def factor_counts(
     """(factor, number of steps that have it) over the first ``done`` of ``steps`` steps.
 
     A step of equal noise is an equal event, so this is the whole composition in as few parts as there are values."""
+    if schedule.name == CONSTANT.name:
+        return ((1.0, done),) if done else ()
     return tuple(Counter(schedule.factor(step, steps, sample_rate) for step in range(done)).items())

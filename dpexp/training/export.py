@@ -41,8 +41,14 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path
         torch.save(model.state_dict(), folder / "model.pt")
     if callable(save := getattr(bundle.tokenizer, "save_pretrained", None)):
         save(str(folder))
-    write_atomic(folder / "PRIVACY.md", privacy_card(summary))
+    write_card(summary, folder)
     return folder
+
+
+def write_card(summary: dict[str, Any], folder: Path) -> None:
+    """PRIVACY.md of an exported model; nothing where there is no such folder."""
+    if folder.is_dir():
+        write_atomic(folder / "PRIVACY.md", privacy_card(summary))
 
 
 def privacy_card(summary: dict[str, Any]) -> str:
@@ -59,6 +65,8 @@ def privacy_card(summary: dict[str, Any]) -> str:
         guarantee = (
             f"The {accountant} accountant gives no finite ε: there is no guarantee."
             if spent is None
+            else f"No guarantee: the ε of {spent:.4f} by the {accountant} accountant rests on what did not hold: see Conditions."
+            if privacy["sampling"] != "poisson" or privacy["accountant"] == "gdp"
             else f"Trained with ({spent:.4f}, {privacy['delta']:.3g})-differential privacy, by the {accountant} "
             "accountant, if what is listed under Conditions holds."
         )
@@ -85,13 +93,18 @@ def privacy_card(summary: dict[str, Any]) -> str:
         "",
         "## Origin",
         "",
-        f"- data: {data['name']} ({data['source']}), rows: {rows}, SHA-256 {data['sha256']}",
+        f"- data: {data['name']} ({data['source']}), rows: {rows}{_hashes(data)}",
         f"- command: `{summary['command']}`",
         f"- commit: {summary['git']['commit'] or 'unknown'}"
         + (" with local changes" if summary["git"]["dirty"] else ""),
         "",
     ]
     return "\n".join(lines)
+
+
+def _hashes(data: dict[str, Any]) -> str:
+    """Of published data alone: a card goes with the model, and the hash of private data tells whether a guess at it is right."""
+    return "" if data["source"] == "own files" else f", SHA-256 {data['sha256']}"
 
 
 def _number(value: float | None) -> str:

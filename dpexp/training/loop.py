@@ -128,7 +128,7 @@ class Trainer:
                 key=key, allocation=run.clip.allocation, secure=run.privacy.secure,
             )  # fmt: skip
         self.accumulator = Accumulator(
-            task, self.model, self.clipper, self.policy, device, run.runtime.precision, run.seed,
+            task, self.model, self.clipper, self.policy, device, run.runtime.precision, run.seed, key,
             clip_scales_of(plan, groups),
         )  # fmt: skip
         self.step = 0
@@ -331,7 +331,9 @@ class Trainer:
 
     def _sums(self, step: int, attempt: int, interrupts: Interrupts) -> Sums | None:
         indices = self.sampler.draw(step, attempt)
-        return self.accumulator.sums(indices, step, self.physical_batch_size, lambda: interrupts.requested)
+        return self.accumulator.sums(
+            indices, step, attempt, self.physical_batch_size, lambda: interrupts.requested
+        )
 
     def _shrink(self) -> None:
         """Take smaller physical batches. Nothing of this step has been released, so it can be begun again."""

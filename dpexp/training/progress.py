@@ -100,7 +100,8 @@ class Progress:
 
     def facts(self, loss: float | None, rate: float) -> str:
         """The numbers beside the bar."""
-        shown = [] if loss is None else [f"loss {loss:.4f}"]
+        mark = "" if self.delta is None else " (not private)"
+        shown = [] if loss is None else [f"loss {loss:.4f}{mark}"]
         if self.epsilon is not None:
             shown.append(f"ε {self.epsilon:.3f} (rdp)")
         shown.append(f"{rate:.0f} examples/s")

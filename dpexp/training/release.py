@@ -119,6 +119,9 @@ class Release:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def _generator(self, name: str, step: int, attempt: int) -> torch.Generator | SecureGenerator:
+        """Seeded with the fingerprint too: where the ledger cannot know of another sum that the key served (a copy of the
+        folder, a ledger that was put back or deleted, the same `noise_seed` elsewhere), the noise differs all the same."""
+        name = f"{name} {self.charged[step][attempt]}"
         if self.secure:
             return SecureGenerator(
                 hmac.digest(self.key, f"secure {name} {step} {attempt}".encode(), "sha256")

@@ -1,6 +1,5 @@
 """From the indices of a logical batch to its sums: gradients in `p.grad`, counts, norms, loss. All of it is private."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 
 from dpexp.clipping import Clipper, Report
 from dpexp.clipping.thresholds import FixedThresholds
+from dpexp.privacy.noise import seed_torch
+from dpexp.privacy.sampling import stream
 from dpexp.training import mechanism
 from dpexp.training.batching import physical_batches
 from dpexp.training.evaluation import autocast
@@ -55,7 +56,8 @@ class Accumulator:
         policy: thresholds to clip with, and estimates to count against.
         device: where the model is.
         precision: fp32, bf16 or fp16.
-        seed: public; it decides dropout and augmentations.
+        seed: public; it decides augmentations, example by example.
+        key: the run's secret; it decides dropout.
         clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
     """
 
@@ -68,11 +70,12 @@ class Accumulator:
         device: torch.device,
         precision: str,
         seed: int,
+        key: bytes,
         clip_scales: Tensor | None = None,
     ):
         self.clip_scales = clip_scales
         self.task, self.model, self.clipper, self.policy = task, model, clipper, policy
-        self.device, self.precision, self.seed = device, precision, seed
+        self.device, self.precision, self.seed, self.key = device, precision, seed, key
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
         # of every example, for the next step; what is written of them is marked not private
@@ -83,12 +86,15 @@ class Accumulator:
         """The sums of gradients."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def sums(self, indices: np.ndarray, step: int, size: int, stop: Callable[[], bool]) -> Sums | None:
+    def sums(
+        self, indices: np.ndarray, step: int, attempt: int, size: int, stop: Callable[[], bool]
+    ) -> Sums | None:
         """The sums over the examples `indices`; that of the gradients is left in `p.grad`.
 
         Args:
             indices: `[n]`, the logical batch of the step; n may be 0: a step like any other, with sums of zero.
             step: for dropout and augmentations.
+            attempt: for dropout, as for the sample.
             size: examples per physical batch.
             stop: asked before every physical batch.
 
@@ -111,8 +117,10 @@ class Accumulator:
             if stop():
                 self._clear()
                 return None
-            # Dropout depends on the public seed, the step and the piece alone, so that resuming needs no state.
-            torch.manual_seed(_dropout_seed(self.seed, step, number))
+            # Dropout draws by place in the batch, and one more example moves the places of the others. In public that would
+            # let it move the sum by more than its own share; in secret all places are alike (docs/privacy.md). It depends
+            # on key, step, attempt and piece alone, so that resuming needs no state.
+            seed_torch(stream(self.key, f"dropout {number}", step, attempt))
             batch = self.on_device(self.task.collate([self.task.train[int(i)] for i in piece]))
             losses = self.losses(self.task.augmented(batch, piece, self.seed, step))
             scales = None if self.clip_scales is None else self.clip_scales[torch.from_numpy(piece)]
@@ -151,8 +159,3 @@ class Accumulator:
     def _clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def _dropout_seed(seed: int, step: int, piece: int) -> int:
-    digest = hashlib.sha256(f"dropout {seed} {step} {piece}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -261,3 +261,30 @@ def test_other_mechanisms_are_left_to_the_library():
 def test_an_unknown_accountant_is_named_with_the_choices():
     with pytest.raises(UserError, match=r"moments.*rdp, gdp, prv, pld"):
         epsilon(sampled(0.1, 1.0, 1), 1e-5, "moments")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["rdp", "gdp", "prv", "pld"])
+@pytest.mark.parametrize(
+    ("rate", "sigma", "delta", "least"),
+    [
+        (0.02, 1e-200, 1e-5, math.inf),
+        (0.02, 1e200, 1e-5, 0.0),
+        (1.0, 1e-200, 1e-5, math.inf),
+        (1.0, 1e200, 1e-5, 0.0),
+        (5e-324, 1.0, 1e-5, 0.0),
+        (0.02, 1.0, 1e-320, 20.0),
+    ],
+)
+def test_numbers_at_the_ends_of_what_a_float_holds_are_answered(name, rate, sigma, delta, least):
+    found = epsilon(composed([(step_event(rate, [sigma]), 400)]), delta, name)
+    assert found == least or found > least == 20.0
+
+
+@pytest.mark.parametrize(("rate", "sigma", "steps"), [(1e-5, 0.471, 10**7), (1e-4, 10.565, 10**9)])
+def test_prv_is_an_upper_bound_after_very_many_steps(rate, sigma, steps):
+    """The grid of the package wanders off by T times its shift, and found an epsilon below 0."""
+    event = composed([(step_event(rate, [sigma]), steps)])
+    lower, estimate, upper = prv_bounds(releases(event), 1e-6)
+    assert lower < estimate < upper
+    assert epsilon(event, 1e-6, "gdp") * 0.999 <= upper <= epsilon(event, 1e-6, "rdp") + 2 * (upper - lower)

@@ -275,3 +275,13 @@ def test_on_a_gpu(dtype):
     assert torch.equal(values, draw(0))
     assert not torch.equal(values, draw(1))
     assert torch.equal(draw(0, True), draw(0, True))
+
+
+def test_all_of_a_seed_reaches_the_generator_that_dropout_draws_from():
+    with torch.random.fork_rng():
+        drawn = []
+        for seed in (1, 1 + (1 << 40), 1):  # equal in the 32 bits that torch.manual_seed keeps
+            noise.seed_torch(seed)
+            drawn.append(torch.rand(4))
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])

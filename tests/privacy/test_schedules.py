@@ -244,3 +244,8 @@ def test_the_pure_functions_can_be_used_alone():
     assert schedules.step(10, 0.5, 5) == 0.25
     assert schedules.polynomial(3, 1, 3, 0.2) == schedules.polynomial(300, 1, 3, 0.2) == pytest.approx(0.2)
     assert Schedule.of("constant") == Schedule.of(CONSTANT) == CONSTANT
+
+
+def test_the_steps_of_constant_noise_are_not_counted_one_by_one():
+    assert factor_counts(CONSTANT, 10**15, 10**15, 0.01) == ((1.0, 10**15),)
+    assert factor_counts(CONSTANT, 0, 10, 0.01) == ()

@@ -112,7 +112,7 @@ def test_with_anything_changed_the_repeated_steps_get_fresh_noise_and_are_charge
     real = release.stream
 
     def spy(key, name, step, attempt):
-        seeds[name, step] = (attempt, real(key, name, step, attempt))
+        seeds[name.split()[0], step] = (attempt, real(key, name, step, attempt))
         return real(key, name, step, attempt)
 
     monkeypatch.setattr(release, "stream", spy)
@@ -147,6 +147,30 @@ def test_going_back_to_a_runtime_that_was_charged_repeats_its_noise_and_costs_no
     train(trainer)
     assert trainer.ledger.steps_charged == 8
     assert np.array_equal(weights(trainer), weights(run_to_end(tmp_path / "whole", run)))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_where_no_ledger_knows_of_the_other_sum_the_noise_still_differs(tmp_path, monkeypatch, secure):
+    """A copy of the folder, a deleted ledger, one noise_seed for two runs: one key, two first attempts at a step."""
+    noise = []
+
+    def alone(tensors, std, generator=None):
+        zeros = [torch.zeros_like(tensor) for tensor in tensors]
+        real(zeros, std, generator=generator)
+        noise.append(torch.cat([zero.reshape(-1).double() for zero in zeros]))
+
+    real = release.add_gaussian_
+    monkeypatch.setattr(release, "add_gaussian_", alone)
+    for name, changed in (("one", False), ("copy", False), ("other", True)):
+        run, task = tiny_run(steps=1), TinyTask()
+        run.privacy.secure = secure
+        if changed:
+            task.train = [(2 * x, y) for x, y in task.train]
+        run_to_end(tmp_path / name, run, task=task)
+    gradients, counts = noise[::2], noise[1::2]
+    assert torch.equal(gradients[0], gradients[1])
+    for one, _, other in (gradients, counts):
+        assert not (one == other).any()
 
 
 def test_a_ledger_that_lost_steps_is_refused(tmp_path, monkeypatch):

@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from dpexp import record
 from dpexp.schemas import RunConfig
 from dpexp.training.export import export, privacy_card
-from tests.test_record import block, summary
+from tests.test_record import block, plan, summary
 
 
 def test_the_card_states_the_guarantee_and_its_conditions():
@@ -24,6 +25,14 @@ def test_the_card_states_the_guarantee_and_its_conditions():
     assert f"`{record.command_line()}`" in card
 
 
+def test_the_card_goes_with_the_model_and_has_no_hash_of_private_data():
+    written = summary(block())
+    written["data"] |= {"sha256": {"train": "c0ffee"}}
+    assert "c0ffee" in privacy_card(written)
+    written["data"] |= {"source": "own files"}
+    assert "c0ffee" not in privacy_card(written)
+
+
 def test_the_card_of_an_unprivate_model_promises_nothing():
     run = RunConfig()
     card = privacy_card(summary(record.privacy_block(run, None, {}, 0, 0)))
@@ -34,6 +43,13 @@ def test_the_card_of_an_unprivate_model_promises_nothing():
 def test_an_epsilon_without_bound_is_not_printed_as_a_number():
     card = privacy_card(summary(block(spent={"rdp": float("inf"), "gdp": None, "prv": None, "pld": None})))
     assert "no guarantee" in card
+    assert "-differential privacy, by" not in card
+
+
+@pytest.mark.parametrize("settings", [{"sampling": "shuffle"}, {"accountant": "gdp", "allow_clt": True}])
+def test_what_is_no_guarantee_is_not_called_one_at_the_top(settings):
+    card = privacy_card(summary(block(made=plan(**settings))))
+    assert "No guarantee: the ε of" in card
     assert "-differential privacy, by" not in card
 
 

@@ -186,6 +186,28 @@ def test_the_same_seeds_give_the_same_run_and_other_noise_another(tmp_path, priv
     assert not np.array_equal(first, weights(run_to_end(tmp_path / "other", run)))
 
 
+@pytest.mark.parametrize(("seed", "moves"), [("seed", False), ("noise_seed", True)])
+def test_dropout_is_drawn_in_secret(tmp_path, monkeypatch, seed, moves):
+    """By place in the batch: under a public seed one more example would change what the others add to the sum."""
+    silence(monkeypatch)
+    found = []
+    for number in (4, 5):
+        run = sgd(steps=1)
+        setattr(run if seed == "seed" else run.privacy, seed, number)
+        trainer = run_to_end(tmp_path / str(number), run, sampler=Draws(range(20)))
+        found.append(weights(trainer))
+    assert np.array_equal(*found) != moves
+
+
+def test_another_attempt_at_a_step_drops_other_units(tmp_path):
+    trainer = make_trainer(tmp_path, tiny_run())
+    sums = [
+        trainer.accumulator.sums(np.arange(20), 0, attempt, 8, lambda: False).loss.item()
+        for attempt in (0, 1, 0)
+    ]
+    assert sums[0] == sums[2] != sums[1]
+
+
 def test_evaluation_changes_neither_the_weights_nor_the_ledger(tmp_path):
     often = tiny_run()
     often.runtime.eval_every = 1

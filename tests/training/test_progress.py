@@ -29,7 +29,7 @@ def test_plain_lines_where_there_is_no_terminal():
             progress.step(step, 0.5, 100.0, ledger)
         progress.evaluated(500, {"accuracy": 0.75})
     lines = console.file.getvalue().splitlines()
-    assert lines[0].startswith("step 1/500  loss 0.5000  ε 1.234 (rdp)  100 examples/s  peak ")
+    assert lines[0].startswith("step 1/500  loss 0.5000 (not private)  ε 1.234 (rdp)  100 examples/s  peak ")
     assert lines[-2].startswith("step 500/500")
     assert lines[-1] == "step 500/500  dev: accuracy 0.7500"
     assert len(lines) < 10  # not a line for every step
