@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
+from dpexp.errors import UserError
 from tests.clipping.test_engines import expected
 from tests.clipping.test_unusual_models import WIDTH, rows, square
 
@@ -79,6 +80,38 @@ def test_inputs(case: str, engine: str) -> None:
     torch.manual_seed(0)
     model, batch = INPUTS[case]
     assert exact(copy.deepcopy(model), [batch(), batch(), batch()], of_x, engine) == []
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 2), (5, 4)])
+def test_a_layer_may_be_called_for_one_example_at_a_time(sizes: tuple[int, int]) -> None:
+    """Also where each example has as many rows, or features, as there are examples."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        summed = [torch.tanh(self.first(example)).sum(0) for example in x]
+        return torch.stack([self.out(one) for one in summed])
+
+    model = Own(forward, **linears("first", "out"))
+    exact(model, [rows(*sizes), rows(3, 4), rows(*sizes)], of_x, "auto")
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+@pytest.mark.parametrize("where", ["one loss"])
+def test_mixed_batches_are_refused(where: str, engine: str) -> None:
+    """Statistics before the first layer; and statistics whose gradient belongs to a single example."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if where == "input":
+            x -= x.mean(0)
+        h = torch.tanh(self.first(x))
+        return self.out(h if where == "input" else h - h.mean(0))
+
+    model = Own(forward, **linears("first", "out")).double()
+    clipper = attach(model, engine=engine)
+    for _ in range(2):
+        losses = square(model, rows(4))
+        with pytest.raises(UserError, match="mixes examples"):
+            clipper.backward(losses if where == "input" else losses * torch.tensor([1.0, 0, 0, 0]))
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
