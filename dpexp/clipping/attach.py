@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dpexp.clipping import distributed
 from dpexp.clipping.backward import BackwardPass
 from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, refuse_couplings
-from dpexp.clipping.dataflow import inside_reentrant_checkpoint, tensors_in
+from dpexp.clipping.dataflow import entered, inside_reentrant_checkpoint
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine, engine_named
 from dpexp.clipping.fullgraph import GraphTaps, possible
@@ -249,14 +249,15 @@ class Clipper:
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._reducer = distributed.reducer_of(self.model)
-        inputs = tensors_in((args, kwargs))
+        inputs, shapes, first = entered((args, kwargs))
         if not isinstance(self._backend, TapBackend):
             self._backend.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
         elif torch.is_grad_enabled():
             self._check_coverage()
             keep_buffers(self._backend)
-            alone = bool(inputs) and inputs[0].dim() > 0 and inputs[0].shape[0] == self.rows_per_example
-            self._backend.recorder.open(inputs, follow=not (self._backend.memory.settled or alone))
+            alone = bool(shapes) and all(shape[0] == self.rows_per_example for shape in shapes)
+            follow = not (self._backend.memory.settled or alone)
+            self._backend.recorder.open(inputs, shapes, first, follow)
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
 
@@ -350,7 +351,7 @@ class TapBackend:
         result = step.run()
         if self.engine.name != "loop":
             self.memory.followed |= self.memory.surprises
-            if self.follow():
+            if self.follow() or step.batch_moved:
                 # the next forward takes another way: look at it as closely as at the first one
                 self.memory.looped -= self.memory.surprises
                 self.memory.settled = self.memory.ways_known = False

@@ -70,6 +70,7 @@ class BackwardPass:
         self.params = {name: p for group in groups for name, p in group.params.items()}
         self.passes = recorder.passes(self.rows)
         self.arrived: set[ForwardPass] = set()
+        self.batch_moved = False  # whether the batch is another input than was assumed in the forward
         self._handle: Callable[[ForwardPass, Call, tuple[Tensor, ...], Tensor], None] = self._record
 
     # -- what the taps call -------------------------------------------------------------------------------------------
@@ -78,8 +79,8 @@ class BackwardPass:
         """An output gradient has reached a tap."""
         if owner not in self.passes:
             raise UserError(
-                f"losses have {self.num_examples} examples, but the model's forward saw an input of shape "
-                f"{list(owner.shape or ())}…: pass the losses of exactly the examples that entered the model"
+                f"losses have {self.num_examples} examples, but the model's forward saw inputs of shape "
+                f"{[list(shape) for shape in owner.shapes]}…: pass the losses of exactly the examples that entered the model"
             )
         self.arrived.add(owner)
         self._handle(owner, call, saved, gy)
@@ -134,6 +135,7 @@ class BackwardPass:
             )  # a bound method of ours: the cycle would keep the sums alive until a garbage collection
             for owner in self.arrived:
                 owner.consumed = True
+                self.batch_moved |= self.recorder.learn_batch(owner, self.rows)
 
     def _back_propagate(
         self, retain: bool, weights: Tensor | None = None, params: Sequence[Tensor] | None = None

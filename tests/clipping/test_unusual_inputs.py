@@ -66,11 +66,28 @@ def of_x(batch: Batch, i: int) -> Batch:
     return batch | {"x": batch["x"][i : i + 1]}
 
 
+MASK = torch.randn(5, 5, dtype=torch.float64).softmax(-1)
 LAYERS_BY_KEYWORD = Own(
     lambda self, x: self.out(input=self.table(input=x)), table=nn.Embedding(7, WIDTH), **linears("out")
 )
 INPUTS: dict[str, tuple[nn.Module, Callable[[], Batch]]] = {
     "layers by keyword": (LAYERS_BY_KEYWORD, lambda: {"x": torch.randint(0, 7, (3, 5))}),
+    "a mask first": (
+        Own(lambda self, mask, x: self.out(torch.tanh(mask @ self.first(x))), **linears("first", "out")),
+        lambda: {"mask": MASK} | rows(3, 5),
+    ),
+    "positions first": (
+        Own(lambda self, at, x: self.out(self.table(at) * x), table=nn.Embedding(7, WIDTH), **linears("out")),
+        lambda: {"at": torch.arange(5)[None]} | rows(3, 5),
+    ),
+    "a number first": (
+        Own(lambda self, time, x: self.out(torch.tanh(self.first(x) * time)), **linears("first", "out")),
+        lambda: {"time": torch.tensor([0.5], dtype=torch.float64)} | rows(3, 5),
+    ),
+    "a list": (
+        Own(lambda self, x: self.out(torch.tanh(self.first(torch.stack(x)))), **linears("first", "out")),
+        lambda: {"x": list(rows(3, 5)["x"])},
+    ),
 }
 
 
