@@ -18,6 +18,7 @@ from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, ref
 from dpexp.clipping.dataflow import entered, inside_reentrant_checkpoint
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine, engine_named
+from dpexp.clipping.entrance import watched
 from dpexp.clipping.fullgraph import GraphTaps, possible
 from dpexp.clipping.graph_tap import tracing_full_graph
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
@@ -230,14 +231,14 @@ class Clipper:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a model with a clipper attached cannot be pickled: call clipper.detach() first")
 
-    def _enter_graph(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _enter_graph(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """`_enter`, where `torch.compile` may be tracing."""
         graph: GraphTaps = self._backend.graph  # type: ignore[union-attr, assignment]
         if torch.compiler.is_dynamo_compiling() and tracing_full_graph():
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if graph.enter(self.model, inputs, self._reducer):
-                return
-        self._enter(module, args, kwargs)
+                return None
+        return self._enter(module, args, kwargs)
 
     def _leave_graph(self, module: nn.Module, args: tuple, output: Any) -> None:
         graph: GraphTaps = self._backend.graph  # type: ignore[union-attr, assignment]
@@ -247,7 +248,7 @@ class Clipper:
             self._leave(module, args, output)
 
     @torch.compiler.disable(reason=CUT)
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._reducer = distributed.reducer_of(self.model)
         inputs, shapes, first = entered((args, kwargs))
         if not isinstance(self._backend, TapBackend):
@@ -258,8 +259,12 @@ class Clipper:
             alone = bool(shapes) and all(shape[0] == self.rows_per_example for shape in shapes)
             follow = not (self._backend.memory.settled or alone)
             self._backend.recorder.open(inputs, shapes, first, follow)
+            if follow and all(p.requires_grad for p in self.model.parameters()):
+                # a frozen part keeps nothing for a gradient of its input, and must not begin to
+                return watched(self._backend.recorder, inputs, args, kwargs)
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
+        return None
 
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:

@@ -82,7 +82,8 @@ class BackwardPass:
                 f"losses have {self.num_examples} examples, but the model's forward saw inputs of shape "
                 f"{[list(shape) for shape in owner.shapes]}…: pass the losses of exactly the examples that entered the model"
             )
-        self.arrived.add(owner)
+        if call.source.names:
+            self.arrived.add(owner)
         self._handle(owner, call, saved, gy)
 
     # -- the whole ----------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_a_layer_may_be_called_for_one_example_at_a_time(sizes: tuple[int, int])
 
 
 @pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
-@pytest.mark.parametrize("where", ["one loss"])
+@pytest.mark.parametrize("where", ["input", "one loss"])
 def test_mixed_batches_are_refused(where: str, engine: str) -> None:
     """Statistics before the first layer; and statistics whose gradient belongs to a single example."""
 
