@@ -161,6 +161,9 @@ class BackwardPass:
             for call in owner.calls:
                 if self.proof.layout[id(call)] == layouts.LOOP:
                     looped.update(call.source.names)
+                    if call.input_shape is None and self.memory.layouts.get(call.key) == layouts.LOOP:
+                        # with another batch this operation may not look like one on the batch, and get no tap
+                        self.memory.looped.update(call.source.names)
         return looped
 
     # -- norms, and sums of complete groups ---------------------------------------------------------------------------
@@ -239,7 +242,9 @@ class BackwardPass:
         if layout == layouts.UNSEEN:
             raise _NeedsLoop(call.key, call.source.names)
         major = tuple(
-            layouts.example_major(s, layout, self.rows) if i == 0 or call.input_shape is None else s
+            layouts.example_major(s, layout, self.rows)
+            if (call.batched[i] if call.batched else i == 0)
+            else s
             for i, s in enumerate(saved)
         )
         gy = layouts.example_major(gy, layout, self.rows)

@@ -154,6 +154,10 @@ class Proof:
                 return
         elif call.routed or (self.one_by_one and id(call) in self.alone):
             layout = layouts.LOOP
+        elif call.input_shape is None and self.memory.looped.issuperset(call.source.names):
+            layout = (
+                layouts.LOOP
+            )  # no operation on the batch; its first dimension happens to have as many rows
         elif call.from_batch is None and layouts.ROWS in found and self.memory.settled:
             self.memory.settled = False  # look closely again: a table that all examples share, or a coupling?
             raise UserError(f"{call.source.owner} ({call.source.label}) {LATE}")

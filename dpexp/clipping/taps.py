@@ -50,7 +50,8 @@ class Call:
     ``certain``: its contributions never fail, whatever the shapes. ``key`` names the place in the model and which of its uses in
     the forward pass this is (a module that is called twice may see two layouts), so that what was verified of its layout is
     remembered. ``from_batch``: whether the input was computed from the model's inputs (None where that was not followed).
-    ``routed``: whether its rows were picked by index, so that what is verified holds for this batch alone.
+    ``routed``: whether its rows were picked by index, so that what is verified holds for this batch alone. ``batched``: which
+    saved tensors have the rows of the output, where that is not the first one alone.
     """
 
     source: Source
@@ -62,6 +63,7 @@ class Call:
     autocast: tuple[str, torch.dtype] | None = None
     certain: bool = True
     routed: bool = False
+    batched: tuple[bool, ...] = ()
 
 
 @dataclass(eq=False)

@@ -44,7 +44,9 @@ def exact(
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     examples = [
         [
-            torch.autograd.grad(square(model, alone(batch, i)).sum(), list(params.values()))
+            torch.autograd.grad(
+                square(model, alone(batch, i)).sum(), list(params.values()), materialize_grads=True
+            )
             for i in range(len(batch["x"]))
         ]
         for batch in batches
