@@ -211,12 +211,15 @@ class Clipper:
 
     def remember(self) -> dict[str, Any]:
         """What the engine has measured and proven, as JSON: a resumed run that recalls it computes bit for bit the same."""
-        return self._backend.memory.state() if isinstance(self._backend, TapBackend) else {}
+        if not isinstance(self._backend, TapBackend):
+            return {}
+        return self._backend.memory.state() | {"batch": self._backend.recorder.batch}
 
     def recall(self, state: dict[str, Any]) -> None:
         """The counterpart of `remember`, on a model of the same structure with the same engine; or ``{"choices": …}`` alone."""
         if state and isinstance(self._backend, TapBackend):
             self._backend.memory.load_state(state)
+            self._backend.recorder.batch = state.get("batch", self._backend.recorder.batch)
             self._backend.follow()
 
     def __str__(self) -> str:

@@ -183,6 +183,7 @@ class Recorder:
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         """A copied model records for itself; graphs in flight stay with the original."""
         memo[id(self)] = twin = Recorder()
+        twin.batch = self.batch
         return twin
 
 

@@ -149,3 +149,23 @@ def test_autocast_leaves_float64_alone() -> None:
     model = Own(lambda self, x: self.out(torch.tanh(self.first(x))), **linears("first", "out"))
     with torch.autocast("cpu", torch.bfloat16):
         exact(model, [rows(3)] * 2, of_x, "auto")
+
+
+@pytest.mark.parametrize("how", ["copied", "recalled"])
+def test_which_input_is_the_batch_outlives_a_copy_and_a_restart(how: str) -> None:
+    def forward(self: Any, mask: Tensor, x: Tensor) -> Tensor:
+        return self.out(mask @ self.first(x) * self.scale)
+
+    model = Own(forward, **linears("first", "out")).double()
+    model.register_parameter("scale", nn.Parameter(torch.randn(WIDTH, dtype=torch.float64)))
+    fresh = copy.deepcopy(model)
+    clipper = attach(model)
+    for _ in range(3):
+        clipper.backward(square(model, {"mask": MASK} | rows(3, 5)))
+    if how == "copied":
+        twin, its_clipper = copy.deepcopy((model, clipper))
+    else:
+        twin, its_clipper = fresh, attach(fresh)
+        its_clipper.recall(clipper.remember())
+    its_clipper.backward(square(twin, {"mask": MASK} | rows(3, 5)))
+    assert "one back-propagation per example" not in its_clipper.choices.values()
