@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 from dpexp.clipping import distributed
 from dpexp.clipping.backward import BackwardPass
 from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, refuse_couplings
-from dpexp.clipping.dataflow import inside_reentrant_checkpoint, tensors_in
+from dpexp.clipping.dataflow import entered, inside_reentrant_checkpoint
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine, engine_named
+from dpexp.clipping.entrance import watched
 from dpexp.clipping.fullgraph import GraphTaps, possible
 from dpexp.clipping.graph_tap import tracing_full_graph
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
@@ -210,12 +211,15 @@ class Clipper:
 
     def remember(self) -> dict[str, Any]:
         """What the engine has measured and proven, as JSON: a resumed run that recalls it computes bit for bit the same."""
-        return self._backend.memory.state() if isinstance(self._backend, TapBackend) else {}
+        if not isinstance(self._backend, TapBackend):
+            return {}
+        return self._backend.memory.state() | {"batch": self._backend.recorder.batch}
 
     def recall(self, state: dict[str, Any]) -> None:
         """The counterpart of `remember`, on a model of the same structure with the same engine; or ``{"choices": …}`` alone."""
         if state and isinstance(self._backend, TapBackend):
             self._backend.memory.load_state(state)
+            self._backend.recorder.batch = state.get("batch", self._backend.recorder.batch)
             self._backend.follow()
 
     def __str__(self) -> str:
@@ -230,14 +234,14 @@ class Clipper:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a model with a clipper attached cannot be pickled: call clipper.detach() first")
 
-    def _enter_graph(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _enter_graph(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """`_enter`, where `torch.compile` may be tracing."""
         graph: GraphTaps = self._backend.graph  # type: ignore[union-attr, assignment]
         if torch.compiler.is_dynamo_compiling() and tracing_full_graph():
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if graph.enter(self.model, inputs, self._reducer):
-                return
-        self._enter(module, args, kwargs)
+                return None
+        return self._enter(module, args, kwargs)
 
     def _leave_graph(self, module: nn.Module, args: tuple, output: Any) -> None:
         graph: GraphTaps = self._backend.graph  # type: ignore[union-attr, assignment]
@@ -247,18 +251,23 @@ class Clipper:
             self._leave(module, args, output)
 
     @torch.compiler.disable(reason=CUT)
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._reducer = distributed.reducer_of(self.model)
-        inputs = tensors_in((args, kwargs))
+        inputs, shapes, first = entered((args, kwargs))
         if not isinstance(self._backend, TapBackend):
             self._backend.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
         elif torch.is_grad_enabled():
             self._check_coverage()
             keep_buffers(self._backend)
-            alone = bool(inputs) and inputs[0].dim() > 0 and inputs[0].shape[0] == self.rows_per_example
-            self._backend.recorder.open(inputs, follow=not (self._backend.memory.settled or alone))
+            alone = bool(shapes) and all(shape[0] == self.rows_per_example for shape in shapes)
+            follow = not (self._backend.memory.settled or alone)
+            self._backend.recorder.open(inputs, shapes, first, follow)
+            if follow and all(p.requires_grad for p in self.model.parameters()):
+                # a frozen part keeps nothing for a gradient of its input, and must not begin to
+                return watched(self._backend.recorder, inputs, args, kwargs)
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
+        return None
 
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -350,7 +359,7 @@ class TapBackend:
         result = step.run()
         if self.engine.name != "loop":
             self.memory.followed |= self.memory.surprises
-            if self.follow():
+            if self.follow() or step.batch_moved:
                 # the next forward takes another way: look at it as closely as at the first one
                 self.memory.looped -= self.memory.surprises
                 self.memory.settled = self.memory.ways_known = False

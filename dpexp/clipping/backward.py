@@ -71,6 +71,7 @@ class BackwardPass:
         self.params = {name: p for group in groups for name, p in group.params.items()}
         self.passes = recorder.passes(self.rows)
         self.arrived: set[ForwardPass] = set()
+        self.batch_moved = False  # whether the batch is another input than was assumed in the forward
         self._handle: Callable[[ForwardPass, Call, tuple[Tensor, ...], Tensor], None] = self._record
 
     # -- what the taps call -------------------------------------------------------------------------------------------
@@ -79,10 +80,11 @@ class BackwardPass:
         """An output gradient has reached a tap."""
         if owner not in self.passes:
             raise UserError(
-                f"losses have {self.num_examples} examples, but the model's forward saw an input of shape "
-                f"{list(owner.shape or ())}…: pass the losses of exactly the examples that entered the model"
+                f"losses have {self.num_examples} examples, but the model's forward saw inputs of shape "
+                f"{[list(shape) for shape in owner.shapes]}…: pass the losses of exactly the examples that entered the model"
             )
-        self.arrived.add(owner)
+        if call.source.names:
+            self.arrived.add(owner)
         self._handle(owner, call, saved, gy)
 
     # -- the whole ----------------------------------------------------------------------------------------------------
@@ -135,6 +137,7 @@ class BackwardPass:
             )  # a bound method of ours: the cycle would keep the sums alive until a garbage collection
             for owner in self.arrived:
                 owner.consumed = True
+                self.batch_moved |= self.recorder.learn_batch(owner, self.rows)
 
     def _back_propagate(
         self, retain: bool, weights: Tensor | None = None, params: Sequence[Tensor] | None = None
@@ -159,6 +162,9 @@ class BackwardPass:
             for call in owner.calls:
                 if self.proof.layout[id(call)] == layouts.LOOP:
                     looped.update(call.source.names)
+                    if call.input_shape is None and self.memory.layouts.get(call.key) == layouts.LOOP:
+                        # with another batch this operation may not look like one on the batch, and get no tap
+                        self.memory.looped.update(call.source.names)
         return looped
 
     # -- norms, and sums of complete groups ---------------------------------------------------------------------------
@@ -240,7 +246,9 @@ class BackwardPass:
         if layout == layouts.UNSEEN:
             raise _NeedsLoop(call.key, call.source.names)
         major = tuple(
-            layouts.example_major(s, layout, self.rows) if i == 0 or call.input_shape is None else s
+            layouts.example_major(s, layout, self.rows)
+            if (call.batched[i] if call.batched else i == 0)
+            else s
             for i, s in enumerate(saved)
         )
         gy = layouts.example_major(gy, layout, self.rows)

@@ -111,6 +111,23 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def entered(value: Any) -> tuple[list[Tensor], tuple[torch.Size, ...], int]:
+    """The tensors among the arguments of a forward pass, and where the size of the batch may stand.
+
+    Returns:
+        tensors; the lengths of lists of tensors, then the first two dimensions of every tensor that has any (one of these
+        numbers is the size of the batch); the index of the first tensor among these shapes.
+    """
+    tensors = tensors_in(value)
+    lists = [leaf for leaf in tree_leaves(value, is_leaf=_is_list) if _is_list(leaf)]
+    shapes = [tensor.shape[:2] for tensor in tensors if tensor.dim()]
+    return tensors, (*(torch.Size([len(items)]) for items in lists), *shapes), len(lists) if shapes else 0
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Tensor) for item in value)
+
+
 def _in_place(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or (
         name.startswith("__i") and name.endswith("__")

@@ -393,7 +393,7 @@ class GraphSite:
         saved = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         x = saved[0]
         if cast and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
-            low = x.to(torch.get_autocast_dtype(x.device.type))
+            low = x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
             args = tuple(low if value is x else value for value in args)
             kwargs = {key: low if value is x else value for key, value in kwargs.items()}
             x = low

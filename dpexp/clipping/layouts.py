@@ -89,6 +89,18 @@ def proven(
     return not bool((telling & (error > tolerance * scale)).any())
 
 
+def single_weight(
+    plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> float | None:
+    """The weight that all rows follow, where that is one of `SIGNED`: they belong to one example."""
+    if torch.finfo(dtype).bits < 32:
+        return None  # the levels are no further apart than rounding errors
+    levels = torch.tensor(SIGNED).to(plain[0])
+    errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
+    follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
+    return float(levels[follows]) if int(follows.sum()) == 1 else None
+
+
 def refuted(
     plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor, dtype: torch.dtype
 ) -> bool:

@@ -38,6 +38,10 @@ class Proof:
         self.memory = memory
         self.layout: dict[int, str] = {}
         self.undecided = self.ways_known = False
+        self.alone: dict[
+            int, float
+        ] = {}  # id of a call that saw one example -> the weight of that example's loss
+        self.one_by_one = False
 
     def run(self, step: BackwardPass) -> None:
         """Back-propagate plainly and with random weights where the layout of some call is not proven yet.
@@ -88,6 +92,8 @@ class Proof:
                     dtypes[id(call)] = gy.dtype
                     for layout in pending[id(call)]:
                         seen[id(call), layout] = layouts.signature(gy, layout, step.rows)
+                    if not pending[id(call)] and gy.dim():
+                        seen[id(call), layouts.UNSEEN] = layouts.signature(gy, layouts.ROWS, gy.shape[0])
 
             step._handle = look
             params = list(step.params.values()) if not observed else []
@@ -100,9 +106,26 @@ class Proof:
         self.ways_known = all(call.certain for owner in step.passes for call in owner.calls)
         by_row = row_weights.repeat_interleave(step.rows // step.num_examples)
         calls = {id(call): call for owner in step.passes for call in owner.calls}
+        self._find_examples_alone(observed, dtypes, set(row_weights.tolist()))
         for identity, found in pending.items():
             settle = self._doubt if identity in doubted else self._settle
             settle(calls[identity], found, observed, by_row, dtypes.get(identity))
+
+    def _find_examples_alone(
+        self, observed: list, dtypes: dict[int, torch.dtype], weights: set[float]
+    ) -> None:
+        """Find the calls that saw one example each, in models that go through the batch in a Python loop.
+
+        That is believed where such calls are there for every weight. A single one may as well be a batch that is mixed, and of
+        which one example alone has a loss.
+        """
+        for (identity, layout), plain in observed[0].items():
+            if (identity, layout) not in observed[1]:
+                continue
+            weight = layouts.single_weight(plain, observed[1][identity, layout], dtypes[identity])
+            if weight is not None:
+                self.alone[identity] = weight
+        self.one_by_one = set(self.alone.values()) == weights
 
     def _settle(
         self, call: Call, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
@@ -129,8 +152,12 @@ class Proof:
             if len(proven) > 1 or call.routed:  # right today; decide when a batch tells them apart, or never
                 self.layout[id(call)], self.undecided = layout, True
                 return
-        elif call.routed:
+        elif call.routed or (self.one_by_one and id(call) in self.alone):
             layout = layouts.LOOP
+        elif call.input_shape is None and self.memory.looped.issuperset(call.source.names):
+            layout = (
+                layouts.LOOP
+            )  # no operation on the batch; its first dimension happens to have as many rows
         elif call.from_batch is None and layouts.ROWS in found and self.memory.settled:
             self.memory.settled = False  # look closely again: a table that all examples share, or a coupling?
             raise UserError(f"{call.source.owner} ({call.source.label}) {LATE}")

@@ -90,9 +90,10 @@ class Site:
             return self.native(
                 module, {}, args, kwargs
             )  # torch.func.functional_call: what it passes has a graph of its own
-        if self.label == "embedding" and isinstance(args[0], Tensor) and self._for_all(args[0]):
+        ids = args[0] if args else kwargs.get("input")
+        if self.label == "embedding" and isinstance(ids, Tensor) and self._for_all(ids):
             table = Tracked.of(module._parameters["weight"], self.names[0], self.recorder)  # type: ignore[arg-type]
-            return derive(F.embedding, (args[0], table, module.padding_idx), {}, [table])
+            return derive(F.embedding, (ids, table, module.padding_idx), {}, [table])
         saved, template = _take_tensors(args, kwargs)
         args, kwargs = _put_tensors(saved, template)
         if not saved:
@@ -100,11 +101,11 @@ class Site:
         device, active = saved[0].device.type, None
         if torch.is_autocast_enabled(device) and saved[0].is_floating_point():
             active = (device, torch.get_autocast_dtype(device))
-            if self.kind is not None and self.kind.name in AUTOCAST_KINDS:
+            if self.label in AUTOCAST_KINDS:
                 saved = (
-                    saved[0].to(active[1]),
+                    in_autocast(saved[0]),
                     *saved[1:],
-                )  # what autocast computes with, and all that must be kept
+                )  # what it computes with, and all that must be kept
                 args, kwargs = _put_tensors(saved, template)
         values = {local: module._parameters[local].detach() for local in self.params}  # type: ignore[union-attr]
         y = self.native(module, values, args, kwargs)
@@ -127,10 +128,23 @@ class Site:
             template=template,
             autocast=active,
         )
-        return self.recorder.tap(y, call, saved)
+        return self.recorder.tap(y, call, _shapes_of(saved) if set(self.params) == {"bias"} else saved)
 
 
 AUTOCAST_KINDS = frozenset({"linear", "conv1d", "convolution", "transposed convolution"})
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """``x`` as autocast hands it to a matrix product, which leaves float64 as it is."""
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _shapes_of(saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Zeros in the place of what a layer received, where only its bias trains.
+
+    That gradient needs no input. Ordinary autograd does not keep it either, so models write to it in place.
+    """
+    return tuple(t.new_zeros(()).expand(t.shape) for t in saved)
 
 
 class _Bound:

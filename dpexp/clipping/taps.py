@@ -50,7 +50,8 @@ class Call:
     ``certain``: its contributions never fail, whatever the shapes. ``key`` names the place in the model and which of its uses in
     the forward pass this is (a module that is called twice may see two layouts), so that what was verified of its layout is
     remembered. ``from_batch``: whether the input was computed from the model's inputs (None where that was not followed).
-    ``routed``: whether its rows were picked by index, so that what is verified holds for this batch alone.
+    ``routed``: whether its rows were picked by index, so that what is verified holds for this batch alone. ``batched``: which
+    saved tensors have the rows of the output, where that is not the first one alone.
     """
 
     source: Source
@@ -62,27 +63,29 @@ class Call:
     autocast: tuple[str, torch.dtype] | None = None
     certain: bool = True
     routed: bool = False
+    batched: tuple[bool, ...] = ()
 
 
 @dataclass(eq=False)
 class ForwardPass:
     """One forward through the model. Taps and calls belong to it, not to the clipper: several may be alive at once.
 
-    ``shape``: the first two dimensions of the first tensor that entered the model, one of which is the batch.
+    ``shapes``: what may be the batch, see `dataflow.entered`; ``batch``: the index of what probably is.
     """
 
-    shape: torch.Size | None = None
+    shapes: tuple[torch.Size, ...] = ()
+    batch: int = 0
     calls: list[Call] = field(default_factory=list)
     operations: dict[Hashable, int] = field(default_factory=dict)
     consumed: bool = False
 
     @property
     def rows(self) -> int | None:
-        return self.shape[0] if self.shape else None
+        return self.shapes[self.batch][0] if self.shapes else None
 
     def may_have(self, rows: int) -> bool:
         """Whether a batch of so many rows may have entered here."""
-        return not self.shape or rows in self.shape
+        return not self.shapes or any(rows in shape for shape in self.shapes)
 
     def ordinal(self, key: Hashable) -> int:
         """How many earlier operations of this pass had the same key."""
@@ -104,11 +107,15 @@ class Recorder:
         self.alive: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self.running: BackwardPass | None = None
         self.flow: DataFlow | None = None
+        # which of the shapes that enter is the batch, once a backward pass has shown it
+        self.batch: int | None = None
 
-    def open(self, inputs: list[Tensor], follow: bool) -> None:
+    def open(
+        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, follow: bool
+    ) -> None:
         """The root's forward begins. ``follow``: track which tensors are computed from ``inputs``."""
-        shape = inputs[0].shape[:2] if inputs and inputs[0].dim() else None
-        self.current = ForwardPass(shape)
+        guess = first_tensor if self.batch is None else self.batch
+        self.current = ForwardPass(shapes, guess if guess < len(shapes) else 0)
         self._stop_following()  # of a forward that this one interrupts, or that was left by an interrupt
         if follow:
             self.flow = DataFlow(inputs)
@@ -159,6 +166,16 @@ class Recorder:
             self.flow.add(result, call.routed)
         return result
 
+    def learn_batch(self, owner: ForwardPass, rows: int) -> bool:
+        """Remember which input is the batch. Returns whether it was another one than assumed in this pass."""
+        if not owner.shapes or owner.rows == rows:
+            return False
+        found = [index for index, shape in enumerate(owner.shapes) if shape[0] == rows]
+        if not found:  # the batch is the second dimension of an input
+            return False
+        self.batch = found[0]
+        return True
+
     def passes(self, rows: int) -> list[ForwardPass]:
         """Forward passes that may be waiting for a backward over so many rows."""
         return [p for p in self.alive if not p.consumed and p.calls and p.may_have(rows)]
@@ -166,6 +183,7 @@ class Recorder:
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         """A copied model records for itself; graphs in flight stay with the original."""
         memo[id(self)] = twin = Recorder()
+        twin.batch = self.batch
         return twin
 
 

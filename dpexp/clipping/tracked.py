@@ -27,6 +27,13 @@ SHAPE_OPERATIONS = {
     torch.reshape, torch.unsqueeze, torch.squeeze, torch.transpose, torch.permute, torch.flatten, torch.narrow,
     torch.t, torch.exp, torch.swapaxes, torch.movedim, torch._weight_norm, T.clone, torch.cat, F.interpolate,
 }  # fmt: skip
+# Deterministic functions that give one new tensor: gates, mixing weights, temperatures, normalised prototypes.
+FUNCTIONS = {
+    T.sigmoid, torch.sigmoid, F.sigmoid, T.tanh, torch.tanh, F.tanh, T.softmax, torch.softmax, F.softmax, F.softplus,
+    T.log_softmax, torch.log_softmax, F.log_softmax, F.logsigmoid, F.normalize, T.abs, torch.abs, T.pow, T.__pow__, torch.pow,
+    T.square, torch.square, T.sqrt, torch.sqrt, T.rsqrt, torch.rsqrt, T.log, torch.log, T.clamp, torch.clamp, T.sum,
+    torch.sum, T.mean, torch.mean, torch.stack, T.matmul, T.__matmul__, torch.matmul,
+}  # fmt: skip
 LOOKUPS = {
     T.__getitem__,
     F.embedding,
@@ -38,12 +45,14 @@ ELEMENTWISE = {
     T.true_divide, T.__rtruediv__, torch.add, torch.sub, torch.mul, torch.div, torch.true_divide,
 }  # fmt: skip
 ADDITIONS = {T.add, T.__add__, T.__radd__, torch.add}
+IN_PLACE_ADDITIONS = {T.add_, T.__iadd__}
 EXPANSIONS = {T.expand, T.expand_as, torch.broadcast_to, T.broadcast_to, T.repeat}
 ROW_WISE = ELEMENTWISE | {
     F.linear, T.matmul, T.__matmul__, torch.matmul, F.layer_norm, F.rms_norm, F.group_norm, F.prelu,
     F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d, torch.rms_norm,
-    F.scaled_dot_product_attention, F.embedding, torch.where, T.where,
+    F.scaled_dot_product_attention, F.embedding, torch.where, T.where, torch.einsum, F.batch_norm,
 }  # fmt: skip
+PRODUCTS = {T.matmul, T.__matmul__, torch.matmul}
 
 
 class Tracked(torch.Tensor):
@@ -69,12 +78,27 @@ class Tracked(torch.Tensor):
         tracked = [a for a in flat if isinstance(a, Tracked)]
         if tracked and all(a._unchanged_since_made() for a in tracked) and not _random(func, args, kwargs):
             others = [a for a in flat if isinstance(a, Tensor) and not isinstance(a, Tracked)]
-            if not others and (func in SHAPE_OPERATIONS or func in ELEMENTWISE):
+            if not others and (func in SHAPE_OPERATIONS or func in ELEMENTWISE or func in FUNCTIONS):
                 return derive(func, args, kwargs, tracked)
+            if not kwargs and _constant(func, args, others, tracked):
+                return derive(func, tuple(_copied(a) for a in args), {}, tracked)
             if func in LOOKUPS and others and _shared_index(others, tracked[0].recorder.rows):
                 return derive(func, args, kwargs, tracked)
-            if func in EXPANSIONS or (
-                others and func in ROW_WISE and not _unusual_lookup(func, args, kwargs)
+            if func is T.__getitem__ and _rows_picked(args, tracked):
+                table, ids = args  # rows of a table by indices of the batch, which may count from the end
+                func, args = F.embedding, (torch.where(ids < 0, ids + table.shape[0], ids), table)
+                others = [args[0]]
+            if (
+                func in EXPANSIONS
+                or (
+                    func in IN_PLACE_ADDITIONS and len(args) == 2 and not kwargs and args[0] is not tracked[0]
+                )
+            ) or (
+                others
+                and func in ROW_WISE
+                and not _unusual_lookup(func, args, kwargs)
+                and not _batch_statistics(func, args, kwargs)
+                and (func is not torch.einsum or _over_rows(args, tracked))
             ):
                 result = _tap_operation(func, args, kwargs, tracked, others)
                 if result is not None:
@@ -113,6 +137,11 @@ def _unusual_lookup(func: Any, args: tuple, kwargs: dict) -> bool:
     return changed or any(given.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
 
 
+def _batch_statistics(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a batch norm uses more than constants."""
+    return func is F.batch_norm and bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+
+
 def _unchanged(param: Tensor) -> Tensor:
     """The recipe of a parameter that is used as it is."""
     return param
@@ -131,6 +160,58 @@ def _tracked(
 def _shared_index(others: list[Tensor], rows: int | None) -> bool:
     """Whether these can be an index that is the same for every example."""
     return all(not o.is_floating_point() and o.dim() > 0 and o.shape[0] != rows for o in others)
+
+
+def _constant(func: Any, args: tuple, others: list[Tensor], tracked: list[Tracked]) -> bool:
+    """Whether the other arguments are the same for every example: numbers, single rows or what has the parameter's shape.
+
+    None that a gradient goes to, because the rest of the model sees the result only through taps.
+    """
+    rows = tracked[0].recorder.rows
+    if not others or rows is None or any(o.requires_grad for o in others):
+        return False
+    several = rows > 1  # else a single row may be the batch
+    if func is torch.cat:
+        return all(o.dim() == 1 or (several and o.shape[:1] == (1,)) for o in others)
+    if func not in ELEMENTWISE or len(args) != 2:
+        return False
+    own, other = tracked[0].shape, others[0].shape
+    if other == () or not several:
+        return other == ()
+    return other[0] == 1 or (len(other) <= len(own) and torch.broadcast_shapes(own, other) == own)
+
+
+def _copied(argument: Any) -> Any:
+    """A constant as it is now, whatever is written to it later."""
+    if isinstance(argument, list | tuple):
+        return [_copied(part) for part in argument]
+    constant = isinstance(argument, Tensor) and not isinstance(argument, Tracked)
+    return argument.clone() if constant else argument
+
+
+def _over_rows(args: tuple, tracked: list[Tracked]) -> bool:
+    """Whether an einsum multiplies each row of one tensor with one parameter: ``btd,dhk->bthk``."""
+    if len(args) != 3 or not isinstance(args[0], str) or len(tracked) != 1:
+        return False
+    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow or not output or "." in inputs or len(terms) != 2:
+        return False
+    of_parameter, of_rows = terms if args[1] is tracked[0] else reversed(terms)
+    return of_rows[:1] == output[0] and output[0] not in of_parameter
+
+
+def _rows_picked(args: tuple, tracked: list[Tracked]) -> bool:
+    """Whether ``table[ids]`` is the lookup of an embedding: whole rows of an unchanged table, by one index per position."""
+    table, ids = args
+    return (
+        table is tracked[0]
+        and table.recipe is _unchanged
+        and table.dim() == 2
+        and isinstance(ids, Tensor)
+        and ids.dtype in (torch.int32, torch.int64)
+        and ids.dim() > 0
+    )
 
 
 def _union(tracked: list[Tracked]) -> tuple[tuple[str, ...], tuple[nn.Parameter, ...]]:
@@ -190,13 +271,12 @@ def _tap_operation(
     with torch._C.DisableTorchFunctionSubclass():
         detached = [a.detach() if isinstance(a, Tracked) else a for a in args]
         detached_kwargs = {k: v.detach() if isinstance(v, Tracked) else v for k, v in kwargs.items()}
-        y = func(*detached, **detached_kwargs)
-        if rows is None or y.dim() == 0 or y.shape[0] != rows:
+        in_place = func in IN_PLACE_ADDITIONS
+        y = detached[1].expand_as(detached[0]) if in_place else func(*detached, **detached_kwargs)
+        if rows is None or y.dim() == 0 or y.shape[0] % rows:
             return None  # no batch here: ordinary autograd carries the gradient on
-        base = detached[0]
-        if func in EXPANSIONS and (
-            y.dim() != base.dim() or base.shape[0] != 1 or y.shape[1:] != base.shape[1:]
-        ):
+        expanded = func in EXPANSIONS or in_place
+        if expanded and not _broadcast(tracked[0], y):
             return None
         device = y.device.type
         active = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
@@ -204,7 +284,8 @@ def _tap_operation(
         broadcast = all(
             t.dim() < y.dim() or t.shape[0] == 1 for t in tracked
         )  # else a mask may have given it rows
-        source = _Operation(func, args, kwargs, names, params, y.shape[1:] if added else None)
+        source = _Operation(func, args, kwargs, names, params, y.shape[1:] if added or expanded else None)
+        saved = () if expanded or added else tuple(others)
         call = Call(
             source=source,
             key=recorder.place(str(getattr(func, "__name__", func)), names),
@@ -213,12 +294,23 @@ def _tap_operation(
             from_batch=None if flow is None else any(o in flow for o in others),
             routed=flow is not None and any(flow.routed(o) for o in others),
             autocast=active,
-            certain=(added and broadcast) or func in EXPANSIONS or func is F.embedding,
+            batched=tuple(
+                func is torch.einsum or (s.dim() == y.dim() and s.shape[0] == y.shape[0]) for s in saved
+            ),
+            # a single example's rows are those of any tensor whose first dimension is 1
+            certain=rows > 1 and ((added and broadcast) or expanded or func is F.embedding),
         )
         if func is F.scaled_dot_product_attention:
             y = y.clone()  # its backward keeps the output, and a tap marks what it passes on as written to
-        saved = () if func in EXPANSIONS or added else tuple(others)
-        return recorder.tap(y, call, saved)
+        tapped = recorder.tap(y, call, saved)
+        return func(args[0], tapped) if in_place else tapped
+
+
+def _broadcast(base: Tensor, y: Tensor) -> bool:
+    """Whether every row of ``y`` is the same copy of ``base``."""
+    padded = (1,) * (y.dim() - base.dim()) + tuple(base.shape)
+    pairs = zip(padded[1:], y.shape[1:], strict=True)
+    return len(padded) == y.dim() and padded[0] == 1 and all(one in (1, other) for one, other in pairs)
 
 
 class _Operation:
@@ -250,10 +342,9 @@ class _Operation:
                 return item.value(by_name)
             return saved[item] if isinstance(item, _Saved) else item
 
-        if self.func in EXPANSIONS:
-            base = put(self.args[0])
-            return base.expand(rows, *base.shape[1:])
-        if self.added_to is not None:  # the gradient of a sum needs no other summand
+        if (
+            self.added_to is not None
+        ):  # the gradient of a sum needs no other summand, that of an expansion nothing
             return next(put(a) for a in self.args if isinstance(a, _Recipe)).expand(rows, *self.added_to)
         return self.func(*(put(a) for a in self.args), **{k: put(v) for k, v in self.kwargs.items()})
 
@@ -267,7 +358,7 @@ class _Operation:
         if self.func is F.embedding:
             return self._lookup(saved, gy, num_examples)
         per_example = gy.shape[0] // max(num_examples, 1)
-        batched = [s.dim() == gy.dim() and s.shape[0] == gy.shape[0] for s in saved]
+        batched = call.batched
         split = [
             s.unflatten(0, (num_examples, per_example)) if b else s
             for s, b in zip(saved, batched, strict=True)
@@ -289,7 +380,9 @@ class _Operation:
     def _linear(
         self, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, names: set[str]
     ) -> dict[str, Contribution] | None:
-        """``F.linear`` with an unchanged weight is what `nn.Linear` is; None for anything else."""
+        """``F.linear`` with an unchanged weight is what `nn.Linear` is, ``x @ weight`` the same; None for anything else."""
+        if self.func in PRODUCTS:
+            return self._product(saved, gy, num_examples)
         given = dict(zip(("input", "weight", "bias"), self.args, strict=False)) | self.kwargs
         weight, bias = given.get("weight"), given.get("bias")
         whole = [item for item in (weight, bias) if isinstance(item, _Recipe)]
@@ -306,6 +399,18 @@ class _Operation:
         if isinstance(bias, _Recipe):
             found[bias.names[0]] = Dense(g.sum(1, dtype=wide(g.dtype)))
         return {name: contribution for name, contribution in found.items() if name in names}
+
+    def _product(
+        self, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int
+    ) -> dict[str, Contribution] | None:
+        x, weight = self.args
+        if not isinstance(weight, _Recipe) or weight.recipe is not _unchanged or self.params[0].dim() != 2:
+            return None
+        x = saved[x]
+        if x.dim() != gy.dim():
+            return None
+        x, g = by_example(x, num_examples, 1), by_example(gy, num_examples, 1)
+        return {weight.names[0]: Outer(g, x)}
 
     def _lookup(self, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int) -> dict[str, Contribution]:
         """An embedding with a forward of its own, like the scaled ones of BART and Gemma."""

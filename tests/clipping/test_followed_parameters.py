@@ -1,0 +1,113 @@
+"""Bare parameters in the ways that models use them: exact step after step, and without the per-example loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.clipping.test_unusual_inputs import Batch, Own, exact, linears, of_x
+from tests.clipping.test_unusual_models import WIDTH, rows
+
+LENGTH = 6
+
+
+def own(forward: Callable[..., Tensor], constants: int = 0, **shapes: tuple[int, ...]) -> nn.Module:
+    model = Own(forward, **linears("first", "out"))
+    for name, shape in shapes.items():
+        model.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    for index in range(constants):
+        model.register_buffer(f"constant{index}", torch.rand(WIDTH) + 0.5)
+    return model
+
+
+def in_place(self: Any, x: Tensor) -> Tensor:
+    h = self.first(x)
+    h += self.positions
+    h[:, 1:] += self.rest
+    return self.out(torch.tanh(h))
+
+
+def windows(self: Any, x: Tensor) -> Tensor:
+    """Attention in two windows of each example, with a bias that all windows share."""
+    h = self.first(x).view(2 * len(x), LENGTH // 2, 2, WIDTH // 2).transpose(1, 2)
+    return self.out(((h @ h.mT + self.bias).softmax(-1) @ h).transpose(1, 2).reshape(x.shape))
+
+
+def router(self: Any, x: Tensor) -> Tensor:
+    flat = self.first(x).reshape(-1, WIDTH)
+    return self.out(flat * (F.linear(flat, self.weight).softmax(-1) @ self.values)).view(x.shape)
+
+
+def class_token(self: Any, x: Tensor) -> Tensor:
+    token = (self.token + self.constant0.view(1, 1, -1)).expand(len(x), -1, -1)
+    queries = self.queries.repeat(len(x), 1, 1)
+    return self.out(torch.cat([token, queries, self.first(x)], 1).cumsum(1))
+
+
+def biases(self: Any, x: Tensor) -> Tensor:
+    bias = torch.cat((self.q, self.constant0, self.v))
+    return self.out(
+        F.linear(x, self.weight, bias).unflatten(-1, (3, -1)).prod(-2) * (self.q / self.constant0)
+    )
+
+
+def gates(self: Any, x: Tensor) -> Tensor:
+    mixed = (torch.stack([x, self.first(x)], -1) * F.softmax(self.mix, dim=0)).sum(-1)
+    return F.linear(F.normalize(mixed, dim=-1), F.normalize(self.centres)) * torch.sigmoid(self.gate)
+
+
+def heads(self: Any, x: Tensor) -> Tensor:
+    parts = torch.einsum("btd,dhk->bthk", self.first(x), self.weight)
+    return torch.einsum("bthk,hkd->btd", torch.tanh(parts), self.back) + x @ self.plain
+
+
+def frozen_norm(self: Any, x: Tensor) -> Tensor:
+    channels = self.first(x).transpose(1, 2)
+    h = F.batch_norm(channels, self.constant0, self.constant1, self.scale, self.shift)
+    return self.out(torch.tanh(h).transpose(1, 2))
+
+
+D = WIDTH
+USES: dict[str, nn.Module] = {
+    "in place": own(in_place, positions=(1, LENGTH, D), rest=(D,)),
+    "windows": own(windows, bias=(1, 2, LENGTH // 2, LENGTH // 2)),
+    "flattened": own(router, weight=(3, D), values=(3, D)),
+    "class tokens": own(class_token, 1, token=(1, 1, D), queries=(2, D)),
+    "constants": own(biases, 1, q=(D,), v=(D,), weight=(3 * D, D)),
+    "gates": own(gates, mix=(2,), centres=(3, D), gate=()),
+    "products": own(heads, weight=(D, 2, 3), back=(2, 3, D), plain=(D, D)),
+    "constant statistics": own(frozen_norm, 2, scale=(D,), shift=(D,)),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+@pytest.mark.parametrize("use", USES)
+def test_uses(use: str, engine: str) -> None:
+    """With batches as large as other dimensions, and of one example."""
+    torch.manual_seed(0)
+    looped = exact(copy.deepcopy(USES[use]), [rows(n, LENGTH) for n in (3, D, 1, LENGTH, 5)], of_x, engine)
+    assert engine == "loop" or looped == []
+
+
+def test_rows_of_a_table_by_indices_of_the_batch() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.first(self.table[x])))
+
+    batches: list[Batch] = [{"x": torch.randint(-5, 5, (n, 4))} for n in (3, 4, 1)]
+    assert exact(own(forward, table=(5, D)), batches, of_x, "auto") == []
+
+
+@pytest.mark.parametrize("first", [1, 3, LENGTH])
+def test_a_table_that_is_no_batch(first: int) -> None:
+    """Whether it has as many rows as the first batch, a multiple of them, or as many as a later one."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.out(self.first(x) + torch.ones(LENGTH, D, dtype=x.dtype) * self.scale)
+
+    exact(own(forward, scale=(D,)), [rows(n, LENGTH) for n in (first, 4, LENGTH, 1)], of_x, "auto")
