@@ -15,7 +15,9 @@ from dpexp import config
 from dpexp.checks import declared_num_examples
 from dpexp.config import compose, conf_dir, run_folder, signature, to_dict
 from dpexp.errors import UserError
+from dpexp.privacy.accountants import epsilon
 from dpexp.schemas import CHOICES, RunConfig
+from dpexp.train import budget_groups, build_plan
 
 JOB = ("task=sst2", "clip=adaptive_perlayer")
 SCALES = ("paper", "small", "demo")
@@ -100,22 +102,12 @@ def test_every_word_the_schema_allows_has_a_file_and_every_file_is_allowed():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_has_a_plan(preset):
-    plan = pytest.importorskip("dpexp.privacy.plan")
     run = compose([f"experiment={preset}"])
     total = declared_num_examples(run)
     steps = run.optim.steps or round(run.optim.epochs * total / run.optim.batch_size)
-    made = plan.make_plan(
-        num_examples=total,
-        expected_batch_size=run.optim.batch_size,
-        steps=steps,
-        delta=run.privacy.delta,
-        accountant=run.accountant.name,
-        epsilon=run.privacy.epsilon,
-        noise_multiplier=run.privacy.noise_multiplier,
-        quantile_budget=run.clip.quantile_budget,
-        sampling=run.privacy.sampling,
-        schedule=dataclasses.asdict(run.schedule),
-    )
+    made = build_plan(run, total, steps, budget_groups(run, total))
+    for budget, target in enumerate(run.individual.epsilons):
+        assert 0.99 * target < epsilon(made.event(budget=budget), made.delta) <= target * (1 + 1e-6)
     if run.privacy.epsilon is not None:
         assert made.epsilon() <= run.privacy.epsilon
         assert made.epsilon() == pytest.approx(run.privacy.epsilon, rel=1e-2)

@@ -165,7 +165,8 @@ def test_what_a_command_composes_is_what_its_cell_selects(key: tuple[str, str]):
     for slot in list(rows.values())[:4]:
         words = shlex.split(slot.command)
         program = words[2].removeprefix("dpexp.")
-        run = compose([word.split(",")[0] for word in words[3:] if word != "-m"], program, PROGRAMS[program])
+        first_of_each = [word if "=[" in word else word.split(",")[0] for word in words[3:] if word != "-m"]
+        run = compose(first_of_each, program, PROGRAMS[program])
         facts = {
             "method": getattr(run, "method", None),
             "task": run.task.name,

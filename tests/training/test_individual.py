@@ -31,7 +31,7 @@ def test_an_example_moves_the_sum_by_its_own_bound(tmp_path, groups):
     assert len(set(plan.budgets.scales)) == 2
     members = trainer.accumulator.clip_scales
     for example in range(12):
-        accumulator.sums(np.asarray([example]), 0, 8, lambda: False)
+        accumulator.sums(np.asarray([example]), 0, 0, 8, lambda: False)
         norm = torch.cat([g.flatten() for g in accumulator.gradients]).double().norm()
         assert float(norm) == pytest.approx(float(members[example]) * 0.01, rel=1e-4)
     assert sorted(set(members.tolist())) == sorted(plan.budgets.scales)
