@@ -40,7 +40,7 @@ MakeEvent = Callable[[float, float, float], DpEvent]
 """(sampling rate q, noise multiplier σ of the first step, threshold scale s) -> what the run releases about such an example."""
 
 _TOLERANCE = 1e-5  # relative, of rates; far below what a learner notices
-_MARGIN = 1e-9  # by which scales and rates stay below their solution, so that rounding cannot overspend
+_MARGIN = 1e-9  # relative, by which scales stay below their solution, so that rounding cannot overspend
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,8 @@ FACTS = {
     "individual": "individual.name", "budgets": "individual.epsilons", "optim": "optim.name",
 }  # fmt: skip
 NOISE = ("sigma", "sigma_initial")  # where a paper gives the noise, its ε and its epochs are what came out
-GROUPS = (
-    "task",
-    "model",
-    "clip",
-    "peft",
-    "schedule",
-    "individual",
-    "optim",
-)  # their values are files of conf/
+# Their values are files of conf/; the last three are variants of DP-SGD.
+GROUPS = ("task", "model", "clip", "peft", "schedule", "individual", "optim")
 # At scale small these are the task's own; every other setting of a cell holds at every scale.
 LEFT_TO_THE_TASK = ("model", "epochs", "batch_size", "lr", "rank", "delta", "clip_norm", "quantile")
 EXPOSURE = "exposure"  # the metric of canaries, which `dpexp.audit` measures
