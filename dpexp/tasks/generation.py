@@ -112,7 +112,7 @@ class Generation(Task):
         """The mean negative log-likelihood of each example's target tokens, `[B]`, in float32 or better."""
         if len(batch["targets"]) == 0:
             return torch.zeros(0, device=batch["targets"].device)
-        return example_losses(token_losses(model, batch), batch["targets"])
+        return example_losses(model, batch)
 
     def evaluate(
         self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
@@ -246,8 +246,9 @@ class Generation(Task):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             losses = token_losses(model, batch).double()
             total += float(losses.sum())
-            tokens += int((batch["targets"] != IGNORED).sum())
-            means += float(example_losses(losses, batch["targets"]).sum())
+            counts = (batch["targets"] != IGNORED).sum(1)
+            tokens += int(counts.sum())
+            means += float((losses.sum(1) / counts).sum())
             done += len(chosen)
             say(done)
         if not done:

@@ -3,7 +3,8 @@
 Of a prompt and its target, `input_ids` holds all tokens but the last, and `positions[i, j]` is where example i predicts its
 j-th target token. With a vocabulary of 50,000 the logits are by far the largest tensor of a step: `[B, T, V]` would hold
 those of every prompt token, only to mask them. Here the hidden states are picked before the output layer, `[B, L, d]`, so
-the logits are `[B, L, V]`. The output layer still sees one row per example, in order, and every engine clips it as it is.
+the logits are `[B, L, V]`, and their gradient takes their place. The output layer still sees one row per example, in order,
+and every engine clips it as it is. Where that layer is frozen, as with LoRA, the logits are made a few rows at a time.
 
 No attention mask is given: the model is causal (`dpexp.models.causal` tests it), so no real token sees the padding on the
 right.
@@ -13,45 +14,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.tasks.cross_entropy import cross_entropy
+from dpexp.tasks.cross_entropy import cross_entropy_, frozen_head_cross_entropy
 
 IGNORED = -100
 """In `targets`: no target here."""
 
+_comes_last: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether the output of an output layer is the model's logits as it is: not capped, scaled or cut afterwards."""
 
-def target_logits(model: nn.Module, input_ids: Tensor, positions: Tensor) -> Tensor:
+
+def target_logits(model: nn.Module, input_ids: Tensor, positions: Tensor, **inputs: Tensor) -> Tensor:
     """`[B, L, V]`: the logits at `positions`, in the precision that the model computes in.
 
     Args:
         model: a causal language model of Hugging Face, plain or wrapped by peft.
         input_ids: `[B, T]` int64, padded on the right with any token.
         positions: `[B, L]` int64, below T.
+        inputs: what else the model is called with.
     """
     with _picking(_output_layer(model), positions, input_ids.shape[1]):
-        return model(input_ids=input_ids).logits
+        logits: Tensor = model(input_ids=input_ids, **inputs).logits
+    return logits
 
 
-def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def token_losses(model: nn.Module, batch: dict[str, Tensor], weights: Tensor | None = None) -> Tensor:
     """`[B, L]` negative log-likelihoods in float32 or better; exactly 0, with a gradient of exactly 0, where there is no target.
 
     Args:
         model: see `target_logits`.
-        batch: `input_ids`, `positions` and `targets` (`[B, L]` int64, `IGNORED` where there is none).
+        batch: `input_ids`, `positions` and `targets` (`[B, L]` int64, `IGNORED` where there is none), and what else the model
+            is called with.
+        weights: `[B, L]` factors of the losses, constants; 1 where not given.
     """
-    logits = target_logits(model, batch["input_ids"], batch["positions"])
-    targets = batch["targets"]
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), IGNORED).view_as(targets)
+    inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
+    targets, layer = batch["targets"], _output_layer(model)
+    flat = targets.flatten(), IGNORED, None if weights is None else weights.flatten()
+    if _plain_and_frozen(layer) and _is_last(model, layer, inputs):
+        hidden = _before_output_layer(model, layer, **inputs).flatten(0, 1)
+        losses = frozen_head_cross_entropy(hidden, layer.weight, layer.bias, *flat)  # type: ignore[arg-type]
+    else:
+        losses = cross_entropy_(target_logits(model, **inputs).flatten(0, 1), *flat)
+    return losses.view_as(targets)
 
 
-def example_losses(losses: Tensor, targets: Tensor) -> Tensor:
+def example_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """`[B]`: the mean over the target tokens of each example, divided by its own number of them alone."""
-    return losses.sum(1) / (targets != IGNORED).sum(1)
+    counted = batch["targets"] != IGNORED
+    return token_losses(model, batch, counted / counted.sum(1, keepdim=True).double()).sum(1)
 
 
 def vocabulary(model: nn.Module) -> int:
@@ -72,16 +89,62 @@ def _output_layer(model: nn.Module) -> nn.Module:
     return layer
 
 
+def _plain_and_frozen(layer: nn.Module) -> bool:
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    return type(layer) is nn.Linear and not hooked and not any(p.requires_grad for p in layer.parameters())
+
+
+def _is_last(model: nn.Module, layer: nn.Module, inputs: dict[str, Tensor]) -> bool:
+    """Asked once, of one example, before anything is computed for a step: a resumed run must take the same way."""
+    if layer not in _comes_last:
+        one = {name: tensor[:1] for name, tensor in inputs.items()}
+        devices = [layer.weight.device] if layer.weight.is_cuda else []
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            _picking(layer, one["positions"], one["input_ids"].shape[1]) as seen,
+        ):
+            found = model(**{name: tensor for name, tensor in one.items() if name != "positions"}).logits
+        _comes_last[layer] = len(seen.outputs) == 1 and found is seen.outputs[0]
+    return _comes_last[layer]
+
+
+def _before_output_layer(
+    model: nn.Module, layer: nn.Module, input_ids: Tensor, positions: Tensor, **inputs: Tensor
+) -> Tensor:
+    """`[B, L, d]`: what the output layer would be applied to, without applying it."""
+    with _picking(layer, positions, input_ids.shape[1], apply=False) as seen:
+        model(input_ids=input_ids, **inputs)
+    return seen.inputs[-1]
+
+
+@dataclass
+class _Seen:
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
 @contextmanager
-def _picking(layer: nn.Module, positions: Tensor, length: int) -> Iterator[None]:
+def _picking(layer: nn.Module, positions: Tensor, length: int, apply: bool = True) -> Iterator[_Seen]:
+    """The layer is applied to the hidden states at `positions`, or to none of them."""
+    seen = _Seen()
+
     def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden = args[0]
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         # Prompt tuning puts vectors of its own before the tokens, and all positions move on by as many.
-        return (hidden[rows, positions + (hidden.shape[1] - length)], *args[1:])
+        picked = hidden[rows, positions + (hidden.shape[1] - length)]
+        if not apply:
+            seen.inputs.append(picked)
+            picked = picked[:, :0]
+        return (picked, *args[1:])
 
-    handle = layer.register_forward_pre_hook(pick)
+    def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.outputs.append(output)
+
+    handles = [layer.register_forward_pre_hook(pick), layer.register_forward_hook(look)]
     try:
-        yield
+        yield seen
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
