@@ -17,7 +17,7 @@ from dpexp.benchmark import measure as measuring
 from dpexp.benchmark import render
 from dpexp.benchmark.exactness import max_relative_error
 from dpexp.benchmark.measure import Protocol, Row, largest, measure
-from dpexp.benchmark.methods import METHODS, NONPRIVATE, OTHERS, OURS, Ours, chosen_methods
+from dpexp.benchmark.methods import LEAN, METHODS, NONPRIVATE, OTHERS, OURS, Ours, chosen_methods
 from dpexp.benchmark.processes import Failed, Worker
 from dpexp.benchmark.workloads import WORKLOADS, workload_named
 from dpexp.config import compose, conf_dir
@@ -35,9 +35,8 @@ def error_of(workload, method):
     described = workload_named(workload)
     parts = described.parts("tiny")
     batch = parts.batch(described.default_batch("tiny"), torch.Generator().manual_seed(1))
-    return max_relative_error(
-        method, parts, batch, parts.model().train(), lambda network: network, parts.losses
-    )
+    forward = parts.lean if method.endswith(LEAN) else parts.losses
+    return max_relative_error(method, parts, batch, parts.model().train(), lambda network: network, forward)
 
 
 # Workloads and their check
@@ -46,6 +45,12 @@ def error_of(workload, method):
 @pytest.mark.parametrize("method", ["nonprivate", "auto/flat", "auto/layer"])
 @pytest.mark.parametrize("workload", [*SEVEN, "vit_timm"])
 def test_our_sums_are_those_of_the_naive_loop(workload, method):
+    assert error_of(workload, method) < 1e-4
+
+
+@pytest.mark.parametrize("method", ["nonprivate+lean", "auto/flat+lean", "auto/layer+lean"])
+@pytest.mark.parametrize("workload", ["gpt2", "gpt2_tied", "gpt2_lora"])
+def test_the_lean_losses_change_no_sum(workload, method):
     assert error_of(workload, method) < 1e-4
 
 
@@ -136,6 +141,11 @@ def test_shorthands_and_order():
     assert chosen_methods(["libraries", "auto/flat", NONPRIVATE]) == [NONPRIVATE, *OTHERS, "auto/flat"]
     assert chosen_methods(["all"]) == list(METHODS)
     assert "onepass/block" in chosen_methods(["onepass/block"])
+    assert chosen_methods(["nonprivate+lean", "bk/block+lean"]) == [
+        NONPRIVATE,
+        "nonprivate+lean",
+        "bk/block+lean",
+    ]
     assert {"loop/flat", "onepass/layer", "bk_mixopt/layer"} < set(OURS)
 
 
@@ -146,6 +156,7 @@ def test_shorthands_and_order():
         ({"workloads": []}, "nothing to measure"),
         ({"methods": ["auto/flatt"]}, "did you mean auto/flat"),
         ({"methods": ["opacus:block"]}, "is not known"),
+        ({"methods": ["opacus:flat+lean"]}, "is not known"),
         ({"size": "huge"}, "choices: full, tiny"),
         ({"rounds": 0}, "rounds=0"),
         ({"max_batch": True}, "memory_gib"),

@@ -1,7 +1,8 @@
 """How a step is taken: without privacy, by an engine of ours, or by another library as its users would call it.
 
 A step is everything from the forward pass to the changed weights: one loss per example, clipping, Gaussian noise, plain SGD.
-Each library draws noise its own way; ours uses `add_gaussian_`.
+Each library draws noise its own way; ours uses `add_gaussian_`. METHOD+lean computes the losses of a language model as the
+tasks of this project do; nonprivate+lean shows what that alone is worth.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dpexp.errors import UserError
 from dpexp.privacy.noise import add_gaussian_
 
 NONPRIVATE = "nonprivate"
+LEAN = "+lean"
 LEARNING_RATE = 1e-4  # small: the weights hardly move, and every step does the same work
 
 Losses = Callable[[Callable[..., Any]], Tensor]  # network -> [B], the batch being fixed
@@ -193,11 +195,12 @@ def chosen_methods(names: list[str]) -> list[str]:
     short = {"all": METHODS, "ours": OURS, "libraries": OTHERS}
     wanted = [method for name in names for method in short.get(name, (name,))]
     for method in wanted:
-        engine, _, groups = method.partition("/")
-        if method not in METHODS and not (engine in ENGINES and groups == "block"):
+        plain = method.removesuffix(LEAN) if ":" not in method else method
+        engine, _, groups = plain.partition("/")
+        if plain not in METHODS and not (engine in ENGINES and groups == "block"):
             raise UserError(
                 f"methods=[{method}] is not known{did_you_mean(method, list(METHODS))}: nonprivate, ENGINE/GROUPS with "
-                f"the engines {', '.join(ENGINES)} and the groups flat, layer, block; {', '.join(OTHERS)}; "
+                f"the engines {', '.join(ENGINES)} and the groups flat, layer, block (and {LEAN}); {', '.join(OTHERS)}; "
                 f"all, ours, libraries"
             )
     return list(dict.fromkeys([NONPRIVATE, *wanted]))
@@ -209,6 +212,7 @@ def make_method(name: str, settings: Settings) -> Method:
     Raises:
         UserError: the library is not installed, or refuses the model.
     """
+    name = name.removesuffix(LEAN)
     if name == NONPRIVATE:
         return NonPrivate(settings)
     if ":" in name:

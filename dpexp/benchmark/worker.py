@@ -74,11 +74,11 @@ class Bench:
     def __init__(self, job: dict[str, Any]):
         import torch
 
-        from dpexp.benchmark.methods import LEARNING_RATE, Settings, make_method
+        from dpexp.benchmark.methods import LEAN, LEARNING_RATE, Settings, make_method
         from dpexp.benchmark.workloads import workload_named
         from dpexp.training.evaluation import autocast
 
-        self.torch, self.job = torch, job
+        self.torch, self.job, self.lean = torch, job, job["method"].endswith(LEAN)
         torch.set_num_threads(job["threads"])
         torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
         self.device = torch.device(job["device"])
@@ -180,8 +180,9 @@ class Bench:
         return self.torch.compile(network) if self.job["compile"] else network
 
     def _losses(self, network: Any, batch: Any) -> Any:
+        losses = self.parts.lean if self.lean and self.parts.lean else self.parts.losses
         with self.autocast():
-            return self.parts.losses(network, batch).float()
+            return losses(network, batch).float()
 
     def _seconds(self, steps: int) -> float:
         self._wait()

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from dpexp.checks import did_you_mean
 from dpexp.errors import UserError
+from dpexp.tasks.target_loss import example_losses
 
 SIZES = ("full", "tiny")
 TINY_BATCH = 4
@@ -32,11 +33,13 @@ class Parts:
     model: a new network, drawn from torch's global generator, float32, in training mode.
     batch: (B, generator) -> inputs and labels, the first dimension of every tensor being the batch.
     losses: (network, batch) -> ``[B]``.
+    lean: the same with the cross-entropy of this project's tasks (`dpexp.tasks.target_loss`), where that is another way.
     """
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], Batch]
     losses: Callable[[Callable[..., Any], Batch], Tensor]
+    lean: Callable[[Any, Batch], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,11 @@ def gpt2(
         per_token = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
         return per_token.view(batch["labels"].shape).mean(1)
 
-    return Parts(model, batch, losses)
+    def lean(network: Any, batch: Batch) -> Tensor:
+        every = {"positions": batch["position_ids"], "targets": batch["labels"]}
+        return example_losses(network, {k: x for k, x in batch.items() if k != "labels"} | every)
+
+    return Parts(model, batch, losses, lean)
 
 
 def _with_lora(network: Any, rank: int) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dpexp.benchmark.methods import LEAN
 from dpexp.benchmark.render import note
 from dpexp.reproduce.documents import Document, Rows, Section
 from dpexp.reproduce.paper import Cell, paper_table
@@ -87,7 +88,7 @@ def _rows(file: str, record: dict[str, Any], problems: str, native: bool) -> Row
     for row in record["rows"]:
         if row["workload"] not in WORKLOADS or row["method"] == "nonprivate":
             continue
-        goal = GOALS.get((row["method"], native))
+        goal = GOALS.get((row["method"].removesuffix(LEAN), native))
         time, memory = goal[WORKLOADS.index(row["workload"])] if goal else (None, None)
         rows.append({
             "workload": row["workload"], "method": row["method"],

@@ -12,6 +12,7 @@ and with a weight that is known:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 BLOCK = 1 << 20  # numbers that are exponentiated at a time: they stay in a core's reach
-HEAD_BLOCK = 1 << 24  # logits of a frozen layer at a time: enough rows for a matrix product at full speed
+HEAD_BLOCK = 1 << 25  # logits of a frozen layer at a time: enough rows for a matrix product at full speed
 
 
 def cross_entropy_(
@@ -162,6 +163,7 @@ def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
 
 
 def _blocks(shape: Any, numbers: int) -> Iterator[slice]:
-    height = max(1, numbers // max(1, shape[1]))
-    for start in range(0, shape[0], height):
-        yield slice(start, start + height)
+    """The fewest blocks of rows with at most so many numbers (or one row) each, of about one size."""
+    count = max(1, math.ceil(shape[0] / max(1, numbers // max(1, shape[1]))))
+    for i in range(count):
+        yield slice(shape[0] * i // count, shape[0] * (i + 1) // count)
