@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 BLOCK = 1 << 20  # numbers that are exponentiated at a time: they stay in a core's reach
 HEAD_BLOCK = 1 << 25  # logits of a frozen layer at a time: enough rows for a matrix product at full speed
+UNIT = 1024.0  # what gradients are kept in units of in float16, where a probability of 1e-7 would be almost nothing
 
 
 def cross_entropy_(
@@ -36,8 +37,8 @@ def cross_entropy_(
         logits: ``[N, V]``, any floating dtype. What was computed from them before must not need their values for its own
             gradient (autograd says so where it does).
         targets: ``[N]`` int64, below V or ``ignored``.
-        weights: ``[N]`` of the losses, constants; 1 where not given. With the weights in here and a plain sum behind, nothing
-            is multiplied in the backward pass.
+        weights: ``[N]`` of the losses, constants, below 60 for float16; 1 where not given. With the weights in here and a
+            plain sum behind, nothing is multiplied in the backward pass.
 
     Returns:
         ``[N]``, float32 or better.
@@ -84,13 +85,14 @@ class _Overwriting(torch.autograd.Function):
         for rows in _blocks(logits.shape, BLOCK):
             losses[rows] = _block(logits[rows], *_picked(rows, targets, ignored, weights), wanted)
         if wanted:
+            ctx.unit = _unit(logits.dtype)
             ctx.save_for_backward(logits)  # the gradient, by now
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(ctx.saved_tensors[0], factors), None, None, None
+        return _scaled(ctx.saved_tensors[0], factors / ctx.unit), None, None, None
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -120,13 +122,16 @@ class _FrozenHead(torch.autograd.Function):
                 if wanted:
                     gradient[rows] = (logits @ weight).to(gradient.dtype)
         if wanted:
+            ctx.unit = _unit(weight.dtype)
+            if gradient.dtype != weight.dtype:
+                gradient, ctx.unit = gradient.div_(ctx.unit), 1.0
             ctx.save_for_backward(gradient)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(ctx.saved_tensors[0], factors), None, None, None, None, None
+        return _scaled(ctx.saved_tensors[0], factors / ctx.unit), None, None, None, None, None
 
 
 def _losses(targets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,20 +148,25 @@ def _picked(
 
 
 def _block(logits: Tensor, targets: Tensor, counted: Tensor, weights: Tensor, wanted: bool) -> Tensor:
-    """Weighted losses of some rows; with ``wanted``, their gradient takes the place of the logits."""
+    """Weighted losses of some rows; with ``wanted``, their gradient (in units, for float16) takes the place of the logits."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     weights = weights.to(wide)
     logs = torch.log_softmax(logits, 1, dtype=wide)
     losses = torch.where(counted, -weights * logs.gather(1, targets[:, None]).squeeze(1), 0.0)
     if wanted:
+        weights = weights * _unit(logits.dtype)
         gradient = logs.exp_().mul_(weights[:, None])
         gradient.scatter_add_(1, targets[:, None], -weights[:, None])
         logits.copy_(gradient.masked_fill_(~counted[:, None], 0.0))
     return losses
 
 
+def _unit(dtype: torch.dtype) -> float:
+    return UNIT if dtype == torch.float16 else 1.0
+
+
 def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
-    """The gradient for losses that are used with these factors; they are ones wherever losses are only summed up."""
+    """The kept gradient for losses that are used with these factors; they are ones wherever losses are only summed up."""
     if bool((factors == 1).all()):
         return gradient
     return (gradient * factors[:, None]).to(gradient.dtype)

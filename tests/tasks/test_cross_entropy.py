@@ -16,7 +16,7 @@ from dpexp.tasks import cross_entropy as module
 from dpexp.tasks.cross_entropy import cross_entropy_, frozen_head_cross_entropy
 
 ROWS, WORDS, WIDTH = 23, 11, 5
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 Losses = Callable[..., Tensor]
 
 
@@ -66,7 +66,7 @@ WAYS = pytest.mark.parametrize("way", [overwriting, frozen])
 
 
 @pytest.mark.parametrize("block", [1, 40, 1 << 22])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("summed", [False, True])
 @WAYS
@@ -172,6 +172,32 @@ def test_autocast_computes_in_16_bits_as_a_layer_would():
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     mine, gradient = (torch.autograd.grad(x.sum(), leaf)[0] for x in (found, wanted))
     torch.testing.assert_close(mine, gradient, rtol=2e-2, atol=2e-2)
+
+
+def frozen_in_autocast(problem: Problem, weights: bool) -> tuple[Tensor, Tensor, Losses]:
+    """As `frozen`, with a float32 input: its gradient is in float32, what it is made of in float16."""
+    leaf, given = problem.hidden.float().requires_grad_(), problem.weights if weights else None
+    with torch.autocast("cpu", dtype=torch.float16):
+        logits = F.linear(leaf, problem.weight, problem.bias)
+
+    def losses(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return frozen_head_cross_entropy(x, problem.weight, problem.bias, problem.targets, weights=given)
+
+    return leaf, logits, losses
+
+
+@pytest.mark.parametrize("way", [overwriting, frozen, frozen_in_autocast])
+def test_small_probabilities_are_not_lost_in_float16(way: Any):
+    """A static loss scale comes too late for a gradient that was rounded to nothing before."""
+    problem = Problem(torch.float16)
+    problem.weights = torch.full_like(problem.weights, 1e-4)
+    leaf, logits, losses = way(problem, True)
+    scale = torch.full_like(problem.factors, 4096.0)
+    (mine,) = torch.autograd.grad(losses(leaf), leaf, scale)
+    _, wanted = problem.expected(leaf, logits, scale, True)
+    assert (wanted[1::5] != 0).float().mean() > 0.7
+    torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=1e-4)
 
 
 def test_a_head_that_trains_is_refused():

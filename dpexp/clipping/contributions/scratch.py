@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 DEFAULT_CAP = 256 << 20
-HOT = 4 << 20  # bytes of gradients that a CPU's caches surely hold when they are looked at for the second time
+HOT = 4 << 20  # bytes of gradients that a CPU surely still has in reach when it looks at them again
 WARM = 4 * HOT  # the same for what is looked at once
 
 
