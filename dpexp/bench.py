@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dpexp import native
 from dpexp.benchmark.measure import Protocol, measure
-from dpexp.benchmark.methods import chosen_methods
+from dpexp.benchmark.methods import LEAN, chosen_methods
 from dpexp.benchmark.render import overview, workload_table, write
 from dpexp.benchmark.workloads import SIZES, workload_named
 from dpexp.checks import did_you_mean
@@ -131,7 +131,14 @@ def _check(arguments: BenchArguments) -> list[str]:
         raise UserError(
             "max_batch=true on a CPU needs memory_gib=…, the resident memory that one process may take"
         )
-    return chosen_methods(arguments.methods)
+    methods = chosen_methods(arguments.methods)
+    lean = [method for method in methods if method.endswith(LEAN)]
+    if lean and arguments.compile:
+        raise UserError(
+            f"methods=[{lean[0]}] with compile=true: the lean losses hook into the network, which a compiled one does not see; "
+            "leave one of them out"
+        )
+    return methods
 
 
 @hydra_entry("bench", BenchArguments)

@@ -157,6 +157,7 @@ def test_shorthands_and_order():
         ({"methods": ["auto/flatt"]}, "did you mean auto/flat"),
         ({"methods": ["opacus:block"]}, "is not known"),
         ({"methods": ["opacus:flat+lean"]}, "is not known"),
+        ({"methods": ["nonprivate+lean"], "compile": True}, "leave one of them out"),
         ({"size": "huge"}, "choices: full, tiny"),
         ({"rounds": 0}, "rounds=0"),
         ({"max_batch": True}, "memory_gib"),

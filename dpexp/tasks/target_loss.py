@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -97,15 +96,19 @@ def _plain_and_frozen(layer: nn.Module) -> bool:
 def _is_last(model: nn.Module, layer: nn.Module, inputs: dict[str, Tensor]) -> bool:
     """Asked once, of one example, before anything is computed for a step: a resumed run must take the same way."""
     if layer not in _comes_last:
-        one = {name: tensor[:1] for name, tensor in inputs.items()}
+        outputs: list[tuple[Tensor, int]] = []  # with how often each had been written to
+        handle = layer.register_forward_hook(
+            lambda _, args, output: outputs.append((output, output._version))
+        )
         devices = [layer.weight.device] if layer.weight.is_cuda else []
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            _picking(layer, one["positions"], one["input_ids"].shape[1]) as seen,
-        ):
-            found = model(**{name: tensor for name, tensor in one.items() if name != "positions"}).logits
-        _comes_last[layer] = len(seen.outputs) == 1 and found is seen.outputs[0]
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices):
+                logits = target_logits(model, **{name: tensor[:1] for name, tensor in inputs.items()})
+        finally:
+            handle.remove()
+        _comes_last[layer] = [out is logits and logits._version == version for out, version in outputs] == [
+            True
+        ]
     return _comes_last[layer]
 
 
@@ -113,38 +116,26 @@ def _before_output_layer(
     model: nn.Module, layer: nn.Module, input_ids: Tensor, positions: Tensor, **inputs: Tensor
 ) -> Tensor:
     """`[B, L, d]`: what the output layer would be applied to, without applying it."""
-    with _picking(layer, positions, input_ids.shape[1], apply=False) as seen:
+    with _picking(layer, positions, input_ids.shape[1], apply=False) as picked:
         model(input_ids=input_ids, **inputs)
-    return seen.inputs[-1]
-
-
-@dataclass
-class _Seen:
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
+    return picked[-1]
 
 
 @contextmanager
-def _picking(layer: nn.Module, positions: Tensor, length: int, apply: bool = True) -> Iterator[_Seen]:
-    """The layer is applied to the hidden states at `positions`, or to none of them."""
-    seen = _Seen()
+def _picking(layer: nn.Module, positions: Tensor, length: int, apply: bool = True) -> Iterator[list[Tensor]]:
+    """The layer is applied to the hidden states at `positions`, or to none of them; yields where these will be."""
+    found: list[Tensor] = []
 
     def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden = args[0]
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         # Prompt tuning puts vectors of its own before the tokens, and all positions move on by as many.
         picked = hidden[rows, positions + (hidden.shape[1] - length)]
-        if not apply:
-            seen.inputs.append(picked)
-            picked = picked[:, :0]
-        return (picked, *args[1:])
+        found.append(picked)
+        return (picked if apply else picked[:, :0], *args[1:])
 
-    def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.outputs.append(output)
-
-    handles = [layer.register_forward_pre_hook(pick), layer.register_forward_hook(look)]
+    handle = layer.register_forward_pre_hook(pick)
     try:
-        yield seen
+        yield found
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()

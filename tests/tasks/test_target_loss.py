@@ -125,6 +125,16 @@ def test_losses_and_gradients_are_those_of_the_whole_model(
     assert set(used) == {"frozen_head_cross_entropy" if lean else "cross_entropy_"}
 
 
+def test_logits_that_are_written_to_afterwards_are_not_the_output_layers(
+    batch: dict[str, Tensor], used: list[str]
+):
+    model = built("gpt2", True)
+    model.register_forward_hook(lambda module, args, output: output.logits.mul_(2) is None or None)
+    with torch.no_grad():
+        torch.testing.assert_close(example_losses(model, batch), textbook(model, batch))
+    assert used == ["cross_entropy_"]
+
+
 @pytest.mark.parametrize("engine", ["auto", "onepass", "ghost", "bk", "fastgrad"])
 @pytest.mark.parametrize("groups", ["flat", "layer"])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -169,6 +179,14 @@ def test_a_layer_that_is_wrapped_or_hooked_is_applied_as_it_is(batch: dict[str, 
     torch.testing.assert_close(doubled, wanted, rtol=1e-9, atol=1e-12)
     handle.remove()
     assert used == ["frozen_head_cross_entropy", "cross_entropy_"]
+
+
+def test_losses_may_be_asked_for_in_inference_mode_first(batch: dict[str, Tensor], used: list[str]):
+    model = built("gpt2", True)
+    with torch.inference_mode():
+        first = example_losses(model, batch)
+    torch.testing.assert_close(first, example_losses(model, batch).detach(), rtol=1e-9, atol=1e-12)
+    assert used == ["frozen_head_cross_entropy"] * 2
 
 
 def test_asking_what_comes_last_draws_no_random_numbers(batch: dict[str, Tensor]):
