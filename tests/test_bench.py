@@ -319,6 +319,29 @@ def test_the_search_replaces_a_worker_that_ran_out_of_memory_and_reports_other_f
     assert (row.max_batch, row.max_batch_reason) == (None, "the moon is full")
 
 
+def test_the_largest_batch_is_one_that_a_fresh_process_can_begin_with(monkeypatch):
+    """The first step, in which layouts are proven and methods tried, takes more than those that follow."""
+
+    class Beginning:
+        def __init__(self, threads, patience):
+            self.fitted = 0
+
+        def ask(self, command, **arguments):
+            if command == "fit":
+                if arguments["batch"] > (37 if self.fitted else 33):
+                    raise Failed("out of memory", memory=True)
+                self.fitted += 1
+            return {"seconds": 0.5}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(measuring, "Worker", Beginning)
+    row = Row("mlp", "auto/flat", batch_size=4)
+    measuring._search(row, PROTOCOL, lambda text: None)
+    assert (row.max_batch, row.max_batch_examples_per_s, row.max_batch_reason) == (33, 33 / 0.5, "")
+
+
 # Real processes
 
 

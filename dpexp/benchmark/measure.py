@@ -194,11 +194,17 @@ def _search(row: Row, protocol: Protocol, say: Say) -> None:
 
     try:
         found = largest(fits, row.batch_size or 1, protocol.resolution)
+        while found and row.max_batch is None:
+            drop()  # a fresh process: the number is of this batch alone, its first step in which methods are tried included
+            try:
+                taken = worker().ask("fit", batch=found, steps=protocol.steps)
+            except Failed as failed:
+                if not failed.memory:
+                    raise
+                found -= max(1, int(protocol.resolution * found))
+            else:
+                row.max_batch, row.max_batch_examples_per_s = found, found / taken["seconds"]
         row.max_batch = found
-        if found:
-            drop()  # a fresh process, so that the number is of this batch alone
-            taken = worker().ask("fit", batch=found, steps=protocol.steps)
-            row.max_batch_examples_per_s = found / taken["seconds"]
     except Failed as failed:
         row.max_batch_reason = str(failed)
     finally:
