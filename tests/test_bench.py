@@ -365,6 +365,11 @@ def test_a_process_that_reaches_its_cap_says_so(worker):
     assert failure.value.memory
 
 
+def test_a_workload_without_a_lean_loss_says_so(worker):
+    with pytest.raises(Failed, match="no lean form"):
+        worker.ask("start", **job(method="nonprivate+lean"))
+
+
 def test_a_library_that_is_missing_and_a_process_that_is_gone(worker):
     with pytest.raises(Failed, match="not installed") as failure:
         worker.ask("start", **job(method="fastdp:flat"))

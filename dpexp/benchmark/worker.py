@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dpexp.errors import UserError
+
 OVER_THE_CAP = 77  # exit status of a process that stopped itself at its memory cap
 
 _STATUS = Path("/proc/self/status")
@@ -180,7 +182,9 @@ class Bench:
         return self.torch.compile(network) if self.job["compile"] else network
 
     def _losses(self, network: Any, batch: Any) -> Any:
-        losses = self.parts.lean if self.lean and self.parts.lean else self.parts.losses
+        losses = self.parts.lean if self.lean else self.parts.losses
+        if losses is None:
+            raise UserError("the loss of this workload has no lean form")
         with self.autocast():
             return losses(network, batch).float()
 

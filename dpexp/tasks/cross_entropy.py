@@ -169,7 +169,10 @@ def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
     """The kept gradient for losses that are used with these factors; they are ones wherever losses are only summed up."""
     if bool((factors == 1).all()):
         return gradient
-    return (gradient * factors[:, None]).to(gradient.dtype)
+    scaled = torch.empty_like(gradient)
+    for rows in _blocks(gradient.shape, BLOCK):  # of 16 bits, the product is wider for a moment
+        scaled[rows] = gradient[rows] * factors[rows, None]
+    return scaled
 
 
 def _blocks(shape: Any, numbers: int) -> Iterator[slice]:
