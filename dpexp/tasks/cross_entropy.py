@@ -8,6 +8,9 @@ and with a weight that is known:
   its output gradient there;
 * `frozen_head_cross_entropy` is given what a frozen output layer is applied to. It needs the logits of a few rows at a time
   for the gradient `[N, d]` of its input, and no `[N, V]` is ever held.
+
+torch's `F.linear_cross_entropy` works in chunks, too. It adds a trained weight's gradient up over all examples before anyone
+could clip it; for a frozen weight it gives the same and takes longer on a CPU, whatever the size of its chunks.
 """
 
 from __future__ import annotations
