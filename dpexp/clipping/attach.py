@@ -10,23 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping import distributed
-from dpexp.clipping.backward import BackwardPass
-from dpexp.clipping.coverage import CoverageRow, coverage_table, find_sites, refuse_couplings
-from dpexp.clipping.dataflow import entered, inside_reentrant_checkpoint
+from dpexp.clipping.backward import Sums, clipped_sums
+from dpexp.clipping.coverage import CoverageRow, coverage_table
+from dpexp.clipping.dataflow import entered, inside_reentrant_checkpoint, tensors_in
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine, engine_named
-from dpexp.clipping.entrance import watched
-from dpexp.clipping.fullgraph import GraphTaps, possible
-from dpexp.clipping.graph_tap import tracing_full_graph
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
-from dpexp.clipping.memory import LateSum, Memory
-from dpexp.clipping.opacus_engine import OpacusBackend
+from dpexp.clipping.independence import Independence
+from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
+from dpexp.clipping.refusals import refuse_couplings
+from dpexp.clipping.remembered import Methods
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.swap import CUT, REENTRANT, SITE, install, uninstall
-from dpexp.clipping.taps import Recorder
+from dpexp.clipping.sites import CUT, SITE, find_sites, install, uninstall
+from dpexp.clipping.survey import Survey
+from dpexp.clipping.taps import REENTRANT, Recorder, Visit
 from dpexp.errors import UserError
 
 
@@ -44,9 +43,6 @@ class Report:
     clipped: Tensor
 
 
-Sums = dict[str, Tensor | LateSum]
-
-
 def attach(
     model: nn.Module,
     groups: GroupsSpec = "flat",
@@ -58,6 +54,7 @@ def attach(
     rows_per_example: int = 1,
     choice: str | None = None,
     memory_cap_mib: int = 512,
+    fixed_length: bool = False,
 ) -> Clipper:
     """Prepare ``model`` for per-example clipping.
 
@@ -71,6 +68,8 @@ def attach(
         rows_per_example: the model sees this many adjacent rows of each example; ``losses`` stays ``[B]``.
         choice: overrides how the norm method is chosen per layer: measured, rule, ghost, instantiate or loop.
         memory_cap_mib: most memory that one instantiated per-example gradient may take.
+        fixed_length: a promise, which is checked: all batches of tokens are padded to one length, so that the padding of an
+            example does not depend on the others. Without it, a model whose results depend on padding is refused.
 
     Raises:
         UserError: anything that cannot be clipped exactly, naming the module, the parameter and the way out.
@@ -85,6 +84,7 @@ def attach(
         rows_per_example,
         choice,
         memory_cap_mib,
+        fixed_length,
     )
 
 
@@ -102,6 +102,7 @@ class Clipper:
         rows_per_example: int,
         choice: str | None,
         memory_cap_mib: int,
+        fixed_length: bool,
     ):
         if rule not in RULES:
             raise UserError(f"rule={rule!r} is not known; choose {', '.join(RULES)}")
@@ -109,7 +110,7 @@ class Clipper:
             raise UserError(f"max_clip_scale={max_clip_scale} must be positive and finite")
         if not (isinstance(rows_per_example, int) and rows_per_example >= 1):
             raise UserError(f"rows_per_example={rows_per_example!r} must be a whole number, at least 1")
-        if any(SITE in m.__dict__ or getattr(m, "_dpexp_clipper", None) is not None for m in model.modules()):
+        if any(SITE in m.__dict__ or ATTACHED in m.__dict__ for m in model.modules()):
             raise UserError("this model has a clipper attached already: call detach() on it first")
         refuse_couplings(model)
         self.model, self.rule, self.engine = model, rule, engine
@@ -119,18 +120,15 @@ class Clipper:
         device = next(iter(self._params.values())).device
         self._thresholds = _initial_thresholds(clip_norm, len(self.groups)).to(device)
         self._hooks: list[Any] = []
+        self._independence = Independence(model, rows_per_example, fixed_length)
         self._reducer = distributed.reducer_of(model)
         self._backend: TapBackend | OpacusBackend
         if engine.name == "opacus":
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
         else:
-            self._backend = TapBackend(
-                model, self.groups, engine, rows_per_example, choice, memory_cap_mib, rule
-            )
-        graph = getattr(self._backend, "graph", None)
-        enter, leave = (self._enter, self._leave) if graph is None else (self._enter_graph, self._leave_graph)
-        self._hooks.append(model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-        self._hooks.append(model.register_forward_hook(leave, always_call=True))
+            self._backend = TapBackend(model, self.groups, engine, rows_per_example, choice, memory_cap_mib)
+        self._hooks.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+        self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
         self._attached = True
 
     @property
@@ -144,6 +142,16 @@ class Clipper:
         if new.shape != self._thresholds.shape:
             raise UserError(f"thresholds must have shape {[len(self.groups)]}, got {list(new.shape)}")
         self._thresholds = new.clone()
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one example can move the sum in ``p.grad``, in L2 norm: ``max_clip_scale * sqrt(sum of C_k²)``.
+
+        Infinite with ``rule="none"``, which clips nothing. Noise is this number times a noise multiplier.
+        """
+        if self.rule == "none":
+            return math.inf
+        return self.max_clip_scale * float(self._thresholds.double().norm())
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -181,14 +189,14 @@ class Clipper:
             return result if scale is None else result.nan_to_num(nan=0.0)
 
         sums: Sums = {}
+        self._independence.begin(losses, self._params.values())
         if num_examples == 0:
             sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
             if isinstance(self._backend, OpacusBackend):
                 self._backend.forget()
         else:
-            if isinstance(self._backend, TapBackend) and self._backend.graph is not None:
-                self._backend.graph.write_settings(thresholds, scale, loss_scale)
             sq, sums = self._backend.clipped_sums(losses, factors, loss_scale)
+        self._independence.check(num_examples)
         norms = (sq / loss_scale**2).clamp(min=0).sqrt().detach()
         limits = thresholds.to(norms)[:, None] * (1.0 if scale is None else scale.to(norms))
         report = Report(norms, (norms > limits).sum(dim=1))
@@ -209,21 +217,23 @@ class Clipper:
         """Parameter -> how its norms are computed; complete after the first backward pass."""
         return {row.parameter: row.method for row in self._backend.coverage()}
 
+    @property
+    def notes(self) -> list[str]:
+        """What could not be looked at, in words; complete after the first backward pass."""
+        return list(self._independence.notes)
+
     def remember(self) -> dict[str, Any]:
-        """What the engine has measured and proven, as JSON: a resumed run that recalls it computes bit for bit the same."""
-        if not isinstance(self._backend, TapBackend):
-            return {}
-        return self._backend.memory.state() | {"batch": self._backend.recorder.batch}
+        """Return what the engine has measured and proven, as JSON; a run that recalls it computes the same to the last bit."""
+        return self._backend.state() if isinstance(self._backend, TapBackend) else {}
 
     def recall(self, state: dict[str, Any]) -> None:
-        """The counterpart of `remember`, on a model of the same structure with the same engine; or ``{"choices": …}`` alone."""
+        """Take over what `remember` gave, for a model of the same structure with the same engine; or ``{"choices": …}`` alone."""
         if state and isinstance(self._backend, TapBackend):
-            self._backend.memory.load_state(state)
-            self._backend.recorder.batch = state.get("batch", self._backend.recorder.batch)
-            self._backend.follow()
+            self._backend.load_state(state)
 
     def __str__(self) -> str:
-        return coverage_table(self._backend.coverage(), self.groups, self._thresholds, self.engine.name)
+        table = coverage_table(self._backend.coverage(), self.groups, self._thresholds, self.engine.name)
+        return "\n".join([table, *self.notes])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Clipper:
         """Copying an attached model copies its clipper; both then stand alone."""
@@ -234,37 +244,24 @@ class Clipper:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a model with a clipper attached cannot be pickled: call clipper.detach() first")
 
-    def _enter_graph(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """`_enter`, where `torch.compile` may be tracing."""
-        graph: GraphTaps = self._backend.graph  # type: ignore[union-attr, assignment]
-        if torch.compiler.is_dynamo_compiling() and tracing_full_graph():
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            if graph.enter(self.model, inputs, self._reducer):
-                return None
-        return self._enter(module, args, kwargs)
-
-    def _leave_graph(self, module: nn.Module, args: tuple, output: Any) -> None:
-        graph: GraphTaps = self._backend.graph  # type: ignore[union-attr, assignment]
-        if torch.compiler.is_dynamo_compiling() and tracing_full_graph() and graph.obstacle() is None:
-            graph.leave()
-        else:
-            self._leave(module, args, output)
-
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        self._reducer = distributed.reducer_of(self.model)
         inputs, shapes, first = entered((args, kwargs))
+        if isinstance(self._backend, OpacusBackend):
+            self._backend.enter(inputs)
+        if self._independence.looking:
+            return None
+        self._reducer = distributed.reducer_of(self.model)
+        if torch.is_grad_enabled():
+            if inputs and not inputs[0].numel():
+                self._try_empty(args, kwargs)
+            self._independence.enter(args, kwargs)
         if not isinstance(self._backend, TapBackend):
-            self._backend.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
-        elif torch.is_grad_enabled():
+            return None
+        if torch.is_grad_enabled():
             self._check_coverage()
             keep_buffers(self._backend)
-            alone = bool(shapes) and all(shape[0] == self.rows_per_example for shape in shapes)
-            follow = not (self._backend.memory.settled or alone)
-            self._backend.recorder.open(inputs, shapes, first, follow)
-            if follow and all(p.requires_grad for p in self.model.parameters()):
-                # a frozen part keeps nothing for a gradient of its input, and must not begin to
-                return watched(self._backend.recorder, inputs, args, kwargs)
+            self._backend.recorder.open(inputs, shapes, first, watch=not self._backend.survey.settled)
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
         return None
@@ -274,6 +271,19 @@ class Clipper:
         if isinstance(self._backend, TapBackend):
             release_buffers(self._backend)
             self._backend.recorder.close()
+        else:
+            self._backend.leave(tensors_in(output))
+
+    def _try_empty(self, args: tuple, kwargs: dict) -> None:
+        """Many models cannot reshape a batch of no examples, and say so in words about shapes."""
+        try:
+            with torch.no_grad():
+                self.model(*args, **kwargs)
+        except Exception as error:
+            raise UserError(
+                f"the batch is empty, and this model cannot take that ({error}). An empty Poisson batch need not go through the "
+                "model: call clipper.backward(torch.zeros(0))"
+            ) from error
 
     def _check_losses(self, losses: Tensor) -> None:
         if not isinstance(losses, Tensor):
@@ -312,7 +322,7 @@ class Clipper:
 
 
 class TapBackend:
-    """All engines but ``opacus``: taps on swapped modules."""
+    """All engines but ``opacus``: parameters are followed to the operations that use them."""
 
     def __init__(
         self,
@@ -322,75 +332,49 @@ class TapBackend:
         rows_per_example: int,
         choice: str | None,
         memory_cap_mib: int,
-        rule: str,
     ):
         distributed.refuse_sharded(model)
         self.groups, self.rows_per_example = groups, rows_per_example
         self.engine = engine if choice is None else replace(engine, norm=choice)
-        self.recorder = Recorder()
-        self.memory = Memory(memory_cap_mib * 2**20)
-        if engine.name == "loop":
-            self.memory.looped = {name for group in groups for name in group.params}
+        self.survey = Survey()
+        self.methods = Methods(memory_cap_mib * 2**20)
+        self.recorder = Recorder(trainable_parameters(model), self.survey.roles)
         self.sites = find_sites(model, self.recorder)
-        self.graph: GraphTaps | None = None
-        if possible(self.engine):
-            self.graph = GraphTaps(
-                self.engine, groups, rule, self.memory, self.recorder, rows_per_example, self.sites, self
-            )
         for module, site in self.sites:
             install(module, site)
 
     def uninstall(self) -> None:
+        """Give the modules their classes back."""
         for module, _ in self.sites:
             uninstall(module)
 
     def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, Sums]:
-        step = BackwardPass(
-            self.recorder,
-            self.groups,
-            self.engine,
-            self.memory,
-            losses,
-            self.rows_per_example,
-            factors,
-            grad_scale,
-            self.graph,
-        )
-        result = step.run()
-        if self.engine.name != "loop":
-            self.memory.followed |= self.memory.surprises
-            if self.follow() or step.batch_moved:
-                # the next forward takes another way: look at it as closely as at the first one
-                self.memory.looped -= self.memory.surprises
-                self.memory.settled = self.memory.ways_known = False
-        if self.graph is not None:
-            self.graph.learn(self.memory)
-        self.memory.surprises = set()
-        return result
+        """Compute squared norms ``[K, B]`` and the clipped sums."""
+        visit = Visit(self.recorder, losses, self.rows_per_example, grad_scale)
+        return clipped_sums(visit, self.survey, self.methods, self.groups, self.engine, factors)
 
-    def follow(self) -> bool:
-        """Make two kinds of use visible from the next forward on, which cost a loop over examples in this one.
+    def state(self) -> dict[str, Any]:
+        """Return what is known, as JSON."""
+        return self.survey.state() | self.methods.state() | {"batch": self.recorder.batch}
 
-        Parameters read from outside of their module's forward, like a head tied by hand, and embeddings that are looked up
-        once for all examples. Returns whether anything is new.
-        """
-        before = [(site.shared_table, len(site.tracked)) for _, site in self.sites]
-        for _, site in self.sites:
-            site.shared_table = self.memory.loops(site.owner)
-            site.tracked |= {local for local, name in site.params.items() if name in self.memory.followed}
-        return before != [(site.shared_table, len(site.tracked)) for _, site in self.sites]
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what another process has found."""
+        self.survey.load_state(state)
+        self.methods.load_state(state)
+        self.recorder.batch = state.get("batch", self.recorder.batch)
 
     def coverage(self) -> list[CoverageRow]:
-        rows, seen = [], set()
-        group_of = {name: group.name for group in self.groups for name in group.params}
-        for _, site in self.sites:
-            for name in site.names:
-                if name not in seen:
-                    seen.add(name)
-                    rows.append(
-                        CoverageRow(name, group_of[name], site.label, self.memory.methods.get(name, ""))
-                    )
-        return rows
+        """Return a row for each trainable parameter."""
+        return [
+            CoverageRow(
+                name,
+                group.name,
+                ", ".join(self.survey.operations.get(name, ())),
+                self.methods.of_parameter.get(name, ""),
+            )
+            for group in self.groups
+            for name in group.params
+        ]
 
 
 def _trainable_ids(model: nn.Module) -> set[int]:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpexp.clipping.memory import LateSum
+from dpexp.clipping.contributions import Contribution
 from dpexp.errors import UserError
 
 SHARDING = ("FSDPModule", "FullyShardedDataParallel")  # by name: importing them takes a second
+
+
+@dataclass
+class LateSum:
+    """A clipped sum that touches few rows of a table: formed when it is delivered, straight into an existing gradient."""
+
+    contribution: Contribution
+    factors: Tensor
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """Form the sum."""
+        return self.contribution.weighted_sum(self.factors).to(dtype)
+
+    def add_to(self, gradient: Tensor) -> None:
+        """Add the sum to ``gradient`` in place."""
+        if gradient.dtype == self.contribution.dtype and gradient.is_contiguous():
+            self.contribution.weighted_sum(self.factors, out=gradient)
+        else:
+            gradient += self.tensor(gradient.dtype)
 
 
 def refuse_sharded(model: nn.Module) -> None:

@@ -58,9 +58,7 @@ def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
     Random, not a sum: the gradients below a normalisation or a softmax sum to zero.
     """
     flat = example_major(gy, layout, rows).detach()
-    flat = (
-        flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.reshape(flat.shape[0], -1)
-    )
+    flat = flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.flatten(1)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     generator = torch.Generator().manual_seed(flat.shape[1])
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32).to(flat)
@@ -116,3 +114,14 @@ def refuted(
     large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
     tolerance = 0.02 if torch.finfo(dtype).bits >= 32 else 0.2
     return bool((finite & large & (error > tolerance * scale)).any())
+
+
+def weighted_rows(tensor: Tensor, layout: str, rows: int, by_row: Tensor) -> Tensor:
+    """Multiply the rows of each example by the example's weight; ``by_row`` is ``[rows]``, the layout stays."""
+    major = example_major(tensor, layout, rows)
+    weights = by_row.to(tensor).repeat_interleave(major.shape[0] // rows)
+    if layout == STRIDED:
+        weights = by_row.to(tensor).repeat(tensor.shape[0] // rows)
+    if layout == SECOND and major is not tensor:
+        return tensor * weights.view(1, -1, *[1] * (tensor.dim() - 2))
+    return tensor * weights.view(-1, *[1] * (tensor.dim() - 1))

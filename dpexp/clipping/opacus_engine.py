@@ -7,6 +7,7 @@ up to the ordinary gradient, which the same backward pass gives for nothing.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import layouts
+from dpexp.clipping.contributions import numerics
 from dpexp.clipping.coverage import CoverageRow
+from dpexp.clipping.distributed import LateSum
 from dpexp.clipping.groups import Group
-from dpexp.clipping.memory import LateSum
 from dpexp.errors import UserError
+
+ATTACHED = "_dpexp_clipper"
+
+
+class _Graph:
+    """Lives as long as the autograd node that it is a hook of."""
+
+    def __call__(self, gradients: Any) -> None:
+        return None
 
 
 class OpacusBackend:
@@ -41,6 +52,9 @@ class OpacusBackend:
         except NotImplementedError as error:
             raise UserError(f"Opacus refuses this model: {error}. Use another engine") from error
         self.rows: int | None = None  # of the batch that is in the model
+        self.graphs: list[weakref.ref[_Graph]] = []  # of forward passes that wait for their backward
+        for module in model.modules():
+            module.__dict__[ATTACHED] = True
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         self.hooks = [table.register_forward_pre_hook(self._expand) for table in tables]
 
@@ -51,7 +65,24 @@ class OpacusBackend:
             return None
         return (ids.expand(self.rows, -1), *args[1:])
 
+    def enter(self, inputs: list[Tensor]) -> None:
+        """The model's forward begins; what earlier ones left is dropped once nobody can back-propagate them any more."""
+        self.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
+        if self.graphs and not any(graph() for graph in self.graphs):
+            self.graphs.clear()
+            self.forget()
+
+    def leave(self, outputs: list[Tensor]) -> None:
+        """The model's forward has ended."""
+        for output in outputs:
+            if output.grad_fn is not None:
+                graph = _Graph()
+                output.grad_fn.register_prehook(graph)
+                self.graphs.append(weakref.ref(graph))
+
     def uninstall(self) -> None:
+        for module in self.model.modules():
+            module.__dict__.pop(ATTACHED, None)
         for hook in self.hooks:
             hook.remove()
         self.wrapper.to_standard_module()
@@ -70,14 +101,15 @@ class OpacusBackend:
             sq = torch.zeros(losses.shape[0], dtype=torch.float32, device=losses.device)
             for name in group.params:
                 flat = per_example[name].reshape(losses.shape[0], -1)
-                sq = sq + flat.to(torch.promote_types(flat.dtype, torch.float32)).pow(2).sum(1)
+                sq = sq + numerics.squared_norms(flat)
             finite = sq.isfinite()
             factor = torch.where(finite, factors(k, torch.where(finite, sq, 0.0)), 0.0)
             for name, param in group.params.items():
                 gradient = per_example.pop(name)
                 if not bool(finite.all()):
                     gradient = torch.where(finite.reshape(-1, *[1] * param.dim()), gradient, 0.0)
-                sums[name] = torch.tensordot(factor.to(gradient), gradient, dims=1).to(param.dtype)
+                rows = gradient.to(numerics.wide(gradient.dtype)).contiguous()
+                sums[name] = numerics.combine(rows, factor).to(param.dtype)
             norms.append(sq)
         return torch.stack(norms), sums
 

@@ -1,7 +1,7 @@
 """Modules whose own forward hides its parameters inside one fused call, written out as ordinary linear maps.
 
 `nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU` and `nn.RNN` hand their weights to a single C++ function, where no tap can go. These
-forwards compute the same with ``F.linear``, whose uses of a bare parameter `tracked` follows. What they don't cover (packed
+forwards compute the same with ``F.linear``, whose parameters `following` follows. What they don't cover (packed
 sequences, key and value biases, inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
 """
 

@@ -1,170 +1,165 @@
-"""Taps: where a layer's output gradient meets its saved input.
+"""Taps: where the output gradient of an operation meets what the operation had been given.
 
-A module's own forward runs with detached parameters, so ordinary autograd carries the input gradient and computes no weight
-gradient. Its output then passes through `Tap`, an identity whose backward hands ``(input, output gradient)`` to the backward
-pass of the clipper. Nothing is stored on parameters or modules. The input is kept with ``save_for_backward`` and read once,
-which is what activation checkpointing, saved-tensor hooks and version counters ask for.
+An operation on the batch runs with detached parameters, so ordinary autograd carries the gradient of its input and computes none
+of the parameters. Its output then passes through `Tap`, an identity whose backward hands the saved tensors and the output
+gradient to whoever visits the graph (`Visit`). Nothing is stored on parameters or modules. What is saved goes through
+``save_for_backward`` and is read once, which is what activation checkpointing, saved-tensor hooks and version counters ask for.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
-from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.dataflow import DataFlow
+from dpexp.clipping.donation import used_again
+from dpexp.errors import UserError
 
 if TYPE_CHECKING:
-    from dpexp.clipping.backward import BackwardPass
+    from dpexp.clipping.uses import Use
 
-
-class Source(Protocol):
-    """What knows how parameters were used at a tap: a module of a known kind, or one operation on a bare parameter."""
-
-    label: str
-    owner: str
-    names: tuple[str, ...]
-
-    def contributions(
-        self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, names: set[str]
-    ) -> dict[str, Contribution]:
-        """Per-example gradients by parameter name; ``saved`` and ``gy`` are example-major."""
-        ...
-
-    def plain_gradients(
-        self, call: Call, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]
-    ) -> dict[str, Tensor]:
-        """Ordinary gradients (summed over everything) by parameter name."""
-        ...
-
-
-@dataclass
-class Call:
-    """One use of parameters in one forward pass: static facts only, never a tensor.
-
-    ``certain``: its contributions never fail, whatever the shapes. ``key`` names the place in the model and which of its uses in
-    the forward pass this is (a module that is called twice may see two layouts), so that what was verified of its layout is
-    remembered. ``from_batch``: whether the input was computed from the model's inputs (None where that was not followed).
-    ``routed``: whether its rows were picked by index, so that what is verified holds for this batch alone. ``batched``: which
-    saved tensors have the rows of the output, where that is not the first one alone.
-    """
-
-    source: Source
-    key: Hashable
-    input_shape: torch.Size | None
-    output_shape: torch.Size
-    from_batch: bool | None
-    template: Any = None
-    autocast: tuple[str, torch.dtype] | None = None
-    certain: bool = True
-    routed: bool = False
-    batched: tuple[bool, ...] = ()
+REENTRANT = (
+    "reentrant activation checkpointing cannot be clipped: pass use_reentrant=False "
+    "(transformers: gradient_checkpointing_kwargs={'use_reentrant': False})"
+)
 
 
 @dataclass(eq=False)
 class ForwardPass:
-    """One forward through the model. Taps and calls belong to it, not to the clipper: several may be alive at once.
+    """One forward through the model. Taps and uses belong to it, not to the clipper: several may be alive at once.
 
-    ``shapes``: what may be the batch, see `dataflow.entered`; ``batch``: the index of what probably is.
+    Attributes:
+        shapes: what may be the batch, see `dataflow.entered`.
+        batch: the index of what probably is.
+        uses: in the order of the forward.
+        roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
+        consumed: whether a backward pass has arrived here.
     """
 
     shapes: tuple[torch.Size, ...] = ()
     batch: int = 0
-    calls: list[Call] = field(default_factory=list)
-    operations: dict[Hashable, int] = field(default_factory=dict)
+    uses: list[Use] = field(default_factory=list)
+    roles: dict[str, str] = field(default_factory=dict)
+    ordinals: dict[str, int] = field(default_factory=dict)
     consumed: bool = False
 
     @property
     def rows(self) -> int | None:
+        """Rows of the batch, as far as the shapes tell."""
         return self.shapes[self.batch][0] if self.shapes else None
 
     def may_have(self, rows: int) -> bool:
-        """Whether a batch of so many rows may have entered here."""
+        """Tell whether a batch of so many rows may have entered here."""
         return not self.shapes or any(rows in shape for shape in self.shapes)
 
-    def ordinal(self, key: Hashable) -> int:
-        """How many earlier operations of this pass had the same key."""
-        self.operations[key] = self.operations.get(key, -1) + 1
-        return self.operations[key]
+
+OnUse = Callable[[ForwardPass, "Use", tuple[Tensor, ...], Tensor], None]
 
 
 class Recorder:
-    """Joins the forward passes of one clipper with its backward pass.
+    """Joins the forward passes of one clipper with the visits of its backward passes.
 
     The anchor is a scalar leaf that every tap takes as an input: asking autograd for the gradient of the anchor visits every
     tap, and no parameter's accumulation node.
+
+    Args:
+        params: trainable parameters by their first name.
+        roles: decided in earlier passes; shared with the survey, which fills it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, params: dict[str, nn.Parameter], roles: dict[str, str]) -> None:
+        self.params, self.roles = params, roles
+        self.names = {id(p): name for name, p in params.items()}
         self.anchor = torch.zeros((), requires_grad=True)
         self.current: ForwardPass | None = None
         self.loose: ForwardPass | None = None
         self.alive: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
-        self.running: BackwardPass | None = None
+        self.visiting: Visit | None = None
         self.flow: DataFlow | None = None
+        # how an operation runs that was seen before: `meeting.Plan` by the operation's key
+        self.plans: dict[str, Any] = {}
+        # how many forwards of modules with parameters are running
+        self.inside = 0
         # which of the shapes that enter is the batch, once a backward pass has shown it
         self.batch: int | None = None
 
     def open(
-        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, follow: bool
+        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, watch: bool
     ) -> None:
-        """The root's forward begins. ``follow``: track which tensors are computed from ``inputs``."""
+        """Begin the root's forward. ``watch``: follow which tensors are computed from ``inputs``."""
         guess = first_tensor if self.batch is None else self.batch
         self.current = ForwardPass(shapes, guess if guess < len(shapes) else 0)
-        self._stop_following()  # of a forward that this one interrupts, or that was left by an interrupt
-        if follow:
-            self.flow = DataFlow(inputs)
+        self._stop_watching()  # a forward that this one interrupts, or that was left by an interrupt
+        if watch:
+            rows = self.current.rows
+            # what all examples share is no batch: a single row, where there are several
+            self.flow = DataFlow(t for t in inputs if rows == 1 or t.dim() == 0 or t.shape[0] != 1)
             self.flow.__enter__()
 
     def close(self) -> None:
-        self.current = None
-        self._stop_following()
+        """End the root's forward."""
+        self.current, self.inside = None, 0
+        self._stop_watching()
 
-    def _stop_following(self) -> None:
+    def _stop_watching(self) -> None:
         if self.flow is not None:
             self.flow.__exit__(None, None, None)
             self.flow = None
 
+    @property
+    def following(self) -> bool:
+        """Whether who reads a parameter now gets a followed value: inside of a forward, or while one is recomputed."""
+        return self.current is not None or self.inside > 0 or self.visiting is not None
+
     def forward_pass(self) -> ForwardPass:
-        """The pass that a tap belongs to. Modules called outside the root's forward share a loose one."""
+        """Return the pass that a tap belongs to. Modules called outside of the root's forward share a loose one."""
         if self.current is not None:
             return self.current
         if self.loose is None or self.loose.consumed:
             self.loose = ForwardPass()
         return self.loose
 
-    def place(self, *key: Hashable) -> Hashable:
-        """The key of a call: the place in the model and its ordinal there."""
-        if self.running is not None:
-            return (*key, 0)  # a recomputation: its call is not registered
-        return (*key, self.forward_pass().ordinal(key))
+    def known_role(self, key: str) -> str | None:
+        """Return what was decided of an operation in this pass or before; None where it was never seen."""
+        role = self.roles.get(key)
+        if role is None and self.visiting is not None:
+            # a recomputation of a pass that was watched
+            role = next((p.roles[key] for p in self.visiting.passes if key in p.roles), None)
+        return role
+
+    def place(self, key: str) -> tuple[str, int]:
+        """Return the key of a use: the place in the model, and which of the uses there this is in the pass."""
+        if self.visiting is not None:
+            return (key, 0)  # a recomputation: its use is not registered
+        ordinals = self.forward_pass().ordinals
+        ordinals[key] = ordinals.get(key, -1) + 1
+        return (key, ordinals[key])
 
     @property
     def rows(self) -> int | None:
-        """Rows of the batch that is in the model now; in a backward pass, of the forward that is recomputed."""
+        """Rows of the batch that is in the model now; while a forward is recomputed, of that one."""
         if self.current is not None:
             return self.current.rows
-        if self.running is not None:
-            known = [p.rows for p in self.running.passes]
-            return self.running.rows if self.running.rows in known else next(iter(known), None)
+        if self.visiting is not None:
+            known = [p.rows for p in self.visiting.passes]
+            return self.visiting.rows if self.visiting.rows in known else next(iter(known), None)
         return None
 
-    def tap(self, y: Tensor, call: Call, saved: tuple[Tensor, ...]) -> Tensor:
-        """Register the call and return ``y`` with a tap on it."""
+    def tap(self, y: Tensor, use: Use, saved: tuple[Tensor, ...]) -> Tensor:
+        """Register the use and return ``y`` with a tap on it."""
         owner = self.forward_pass()
-        if self.running is None:  # inside a backward pass this is a recomputation, already registered
-            owner.calls.append(call)
+        if self.visiting is None:  # else this is a recomputation, registered before
+            owner.uses.append(use)
             owner.consumed = False
             self.alive.add(owner)
-        result = Tap.apply(y, self.anchor, self, owner, call, *saved)
-        if self.flow is not None and call.from_batch:
-            self.flow.add(result, call.routed)
-        return result
+        return Tap.apply(y, self.anchor, self, owner, use, *saved)
 
     def learn_batch(self, owner: ForwardPass, rows: int) -> bool:
         """Remember which input is the batch. Returns whether it was another one than assumed in this pass."""
@@ -176,43 +171,129 @@ class Recorder:
         self.batch = found[0]
         return True
 
-    def passes(self, rows: int) -> list[ForwardPass]:
-        """Forward passes that may be waiting for a backward over so many rows."""
-        return [p for p in self.alive if not p.consumed and p.calls and p.may_have(rows)]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
-        """A copied model records for itself; graphs in flight stay with the original."""
-        memo[id(self)] = twin = Recorder()
+        """Record for a copied model alone; graphs in flight stay with the original."""
+        import copy
+
+        memo[id(self)] = twin = Recorder(copy.deepcopy(self.params, memo), copy.deepcopy(self.roles, memo))
         twin.batch = self.batch
         return twin
 
 
+class Visit:
+    """The back-propagations of one ``clipper.backward``.
+
+    Args:
+        recorder: of the clipper.
+        losses: ``[B]`` with a graph.
+        rows_per_example: rows of the batch that belong to one example.
+        grad_scale: a factor of all gradients.
+
+    Attributes:
+        passes: forward passes that may be waiting for a backward over so many rows.
+        arrived: those of them that a gradient has reached.
+    """
+
+    def __init__(self, recorder: Recorder, losses: Tensor, rows_per_example: int, grad_scale: float):
+        self.recorder, self.losses, self.grad_scale = recorder, losses, grad_scale
+        self.num_examples = losses.shape[0]
+        self.rows = self.num_examples * rows_per_example
+        self.passes = [p for p in recorder.alive if not p.consumed and p.uses and p.may_have(self.rows)]
+        self.uses = [use for owner in self.passes for use in owner.uses]
+        self.arrived: set[ForwardPass] = set()
+        self._on_use: OnUse | None = None
+
+    def back_propagate(
+        self,
+        on_use: OnUse,
+        *,
+        retain: bool,
+        weights: Tensor | None = None,
+        params: Sequence[Tensor] = (),
+    ) -> list[Tensor | None]:
+        """Visit every tap once.
+
+        Args:
+            on_use: called with the forward pass, the use, its saved tensors and its output gradient.
+            retain: keep the graph for another visit.
+            weights: ``[B]`` factors of the losses; 1 where not given.
+            params: what autograd is asked for besides.
+
+        Returns:
+            The gradients that reached ``params`` by ways that no tap covers.
+        """
+        ones = torch.ones_like(self.losses) if weights is None else weights.to(self.losses)
+        self.recorder.visiting, self._on_use = self, on_use
+        try:
+            with used_again(self.losses) if retain else nullcontext():
+                grads = torch.autograd.grad(
+                    self.losses, [self.recorder.anchor, *params], ones * self.grad_scale,
+                    retain_graph=retain, allow_unused=True,
+                )  # fmt: skip
+        except RuntimeError as error:
+            if "Checkpointing is not compatible" in str(error):
+                raise UserError(REENTRANT) from error
+            if isinstance(error, CheckpointError):
+                raise UserError(
+                    "a checkpointed part of the model computed something else when it was computed again (a layer that is used "
+                    "on constants and on the batch, in the first step): run this step again, or use engine='loop'"
+                ) from error
+            raise
+        finally:
+            self.recorder.visiting, self._on_use = None, None
+        return list(grads[1:])
+
+    def arrive(self, owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
+        """Take an output gradient that has reached a tap."""
+        if owner not in self.passes:
+            raise UserError(
+                f"losses have {self.num_examples} examples, but the model's forward saw inputs of shape "
+                f"{[list(shape) for shape in owner.shapes]}…: pass the losses of exactly the examples that entered the model"
+            )
+        self.arrived.add(owner)
+        assert self._on_use is not None
+        self._on_use(owner, use, saved, gy)
+
+    def finish(self) -> bool:
+        """Mark the passes as done. Returns whether the batch was another input than assumed in the forward."""
+        moved = False
+        for owner in self.arrived:
+            owner.consumed = True
+            moved |= self.recorder.learn_batch(owner, self.rows)
+        return moved
+
+
 class Tap(torch.autograd.Function):
-    """Identity in forward; in backward the running backward pass sees the call, its saved tensors and the output gradient."""
+    """Identity in forward; in backward the running visit sees the use, its saved tensors and the output gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, anchor: Tensor, recorder: Recorder, owner: Any, call: Call, *saved: Tensor
+        ctx: Any, y: Tensor, anchor: Tensor, recorder: Recorder, owner: Any, use: Use, *saved: Tensor
     ) -> Tensor:
-        ctx.recorder, ctx.owner, ctx.call, ctx.num_saved = recorder, owner, call, len(saved)
+        ctx.recorder, ctx.owner, ctx.use, ctx.num_saved = recorder, owner, use, len(saved)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         if y._is_view():
-            return y.view_as(
-                y
-            )  # marking a view dirty would make autograd copy the whole gradient of its base
+            # marking a view dirty would make autograd copy the whole gradient of its base
+            return y.view_as(y)
         ctx.mark_dirty(y)  # an in-place identity: later in-place operations on the output stay legal
         return y
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor | None) -> Any:
         saved = ctx.saved_tensors
-        running = ctx.recorder.running
-        if running is None:
+        visit = ctx.recorder.visiting
+        if visit is None:
+            if torch.is_grad_enabled():
+                raise UserError(
+                    "a loss that contains a gradient (create_graph=True: a gradient penalty, double back-propagation) cannot "
+                    "be clipped: the derivative of a gradient passes no tap. Leave the penalty out, or approximate it by "
+                    "differences of forward passes"
+                )
             raise RuntimeError(
                 "loss.backward() reached a model with a clipper attached: call clipper.backward(losses) with one loss "
                 "per example, or clipper.detach() first"
             )
         if gy is not None:
-            running.arrive(ctx.owner, ctx.call, saved, gy)
+            visit.arrive(ctx.owner, ctx.use, saved, gy)
         return (gy,) + (None,) * (4 + ctx.num_saved)

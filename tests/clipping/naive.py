@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.contributions import Contribution
-from dpexp.clipping.layers import kind_of
+from dpexp.clipping.sites import find_sites, install, uninstall
+from dpexp.clipping.taps import ForwardPass, Recorder, Visit
+from dpexp.clipping.uses import Use
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -45,14 +48,43 @@ def contributions_of(
     names: set[str] | None = None,
     loss_fn: LossFn = nonlinear_loss,
 ) -> dict[str, Contribution]:
-    """As the engine does it: the own forward with detached parameters, then the kind with input and output gradient."""
-    detached = {name: p.detach() for name, p in module.named_parameters()}
-    y = torch.func.functional_call(module, detached, (x,)).detach().requires_grad_()
-    (gy,) = torch.autograd.grad(loss_fn(y, probe), y)
-    kind = kind_of(module)
-    assert kind is not None
-    with torch.no_grad():
-        return kind.contributions(module, (x,), gy, num_examples, names or set(detached))
+    """As the engine does it: parameters are followed to the operations that use them."""
+    found: dict[str, Contribution] = {}
+
+    def collect(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
+        with torch.no_grad():
+            for name, gradient in use.per_example(saved, gy, num_examples, set(use.names)).items():
+                found[name] = found[name].merge(gradient) if name in found else gradient
+
+    with uses_of(module, x, names) as (recorder, y):
+        parts = [
+            loss_fn(rows_of(y, i, num_examples), rows_of(probe, i, num_examples)) for i in range(num_examples)
+        ]
+        losses = torch.stack(parts) if parts else y.flatten()[:0]
+        Visit(recorder, losses, x.shape[0] // max(1, num_examples), 1.0).back_propagate(collect, retain=False)
+    return found
+
+
+@contextmanager
+def uses_of(module: nn.Module, x: Tensor, names: set[str] | None = None) -> Iterator[tuple[Recorder, Tensor]]:
+    """The module's output, and a recorder that knows its uses of the parameters ``names`` (all where not given)."""
+    params = dict(module.named_parameters())
+    for name, p in params.items():
+        p.requires_grad_(names is None or name in names)
+    params = {name: p for name, p in params.items() if p.requires_grad}
+    recorder = Recorder(params, {})
+    sites = find_sites(module, recorder)
+    for part, site in sites:
+        install(part, site)
+    try:
+        recorder.open([x], (x.shape[:2],), 0, watch=True)
+        y = module(x)
+        recorder.close()
+        yield recorder, y
+    finally:
+        for part, _ in sites:
+            uninstall(part)
+        module.requires_grad_(True)
 
 
 def assert_exact(contribution: Contribution, grads: Tensor, rtol: float = 1e-9) -> None:

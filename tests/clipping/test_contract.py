@@ -396,3 +396,12 @@ def test_the_coverage_table_names_every_trainable_parameter() -> None:
     text = str(clipper)
     assert all(name in text for name, _ in problem.model.named_parameters())
     assert T == 7
+
+
+def test_the_sensitivity_is_that_of_all_groups_together() -> None:
+    clipper = attach(mlp(), groups="layer", clip_norm=[0.3, 0.4], max_clip_scale=2.0)
+    assert clipper.sensitivity == pytest.approx(1.0)
+    clipper.thresholds = [3.0, 4.0]
+    assert clipper.sensitivity == pytest.approx(10.0)
+    clipper.detach()
+    assert attach(mlp(), rule="none").sensitivity == float("inf")

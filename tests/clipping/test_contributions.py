@@ -20,6 +20,7 @@ from dpexp.clipping.contributions import (
     Pulled,
     Scratch,
     Tied,
+    formula_holds,
     grams,
     merge,
     numerics,
@@ -83,7 +84,10 @@ def test_blocks_of_the_gram_matrix(
     monkeypatch.setattr(grams, "HALVES_FROM", halves_from)
     a, g = normal(5, positions, 3), normal(5, positions, 2, seed=1)
     expected = naive_outer(a, g).square().sum((1, 2))
-    torch.testing.assert_close(gram_norms(a, g, Scratch(cap)), expected, rtol=1e-9, atol=1e-12)
+    norms, magnitudes = gram_norms(a, g, Scratch(cap))
+    torch.testing.assert_close(norms, expected, rtol=1e-9, atol=1e-12)
+    without_signs = ((a @ a.mT) * (g @ g.mT)).abs().sum((1, 2))
+    torch.testing.assert_close(magnitudes, without_signs, rtol=1e-9, atol=1e-12)
 
 
 def test_chunks_under_the_cap_change_nothing():
@@ -231,6 +235,47 @@ def test_an_example_that_is_not_finite_adds_nothing(index: int, bad: float):
         _, total = broken.norms_and_sum(method, lambda norms, _: torch.ones_like(norms))
         torch.testing.assert_close(total, expected)
     torch.testing.assert_close(broken.mask(keep).weighted_sum(keep.double()), expected)
+
+
+class Halved(Outer):
+    """A formula that is wrong by a factor."""
+
+    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        return super()._weighted_sum(factors, out) / 2
+
+
+class OneForgotten(Outer):
+    """A formula that is wrong in one of eight positions."""
+
+    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        a, g = self.parts
+        return Outer(a[:, 1:], g[:, 1:])._weighted_sum(factors, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_wrong_formula_is_caught(dtype: torch.dtype):
+    """Against autograd's own gradient of the use, computed in the dtype of the model."""
+    x, weight, weights = (
+        normal(4, 8, 6).to(dtype),
+        normal(5, 6, seed=2).to(dtype).requires_grad_(),
+        normal(4, seed=3),
+    )
+    gy = normal(4, 8, 5, seed=1).to(dtype)
+    y = torch.nn.functional.linear(x, weight)
+    (gradient,) = torch.autograd.grad(y, weight, gy * weights.to(dtype).view(4, 1, 1))
+    assert formula_holds(Outer(x, gy), weights, gradient) is True
+    assert formula_holds(Halved(x, gy), weights, gradient) is False
+    assert formula_holds(OneForgotten(x, gy), weights, gradient) is False
+    assert formula_holds(Outer(x.flip(0), gy), weights, gradient) is False
+    assert formula_holds(Outer(x, 0 * gy), weights, 0 * gradient) is None
+    assert formula_holds(Outer(x, gy), weights, gradient * torch.nan) is None
+
+
+def test_the_formula_of_every_kind_holds():
+    for right, weights in ((c, normal(3, seed=9)) for c in everything(3)):
+        gradient = torch.tensordot(weights, right.instantiate(), 1)
+        assert formula_holds(right, weights, gradient) is True
+        assert formula_holds(right, weights, gradient * 1.01) is False
 
 
 def test_general_names_stand_for_what_a_kind_has():

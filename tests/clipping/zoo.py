@@ -506,3 +506,26 @@ def weight_standardised() -> Problem:
     )  # fmt: skip
     found.block = False
     return found
+
+
+class Experts(nn.Module):
+    """A mixture of experts without a capacity: which tokens an expert sees is each token's own affair."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.out = nn.Linear(D, 2), nn.Linear(D, C)
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.reshape(-1, D)
+        weight, chosen = self.router(h).softmax(-1).max(-1)
+        out = torch.zeros_like(h)
+        for k, expert in enumerate(self.experts):
+            index = (chosen == k).nonzero()[:, 0]
+            out = out.index_add(0, index, torch.tanh(expert(h[index])) * weight[index, None])
+        return self.out(out.reshape(x.shape))
+
+
+@problem
+def experts() -> Problem:
+    return Problem(Experts(), floats(B, T, D), square)

@@ -3,6 +3,7 @@
 from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.contributions.conv import Conv, Geometry
 from dpexp.clipping.contributions.dense import Dense
+from dpexp.clipping.contributions.formula import formula_holds
 from dpexp.clipping.contributions.lookup import Lookup
 from dpexp.clipping.contributions.merge import merge
 from dpexp.clipping.contributions.outer import Outer
@@ -20,5 +21,6 @@ __all__ = [
     "Pulled",
     "Scratch",
     "Tied",
+    "formula_holds",
     "merge",
 ]

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions import numerics, rounding
 from dpexp.clipping.contributions.pages import fresh
 from dpexp.clipping.contributions.scratch import SHARED, Scratch
 from dpexp.clipping.cost import Cost
@@ -22,7 +22,8 @@ class Contribution(ABC):
     """Per-example gradients of ONE parameter from one or several calls of its module.
 
     A kind writes `methods`, `cost`, `workspace`, `_gradients` (some examples, instantiated) and
-    `_weighted_sum`; it writes `_norms` where it knows norms without gradients. All the rest follows here.
+    `_weighted_sum`; it writes `_norms` where it knows norms without gradients, and `_magnitudes` where its weighted sum
+    adds up other numbers than the gradients it instantiates. All the rest follows here.
     What a contribution holds is detached from any graph; the caller switches autocast off.
 
     Attributes:
@@ -65,9 +66,29 @@ class Contribution(ABC):
     def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
         """As `weighted_sum`, from what is held rather than from kept gradients."""
 
-    def _norms(self, method: str, scratch: Scratch) -> Tensor:
-        """Squared norms by a method that does not instantiate."""
+    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+        """Squared norms and squared magnitudes (see `rounding`), ``[B]`` each, by a method that does not instantiate.
+
+        No magnitudes where the norms are as exact as those of instantiated gradients.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no norm method {method!r}")
+
+    def _magnitudes(self) -> Tensor | None:
+        """Squared magnitudes ``[B]`` (see `rounding`) of an instantiating method; None where terms cannot cancel."""
+        return None
+
+    def _terms(self) -> int:
+        """How many terms an example's gradient is the sum of."""
+        return 1
+
+    def magnitudes(self) -> Tensor:
+        """Squared magnitudes ``[B]``: what the squared norms would be, at most, if no terms cancelled (see `rounding`)."""
+        found = self._magnitudes()
+        return self.sq_norms("instantiate") if found is None else found
+
+    def select(self, examples: Tensor) -> Contribution:
+        """The same of some examples (their indices); for kinds with methods that do not instantiate."""
+        raise NotImplementedError(f"{type(self).__name__} does not select")
 
     @abstractmethod
     def mask(self, keep: Tensor) -> Contribution:
@@ -110,7 +131,10 @@ class Contribution(ABC):
         return self.resolve(method) not in self.without_gradients
 
     def sq_norms(self, method: str, keep: bool = False, scratch: Scratch | None = None) -> Tensor:
-        """``||g_i||²`` for every example.
+        """``||g_i||²`` for every example: an upper bound of the square of the norm of what `weighted_sum` adds of it.
+
+        The bound is above the norm by some units in the last place where the terms of a gradient do not cancel, and by
+        the rounding error of their sum where they do (see `rounding`).
 
         Args:
             method: one of `methods`, or a general name (see `resolve`).
@@ -126,12 +150,19 @@ class Contribution(ABC):
         if self.num_examples == 0:
             return self._zeros(0)
         if method in self.without_gradients:
-            return self._norms(method, scratch)
-        if keep:
+            squares, magnitudes = self._norms(method, scratch)
+            if magnitudes is not None:
+                return self._bounded(squares, magnitudes, scratch)
+        elif keep:
             self._kept = self._instantiate(method, scratch)
             return numerics.squared_norms(self._kept)
-        norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method, scratch)]
-        return norms[0] if len(norms) == 1 else torch.cat(norms)
+        else:
+            squares = self._row_norms(method, scratch)
+        magnitudes = self._magnitudes()
+        if magnitudes is None:
+            return squares
+        terms = self._terms()
+        return rounding.of_instantiated_norms(squares, magnitudes, terms, rounding.UNCORRELATED * terms)
 
     def weighted_sum(self, factors: Tensor | None, out: Tensor | None = None) -> Tensor:
         """``sum_i factors[i] * g_i``.
@@ -216,6 +247,30 @@ class Contribution(ABC):
         self._kept = None
 
     # Helpers.
+
+    def _row_norms(self, method: str, scratch: Scratch) -> Tensor:
+        """Squared norms of instantiated gradients, without any bound."""
+        norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method, scratch)]
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+    def _bounded(self, squares: Tensor, magnitudes: Tensor, scratch: Scratch) -> Tensor:
+        """Upper bounds from norms without gradients. Those of gradients that cancel are measured again, one by one.
+
+        Where a device would have to be waited for, the bound alone must do: norms of gradients that cancel are then
+        overestimated.
+        """
+        bounds = rounding.of_gram_norms(squares, magnitudes, self._terms())
+        if not numerics.static(squares):
+            return bounds
+        cancels = rounding.cancels(squares, magnitudes)
+        if not bool(cancels.any()):
+            return bounds
+        examples = cancels.nonzero().squeeze(1)
+        again = self.select(examples)._row_norms(self.resolve("instantiate"), scratch)
+        bounds[examples] = rounding.of_instantiated_norms(
+            again, magnitudes[examples], self._terms(), rounding.ORDINARY
+        )
+        return bounds
 
     def _replace(self, **fields: Any) -> Self:
         """A copy with other contents and without kept gradients."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -142,21 +144,47 @@ class Conv(Contribution):
 
     # Norms without gradients.
 
-    def _norms(self, method: str, scratch: Scratch) -> Tensor:
+    def _terms(self) -> int:
+        return self._sizes()[1]
+
+    def _magnitudes(self) -> Tensor | None:
         if self._sizes()[1] == 0:
-            return self._zeros(self.num_examples)
+            return None
+        by_group = (self.num_examples, self.rows, self.geometry.groups)
+        seen, slid = [
+            numerics.squared_norms(t.reshape(math.prod(by_group), -1)).view(by_group).sum(1)
+            for t in (self._seen, self._slid)
+        ]
+        windows = zip(
+            self._seen.shape[2:], self._slid.shape[2:], self.kernel,
+            self.geometry.stride, self.geometry.dilation, self.geometry.padding, strict=True,
+        )  # fmt: skip
+        if torch.compiler.is_compiling():
+            return (seen * slid).sum(1) * math.prod(self.kernel)
+        return (seen * slid).sum(1) * math.prod([_times_seen(*along) for along in windows])
+
+    def select(self, examples: Tensor) -> Conv:
+        x, gy = (t.unflatten(0, (self.num_examples, -1))[examples].flatten(0, 1) for t in (self.x, self.gy))
+        return self._replace(x=x, gy=gy, num_examples=len(examples))
+
+    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+        if self._sizes()[1] == 0:
+            return self._zeros(self.num_examples), None
         step = scratch.chunk(self.workspace(method), self.device)
         found = self._unfolded_norms if method == "ghost" else self._pixel_norms
         if step >= self.num_examples:  # a loop would fix the batch size in compiled code
             return found(0, self.num_examples, scratch)
         starts = range(0, self.num_examples, step)
-        return torch.cat([found(start, min(start + step, self.num_examples), scratch) for start in starts])
+        parts = [found(start, min(start + step, self.num_examples), scratch) for start in starts]
+        norms, magnitudes = zip(*parts, strict=True)
+        return torch.cat(norms), torch.cat(magnitudes)
 
-    def _unfolded_norms(self, start: int, stop: int, scratch: Scratch) -> Tensor:
+    def _unfolded_norms(self, start: int, stop: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
         seen, slid = self._unfold(start, stop), self._positions(start, stop)
-        return gram_norms(seen.mT, slid.mT, scratch).view(stop - start, -1).sum(1)
+        norms, magnitudes = gram_norms(seen.mT, slid.mT, scratch)
+        return norms.view(stop - start, -1).sum(1), magnitudes.view(stop - start, -1).sum(1)
 
-    def _pixel_norms(self, start: int, stop: int, scratch: Scratch) -> Tensor:
+    def _pixel_norms(self, start: int, stop: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
         geometry, m, n = self.geometry, self.rows, len(self.kernel)
         padded, window = self._padded(), self._slid.shape[2:]
         pixels = self._by_group(self._pad(self._seen[start * m : stop * m]))
@@ -172,7 +200,8 @@ class Conv(Contribution):
             unfolded += gram[(slice(None), slice(None), *seen, slice(None), *seen)]
         slid = self._positions(start, stop)
         both = unfolded.flatten(n + 2).flatten(1, n + 1).mul_(numerics.product(slid.mT, slid))
-        return both.sum((1, 2)).clamp_(min=0).view(stop - start, -1).sum(1)
+        norms = both.sum((1, 2)).clamp_(min=0).view(stop - start, -1).sum(1)
+        return norms, both.abs_().sum((1, 2)).view(stop - start, -1).sum(1)
 
     # Gradients.
 
@@ -185,57 +214,55 @@ class Conv(Contribution):
             matrices = None if out is None else out.view(seen.shape[0], slid.shape[1], seen.shape[1])
             return numerics.product(slid, seen.mT, matrices).view(count, *self.shape)
         m = self.rows
-        x, gy = self.x[start * m : stop * m], self.gy[start * m : stop * m]
+        x, gy = [t[start * m : stop * m].to(self.dtype) for t in (self.x, self.gy)]
         if method == "cores":
             return self._over_cores(x, gy, count, out)
         if count > 1:  # examples become groups of channels; the rows of an example remain a batch
             x, gy = (t.unflatten(0, (count, m)).transpose(0, 1).flatten(1, 2) for t in (x, gy))
         rows = self._weight_gradient(x, gy, count).view(count, *self.shape)
-        return rows.to(self.dtype).contiguous()  # channels-last inputs give channels-last gradients
+        return rows.contiguous()  # channels-last inputs give channels-last gradients
 
     def _weight_gradient(self, x: Tensor, gy: Tensor, copies: int = 1) -> Tensor:
-        """The library's weight gradient; ``copies`` times as many groups as the layer has."""
+        """The library's weight gradient in float32 at least; ``copies`` times as many groups as the layer has."""
         geometry = self.geometry
         weight = x.new_empty(copies * self.shape[0], *self.shape[1:])  # only its shape is looked at
-        return torch.ops.aten.convolution_backward(
-            gy,
-            x,
-            weight,
-            None,
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            geometry.transposed,
-            geometry.output_padding or (0,) * len(self.kernel),
-            geometry.groups * copies,
-            (False, True, False),
-        )[1]
+        with numerics.at_full_precision("conv", x.device):
+            return torch.ops.aten.convolution_backward(
+                gy,
+                x,
+                weight,
+                None,
+                geometry.stride,
+                geometry.padding,
+                geometry.dilation,
+                geometry.transposed,
+                geometry.output_padding or (0,) * len(self.kernel),
+                geometry.groups * copies,
+                (False, True, False),
+            )[1]
 
     def _over_cores(self, x: Tensor, gy: Tensor, count: int, out: Tensor | None) -> Tensor:
         kernels, geometry = native.kernels(), self.geometry
         assert kernels is not None
         rows = x.new_empty(count, *self.shape) if out is None else out
-        kernels.conv_gradients_(
-            rows, x, gy, self.rows, geometry.stride, geometry.padding, geometry.dilation, geometry.transposed,
-            geometry.output_padding or (0,) * len(self.kernel), geometry.groups,
-        )  # fmt: skip
+        with numerics.at_full_precision("conv", x.device):
+            kernels.conv_gradients_(
+                rows, x, gy, self.rows, geometry.stride, geometry.padding, geometry.dilation, geometry.transposed,
+                geometry.output_padding or (0,) * len(self.kernel), geometry.groups,
+            )  # fmt: skip
         return rows
 
     def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
         if self._sizes()[1] == 0:
             return self._zeros(*self.shape) if out is None else out
-        x, gy, undo = self.x, self.gy, None
+        x, gy = self.x, self.gy
         if factors is not None:
-            factors, undo = numerics.normalise(factors, x.dtype)
             factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
             if x.numel() <= gy.numel():  # scale the smaller one
                 x = numerics.scale(x, factors)
             else:
                 gy = numerics.scale(gy, factors)
-        total = self._weight_gradient(x, gy)
-        if undo is not None:
-            total = total * undo
-        return numerics.add_to(out, total)
+        return numerics.add_to(out, self._weight_gradient(x.to(self.dtype), gy.to(self.dtype)))
 
     def mask(self, keep: Tensor) -> Conv:
         rows = keep if self.rows == 1 else keep.repeat_interleave(self.rows)
@@ -271,3 +298,10 @@ class Conv(Contribution):
             )
         seen = seen.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))  # kernel before positions
         return self._by_group(seen.reshape(seen.shape[0], -1, *window))
+
+
+@cache
+def _times_seen(pixels: int, positions: int, size: int, stride: int, dilation: int, padding: int) -> int:
+    """How many positions of the window see one pixel, at most, along one dimension; 0 where all see padding."""
+    found = (t * stride + o * dilation - padding for t in range(positions) for o in range(size))
+    return max(Counter(i for i in found if 0 <= i < pixels).values(), default=0)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 
 from torch import Tensor
 
-from dpexp.clipping.contributions import numerics
+from dpexp.clipping.contributions import numerics, rounding
 from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.contributions.scratch import Scratch
 from dpexp.clipping.cost import Cost
@@ -17,11 +17,13 @@ class Dense(Contribution):
 
     Args:
         grad: ``[B, *shape]``, any floating dtype.
+        magnitudes: ``[B]``, squared (see `rounding`), where a second back-propagation will not add up these very rows but
+            their parts one after the other.
     """
 
-    def __init__(self, grad: Tensor):
+    def __init__(self, grad: Tensor, magnitudes: Tensor | None = None):
         super().__init__(grad.shape[1:], grad.shape[0], grad.dtype, grad.device)
-        self.grad = grad.detach()
+        self.grad, self._of_parts = grad.detach(), magnitudes
 
     def methods(self) -> tuple[str, ...]:
         return ("instantiate",)
@@ -40,7 +42,13 @@ class Dense(Contribution):
         return self.grad.nbytes
 
     def sq_norms(self, method: str, keep: bool = False, scratch: Scratch | None = None) -> Tensor:
-        return numerics.squared_norms(self.grad)  # kept in any case
+        norms = numerics.squared_norms(self.grad)  # kept in any case
+        if self._of_parts is None:
+            return norms
+        return rounding.of_instantiated_norms(norms, self._of_parts, 1, rounding.ORDINARY)
+
+    def _magnitudes(self) -> Tensor | None:
+        return self._of_parts
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         return self.grad[start:stop].to(self.dtype)
@@ -54,4 +62,4 @@ class Dense(Contribution):
         return numerics.add_to(out, numerics.combine(self.grad.to(self.dtype).contiguous(), factors))
 
     def mask(self, keep: Tensor) -> Dense:
-        return Dense(numerics.zero_examples(self.grad, keep))
+        return self._replace(grad=numerics.zero_examples(self.grad, keep))

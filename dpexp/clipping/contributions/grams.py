@@ -13,8 +13,8 @@ HALVES_FROM = (
 )
 
 
-def gram_norms(a: Tensor, g: Tensor, scratch: Scratch) -> Tensor:
-    """``<a aᵀ, g gᵀ>`` for every element of a batch.
+def gram_norms(a: Tensor, g: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """``<a aᵀ, g gᵀ>`` for every element of a batch, and the same of absolute values (see `rounding`).
 
     The matrices are symmetric: from `HALVES_FROM` positions on, only the blocks on and above the diagonal are
     computed. Neither matrix is ever whole where that would go over the cap of ``scratch``.
@@ -25,7 +25,7 @@ def gram_norms(a: Tensor, g: Tensor, scratch: Scratch) -> Tensor:
         scratch: for its cap.
 
     Returns:
-        ``[N]``, float32 or float64.
+        both ``[N]``, float32 or float64.
     """
     examples, positions = a.shape[:2]
     size = numerics.wide(a.dtype).itemsize
@@ -36,14 +36,19 @@ def gram_norms(a: Tensor, g: Tensor, scratch: Scratch) -> Tensor:
     step = scratch.chunk(2 * height * height * size, a.device)
     if step >= examples:
         return _block_norms(a, g, height)
-    return torch.cat([_block_norms(x, y, height) for x, y in zip(a.split(step), g.split(step), strict=True)])
+    parts = [_block_norms(x, y, height) for x, y in zip(a.split(step), g.split(step), strict=True)]
+    norms, magnitudes = zip(*parts, strict=True)
+    return torch.cat(norms), torch.cat(magnitudes)
 
 
-def _block_norms(a: Tensor, g: Tensor, height: int) -> Tensor:
+def _block_norms(a: Tensor, g: Tensor, height: int) -> tuple[Tensor, Tensor]:
     rows, columns = a.split(height, 1), g.split(height, 1)
     total = torch.zeros(a.shape[0], dtype=numerics.wide(a.dtype), device=a.device)
+    magnitude = torch.zeros_like(total)
     for i in range(len(rows)):
         for j in range(i, len(rows)):
             both = numerics.product(rows[i], rows[j].mT).mul_(numerics.product(columns[i], columns[j].mT))
             total.add_(both.sum((1, 2)), alpha=1 if i == j else 2)
-    return total.clamp_(min=0)  # rounding may leave a tiny negative number where gradients cancel
+            magnitude.add_(both.abs_().sum((1, 2)), alpha=1 if i == j else 2)
+    # rounding may leave a tiny negative number where gradients cancel
+    return total.clamp_(min=0), magnitude

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpexp.clipping.contributions import numerics
 from dpexp.clipping.contributions.base import Contribution
-from dpexp.clipping.contributions.scratch import Scratch
+from dpexp.clipping.contributions.scratch import SHARED, Scratch
 from dpexp.clipping.cost import Cost
 
 
@@ -65,13 +65,25 @@ class Lookup(Contribution):
         """The method of fewer flops, for those who do not measure."""
         return "ghost" if self.g.shape[1] <= 1 else "segments"  # `cost`, without the size of the batch
 
-    def _norms(self, method: str, scratch: Scratch) -> Tensor:
+    def _terms(self) -> int:
+        return self.g.shape[1]
+
+    def _magnitudes(self) -> Tensor:
+        return self._norms("segments", SHARED)[1]
+
+    def select(self, examples: Tensor) -> Lookup:
+        return self._replace(ids=self.ids[examples], g=self.g[examples], num_examples=len(examples))
+
+    def _row_norms(self, method: str, scratch: Scratch) -> Tensor:
+        return self._norms("segments", scratch)[0]
+
+    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor]:
         found = self._gram_norms if method == "ghost" else self._segment_norms
         step = scratch.chunk(self.workspace(method), self.device)
         real = self.real()
         if step >= self.num_examples:  # a loop would fix the batch size in compiled code
             return found(self.ids, self.g, real)
-        norms = [
+        parts = [
             found(
                 self.ids[start : start + step],
                 self.g[start : start + step],
@@ -79,20 +91,22 @@ class Lookup(Contribution):
             )
             for start in range(0, self.num_examples, step)
         ]
-        return torch.cat(norms)
+        norms, magnitudes = zip(*parts, strict=True)
+        return torch.cat(norms), torch.cat(magnitudes)
 
     @staticmethod
-    def _gram_norms(ids: Tensor, g: Tensor, real: Tensor | None) -> Tensor:
+    def _gram_norms(ids: Tensor, g: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
         same = ids.unsqueeze(2) == ids.unsqueeze(1)
         if real is not None:
             same &= real.unsqueeze(2)
-        return numerics.product(g, g.mT).masked_fill_(~same, 0).sum((1, 2)).clamp_(min=0)
+        products = numerics.product(g, g.mT).masked_fill_(~same, 0)
+        return products.sum((1, 2)).clamp_(min=0), products.abs_().sum((1, 2))
 
     @staticmethod
-    def _segment_norms(ids: Tensor, g: Tensor, real: Tensor | None) -> Tensor:
+    def _segment_norms(ids: Tensor, g: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
         B, T, d = g.shape
         if T == 0:
-            return g.new_zeros(B, dtype=numerics.wide(g.dtype))
+            return (g.new_zeros(B, dtype=numerics.wide(g.dtype)),) * 2
         g = g.to(numerics.wide(g.dtype))
         if real is not None:
             g = g.masked_fill(~real.unsqueeze(2), 0)
@@ -103,7 +117,9 @@ class Lookup(Contribution):
         segments = segments + T * torch.arange(B, device=ids.device, dtype=ids.dtype).unsqueeze(1)
         sums = torch.zeros(B * T, d, dtype=g.dtype, device=g.device)
         sums.index_add_(0, segments.flatten(), g.reshape(B * T, d))
-        return numerics.squared_norms(sums.view(B, T, d))
+        lengths = torch.zeros(B * T, dtype=g.dtype, device=g.device)
+        lengths.index_add_(0, segments.flatten(), torch.linalg.vector_norm(g, dim=2).flatten())
+        return numerics.squared_norms(sums.view(B, T, d)), numerics.squared_norms(lengths.view(B, T))
 
     def _scaled(self, factors: Tensor | None) -> Tensor:
         """Output gradients times the factor of their example, zero at the padding row; ``[B * T, d]``."""

@@ -27,7 +27,8 @@ def merge(first: Contribution, second: Contribution) -> Contribution:
     outers = [part for part in parts if isinstance(part, Outer)]
     lookups = [part for part in parts if isinstance(part, Lookup)]
     if len(outers) + len(lookups) < len(parts) or len({part.padding_idx for part in lookups}) > 1:
-        return Dense(first.instantiate() + second.instantiate())
+        lengths = first.magnitudes().sqrt() + second.magnitudes().sqrt()
+        return Dense(first.instantiate() + second.instantiate(), lengths.square())
     outer = outers[0] if outers else None
     for other in outers[1:]:
         outer = outer.joined(other)  # type: ignore[union-attr]

@@ -1,16 +1,33 @@
 """Small numerical pieces that every contribution shares: dtypes, squared norms, products, scaling.
 
-Norms decide the guarantee, so they are accumulated in float32 at least, whatever the model computes in.
+Norms and weighted sums decide the guarantee: both are computed in float32 at least, whatever the model computes in.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-LONGEST_RUN = 1 << 12  # numbers that a float32 norm may add one after the other, see `squared_norms`
+from dpexp.errors import UserError
+
+# numbers that float32 may add one after the other, see `squared_norms` and `product_into`
+LONGEST_RUN = 1 << 9
+# outputs below which a CPU's matrix product adds up a whole run in one register
+NARROW = 8
+_REDUCED = ("tf32", "bf16")
+# torch's settings for the bits that float32 is multiplied with
+_backends: Any = torch.backends
+_PRECISION: dict[tuple[str, str], Any] = {
+    ("matmul", "cpu"): _backends.mkldnn.matmul,
+    ("conv", "cpu"): _backends.mkldnn.conv,
+    ("matmul", "cuda"): _backends.cuda.matmul,
+    ("conv", "cuda"): _backends.cudnn.conv,
+}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -36,8 +53,8 @@ def squared_norms(x: Tensor) -> Tensor:
     """``[B, ...]`` -> ``[B]``: squared Euclidean norms, accumulated in at least float32.
 
     Two stages: on a CPU ``vector_norm`` adds one number after the other, which loses 0.4% of the squared norm
-    of a vector of 38 million float32 (a language-model head), always downwards. Short runs whose squares are
-    summed pairwise do not.
+    of a vector of 38 million float32 (a language-model head), always downwards, and up to 7e-6 of one of 4096. Runs of
+    `LONGEST_RUN`, whose squares are summed pairwise, lose at most 1.2e-6, which is 6e-7 of the norm.
     """
     dtype = wide(x.dtype)
     if x.dim() == 1:
@@ -45,14 +62,62 @@ def squared_norms(x: Tensor) -> Tensor:
     x = x.flatten(2) if x.dim() > 2 else x
     length = x.shape[-1]
     if length > LONGEST_RUN:
-        pieces = next(
-            (k for k in range(2, length // 64) if length % k == 0 and length // k <= LONGEST_RUN), 0
-        )
+        fewest = -(-length // LONGEST_RUN)
+        pieces = next((k for k in range(fewest, 4 * fewest) if length % k == 0), 0)
         if not pieces:
-            return x.to(dtype).square().flatten(1).sum(1)
+            tail = length % LONGEST_RUN
+            return squared_norms(x[..., :-tail]) + squared_norms(x[..., -tail:])
         x = x.unflatten(-1, (pieces, length // pieces))
     runs = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square_()
     return runs if runs.dim() == 1 else runs.flatten(1).sum(1)
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The unit roundoff of the dtype that norms and sums are computed in: 2^-24 or 2^-53."""
+    return torch.finfo(wide(dtype)).eps / 2
+
+
+@contextmanager
+def full_precision(operation: str, device: torch.device) -> Iterator[None]:
+    """Inside, float32 is multiplied as float32: no TF32, no bfloat16, whatever the model itself may use.
+
+    A norm that is off by 2^-11 makes a contribution that is too large by as much.
+
+    Args:
+        operation: "matmul" or "conv".
+    """
+    setting = _PRECISION.get((operation, device.type))
+    if setting is None or setting.fp32_precision not in _REDUCED:
+        yield
+        return
+    before = setting.fp32_precision
+    setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+@torch.compiler.assume_constant_result
+def _multiplies_fully(operation: str, device: str) -> bool:
+    setting = _PRECISION.get((operation, device))
+    return setting is None or setting.fp32_precision not in _REDUCED
+
+
+def at_full_precision(operation: str, device: torch.device) -> AbstractContextManager[None]:
+    """As `full_precision`; while a graph is compiled, which would not keep the setting, a check of it.
+
+    Raises:
+        UserError: reduced precision is allowed while a graph is compiled.
+    """
+    if not torch.compiler.is_compiling():
+        return full_precision(operation, device)
+    if not _multiplies_fully(operation, device.type):
+        raise UserError(
+            "norms and clipped sums need full float32 products, but torch is set to multiply float32 with fewer bits while this "
+            "model is compiled: call torch.set_float32_matmul_precision('highest'), or run it without torch.compile"
+        )
+    return nullcontext()
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -68,23 +133,59 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         if a.is_cuda:
             return torch.bmm(a, b, out_dtype=dtype) if batched else torch.mm(a, b, out_dtype=dtype)
         a, b = a.to(dtype), b.to(dtype)
-    if out is None:
-        return torch.bmm(a, b) if batched else torch.mm(a, b)
-    return torch.bmm(a, b, out=out) if batched else torch.mm(a, b, out=out)
+    multiply = torch.bmm if batched else torch.mm
+    with at_full_precision("matmul", a.device):
+        return multiply(a, b) if out is None else multiply(a, b, out=out)
 
 
 def scale(x: Tensor, factors: Tensor) -> Tensor:
-    """Multiply example i of ``x`` (``[B, ...]``) by ``factors[i]``, rounding once to the dtype of ``x``."""
-    factors = factors.to(wide(x.dtype)).view(-1, *[1] * (x.dim() - 1))
-    return x * factors if x.dtype == factors.dtype else (x * factors).to(x.dtype)
+    """Multiply example i of ``x`` (``[B, ...]``) by ``factors[i]``, in float32 at least.
+
+    Rounded to 16 bits, the scaled gradient would be up to 2^-9 longer than its threshold.
+    """
+    return x * factors.to(wide(x.dtype)).view(-1, *[1] * (x.dim() - 1))
 
 
-def normalise(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Split factors into numbers of at most 1 and one common multiplier where float16 could overflow."""
-    if dtype != torch.float16 or factors.numel() == 0:
-        return factors, None
-    peak = factors.amax().clamp_min(torch.finfo(factors.dtype).tiny)
-    return factors / peak, peak
+def product_into(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """``out = beta * out + a @ b``, as exact as float32 where one of the matrices has 16 bits and the other has not.
+
+    A GPU multiplies a bfloat16 matrix with each of the three bfloat16 numbers that a float32 is the sum of, which is faster
+    than to widen it.
+
+    Args:
+        out: ``[n, m]``, float64 or float32.
+        a: ``[n, K]``, ``b``: ``[K, m]``, of the dtype of ``out`` or 16 bits.
+        beta: 0 or 1; with 0, what ``out`` held does not matter.
+    """
+    for left, right in _pieces(a, b, out):
+        if left.dtype == out.dtype and left.dim() == 2:
+            with at_full_precision("matmul", out.device):
+                out.addmm_(left, right) if beta else torch.mm(left, right, out=out)
+        else:
+            part = product(left, right)
+            part = part.sum(0) if part.dim() == 3 else part
+            out.add_(part) if beta else out.copy_(part)
+        beta = 1
+
+
+def _pieces(a: Tensor, b: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Products that add up to ``a @ b``: matrices, or batches of matrices of which to take the sum."""
+    if a.is_cuda and torch.bfloat16 in (a.dtype, b.dtype) and torch.float16 not in (a.dtype, b.dtype):
+        for _ in range(1 if a.dtype == b.dtype else 3):
+            left, right = a.bfloat16(), b.bfloat16()
+            yield left, right
+            a, b = (a, b - right) if b.dtype == out.dtype else (a - left, b)
+        return
+    a, b, inner = a.to(out.dtype), b.to(out.dtype), a.shape[1]
+    if min(out.shape) <= NARROW and inner > LONGEST_RUN and not torch.compiler.is_compiling():
+        # the whole run of a narrow result would be added up in one register: 4096 equal numbers with an error of 4e-5
+        whole = inner - inner % LONGEST_RUN
+        yield (
+            a[:, :whole].unflatten(1, (-1, LONGEST_RUN)).transpose(0, 1),
+            b[:whole].unflatten(0, (-1, LONGEST_RUN)),
+        )
+        a, b = a[:, whole:], b[whole:]
+    yield a, b
 
 
 def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:

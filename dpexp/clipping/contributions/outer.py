@@ -35,9 +35,8 @@ class Outer(Contribution):
     def __init__(self, a: Tensor, g: Tensor, shape: Sequence[int] | None = None):
         a, g = numerics.align(a, g)
         super().__init__(shape or (g.shape[2], a.shape[2]), a.shape[0], a.dtype, a.device)
-        self._parts = [
-            (a, g)
-        ]  # one per call of the module; joined on first use, so that many calls are joined once
+        # one per use of the parameter; joined on first need, so that many uses are joined once
+        self._parts = [(a, g)]
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
@@ -77,14 +76,28 @@ class Outer(Contribution):
         a, g = self._parts[0]
         return self.num_examples, sum(part.shape[1] for part, _ in self._parts), g.shape[2], a.shape[2]
 
-    def _norms(self, method: str, scratch: Scratch) -> Tensor:
+    def _terms(self) -> int:
+        return self._sizes()[1]
+
+    def _magnitudes(self) -> Tensor | None:
+        if self._terms() == 1:
+            return None
+        a, g = self.parts
+        return numerics.squared_norms(a.flatten(1)).mul_(numerics.squared_norms(g.flatten(1)))
+
+    def select(self, examples: Tensor) -> Outer:
+        return self._replace(
+            _parts=[(a[examples], g[examples]) for a, g in self._parts], num_examples=len(examples)
+        )
+
+    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
         a, g = self.parts
         if method.startswith("fused"):
             from dpexp.clipping.kernels import norms
 
-            return (norms.ghost_norms if method == "fused_ghost" else norms.outer_norms)(a, g)
+            return norms.ghost_norms(a, g) if method == "fused_ghost" else (norms.outer_norms(a, g), None)
         if a.shape[1] == 1:
-            return numerics.squared_norms(a).mul_(numerics.squared_norms(g))
+            return numerics.squared_norms(a).mul_(numerics.squared_norms(g)), None
         return gram_norms(a, g, scratch)
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
@@ -97,27 +110,25 @@ class Outer(Contribution):
 
     def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
         a, g = self.parts
-        undo = None
-        if factors is not None:
-            factors, undo = numerics.normalise(factors, a.dtype)
-            if a.shape[2] <= g.shape[2]:  # scale the smaller one
-                a = numerics.scale(a, factors)
-            else:
-                g = numerics.scale(g, factors)
+        if factors is not None and a.shape[2] <= g.shape[2]:  # scale the smaller one
+            a = numerics.scale(a, factors)
+        elif factors is not None:
+            g = numerics.scale(g, factors)
         left, right = g.reshape(-1, g.shape[2]).t(), a.reshape(-1, a.shape[2])
-        if out is not None and undo is None and a.dtype == out.dtype and out.is_contiguous():
-            out.view(g.shape[2], a.shape[2]).addmm_(left, right)
+        if out is not None and out.dtype == self.dtype and out.is_contiguous():
+            numerics.product_into(out.view(g.shape[2], a.shape[2]), left, right, beta=1)
             return out
-        cpu = self.device.type == "cpu"
-        place = fresh((g.shape[2], a.shape[2]), self.dtype, self.device) if cpu else None
-        total = numerics.product(left, right, place)
-        if undo is not None:
-            total = total.mul_(undo)
+        total = fresh((g.shape[2], a.shape[2]), self.dtype, self.device)
+        numerics.product_into(total, left, right, beta=0)
         return numerics.add_to(out, total.view(self.shape))
 
     def mask(self, keep: Tensor) -> Outer:
         zero = numerics.zero_examples
         return self._replace(_parts=[(zero(a, keep), zero(g, keep)) for a, g in self._parts])
+
+    def transposed(self) -> Outer:
+        """The gradients of the transposed parameter."""
+        return self._replace(_parts=[(g, a) for a, g in self._parts], shape=torch.Size(reversed(self.shape)))
 
     def joined(self, other: Outer) -> Outer:
         """Both as one: the gradients of two calls of a module."""

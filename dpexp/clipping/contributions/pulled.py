@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
+import torch
 from torch import Tensor
 
 from dpexp.clipping.contributions import numerics
@@ -49,6 +50,20 @@ class Pulled(Contribution):
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         return self.pull(self.inner._gradients(start, stop, method, None).to(self.dtype))
+
+    def _terms(self) -> int:
+        return self.inner._terms()
+
+    def _magnitudes(self) -> Tensor:
+        """Of the inner gradients, times how much the map may lengthen the rounding errors of their sum.
+
+        Those have no direction of their own, so it is asked of a random one; twice that is allowed for.
+        """
+        probe = torch.randn(
+            (1, *self.inner.shape), generator=torch.Generator().manual_seed(0), dtype=self.dtype
+        )
+        longer = 2 * self.pull(probe.to(self.device)).norm() / probe.norm()
+        return self.inner.magnitudes() * longer.square()
 
     def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
         total = self.pull(self.inner.weighted_sum(factors).to(self.dtype).unsqueeze(0))

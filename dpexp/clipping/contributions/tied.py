@@ -54,26 +54,42 @@ class Tied(Contribution):
     def _cross_bytes(self) -> int:
         return 2 * self.dtype.itemsize * self.outer._sizes()[1] * self.lookup.g.shape[1]
 
-    def _norms(self, method: str, scratch: Scratch) -> Tensor:
-        norms = self.outer.sq_norms("ghost", scratch=scratch).to(self.dtype)
-        norms = norms + self.lookup.sq_norms(self.lookup.cheapest(), scratch=scratch)
+    def _terms(self) -> int:
+        return self.outer._terms() + self.lookup._terms()
+
+    def _magnitudes(self) -> Tensor:
+        return (self.outer.magnitudes().sqrt() + self.lookup.magnitudes().sqrt()).square().to(self.dtype)
+
+    def select(self, examples: Tensor) -> Tied:
+        return Tied(self.outer.select(examples), self.lookup.select(examples))
+
+    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        norms, magnitudes = self.outer._norms("ghost", scratch)
+        looked_up, lengths = self.lookup._norms(self.lookup.cheapest(), scratch)
+        magnitudes = (norms if magnitudes is None else magnitudes) + lengths
+        norms = (norms + looked_up).to(self.dtype)
+        magnitudes = magnitudes.to(self.dtype)
         step = scratch.chunk(self._cross_bytes(), self.device)
         if step >= self.num_examples:  # a loop would fix the batch size in compiled code
-            return (norms + 2 * self._cross(0, self.num_examples)).clamp_(min=0)
+            cross, lengths = self._cross(0, self.num_examples)
+            return (norms + 2 * cross).clamp_(min=0), magnitudes + 2 * lengths
         for start in range(0, self.num_examples, step):
-            norms[start : start + step] += 2 * self._cross(start, start + step)
-        return norms.clamp_(min=0)
+            cross, lengths = self._cross(start, start + step)
+            norms[start : start + step] += 2 * cross
+            magnitudes[start : start + step] += 2 * lengths
+        return norms.clamp_(min=0), magnitudes
 
-    def _cross(self, start: int, stop: int) -> Tensor:
-        """Inner products of the two gradients, for some examples."""
+    def _cross(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Inner products of the two gradients, for some examples, and their magnitudes."""
         h, gh = (x[start:stop] for x in self.outer.parts)
         ids, ge, real = self.lookup.ids[start:stop], self.lookup.g[start:stop], self.lookup.real()
-        h, ge = numerics.align(h, ge)
-        products = numerics.product(h, ge.mT)  # [b, head positions, lookups]
+        # [b, head positions, lookups]; nothing is rounded that is summed as it is
+        products = numerics.product(h.to(self.dtype), ge.mT.to(self.dtype))
         picked = gh.gather(2, ids.long().unsqueeze(1).expand(-1, gh.shape[1], -1))
         if real is not None:
             picked = picked.masked_fill(~real[start:stop].unsqueeze(1), 0)
-        return products.mul_(picked).sum((1, 2)).to(self.dtype)
+        products.mul_(picked)
+        return products.sum((1, 2)).to(self.dtype), products.abs_().sum((1, 2)).to(self.dtype)
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         rows = self.outer._gradients(start, stop, method, out).to(self.dtype)

@@ -45,21 +45,25 @@ def _gram_tile(
 
 @triton.jit
 def _ghost(
-    a, g, out, a_b, a_t, a_f, g_b, g_t, g_f, T, d, p, tiles,
+    a, g, out, magnitudes, a_b, a_t, a_f, g_b, g_t, g_f, T, d, p, tiles,
     tile: tl.constexpr, depth: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Tile (i, j) of both Gram matrices, multiplied and summed; the matrices are symmetric, so j < i is left out."""
+    """Tile (i, j) of both Gram matrices, multiplied and summed, with signs and without; symmetric, so j < i is left out."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) // tiles
     j = tl.program_id(1) % tiles
     total = 0.0
+    magnitude = 0.0
     if j >= i:
         rows = i * tile + tl.arange(0, tile)
         columns = j * tile + tl.arange(0, tile)
         inputs = _gram_tile(a + b * a_b, a_t, a_f, rows, columns, T, d, tile, depth, precision)
         outputs = _gram_tile(g + b * g_b, g_t, g_f, rows, columns, T, p, tile, depth, precision)
-        total = tl.sum(inputs * outputs) * tl.where(i == j, 1.0, 2.0)
+        times = tl.where(i == j, 1.0, 2.0)
+        total = tl.sum(inputs * outputs) * times
+        magnitude = tl.sum(tl.abs(inputs * outputs)) * times
     tl.store(out + b * tiles * tiles + tl.program_id(1), total)
+    tl.store(magnitudes + b * tiles * tiles + tl.program_id(1), magnitude)
 
 
 @triton.jit
@@ -88,27 +92,27 @@ def _outer(
     tl.store(out + b * tiles + tl.program_id(1), tl.sum(total * total))
 
 
-def ghost_norms(a: Tensor, g: Tensor) -> Tensor:
-    """``<a aᵀ, g gᵀ>`` for every example.
+def ghost_norms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """``<a aᵀ, g gᵀ>`` for every example, and the same of absolute values (see `dpexp.clipping.contributions.rounding`).
 
     Args:
         a: ``[B, T, d]``, any strides, float32 or 16 bits.
         g: ``[B, T, p]``, of the same dtype.
 
     Returns:
-        ``[B]``, float32.
+        both ``[B]``, float32.
     """
     (B, T, d), p = a.shape, g.shape[2]
     tiles = triton.cdiv(T, TILE)
-    sums = torch.empty(B, tiles * tiles, dtype=torch.float32, device=a.device)
+    sums, magnitudes = torch.empty(2, B, tiles * tiles, dtype=torch.float32, device=a.device)
     _ghost[(B, tiles * tiles)](
-        a, g, sums, *a.stride(), *g.stride(), T, d, p, tiles, TILE, DEPTH, _precision(a)
+        a, g, sums, magnitudes, *a.stride(), *g.stride(), T, d, p, tiles, TILE, DEPTH, _precision(a)
     )
-    return sums.sum(1).clamp_(min=0)
+    return sums.sum(1).clamp_(min=0), magnitudes.sum(1)
 
 
 def outer_norms(a: Tensor, g: Tensor) -> Tensor:
-    """``||sum_t g_t a_tᵀ||²`` for every example; arguments and result as in `ghost_norms`."""
+    """``||sum_t g_t a_tᵀ||²`` for every example, ``[B]``, float32; arguments as in `ghost_norms`."""
     (B, T, d), p = a.shape, g.shape[2]
     across = triton.cdiv(d, TILE)
     tiles = across * triton.cdiv(p, TILE)
@@ -131,7 +135,7 @@ def trusted(device: torch.device, dtype: torch.dtype) -> bool:
     g = torch.randn(3, 70, 130, generator=generator).to(device, dtype)
     expected = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
     try:
-        found = [kernel(a, g).double() for kernel in (ghost_norms, outer_norms)]
+        found = [norms.double() for norms in (ghost_norms(a, g)[0], outer_norms(a, g))]
     except Exception:  # a compiler that does not know the device, or none at all
         return False
     return all(torch.allclose(norms, expected, rtol=1e-4, atol=0.0) for norms in found)

@@ -1,0 +1,73 @@
+"""How far a computed norm may be from the norm of what is added to ``p.grad``, where the terms of a gradient cancel.
+
+An example's gradient is a sum of terms, ``g = sum_t g_t a_tᵀ``. What it adds to ``p.grad`` is that sum as a matrix product
+rounds it, off by a small multiple of ``u * sum_t |g_t||a_t|`` (Higham 2002, *Accuracy and Stability of Numerical Algorithms*,
+section 3.5), with u = 2^-24 in float32. Where the terms cancel, that is more than ``|g|``, and a norm that knows nothing of it
+would let the example add many times its threshold. So every norm whose gradient is not summed from the very rows that were
+measured is an upper bound of the norm of what is added.
+
+The bound needs the *magnitude* m of a gradient: what its norm would be if nothing cancelled. Gram matrices give
+``m² = sum_t sum_s |a_t·a_s||g_t·g_s|``, which is about ``|g|²`` for ordinary examples; elsewhere it is the product of the
+Frobenius norms of activations and output gradients, up to ``sqrt(T)`` times the norm of an ordinary example.
+
+What this does not cover is what every sum has: the rounding of the total over the batch, of ``p.grad`` where the parameter
+itself has 16 bits, and of convolutions whose library adds up more than some thousand equal products in one register (a blank
+image of 64 x 64 pixels under a constant output gradient: 5e-5).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping.contributions.numerics import unit
+
+# All in units of u, measured with products of float32 matrices on CPUs; the guarantee's own 1e-6 is another 16 u.
+#
+# A product of two Gram matrices is off by at most 30 m² (of equal numbers) ...
+GRAM = 32.0
+# ... so they are not trusted with m² of more than so many times the square of the norm, where that can be avoided.
+CANCELS = 6.0
+# A sum of T products is off by at most (1 + T/16) m, and 5 m ...
+SUM, SUM_BY_TERMS = 4.0, 1 / 16
+# ... unless the terms are built to be rounded all in one direction: by T/8 m. Where they don't cancel, libraries limit T,
+# because they begin a new sum after a few hundred.
+ONE_DIRECTION, LONGEST = 1 / 8, 256
+# Of ordinary examples, m² is at most so many times the square of the norm: where Gram matrices gave it, and otherwise, by T.
+ORDINARY, UNCORRELATED = 256.0, 16.0
+
+
+def cancels(squares: Tensor, magnitudes: Tensor) -> Tensor:
+    """``[B]``, bool: whether so much of a gradient cancels that Gram matrices are not trusted with its norm."""
+    return magnitudes > CANCELS * squares
+
+
+def of_gram_norms(squares: Tensor, magnitudes: Tensor, terms: int) -> Tensor:
+    """Upper bounds ``[B]`` of squared norms that Gram matrices gave.
+
+    Args:
+        squares: ``[B]``, |g|².
+        magnitudes: ``[B]``, m².
+        terms: T, how many terms a gradient is the sum of.
+    """
+    u, usual = unit(squares.dtype), 1.5 * ONE_DIRECTION * min(terms, LONGEST)
+    return squares + torch.where(cancels(squares, magnitudes), (usual + GRAM) * u, usual * u) * magnitudes
+
+
+def of_instantiated_norms(squares: Tensor, magnitudes: Tensor, terms: int, ordinary: float) -> Tensor:
+    """Upper bounds ``[B]`` of squared norms of rows that are not themselves summed: ``(|g| + c u m + d u |g|)²``.
+
+    The second term is for gradients of which nothing cancels, but all is rounded in one direction, as of a blank image.
+
+    Args:
+        squares: ``[B]``, |g|².
+        magnitudes: ``[B]``, m².
+        terms: T, how many terms a gradient is the sum of.
+        ordinary: the largest m² / |g|² of examples that are not built to cancel.
+    """
+    u = unit(squares.dtype)
+    usual, worst = min(SUM, 1 + SUM_BY_TERMS * terms), SUM + 2 * ONE_DIRECTION * terms
+    of_magnitude = torch.where(magnitudes > ordinary * squares, worst * u, usual * u)
+    return (
+        squares.sqrt() * (1 + ONE_DIRECTION * min(terms, LONGEST) * u) + of_magnitude * magnitudes.sqrt()
+    ).square()

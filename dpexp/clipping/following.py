@@ -1,0 +1,173 @@
+"""Following a parameter to the operation where it meets the batch.
+
+Inside of a forward, reading ``module.weight`` gives a `Followed` value: the parameter with its ordinary autograd history. A
+function of followed values and constants alone is followed again, and keeps its own autograd graph. Where a followed value and
+the batch meet in one torch function, this *use* gets a tap (`meeting`), and the operation runs with the value detached. Anything
+else is left to ordinary autograd: the gradient then reaches the parameter itself, the survey sees that, and the parameter is
+handed to the loop over examples. So what is missing here costs time, never correctness.
+
+Which tensors come from the batch is watched in the first forward passes only (`dataflow`); what was decided there of each
+operation, its *role*, holds from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping import meeting
+from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
+from dpexp.clipping.taps import Recorder
+
+TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
+
+
+class Followed(torch.Tensor):
+    """A value computed from parameters and constants alone.
+
+    Attributes:
+        key: the parameter's name, or the operations that made the value; None once the batch was written into it.
+        recorder: of the clipper.
+        param: the parameter that it is, unchanged; None for a function of parameters.
+        seen: of a function of parameters, the version of its memory that is known to hold nothing of the batch.
+    """
+
+    key: str | None
+    recorder: Recorder
+    param: nn.Parameter | None
+    seen: int
+
+    @staticmethod
+    def of(param: nn.Parameter, name: str, recorder: Recorder) -> Followed:
+        """Follow a parameter."""
+        result = param.as_subclass(Followed)
+        result.key, result.recorder, result.param = name, recorder, param
+        return result
+
+    @staticmethod
+    def made(value: Tensor, key: str, recorder: Recorder) -> Followed:
+        """Follow a function of parameters."""
+        result = value.as_subclass(Followed)
+        result.key, result.recorder, result.param, result.seen = key, recorder, None, value._version
+        return result
+
+    @property
+    def changed(self) -> bool:
+        """Whether something was written into it that following has not seen."""
+        return self.param is None and self._version != self.seen
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled(func, args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(torch.Tensor).__deepcopy__(memo)
+
+
+def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled() and (func.__name__ != "__get__" or func in TRANSPOSES):
+            plain = [*args, *kwargs.values()] if kwargs else args
+            values = [item for item in plain if type(item) is Followed]
+            if values:
+                result = meeting.again(values[0].recorder, func, args, kwargs, values)
+                if result is not NotImplemented:
+                    return result
+            tensors = [item for item in _flat(args, kwargs) if isinstance(item, Tensor)]
+            values = [t for t in tensors if type(t) is Followed and t.key is not None]
+            if values and values[0].recorder.following:
+                result = _meet(values[0].recorder, func, args, kwargs, tensors, values)
+                if result is not NotImplemented:
+                    return result
+        return func(*args, **kwargs)
+
+
+# a compiler must not look inside: it cuts its graph here
+_uncompiled = torch.compiler.disable(_dispatch)
+
+
+def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
+    for item in args:
+        if isinstance(item, list | tuple):
+            yield from item
+        else:
+            yield item
+    for item in kwargs.values():
+        if isinstance(item, list | tuple):
+            yield from item
+        else:
+            yield item
+
+
+def _meet(
+    recorder: Recorder, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], values: list[Followed]
+) -> Any:
+    """Compute an operation on followed values; NotImplemented where it is left to ordinary autograd."""
+    key = meeting.operation_key(func, values)
+    others = [t for t in tensors if not any(t is value for value in values)]
+    role = recorder.known_role(key)
+    if role is None or (recorder.flow is not None and role != NATIVE):
+        role = _role(recorder, others)
+        if recorder.current is not None and recorder.flow is not None:
+            before = recorder.current.roles.setdefault(key, role)
+            if before != role:
+                recorder.current.roles[key] = NATIVE
+    if role in (DERIVE, SHARED):
+        if role == DERIVE and func.__name__ in meeting.EXPANSIONS:
+            result = meeting.expansion(recorder, func, args, kwargs, key, values)
+            if result is not None:
+                return result
+        return _derive(recorder, func, args, kwargs, key)
+    if len(role) != len(USE) + len(others) or any(value.changed for value in values):
+        return NotImplemented
+    if meeting.in_place(func) and any(args[0] is value for value in values):
+        args[0].key = None  # the batch goes into it: no value of parameters alone any more
+        return NotImplemented
+    batched = [t for t, digit in zip(others, role[len(USE) :], strict=True) if digit == "1"]
+    return meeting.use(recorder, func, args, kwargs, key, values, others, batched)
+
+
+def _role(recorder: Recorder, others: list[Tensor]) -> str:
+    flow, rows = recorder.flow, recorder.rows
+
+    def of_batch(t: Tensor) -> bool:
+        # what a gradient goes to although it is not followed depends on the batch, or on a tap
+        if t.requires_grad:
+            return True
+        if flow is None:
+            return t.dim() > 0 and (rows is None or rows in t.shape[:2])
+        # a constant with a row for each example (a first state, an index) is best treated like one of the batch
+        return t in flow or (
+            t.dim() > 1 and rows != 1 and t.shape[0] == rows and not isinstance(t, nn.Parameter)
+        )
+
+    digits = "".join("1" if of_batch(t) else "0" for t in others)
+    return USE + digits if "1" in digits else DERIVE
+
+
+def _derive(recorder: Recorder, func: Any, args: tuple, kwargs: dict, key: str) -> Any:
+    """Run a function of followed values and constants, and follow what it gives."""
+    # what it saves is kept as it is, also where activation checkpointing would drop it
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        result = func(*args, **kwargs)
+    if meeting.in_place(func):
+        if type(args[0]) is Followed:
+            args[0].param, args[0].seen = None, args[0]._version
+        return result
+
+    def follow(item: Any, name: str) -> Any:
+        plain = type(item) is not Tensor or not item.requires_grad
+        return item if plain else Followed.made(item, name, recorder)
+
+    if type(result) in (list, tuple):
+        return type(result)(follow(item, f"{key}.{i}") for i, item in enumerate(result))
+    return follow(result, key)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,37 @@
+"""Parameters that the losses reach and that do not belong to the attached model: they would train on nothing, without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+
+
+def refuse_foreign(losses: Tensor, attached: Iterable[Tensor]) -> None:
+    """Refuse losses behind which a trainable parameter of another module stands, like a head beside the attached model.
+
+    Args:
+        losses: ``[B]`` with their graph, which is walked.
+        attached: the parameters that are clipped.
+
+    Raises:
+        UserError: names the first such parameter by its shape; its module is not known here.
+    """
+    own = {id(p) for p in attached}
+    waiting, seen = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # a leaf's node knows its tensor
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            raise UserError(
+                f"the losses also depend on a trainable parameter of shape {list(leaf.shape)} that is not in the attached model "
+                "(a head beside it?): it would get no gradient. Put both into one nn.Module and attach to that, or freeze it "
+                "with requires_grad_(False)"
+            )
+        waiting.extend(following for following, _ in node.next_functions)

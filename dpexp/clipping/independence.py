@@ -1,0 +1,138 @@
+"""The proof that what one example gets out of a model does not depend on the other examples, also where autograd sees nothing.
+
+Weighted losses prove whose gradient is whose (`layouts`). A statistic under ``no_grad``, a quantisation with one scale per
+tensor, an expert's capacity or a padding that changes results moves values and no gradient. So the forward is run again with the
+same weights on other batches, and what an example gets out of it must stay equal to rounding: with half of the batch gone, with
+the other rows replaced, after another batch went before, with more padding. And no buffer may become a function of the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpexp.clipping.foreign import refuse_foreign
+from dpexp.clipping.look import Look
+from dpexp.clipping.padding import positional_names
+from dpexp.clipping.replay import Replay, changed
+from dpexp.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# forwards that are kept until their backward
+WAITING = 4
+# backward passes in a row that look, while the outputs do not depend on the examples yet
+PATIENCE = 16
+NOT_ENTERED = "the attached model's own forward was not called, or inside one compiled graph"
+NOTE = "not looked at: whether examples influence each other through values that have no gradient ({why})"
+
+
+@dataclass
+class Independence:
+    """The looks of one clipper: `enter` in every training forward, `check` in every backward pass.
+
+    Args:
+        model: the attached model.
+        rows_per_example: adjacent rows of each example.
+        fixed_length: the caller promises batches of one length, so that padding is the same for all: that is checked then,
+            and padding is not varied.
+
+    Attributes:
+        notes: what could not be looked at, in words.
+    """
+
+    model: nn.Module
+    rows_per_example: int = 1
+    fixed_length: bool = False
+    notes: list[str] = field(default_factory=list)
+    backwards: int = 0
+    told: bool = False
+    looking: bool = False
+    waiting: deque[Replay] = field(default_factory=lambda: deque(maxlen=WAITING))
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.model.module
+
+    @property
+    def due(self) -> bool:
+        """Whether the next backward pass looks: the first ones until one has told something; the 16th, the 64th, the 256th …"""
+        number = self.backwards + 1
+        if number <= PATIENCE and not self.told:
+            return True
+        return number > 4 and number.bit_count() == 1 and number.bit_length() % 2 == 1
+
+    def enter(self, args: tuple, kwargs: dict) -> None:
+        """The model's forward begins.
+
+        Raises:
+            UserError: another length than before, though ``fixed_length`` was promised.
+        """
+        if self.looking:
+            return
+        if self.fixed_length:
+            self._check_lengths(args, kwargs)
+        if self.due:
+            self.waiting.append(Replay(self.model, args, kwargs))
+
+    def begin(self, losses: Tensor, attached: Iterable[Tensor]) -> None:
+        """A backward pass begins, and the graph of ``losses`` is still there.
+
+        Raises:
+            UserError: a trainable parameter outside of the attached model would get no gradient.
+        """
+        if self.due:
+            refuse_foreign(losses, attached)
+
+    def check(self, num_examples: int) -> None:
+        """Look, where that is due, at the forwards that this backward pass may belong to.
+
+        Raises:
+            UserError: what one example gets depends on others, or a buffer does. Names the module.
+        """
+        due, replays = self.due, list(self.waiting)
+        self.waiting.clear()
+        if not num_examples:
+            return
+        self.backwards += 1
+        if not due:
+            return
+        self.looking = True
+        try:
+            looks = [self._look(replay, num_examples) for replay in replays]
+        finally:
+            self.looking = False
+        self.told = num_examples > 1 and any(look.told for look in looks)
+        if not any(look.compared for look in looks):
+            note = NOTE.format(why=looks[0].failure if looks else NOT_ENTERED)
+            if note not in self.notes:
+                self.notes.append(note)
+                log.warning(note)
+
+    def _look(self, replay: Replay, num_examples: int) -> Look:
+        # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
+        for autocast in (False, True) if replay.in_autocast else (False,):
+            look = Look(replay, num_examples, self.rows_per_example, autocast)
+            look.run(padding=not self.fixed_length)
+            if look.compared:
+                break
+        return look
+
+    def _check_lengths(self, args: tuple, kwargs: dict) -> None:
+        def check(name: str, part: object) -> object:
+            if isinstance(part, Tensor) and part.dim() == 2 and not part.is_floating_point():
+                length = self.lengths.setdefault(name, part.shape[1])
+                if length != part.shape[1]:
+                    raise UserError(
+                        f"the input {name or 'of the model'} has {part.shape[1]} columns now and had {length} before, but "
+                        "fixed_length=True promises batches of one length: pad them all alike"
+                    )
+            return part
+
+        changed((args, kwargs), check, names=positional_names(self.model))

@@ -1,0 +1,67 @@
+"""The floor under every formula: one back-propagation per example, which needs to know nothing about an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.taps import ForwardPass, Visit
+from dpexp.clipping.uses import Use
+from dpexp.errors import UserError
+
+LOOPED = "one back-propagation per example"
+
+
+def loop_over_examples(
+    visit: Visit, params: dict[str, nn.Parameter], retain: bool
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield each example's index and its own gradients, by name where there are any.
+
+    Args:
+        visit: of the graph behind the losses.
+        params: of which gradients are wanted.
+        retain: keep the graph after the last example.
+
+    Raises:
+        UserError: a gradient that reaches a parameter past all taps is NaN or Inf: one example would poison all.
+    """
+    names = set(params)
+    for i in range(visit.num_examples):
+        collected: dict[str, Tensor] = {}
+
+        def collect(
+            owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor, into: dict = collected
+        ) -> None:
+            wanted = names.intersection(use.names)
+            if wanted:
+                finite = tuple(_finite(s) for s in saved)
+                for name, g in use.plain_gradients(finite, _finite(gy), wanted).items():
+                    into[name] = into[name] + g if name in into else g
+
+        one = torch.zeros_like(visit.losses)
+        one[i] = 1.0
+        last = i == visit.num_examples - 1 and not retain
+        native = visit.back_propagate(collect, retain=not last, weights=one, params=list(params.values()))
+        for name, g in zip(params, native, strict=True):
+            if g is not None:
+                _refuse_poison(name, g)
+                collected[name] = collected[name] + g if name in collected else g
+        yield i, collected
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """NaN and Inf replaced by zero. In the loop all but one example should contribute zero, and 0 * NaN is not."""
+    if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+        return tensor
+    return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _refuse_poison(name: str, gradient: Tensor) -> None:
+    """Ordinary autograd multiplies one example's NaN by another's zero: the sum would lose everybody."""
+    if not bool(gradient.isfinite().all()):
+        raise UserError(
+            f"{name}: a gradient of this batch is NaN or Inf, and this parameter is used outside of the operations that can "
+            "bound one example's share of it. Find the example (torch.isfinite on the inputs and losses) and drop it"
+        )

@@ -1,0 +1,63 @@
+"""The table *function → formula*. A function that is missing here is found by `torch.func.vmap`, or left to the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpexp.clipping.operations.base import Formula, in_autocast
+from dpexp.clipping.operations.conv import Convolution, TransposedConvolution
+from dpexp.clipping.operations.linear import AddedProduct, Linear, Product
+from dpexp.clipping.operations.lookup import Embedding, Indexed
+from dpexp.clipping.operations.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from dpexp.clipping.operations.others import AnyFunction, Spread, spreads
+
+FORMULAS: dict[Any, Formula] = {
+    F.linear: Linear(),
+    torch.matmul: Product(),
+    Tensor.matmul: Product(),
+    Tensor.__matmul__: Product(),
+    torch.mm: Product(),
+    Tensor.mm: Product(),
+    torch.addmm: AddedProduct(),
+    Tensor.addmm: AddedProduct(),
+    F.conv1d: Convolution(),
+    F.conv2d: Convolution(),
+    F.conv3d: Convolution(),
+    F.conv_transpose1d: TransposedConvolution(),
+    F.conv_transpose2d: TransposedConvolution(),
+    F.conv_transpose3d: TransposedConvolution(),
+    F.embedding: Embedding(),
+    Tensor.__getitem__: Indexed(),
+    F.layer_norm: LayerNorm(),
+    torch.layer_norm: LayerNorm(),
+    F.rms_norm: RMSNorm(),
+    torch.rms_norm: RMSNorm(),
+    F.group_norm: GroupNorm(),
+    torch.group_norm: GroupNorm(),
+    F.instance_norm: InstanceNorm(),
+    F.batch_norm: BatchNorm(),
+}
+
+SPREAD, ANY_FUNCTION = Spread(), AnyFunction()
+
+
+def formula_for(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    values: Sequence[Tensor],
+    batched: Sequence[Tensor],
+) -> Formula:
+    """Return the formula of an operation in which ``values`` meet the tensors ``batched``."""
+    formula = FORMULAS.get(func)
+    if formula is not None and formula.applies(formula.bind(args, kwargs), values, batched):
+        return formula
+    return ANY_FUNCTION
+
+
+__all__ = ["ANY_FUNCTION", "FORMULAS", "SPREAD", "Formula", "formula_for", "in_autocast", "spreads"]

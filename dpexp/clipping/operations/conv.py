@@ -1,0 +1,109 @@
+"""``F.conv1d/2d/3d`` and their transposes, with every option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpexp.clipping.contributions import Contribution, Conv, Dense, Geometry, Outer
+from dpexp.clipping.contributions.numerics import by_example, wide
+from dpexp.clipping.operations.base import Formula, is_one_of
+
+if TYPE_CHECKING:
+    from dpexp.clipping.uses import Use
+
+
+class Convolution(Formula):
+    """Convolutions with any stride, padding, dilation and groups. A module's padding mode has been applied before."""
+
+    label, autocast = "convolution", True
+    names: tuple[str, ...] = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+        x, weight = given["input"], given["weight"]
+        others = [weight, given.get("bias")]
+        return (
+            x.dim() == weight.dim()
+            and not is_one_of(x, values)
+            and not any(is_one_of(t, others) for t in batched)
+        )
+
+    def gradient(
+        self,
+        name: str,
+        use: Use,
+        given: dict[str, Any],
+        saved: tuple[Tensor, ...],
+        gy: Tensor,
+        num_examples: int,
+    ) -> Contribution:
+        if name == "bias":
+            # sums of the output gradient over all positions of an example
+            per_row = gy.flatten(2).sum(2, dtype=wide(gy.dtype))
+            return Dense(by_example(per_row, num_examples, 1).sum(1))
+        return self.weight(
+            saved[given["input"]], gy, use.values[given["weight"]].leaf.shape, given, num_examples
+        )
+
+    def weight(
+        self, x: Tensor, gy: Tensor, shape: Sequence[int], given: dict[str, Any], num_examples: int
+    ) -> Contribution:
+        """Find the per-example gradients of the weight."""
+        kernel = tuple(shape[2:])
+        dims = len(kernel)
+        stride, dilation = (several(given.get(option, 1), dims) for option in ("stride", "dilation"))
+        groups = given.get("groups", 1)
+        x, padding = explicit_padding(x, given.get("padding", 0), kernel, dilation)
+        if groups == 1 and all(k == 1 for k in kernel) and not any(padding):
+            for dim, step in enumerate(stride, start=2):
+                x = x[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else x
+            a, g = (by_example(t.movedim(1, -1), num_examples, 1) for t in (x, gy))
+            return Outer(a, g, shape)  # every pixel alone: a linear layer
+        return Conv(x, gy, shape, Geometry(stride, padding, dilation, groups), num_examples)
+
+
+class TransposedConvolution(Convolution):
+    """Transposed convolutions, with ``output_padding`` or an ``output_size`` given in the call."""
+
+    label = "transposed convolution"
+    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+
+    def weight(
+        self, x: Tensor, gy: Tensor, shape: Sequence[int], given: dict[str, Any], num_examples: int
+    ) -> Contribution:
+        kernel = tuple(shape[2:])
+        dims = len(kernel)
+        stride, dilation, padding = (
+            several(given.get(option, default), dims)
+            for option, default in (("stride", 1), ("dilation", 1), ("padding", 0))
+        )
+        sizes = zip(x.shape[2:], gy.shape[2:], kernel, stride, padding, dilation, strict=True)
+        rest = tuple(out - ((n - 1) * s - 2 * p + d * (k - 1) + 1) for n, out, k, s, p, d in sizes)
+        geometry = Geometry(stride, padding, dilation, given.get("groups", 1), True, rest)
+        return Conv(x, gy, shape, geometry, num_examples)
+
+
+def several(option: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """Return an option as one number per spatial dimension."""
+    given = (option,) if isinstance(option, int) else tuple(option)
+    return given * dims if len(given) == 1 else given
+
+
+def explicit_padding(
+    x: Tensor, padding: str | int | Sequence[int], kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Apply what is not symmetric; returns the input and the padding with zeros that remains."""
+    zeros = (0,) * len(kernel)
+    if padding == "valid":
+        return x, zeros
+    if padding != "same":
+        assert not isinstance(padding, str)
+        return x, several(padding, len(kernel))
+    total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    if all(n % 2 == 0 for n in total):
+        return x, tuple(n // 2 for n in total)
+    # a kernel of even size; the last dimension comes first
+    return F.pad(x, [part for n in reversed(total) for part in (n // 2, n - n // 2)]), zeros

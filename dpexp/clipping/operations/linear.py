@@ -1,0 +1,110 @@
+"""Matrix products with a weight: ``F.linear``, ``x @ W``, ``addmm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dpexp.clipping.contributions import Contribution, Dense, Outer
+from dpexp.clipping.contributions.numerics import by_example, wide
+from dpexp.clipping.operations.base import Formula, is_one_of
+
+if TYPE_CHECKING:
+    from dpexp.clipping.uses import Use
+
+
+class Linear(Formula):
+    """``y = x Wᵀ + b``: the weight's gradient is a sum of outer products, the bias's the sum of output gradients."""
+
+    label, autocast = "linear", True
+    names: tuple[str, ...] = ("input", "weight", "bias")
+
+    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+        rest = [item for name, item in given.items() if name != self.names[0]]
+        return not is_one_of(given[self.names[0]], values) and not any(is_one_of(t, rest) for t in batched)
+
+    def gradient(
+        self,
+        name: str,
+        use: Use,
+        given: dict[str, Any],
+        saved: tuple[Tensor, ...],
+        gy: Tensor,
+        num_examples: int,
+    ) -> Contribution:
+        g = by_example(gy, num_examples, 1)
+        if name == "bias":
+            return shift(g, use, given["bias"], num_examples)
+        return Outer(by_example(saved[given["input"]], num_examples, 1), g)
+
+
+class Product(Linear):
+    """``y = x W`` with a matrix W, which is stored as ``[inputs, outputs]``."""
+
+    label = "matrix product"
+    names = ("input", "weight")
+
+    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+        matrix = given["weight"].dim() == 2 and given["input"].dim() >= 2
+        return matrix and super().applies(given, values, batched)
+
+    def gradient(
+        self,
+        name: str,
+        use: Use,
+        given: dict[str, Any],
+        saved: tuple[Tensor, ...],
+        gy: Tensor,
+        num_examples: int,
+    ) -> Contribution:
+        return Outer(by_example(gy, num_examples, 1), by_example(saved[given["input"]], num_examples, 1))
+
+
+class AddedProduct(Linear):
+    """``y = b + x W``, as transformers' ``Conv1D`` calls it."""
+
+    names = ("bias", "input", "weight")
+
+    def main(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self.bind(args, kwargs).get("input")
+
+    def reads(self, valued: set[str]) -> set[str]:
+        return {"input"} if "weight" in valued else set()
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        renamed = {"input": "bias", "mat1": "input", "mat2": "weight"}
+        return dict(zip(self.names, args, strict=False)) | {renamed.get(k, k): v for k, v in kwargs.items()}
+
+    def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
+        found = super().needs(args, kwargs, values)
+        return found | {"mat1"} if found else found
+
+    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+        plain = given.get("beta", 1) == 1 and given.get("alpha", 1) == 1 and given["bias"].dim() == 1
+        return (
+            plain
+            and not is_one_of(given["input"], values)
+            and not any(is_one_of(given[name], batched) for name in ("bias", "weight"))
+        )
+
+    def gradient(
+        self,
+        name: str,
+        use: Use,
+        given: dict[str, Any],
+        saved: tuple[Tensor, ...],
+        gy: Tensor,
+        num_examples: int,
+    ) -> Contribution:
+        g = by_example(gy, num_examples, 1)
+        if name == "bias":
+            return shift(g, use, given["bias"], num_examples)
+        return Outer(g, by_example(saved[given["input"]], num_examples, 1))
+
+
+def shift(g: Tensor, use: Use, value: int, num_examples: int) -> Dense:
+    """Sum the output gradients ``[B, T, p]`` over the positions of each example."""
+    total = g.squeeze(1) if g.shape[1] == 1 else g.sum(1, dtype=wide(g.dtype))
+    return Dense(total.reshape(num_examples, *use.values[value].leaf.shape))

@@ -1,0 +1,79 @@
+"""``F.embedding`` and ``table[ids]``: rows of a table, by index, with repeats and ``padding_idx``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping.contributions import Contribution, Lookup
+from dpexp.clipping.contributions.numerics import by_example
+from dpexp.clipping.operations.base import Formula, is_one_of
+
+if TYPE_CHECKING:
+    from dpexp.clipping.uses import Use
+
+
+class Embedding(Formula):
+    """``F.embedding``, without the options that make it more than a lookup."""
+
+    label = "embedding"
+    names: tuple[str, ...] = (
+        "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
+    )  # fmt: skip
+
+    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+        return not any(given.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
+
+    def gradient(
+        self,
+        name: str,
+        use: Use,
+        given: dict[str, Any],
+        saved: tuple[Tensor, ...],
+        gy: Tensor,
+        num_examples: int,
+    ) -> Contribution:
+        ids, count = saved[given["input"]], use.values[given["weight"]].leaf.shape[0]
+        skipped = given.get("padding_idx")
+        ids = ids.reshape(num_examples, -1)
+        return Lookup(
+            ids, by_example(gy, num_examples, 1), count, None if skipped is None else skipped % count
+        )
+
+
+class Indexed(Embedding):
+    """``table[ids]`` with whole rows of a matrix and one index per position, which may count from the end."""
+
+    names = ("weight", "input")
+
+    def main(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return args[1]
+
+    def reads(self, valued: set[str]) -> set[str]:
+        return {"input"}
+
+    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+        table, ids = given["weight"], given["input"]
+        return (
+            is_one_of(table, values)
+            and table.dim() == 2
+            and isinstance(ids, Tensor)
+            and ids.dtype in (torch.int32, torch.int64)
+            and ids.dim() > 0
+        )
+
+    def gradient(
+        self,
+        name: str,
+        use: Use,
+        given: dict[str, Any],
+        saved: tuple[Tensor, ...],
+        gy: Tensor,
+        num_examples: int,
+    ) -> Contribution:
+        ids, count = saved[given["input"]], use.values[given["weight"]].leaf.shape[0]
+        ids = torch.where(ids < 0, ids + count, ids).reshape(num_examples, -1)
+        return Lookup(ids, by_example(gy, num_examples, 1), count)

@@ -1,0 +1,84 @@
+"""Operations that need no formula of their own: those that broadcast, and any function that `torch.func.vmap` understands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpexp.clipping.contributions import Contribution, Dense
+from dpexp.clipping.contributions.numerics import wide
+from dpexp.clipping.operations.base import Formula, is_one_of
+
+if TYPE_CHECKING:
+    from dpexp.clipping.uses import Use
+
+# Functions that broadcast their tensors against each other, by name without underscores; of operators also the reflected
+# ("radd") and the in-place form ("iadd").
+BROADCASTING = frozenset(
+    {
+        *(f"{prefix}{name}" for prefix in ("", "r", "i") for name in ("add", "sub", "mul", "div", "truediv", "pow")),
+        "true_divide", "divide", "multiply", "subtract", "where", "maximum", "minimum", "lerp", "addcmul", "addcdiv",
+        "atan2", "hypot", "logaddexp", "clamp", "clip", "copysign",
+    }
+)  # fmt: skip
+
+
+def spreads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> bool:
+    """Tell whether an operation broadcasts the values, so that each row of the batch can be given a copy."""
+    name = getattr(func, "__name__", "")
+    if name == "__setitem__":
+        return len(args) == 3 and all(value is args[2] for value in values)
+    if func is F.scaled_dot_product_attention:
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        return len(args) > 2 and all(value is mask for value in values)
+    return name.strip("_") in BROADCASTING and not any(isinstance(a, list | tuple) for a in args)
+
+
+class Spread(Formula):
+    """A value with a copy for each row of the batch: what arrives there are the gradients of the copies."""
+
+    label = "broadcast"
+
+    def per_example(
+        self, use: Use, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, wanted: set[int]
+    ) -> dict[int, Contribution]:
+        leaf = use.values[0].leaf
+        g = gy.unflatten(0, (num_examples, -1)).sum(1, dtype=wide(gy.dtype))
+        shape = (1,) * (gy.dim() - 1 - leaf.dim()) + tuple(leaf.shape[max(0, leaf.dim() - gy.dim() + 1) :])
+        return {0: Dense(g.sum_to_size(num_examples, *shape).reshape(num_examples, *leaf.shape))}
+
+    def repeat(self, use: Use, values: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Tensor:
+        (leaf,), shape = values, use.output_shape
+        return leaf.view((1,) * (len(shape) - leaf.dim()) + tuple(leaf.shape)).expand(shape)
+
+
+class AnyFunction(Formula):
+    """``vmap`` of the operation's own vector-Jacobian product, example by example."""
+
+    def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
+        return None
+
+    def per_example(
+        self, use: Use, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, wanted: set[int]
+    ) -> dict[int, Contribution]:
+        rows = gy.shape[0] // max(num_examples, 1)
+        split = [
+            s.unflatten(0, (num_examples, rows)) if b else s for s, b in zip(saved, use.batched, strict=True)
+        ]
+        leaves = tuple(value.leaf for value in use.values)
+
+        def one(gradient: Tensor, *of_rows: Tensor) -> tuple[Tensor, ...]:
+            y, vjp = torch.func.vjp(lambda *values: use.call(values, of_rows), *leaves)  # type: ignore[misc]
+            return vjp(gradient.to(y.dtype))
+
+        in_dims: Any = (0, *(0 if b else None for b in use.batched))
+        with use.in_autocast():
+            grads = torch.func.vmap(one, in_dims=in_dims)(gy.unflatten(0, (num_examples, rows)), *split)
+        return {i: Dense(g) for i, g in enumerate(grads) if i in wanted}
+
+
+__all__ = ["AnyFunction", "Spread", "is_one_of", "spreads"]

@@ -1,0 +1,162 @@
+"""Batches of tokens with more padding, and with less: the content of an example must not feel it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.replay import Inputs, Replay, changed
+
+FIXED = (
+    "Pad every batch to one length and say so: task.pad_to in a configuration, attach(..., fixed_length=True) in code (every "
+    "step then costs as much as the longest allowed text)"
+)
+
+# names under which models take what says where padding is
+MASKS = (
+    "attention_mask",
+    "input_mask",
+    "src_key_padding_mask",
+    "key_padding_mask",
+    "padding_mask",
+    "pad_mask",
+    "mask",
+)
+# integers that are no token ids
+NO_IDS = ("position", "type", "segment", "label", "mask")
+
+Made = Callable[[], Inputs]
+Unequal = Callable[[Tensor, Tensor], bool]
+Comparison = Callable[[Tensor, Tensor], bool | None]
+
+
+def positional_names(model: nn.Module) -> list[str]:
+    """Names of the positional arguments of a model's forward."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds]
+
+
+@dataclass
+class Padding:
+    """How the inputs of one forward say which tokens are padding.
+
+    Attributes:
+        content: ``[rows, T]`` bool, which positions are no padding.
+        tokens: the id of padding.
+        masked: the value of padding in the mask.
+        left: whether padding stands in front.
+    """
+
+    inputs: Inputs
+    names: list[str]
+    rows: int
+    content: Tensor
+    tokens: int | None
+    masked: float
+    left: bool
+
+    @staticmethod
+    def of(replay: Replay, rows: int) -> Padding | None:
+        """None where the inputs do not say what padding is."""
+        names = positional_names(replay.model)
+        found: dict[str, Tensor] = {}
+
+        def note(name: str, part: Any) -> Any:
+            if isinstance(part, Tensor) and part.dim() == 2 and part.shape[0] == rows:
+                found.setdefault(name, part)
+            return part
+
+        changed(replay.inputs, note, names=names)
+        token = _padding_token(replay.model)
+        mask = next((found[name] for name in MASKS if name in found), None)
+        if mask is not None and bool(((mask == 0) | (mask == 1)).all()):
+            left = _ends(mask, 0) is None
+            kept = _ends(mask, -1 if left else 0)
+            if kept is None:
+                return None
+            if token is None and bool((mask != kept).any()):
+                beside = next((p for n, p in found.items() if _is_ids(n, p) and p.shape == mask.shape), None)
+                token = None if beside is None else int(beside[mask != kept][0])
+            return Padding(replay.inputs, names, rows, mask == kept, token, 1 - kept, left)
+        # without a mask, where the batch has rows that end in padding and a row that does not
+        ids = [part for name, part in found.items() if _is_ids(name, part)]
+        if mask is None and len(ids) == 1 and token is not None:
+            ends = ids[0][:, -1] == token
+            if bool(ends.any()) and not bool(ends.all()):
+                return Padding(replay.inputs, names, rows, ids[0] != token, token, 0.0, False)
+        return None
+
+    def pairs(self, unequal: Unequal) -> Iterator[tuple[Made, Made, Comparison]]:
+        """Pairs of a shorter and a longer batch with the same content, and how their outputs are compared."""
+        full = self.content.shape[1]
+        lengths = [(full, full), (full, 1)]
+        if not self.left and full > 1:
+            lengths.append((full // 2, full - full // 2))
+        for length, more in lengths:
+            short, long = partial(self.resized, length, 0), partial(self.resized, length, more)
+            yield short, long, self.comparison(length, more, unequal)
+
+    def resized(self, length: int, more: int) -> Inputs:
+        """The first ``length`` columns of the batch and ``more`` columns of padding."""
+        full = self.content.shape[1]
+
+        def change(name: str, part: Any) -> Any:
+            if not isinstance(part, Tensor) or part.dim() < 2 or name.startswith("decoder_"):
+                return part
+            if full in part.shape[2:] and part.shape[0] == self.rows:
+                raise ValueError(f"{name} has the length of the batch in several dimensions")
+            if part.shape[:2] != (self.rows, full):
+                return part
+            part = part[:, :length]
+            padding = part[:, :1] if self.left else part[:, -1:]
+            if name in MASKS:
+                padding = torch.full_like(padding, self.masked)
+            elif _is_ids(name, part) and self.tokens is not None:
+                padding = torch.full_like(padding, self.tokens)
+            padding = padding.repeat_interleave(more, 1)
+            return torch.cat([padding, part] if self.left else [part, padding], 1)
+
+        return changed(self.inputs, change, names=self.names)
+
+    def comparison(self, length: int, more: int, unequal: Unequal) -> Comparison:
+        """Compares what has a position for each token at positions of content, and what has none as a whole."""
+        content = self.content[:, :length]
+
+        def differs(short: Tensor, long: Tensor) -> bool | None:
+            if not short.dim() or short.shape[0] != self.rows or long.dim() != short.dim():
+                return None
+            if short.dim() > 1 and short.shape[1] == length and long.shape[1] == length + more:
+                if short.shape[2:] != long.shape[2:]:
+                    return None
+                long = long[:, more:] if self.left else long[:, :length]
+                keep = content.to(short.device).reshape(self.rows, length, *[1] * (short.dim() - 2))
+                return unequal(torch.where(keep, short, 0.0), torch.where(keep, long, 0.0))
+            return unequal(short, long) if short.shape == long.shape else None
+
+        return differs
+
+
+def _is_ids(name: str, part: Tensor) -> bool:
+    return not (part.is_floating_point() or part.dtype == torch.bool or any(word in name for word in NO_IDS))
+
+
+def _ends(mask: Tensor, column: int) -> float | None:
+    """The value that all rows of a mask have in a column, if they have one."""
+    values = mask[:, column].unique()
+    return float(values[0]) if len(values) == 1 else None
+
+
+def _padding_token(model: nn.Module) -> int | None:
+    """What the model's configuration, or its first table with a padding row, says."""
+    for module in model.modules():
+        token = getattr(getattr(module, "config", None), "pad_token_id", None)
+        if isinstance(token, int) and token >= 0:
+            return token
+    tables = (m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding))
+    return next((index for index in tables if index is not None), None)

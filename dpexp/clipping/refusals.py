@@ -1,0 +1,101 @@
+"""Modules that cannot be part of a clipped model, frozen or not, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from dpexp.errors import UserError
+
+BATCH_NORM = (
+    "replace it by nn.GroupNorm(groups, channels); to keep the statistics of a public model as constants, call "
+    ".eval() on it and set its track_running_stats=False"
+)
+
+
+def _batch_norm(module: Any) -> str | None:
+    if module.training or module.running_mean is None:
+        return (
+            "it normalises by statistics of the whole batch, so one example's gradient depends on the others: "
+            + BATCH_NORM
+        )
+    if module.track_running_stats:
+        return (
+            "in training mode it tracks statistics of the private data, which leave the model without noise: "
+            + BATCH_NORM
+        )
+    return None
+
+
+def _instance_norm(module: Any) -> str | None:
+    if module.track_running_stats or module.running_mean is not None:
+        return (
+            "its running statistics are averages over the examples of a batch and leave the model without noise: "
+            "set track_running_stats=False"
+        )
+    return None
+
+
+def _embedding(module: Any) -> str | None:
+    if module.scale_grad_by_freq:
+        return (
+            "scale_grad_by_freq divides by how often an index occurs in the whole batch, so one example's "
+            "gradient depends on the others: set it to False"
+        )
+    if module.max_norm is not None:
+        return (
+            "max_norm rewrites the rows that a batch looks up, which releases without noise which rows these "
+            "were: set it to None"
+        )
+    if module.sparse:
+        return (
+            "sparse=True gives sparse gradients, but noise makes every row's gradient dense: set it to False"
+        )
+    return None
+
+
+REFUSALS: dict[type[nn.Module], Callable[[Any], str | None]] = {
+    _InstanceNorm: _instance_norm,
+    _BatchNorm: _batch_norm,
+    nn.Embedding: _embedding,
+    nn.EmbeddingBag: _embedding,
+}
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Say why a module cannot be part of a clipped model, and the way out; None where nothing speaks against it.
+
+    Subclasses answer for their base, whatever they override: a batch norm with another forward still is one.
+    """
+    for cls, reason in REFUSALS.items():
+        if isinstance(module, cls):
+            return reason(module)
+    return None
+
+
+def refuse_couplings(model: nn.Module) -> None:
+    """Refuse a model with modules that mix examples or cannot be clipped, whether they train or not.
+
+    Raises:
+        UserError: names the module or the parameter.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError("a TorchScript model cannot be clipped: attach to the original nn.Module")
+    for name, module in model.named_modules():
+        reason = refusal(module)
+        if reason:
+            raise UserError(f"{name or '(root)'} ({type(module).__name__}): {reason}")
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise UserError(
+                f"{name} is not initialised yet (lazy module): run one forward pass before attach()"
+            )
+        if param.requires_grad and not param.is_floating_point():
+            raise UserError(
+                f"{name} has dtype {param.dtype}; only real floating-point parameters can be clipped"
+            )

@@ -1,0 +1,312 @@
+"""Running a model's forward again, without a trace and without chance.
+
+A replay starts from what the forward started from: inputs, buffers, plain attributes, autocast. Whatever it writes goes to
+copies, so that tensors which a pending graph has saved stay as they are. Random draws give constants that do not depend on the
+batch.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import fields, is_dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# every module has these; children and buffers are treated by name, and parameters are never copied
+COMMON = frozenset(nn.Module().__dict__) - {"training"}
+
+
+class Replay:
+    """One forward of a model as it was entered; `run` repeats it.
+
+    Args:
+        model: the module whose forward is about to run.
+        args, kwargs: what enters it; tensors are copied.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict):
+        self.model = model
+        self.inputs: Inputs = changed((args, kwargs), _copied_tensor)
+        self._state = State(model)
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        # whether it drew from generators of Python or numpy: by place in the batch, as a rule
+        self.by_chance = False
+        kinds = {"cpu", self._device.type}
+        self._autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+
+    @property
+    def in_autocast(self) -> bool:
+        """Whether the forward ran in 16 bits."""
+        return bool(self._autocast)
+
+    @contextmanager
+    def begun(self, autocast: bool) -> Iterator[None]:
+        """Inside, the model is as it was before the forward; afterwards as if nothing had happened.
+
+        Args:
+            autocast: whether to compute in 16 bits where the forward did.
+        """
+        indices = [self._device.index] if self._device.type == "cuda" else []
+        python, numpy = random.getstate(), np.random.get_state()
+        with ExitStack() as inside:
+            inside.callback(random.setstate, python)
+            inside.callback(np.random.set_state, numpy)
+            inside.enter_context(torch.random.fork_rng(indices))
+            inside.enter_context(_full_precision())
+            inside.enter_context(self._state.installed())
+            inside.enter_context(torch.no_grad())
+            if "torch._dynamo" in sys.modules:
+                # a few forwards are not worth a compilation each
+                inside.enter_context(torch.compiler.set_stance("force_eager"))
+            for kind in {"cpu", self._device.type}:
+                dtype = dict(self._autocast).get(kind)
+                on = autocast and dtype is not None
+                inside.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False))
+            yield
+
+    def run(self, inputs: Inputs) -> Any:
+        """The model's output for ``inputs``, inside `begun`; it may be called several times there."""
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        before = random.getstate(), _place_of_numpy()
+        args, kwargs = changed(inputs, _copied_tensor)
+        with WithoutChance():
+            result = self.model(*args, **kwargs)
+        self.by_chance |= before != (random.getstate(), _place_of_numpy())
+        return result
+
+
+def _place_of_numpy() -> int:
+    state: Any = np.random.get_state()
+    return int(state[2])
+
+
+class State:
+    """Copies of all that a forward of a model may write to: buffers, attributes, the table of children."""
+
+    def __init__(self, model: nn.Module):
+        self._copy = _Copier()
+        self._saved = [(module, self._copy.everything(module)) for module in model.modules()]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the model has this state, and what it writes is lost."""
+        fresh = _Copier()
+        before = [(module, dict(module.__dict__)) for module, _ in self._saved]
+        try:
+            for module, saved in self._saved:
+                kept = {k: v for k, v in module.__dict__.items() if _is_common(k)}
+                module.__dict__.clear()
+                module.__dict__.update(kept | {key: fresh(value) for key, value in saved.items()})
+            yield
+        finally:
+            for module, values in before:
+                module.__dict__.clear()
+                module.__dict__.update(values)
+
+
+class _Copier:
+    """Copies values and keeps who shares what with whom."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def everything(self, module: nn.Module) -> dict[str, Any]:
+        own = {key: self(value) for key, value in module.__dict__.items() if not _is_common(key)}
+        return own | {"_buffers": self(module._buffers), "_modules": dict(module._modules)}
+
+    def __call__(self, value: Any, depth: int = 0) -> Any:
+        if id(value) in self._known:
+            return self._known[id(value)][0]
+        result = self._copied(value, depth)
+        self._known[id(value)] = (result, value)
+        return result
+
+    def _copied(self, value: Any, depth: int) -> Any:
+        if isinstance(value, nn.Module | nn.Parameter):
+            return value
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if isinstance(value, dict):
+            result = copy(value)
+            for key in value:
+                result[key] = self(value[key], depth)
+            return result
+        if isinstance(value, deque):
+            return deque((self(v, depth) for v in value), value.maxlen)
+        if type(value) in (list, tuple, set):
+            return type(value)(self(v, depth) for v in value)
+        plain = hasattr(value, "__dict__") and not isinstance(
+            value, type | FunctionType | MethodType | ModuleType | torch.Generator
+        )
+        slots = any(vars(c).get("__slots__") for c in type(value).__mro__)
+        own_way = "__reduce_ex__" in {name for c in type(value).__mro__[:-1] for name in vars(c)}
+        if depth > 1 or not plain or slots or own_way:
+            return value
+        try:
+            # an object of the user's, like a record of running statistics; what lies deeper is not the model's state
+            result = object.__new__(type(value))
+            result.__dict__.update({k: self(v, depth + 1) for k, v in value.__dict__.items()})
+            return result
+        except (TypeError, AttributeError):
+            return value
+
+
+def _is_common(key: str) -> bool:
+    return (key in COMMON and key not in ("_buffers", "_modules")) or key.startswith("_dpexp")
+
+
+def _copied_tensor(name: str, value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+Inputs = tuple[tuple, dict]
+Change = Callable[[str, Any], Any]
+Stop = Callable[[Any], bool]
+
+
+def changed(inputs: Inputs, change: Change, stop: Stop | None = None, names: Sequence[str] = ()) -> Inputs:
+    """The arguments of a forward with every leaf replaced by ``change(name, leaf)``.
+
+    Args:
+        inputs: positional arguments and keyword arguments.
+        stop: says of a container that it is a leaf.
+        names: of the positional arguments, as far as they are known.
+    """
+    args, kwargs = inputs
+    known = [*names, *[""] * len(args)]
+    return (
+        tuple(_changed(known[i], value, change, stop) for i, value in enumerate(args)),
+        {name: _changed(name, value, change, stop) for name, value in kwargs.items()},
+    )
+
+
+def _changed(name: str, value: Any, change: Change, stop: Stop | None) -> Any:
+    """Goes through lists, tuples, mappings and dataclasses."""
+    if stop is not None and stop(value):
+        return change(name, value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_changed(name, v, change, stop) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)([_changed(name, v, change, stop) for v in value])
+    if isinstance(value, Mapping):
+        try:
+            result: Any = copy(value)
+            inner = getattr(value, "data", None)
+            if isinstance(inner, dict):
+                # a batch of a tokenizer keeps its entries there
+                result.data = dict(inner)
+            for key in value:
+                result[key] = _changed(str(key), value[key], change, stop)
+            return result
+        except TypeError:
+            return {key: _changed(str(key), value[key], change, stop) for key in value}
+    if is_dataclass(value) and not isinstance(value, type):
+        result = copy(value)
+        for field in fields(value):
+            part = _changed(field.name, getattr(value, field.name), change, stop)
+            object.__setattr__(result, field.name, part)
+        return result
+    return change(name, value)
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Without TF32, whose rounding hides what a replay looks for."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+class WithoutChance(TorchDispatchMode):
+    """While active, random operations give constants, whatever the batch; permutations are turned round.
+
+    Indices out of range raise on GPUs as on CPUs, where they would end the process's use of the GPU.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__.strip("_")
+        if torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED:
+            known = func._schema.arguments
+            # what equals its default is left out of args
+            given = {a.name: a.default_value for a in known if a.has_default_value()}
+            given |= dict(zip([a.name for a in known], args, strict=False)) | kwargs
+            return _constant(func, name, given)
+        if name in INDEXING and args and isinstance(args[0], Tensor) and args[0].is_cuda:
+            _check_indices(name, args)
+        return func(*args, **kwargs)
+
+
+UNTAGGED = {"random", "binomial", "sample_dirichlet"}
+INDEXING = {"embedding", "index", "index_select", "gather"}
+
+
+def _constant(func: Any, name: str, given: dict[str, Any]) -> Any:
+    """A random operation's result without chance."""
+    x: Any = given.get("self", given.get("input"))
+    if name in ("native_dropout", "fused_dropout"):
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    for key in ("dropout_p", "dropout"):
+        if isinstance(given.get(key), float):
+            return func(**(given | {key: 0.0}))
+    if name in ("dropout", "alpha_dropout"):
+        return x
+    if name.startswith("rrelu"):
+        return func(**(given | {"training": False}))
+    if name == "multinomial":
+        return x.topk(given["num_samples"], dim=-1).indices
+    value: Any = None
+    low: Any = given.get("from", given.get("low")) or 0
+    high: Any = given.get("to", given.get("high"))
+    if name == "bernoulli":
+        # without p: the probabilities are in x
+        p = given.get("p", x)
+        value = p >= 0.5 if isinstance(p, Tensor) else float(p > 0)
+    elif name.startswith(("randint", "random")):
+        value = 0 if high is None else (low + high) // 2
+    elif name.startswith("rand") and name != "randperm":
+        value = 0.5
+    elif name == "uniform":
+        value = (given["from"] + given["to"]) / 2
+    elif name.startswith("normal"):
+        value = given["mean"] + 0.5 * given["std"]
+    elif name == "binomial":
+        value = given["count"] * given["prob"]
+    elif name in ("exponential", "geometric", "cauchy", "log_normal"):
+        value = 1
+    elif name in ("poisson", "standard_gamma", "sample_dirichlet"):
+        value = x
+    result = func(**given)
+    if name == "randperm":
+        return result.copy_(torch.arange(len(result) - 1, -1, -1, device=result.device))
+    if isinstance(value, Tensor):
+        return result.copy_(value)
+    return result if value is None else result.fill_(value)
+
+
+def _check_indices(name: str, args: tuple) -> None:
+    table, indices = args[0], args[2] if name in ("index_select", "gather") else args[1]
+    along = args[1] if name in ("index_select", "gather") else 0
+    for dim, index in enumerate(indices if isinstance(indices, list | tuple) else [indices]):
+        if not isinstance(index, Tensor) or index.dtype in (torch.bool, torch.uint8) or not index.numel():
+            continue
+        size = table.shape[dim if name == "index" else along] if table.dim() else 1
+        if int(index.max()) >= size or int(index.min()) < -size:
+            raise IndexError(f"{name}: an index is out of range for {size} rows")

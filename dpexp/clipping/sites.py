@@ -1,0 +1,150 @@
+"""Reading a parameter gives a followed value: modules are swapped to a subclass of their class, in place.
+
+The same object, the same state-dict keys, still an ``nn.Linear``. The subclass has one property per trainable parameter: inside
+of a forward, with gradients on, it gives the followed parameter (`following`), anywhere else the parameter itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.dataflow import inside_reentrant_checkpoint
+from dpexp.clipping.following import Followed
+from dpexp.clipping.rewritten import REWRITTEN
+from dpexp.clipping.taps import REENTRANT, Recorder
+from dpexp.errors import UserError
+
+SITE = "_dpexp_site"
+CUT = "a clipper is attached, which records in Python: leave fullgraph=True out, and the graph is cut where parameters are used"
+
+
+class Site:
+    """What a swapped module knows: the first names of its trainable parameters, and the recorder."""
+
+    def __init__(self, params: dict[str, str], recorder: Recorder):
+        self.params, self.recorder = params, recorder
+        self.originals: dict[str, Any] = {}  # the parameters as they were attached
+
+    @torch.compiler.disable(reason=CUT)
+    def read_in_compiled_code(self, module: nn.Module, local: str) -> Tensor:
+        """`read`, where a compiler is tracing: it must not look inside."""
+        return self.read(module, local)
+
+    def read(self, module: nn.Module, local: str) -> Tensor:
+        """Return what ``module.<local>`` is for whoever reads it."""
+        param = module._parameters[local]
+        if torch.is_grad_enabled() and self.recorder.following and param is self.originals[local]:
+            return Followed.of(param, self.params[local], self.recorder)
+        # also what torch.func.functional_call has put in its place, which has a graph of its own
+        return param  # type: ignore[return-value]
+
+
+def find_sites(model: nn.Module, recorder: Recorder) -> list[tuple[nn.Module, Site]]:
+    """Return every module that directly owns a trainable parameter, with its site."""
+    sites = []
+    for module in model.modules():
+        params = {
+            local: recorder.names[id(p)]
+            for local, p in module._parameters.items()
+            if p is not None and id(p) in recorder.names
+        }
+        if params:
+            sites.append((module, Site(params, recorder)))
+    return sites
+
+
+def install(module: nn.Module, site: Site) -> None:
+    """Swap the class of ``module``; its parameters, buffers, hooks and children stay untouched."""
+    site.originals = {local: module._parameters[local] for local in site.params}
+    alone = next(module.children(), None) is None or type(module) in REWRITTEN
+    cls = swapped_class(type(module), tuple(site.params), alone)
+    module.__dict__[SITE] = site
+    module.__class__ = cls
+
+
+def uninstall(module: nn.Module) -> None:
+    """Give a module its class back."""
+    module.__class__ = native_class(module)
+    del module.__dict__[SITE]
+
+
+def native_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of the module without a clipper."""
+    cls = type(module)
+    return cls.__mro__[1] if getattr(cls, "_dpexp_swapped", False) else cls
+
+
+_swapped_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+
+
+def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: bool) -> type[nn.Module]:
+    """Return a subclass of ``cls`` with one property per parameter.
+
+    Args:
+        cls: of the module.
+        params: local names.
+        with_forward: whether its forward runs as one piece, uncompiled: a module without children, or one that is rewritten.
+    """
+    key = (cls, params, with_forward)
+    if key not in _swapped_classes:
+        body: dict[str, Any] = {local: property(_reader(local)) for local in params}
+        body |= {"_dpexp_swapped": True, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        body["__reduce_ex__"] = _reduce
+        if with_forward:
+            body["forward"] = _forward
+        if not hasattr(cls, "__deepcopy__"):
+            body["__deepcopy__"] = _deepcopy
+        _swapped_classes[key] = type(cls.__name__, (cls,), body)
+    return _swapped_classes[key]
+
+
+def _reader(local: str) -> Any:
+    def read(module: nn.Module) -> Any:
+        site = module.__dict__[SITE]
+        if torch.compiler.is_compiling():
+            return site.read_in_compiled_code(module, local)
+        return site.read(module, local)
+
+    return read
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        # uses are recorded in Python: compiled code is cut here, and exact
+        return _uncompiled(module, *args, **kwargs)
+    return _recorded(module, *args, **kwargs)
+
+
+def _recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    cls, recorder = native_class(module), module.__dict__[SITE].recorder
+    if not torch.is_grad_enabled():
+        if recorder.current is not None and inside_reentrant_checkpoint():
+            raise UserError(REENTRANT)
+        return cls.forward(module, *args, **kwargs)
+    recorder.inside += 1
+    try:
+        rewritten = REWRITTEN.get(cls)
+        result = NotImplemented if rewritten is None else rewritten(module, *args, **kwargs)
+        return cls.forward(module, *args, **kwargs) if result is NotImplemented else result
+    finally:
+        recorder.inside -= 1
+
+
+_uncompiled = torch.compiler.disable(_recorded, reason=CUT)
+
+
+def _reduce(module: nn.Module, protocol: Any) -> Any:
+    raise TypeError(
+        f"{type(module).__name__} has a clipper attached and cannot be pickled: call clipper.detach() first, "
+        "or save model.state_dict()"
+    )
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    memo[id(module)] = twin = type(module).__new__(type(module))
+    twin.__dict__.update({key: copy.deepcopy(value, memo) for key, value in module.__dict__.items()})
+    return twin

@@ -1,0 +1,399 @@
+"""The survey of a model's graph: what is proven before anything is summed.
+
+Shapes suggest which rows of an operation belong to which example; a second back-propagation with weighted losses proves it
+(`layouts`). Gradients that reach a parameter by a way that no tap covers hand it to the loop over examples. And each formula is
+compared with autograd on its own operation, under random weights of the examples. What holds is remembered by place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping import layouts
+from dpexp.clipping.contributions import Contribution
+from dpexp.clipping.contributions.numerics import wide
+from dpexp.clipping.contributions.pages import give_back_freed_memory
+from dpexp.clipping.meeting import NATIVE, SHARED
+from dpexp.clipping.remembered import ByRepr
+from dpexp.clipping.taps import ForwardPass, Visit
+from dpexp.clipping.uses import Use
+from dpexp.errors import UserError
+
+MIXED = (
+    "the gradient at this layer's output mixes examples: they influence each other's losses (a batch statistic, a loss "
+    "normalised over the batch, attention across the batch), which voids any guarantee. Make each loss depend on its own "
+    "example alone"
+)
+
+LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
+
+Signature = tuple[Tensor, Tensor]
+
+
+class Survey:
+    """What is known of a model's uses of its parameters.
+
+    Attributes:
+        roles: what was decided of each operation on a followed value; see `following`.
+        layouts: place of a use -> which rows belong to which example.
+        looped: parameters that need the loop over examples.
+        settled: whether every use of the last forward pass is known.
+        layout: id of a use of this backward pass -> its layout.
+    """
+
+    def __init__(self) -> None:
+        self.roles: dict[str, str] = {}
+        self.layouts = ByRepr()
+        self.looped: set[str] = set()
+        self._new: set[str] = set()  # of the looped, those that this backward pass has found
+        self.settled = False
+        self.backwards = 0
+        self.layout: dict[int, str] = {}
+        self.operations: dict[str, dict[str, None]] = {}  # by parameter, those seen; an ordered set
+        self._alone: dict[int, float] = {}  # uses that saw one example, with the weight of its loss
+        self._shared: list[Use] = []  # uses that turned out to be functions of parameters
+        self._undecided = False
+        self._new_sequence = True
+        # sequences of uses whose layouts are proven, see `_sequence`; and uses whose formula agreed with autograd
+        self._sequences: set[int] = set()
+        self._right: set[Hashable] = set()
+
+    # -- what outlives a process --------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return all that decides how the next backward pass computes, as JSON."""
+        return {
+            "roles": dict(self.roles),
+            "layouts": dict(self.layouts.items()),
+            "looped": sorted(self.looped),
+            "settled": self.settled,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what another process has found."""
+        self.roles.update(state.get("roles", {}))
+        dict.update(self.layouts, state.get("layouts", {}))
+        self.looped |= set(state.get("looped", ()))
+        self.settled = bool(state.get("settled", False))
+
+    def due(self) -> bool:
+        """Count a backward pass; tell whether what was proven is to be proven again: in the 16th, the 64th, the 256th and so on.
+
+        A model may begin to mix examples after its first step (an augmentation that starts late, a flag). To look now and then
+        is cheap insurance, not a proof.
+        """
+        self.backwards += 1
+        return self.backwards > 4 and self.backwards.bit_count() == 1 and self.backwards.bit_length() % 2 == 1
+
+    # -- one backward pass --------------------------------------------------------------------------------------------
+
+    def look(self, visit: Visit, params: dict[str, nn.Parameter]) -> None:
+        """Prove what is not proven yet of the graph behind ``visit``.
+
+        Raises:
+            UserError: examples influence each other's gradients.
+        """
+        self.layout, self._alone, self._shared = {}, {}, []
+        known = set(self.looped)
+        native = {key for owner in visit.passes for key, role in owner.roles.items() if role == NATIVE}
+        # from the next forward on, ordinary autograd carries these: it is to be looked at as closely as this one
+        self._undecided = any(self.roles.get(key) != NATIVE for key in native)
+        self.roles.update(dict.fromkeys(native, NATIVE))
+        sequence, due = _sequence(visit), self.due()
+        self._new_sequence = sequence not in self._sequences
+        pending, doubted = self._pending(visit, due or self._new_sequence)
+        if pending or not self.settled:
+            self._observe(visit, params, pending, doubted)
+        self.looped.update(*(use.names for use in visit.uses if self._needs_loop(use)))
+        unproven = {id(use) for use in visit.uses if _kind(use) not in self._right and self._clips(use)}
+        if unproven:
+            self._check_formulas(visit, unproven)
+        self._new = self.looped - known
+        if not self.settled:
+            for use in visit.uses:
+                for name in use.names:
+                    self.operations.setdefault(name, {})[use.label] = None
+        if visit.passes and visit.num_examples > 1 and not self._undecided:
+            self.settled = True
+        if not self._undecided:
+            self._sequences.add(sequence)
+        if visit.num_examples > 1 or self.settled:
+            for owner in visit.passes:
+                self.roles.update(owner.roles)
+
+    def finish(self, visit: Visit) -> None:
+        """End a backward pass."""
+        # whether the batch was another input than the forward had assumed
+        moved = visit.finish()
+        for use in self._shared:
+            # the next forward derives it, and needs no loop
+            self.roles[use.place[0]] = SHARED
+            visit.recorder.plans.pop(use.place[0], None)
+            self.layouts.pop(repr(use.place), None)
+            self.looped -= self._new.intersection(use.names)
+            self.settled = False
+        if moved:
+            # the next forward takes another way: look at it as closely as at the first one
+            self.looped -= self._new
+            self.roles.clear()
+            self.layouts.clear()
+            visit.recorder.plans.clear()
+            self.settled = False
+
+    def _needs_loop(self, use: Use) -> bool:
+        return self.layout[id(use)] == layouts.LOOP
+
+    def _clips(self, use: Use) -> bool:
+        """Whether per-example gradients are formed at this use."""
+        return not self._needs_loop(use) and not self.looped.issuperset(use.names)
+
+    def _pending(self, visit: Visit, again: bool) -> tuple[dict[int, list[str]], set[int]]:
+        """Uses whose layout is to be proven, with the layouts that their shapes allow; and those proven before."""
+        pending: dict[int, list[str]] = {}
+        doubted: set[int] = set()
+        for use in visit.uses:
+            found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
+            known = self.layouts.get(use.place)
+            if visit.num_examples == 1:
+                shape = use.output_shape if use.input_shape is None else use.input_shape
+                # one dimension in and out may be the features of a single, squeezed example
+                told = len(shape) >= 2 or use.input_shape != use.output_shape
+                whole = told and shape[0] == use.output_shape[0] and shape[0] > 0
+                self.layout[id(use)] = layouts.BLOCKED if whole and known != layouts.LOOP else layouts.LOOP
+            elif known == layouts.LOOP:
+                self.layout[id(use)] = layouts.LOOP
+            elif use.routed:
+                pending[id(use)] = found
+            elif known in found:
+                self.layout[id(use)] = known
+                if again:
+                    pending[id(use)] = found
+                    doubted.add(id(use))
+            else:
+                pending[id(use)] = found
+        return pending, doubted
+
+    def _observe(
+        self, visit: Visit, params: dict[str, nn.Parameter], pending: dict[int, list[str]], doubted: set[int]
+    ) -> None:
+        """Back-propagate plainly and with weights.
+
+        These visits form no sums, so they are the place to find parameters that are used where no tap sees it: the visit that
+        forms sums can then free the graph as it goes, and the first step needs no more memory than the others.
+        """
+        observed: list[dict[tuple[int, str], Signature]] = []
+        dtypes: dict[int, torch.dtype] = {}
+        row_weights = layouts.weights(visit.num_examples, layouts.SIGNED)
+        for weights in (None, row_weights) if pending else (None,):
+            seen: dict[tuple[int, str], Signature] = {}
+
+            def look(
+                owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor, seen: dict = seen
+            ) -> None:
+                if id(use) in pending:
+                    dtypes[id(use)] = gy.dtype
+                    for layout in pending[id(use)]:
+                        seen[id(use), layout] = layouts.signature(gy, layout, visit.rows)
+                    if not pending[id(use)] and gy.dim():
+                        seen[id(use), layouts.UNSEEN] = layouts.signature(gy, layouts.ROWS, gy.shape[0])
+
+            asked = list(params.values()) if not observed else []
+            native = visit.back_propagate(look, retain=True, weights=weights, params=asked)
+            self.looped |= {n for n, g in zip(params, native, strict=False) if g is not None}
+            del native
+            observed.append(seen)
+            give_back_freed_memory()
+        if not pending:
+            return
+        by_row = row_weights.repeat_interleave(visit.rows // visit.num_examples)
+        uses = {id(use): use for use in visit.uses}
+        self._find_examples_alone(observed, dtypes, set(row_weights.tolist()))
+        for identity, found in pending.items():
+            settle = self._doubt if identity in doubted else self._settle
+            settle(uses[identity], found, observed, by_row, dtypes.get(identity))
+
+    def _find_examples_alone(
+        self,
+        observed: list[dict[tuple[int, str], Signature]],
+        dtypes: dict[int, torch.dtype],
+        weights: set[float],
+    ) -> None:
+        """Find the uses that saw one example each, in models that go through the batch in a Python loop.
+
+        That is believed where such uses are there for every weight. A single one may as well be a batch that is mixed, and of
+        which one example alone has a loss.
+        """
+        alone: dict[int, float] = {}
+        for (identity, layout), plain in observed[0].items():
+            if (identity, layout) not in observed[1]:
+                continue
+            weight = layouts.single_weight(plain, observed[1][identity, layout], dtypes[identity])
+            if weight is not None:
+                alone[identity] = weight
+        self._alone = alone if set(alone.values()) == weights else {}
+
+    def _settle(
+        self, use: Use, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
+    ) -> None:
+        self.layout[id(use)] = found[0] if found else layouts.UNSEEN
+        if dtype is None:
+            return  # its output was not used, or the forward was another one that still waits: it never arrives
+        if not found:
+            # remembered: another batch size may make the leading dimension look like the batch
+            self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP
+            return
+        verdicts = {
+            layout: layouts.proven(observed[0][id(use), layout], observed[1][id(use), layout], by_row, dtype)
+            for layout in found
+        }
+        if all(verdict is None for verdict in verdicts.values()):
+            self._undecided = True
+            return  # all gradients are zero: contribute nothing now, prove it next time
+        proven = [layout for layout, verdict in verdicts.items() if verdict]
+        if proven:
+            layout = proven[0]
+            if len(proven) > 1 or use.routed:  # right today; decide when a batch tells them apart, or never
+                self.layout[id(use)], self._undecided = layout, True
+                return
+        elif use.routed or id(use) in self._alone:
+            layout = layouts.LOOP
+        elif use.input_shape is None and self.looped.issuperset(use.names):
+            # no operation on the batch; its first dimension happens to have as many rows
+            layout = layouts.LOOP
+        elif use.from_batch is None and layouts.ROWS in found and self.settled:
+            self.settled = False  # look closely again: a table that all examples share, or a coupling?
+            raise UserError(f"{use.owner} ({use.label}) {LATE}")
+        elif use.from_batch is not False and layouts.ROWS in found:
+            raise UserError(f"{use.owner} ({use.label}): {MIXED}")
+        else:
+            layout = layouts.LOOP
+        self.layout[id(use)] = layout
+        if layout == layouts.LOOP and use.from_batch is False:
+            self._shared.append(use)  # a function of parameters, whose shape looked like the batch
+        if self.layouts.get(use.place) in found and self.layouts[use.place] != layout:
+            layout = layouts.LOOP  # two forward passes that wait for this backward pass differ here
+        self.layouts[use.place] = layout
+
+    def _doubt(
+        self, use: Use, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
+    ) -> None:
+        """Look at a proven layout again."""
+        layout = self.layouts[use.place]
+        if dtype is None:
+            return  # no gradient arrived
+        if layouts.refuted(observed[0][id(use), layout], observed[1][id(use), layout], by_row, dtype):
+            if not self._new_sequence:
+                raise UserError(f"{use.owner} ({use.label}), other than in earlier steps: {MIXED}")
+            # the model took another way than before, and this is another use than the place had so far
+            self._settle(use, found, observed, by_row, dtype)
+
+    # -- formulas -----------------------------------------------------------------------------------------------------
+
+    def _check_formulas(self, visit: Visit, unproven: set[int]) -> None:
+        """Compare each formula's weighted sum with what autograd says of its operation; a wrong one is left to the loop."""
+        weights = layouts.weights(visit.num_examples, layouts.SIGNED).to(visit.losses.device)
+        by_row = weights.repeat_interleave(visit.rows // visit.num_examples)
+
+        def check(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
+            if id(use) not in unproven:
+                return
+            layout = self.layout[id(use)]
+            if layout != layouts.UNSEEN and formula_is_right(use, saved, gy, layout, visit, weights, by_row):
+                self._right.add(_kind(use))
+            else:
+                self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP
+                self.looped.update(use.names)
+
+        visit.back_propagate(check, retain=True)
+        give_back_freed_memory()
+
+
+def _sequence(visit: Visit) -> int:
+    """What tells two ways through a model apart: its uses in order, and which dimensions have as many rows as the batch."""
+    rows = visit.rows
+    return hash(
+        (rows == visit.rows // max(1, visit.num_examples),)
+        + tuple(
+            [
+                (use.place, len(use.output_shape), use.output_shape[0] == rows, rows in use.output_shape[1:2])
+                for use in visit.uses
+            ]
+        )
+    )
+
+
+def _kind(use: Use) -> Hashable:
+    """What the verdict on a formula holds for: a place, and where the operation is any function, its shapes."""
+    if use.formula.label is not None:
+        return use.place, None if use.input_shape is None else len(use.input_shape)
+    return use.place, use.output_shape, use.batched
+
+
+def per_example(
+    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, visit: Visit, names: set[str]
+) -> dict[str, Contribution]:
+    """Find the per-example gradients of a use whose layout is known."""
+    rows = visit.rows
+    major = tuple(
+        layouts.example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True)
+    )
+    return use.per_example(major, layouts.example_major(gy, layout, rows), visit.num_examples, names)
+
+
+def formula_is_right(
+    use: Use,
+    saved: tuple[Tensor, ...],
+    gy: Tensor,
+    layout: str,
+    visit: Visit,
+    weights: Tensor,
+    by_row: Tensor,
+) -> bool:
+    """Tell whether a formula's sum under weights of the examples is autograd's own gradient of the weighted outputs."""
+    names = set(use.names)
+    if not bool(gy.isfinite().all()) or not all(
+        bool(s.isfinite().all()) for s in saved if s.is_floating_point()
+    ):
+        # one example's NaN would hide all others; the clean rows tell as much
+        return _clean_formula(use, saved, gy, layout, visit)
+    try:
+        found = per_example(use, saved, gy, layout, visit, names)
+        reference = use.plain_gradients(saved, layouts.weighted_rows(gy, layout, visit.rows, by_row), names)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return False
+    exact = torch.finfo(gy.dtype).bits >= 32 and use.autocast is None
+    tolerance = 1e-3 if exact else 0.05
+    # where a gradient vanishes for a reason (the bias of keys before a softmax), rounding is all there is to see
+    largest = max([1.0, *(float(wide_norm(s)) for s in saved if s.is_floating_point())])
+    floor = 1e3 * torch.finfo(gy.dtype if exact else torch.bfloat16).eps * wide_norm(gy) * largest
+    for name in names:
+        if name not in found:
+            return name not in reference
+        total = found[name].weighted_sum(weights)
+        expected = reference.get(name, torch.zeros_like(total))
+        scale = found[name].sq_norms("ghost").sum().sqrt() + wide_norm(expected)
+        if not bool(wide_norm(total - expected.to(total.dtype)) <= tolerance * scale + floor):
+            return False
+    return True
+
+
+def _clean_formula(use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, visit: Visit) -> bool:
+    """Tell whether a formula can be evaluated at all, where a batch holds NaN or Inf and sums cannot be compared."""
+    try:
+        per_example(use, saved, gy, layout, visit, set(use.names))
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return False
+    return True
+
+
+def wide_norm(tensor: Tensor) -> Tensor:
+    """Return the Euclidean norm, in float32 at least."""
+    return torch.linalg.vector_norm(tensor.to(wide(tensor.dtype)))

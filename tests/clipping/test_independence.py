@@ -1,0 +1,444 @@
+"""No example may influence another through values that autograd does not see; and nothing innocent is refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpexp.clipping import attach
+from dpexp.errors import UserError
+
+B, T, D = 5, 4, 6
+
+
+class Net(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between: Callable[..., Tensor] | nn.Module):
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 3)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(torch.tanh(self.first(x))))
+
+
+def step(model: nn.Module, *batch: Any, engine: str = "auto", dim: int = 0, **settings: Any) -> Any:
+    clipper = attach(model, engine=engine, **settings)
+    losses = model(*batch).square()
+    clipper.backward(losses.transpose(0, dim).flatten(1).sum(1))
+    return clipper
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (B, D)), generator=torch.Generator().manual_seed(1))
+
+
+class PerTensorInt8(nn.Module):
+    """A scale for the whole batch, straight through."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        scale = h.detach().abs().max() / 127
+        return h + ((h / scale).round() * scale - h).detach()
+
+
+class Centring(nn.Module):
+    """Home-made running statistics: in a plain attribute, a list or an object of one's own."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.where, self.mean, self.kept = where, torch.zeros(D), [torch.zeros(D)]
+        self.record = type("Record", (), {})()
+        self.record.mean = torch.zeros(D)
+
+    def forward(self, h: Tensor) -> Tensor:
+        holder: Any = self.record if self.where == "object" else self
+        mean = self.kept[0] if self.where == "list" else holder.mean
+        moved = 0.99 * mean + 0.01 * h.detach().mean(0)
+        if self.where == "list":
+            self.kept[0] = moved
+        elif self.where == "in place":
+            mean.mul_(0.99).add_(0.01 * h.detach().mean(0))
+            return h - mean.clone()
+        else:
+            holder.mean = moved
+        return h - mean
+
+
+class Experts(nn.Module):
+    """A mixture of experts, each of which takes so many tokens as come first."""
+
+    def __init__(self, capacity: int | None):
+        super().__init__()
+        self.router, self.last, self.capacity = nn.Linear(D, 3), nn.Linear(D, 3), capacity
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.reshape(-1, D)
+        weight, chosen = self.router(h).softmax(-1).max(-1)
+        out = torch.zeros_like(h)
+        for k, expert in enumerate(self.experts):
+            index = (chosen == k).nonzero()[:, 0][: self.capacity]
+            out = out.index_add(0, index, expert(h[index]) * weight[index, None])
+        return self.last(out.reshape(x.shape))
+
+
+def other(h: Tensor) -> Tensor:
+    return h.detach()[torch.randperm(len(h))]
+
+
+COUPLED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "detached mean": (lambda: Net(lambda h: h - h.mean(0).detach()), r"\(root\) \(Net\)"),
+    "detached spread": (lambda: Net(lambda h: h / h.detach().std(0)), r"\(root\) \(Net\)"),
+    "detached neighbour": (lambda: Net(lambda h: h + 0.1 * h.roll(1, 0).detach()), r"\(root\) \(Net\)"),
+    "mixing, detached": (lambda: Net(lambda h: h + 0.5 * other(h)), r"\(root\) \(Net\)"),
+    "size of the batch": (lambda: Net(lambda h: h * len(h)), r"\(root\) \(Net\)"),
+    "dynamic quantisation": (lambda: Net(PerTensorInt8()), r"between \(PerTensorInt8\)"),
+    "FakeQuantize": (lambda: Net(torch.ao.quantization.FakeQuantize()), r"between \(FakeQuantize\)"),
+    "running, attribute": (lambda: Net(Centring("attribute")), r"between \(Centring\)"),
+    "running, in place": (lambda: Net(Centring("in place")), r"between \(Centring\)"),
+    "running, list": (lambda: Net(Centring("list")), r"between \(Centring\)"),
+    "running, object": (lambda: Net(Centring("object")), r"between \(Centring\)"),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("engine", ["auto", "loop", "opacus"])
+def test_values_that_mix_examples_are_refused_by_name(name: str, engine: str) -> None:
+    torch.manual_seed(0)
+    build, where = COUPLED[name]
+    model = build()
+    with pytest.raises(UserError, match=rf"^{where}: mixes examples"):
+        step(model, x(), engine=engine)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_small_scale_change_and_bf16_are_seen_too() -> None:
+    for _ in range(2):
+        model = Net(lambda h: h * (1 + 0.004 * h.detach().mean()))
+        clipper = attach(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = model(x()).float().square().sum(1)
+        with pytest.raises(UserError, match="mixes examples"):
+            clipper.backward(losses)
+
+
+def test_capacity_of_experts_is_refused_and_experts_without_are_not() -> None:
+    torch.manual_seed(0)
+    step(Experts(None), x(B, T, D))
+    with pytest.raises(UserError, match="mixes examples"):
+        step(Experts(5), x(B, T, D))
+
+
+def test_one_example_alone_is_looked_at_beside_another() -> None:
+    with pytest.raises(UserError, match="when another example stands beside it"):
+        step(Net(lambda h: h - h.mean(0).detach()), x(1, D))
+
+
+def test_a_model_that_begins_later_is_noticed_at_the_sixteenth_step() -> None:
+    model = Net(lambda h: h)
+    clipper = attach(model)
+    for _ in range(15):
+        clipper.backward(model(x()).square().sum(1))
+        model.between = lambda h: h - h.mean(0).detach()
+    model.zero_grad()
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward(model(x()).square().sum(1))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_behind_a_head_of_zeros_the_next_step_is_looked_at() -> None:
+    model = Net(lambda h: h - h.mean(0).detach())
+    nn.init.zeros_(model.last.weight)
+    clipper = attach(model)
+    clipper.backward((model(x()) - 1).square().sum(1))
+    with torch.no_grad():
+        model.last.weight += 0.1
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward((model(x()) - 1).square().sum(1))
+
+
+# -- what must not be refused -------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Every kind of chance, per example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 3)
+        self.block = nn.TransformerEncoderLayer(D, 2, 8, dropout=0.3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.first(x), 0.4)
+        h = h + 0.1 * torch.randn_like(h) + torch.distributions.Normal(0.0, 1.0).sample(h.shape)
+        h = h * torch.bernoulli(torch.full((len(h), 1), 0.9)) + F.gumbel_softmax(h, hard=True)
+        h = h.gather(1, torch.rand(len(h), D).argsort(1)) * torch.empty_like(h).uniform_(0.5, 1.5)
+        h = h + torch.randint(0, 3, h.shape) + F.rrelu(h, training=True) + F.alpha_dropout(h, 0.2, True)
+        h = self.block(h[:, None].expand(-1, T, -1)).mean(1)
+        return self.last(h) * random.uniform(0.5, 1.5) * float(np.random.rand())
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.last = nn.LSTM(D, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rnn(x)[0])
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(mask @ self.first(x)))
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, batch: dict[str, list[Tensor]]) -> Tensor:
+        return self.last(torch.tanh(self.first(torch.stack(batch["x"]))))
+
+
+class Remembers(nn.Module):
+    """Keeps its hidden states for a person to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.seen = nn.Linear(D, D), nn.Linear(D, 3), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = torch.tanh(self.first(x))
+        self.seen.append(self.hidden)
+        return self.last(self.hidden)
+
+
+class Writes(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.mul_(2))
+
+
+INNOCENT: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], int]] = {
+    "chance": (Noisy, (x(),), 0),
+    "the batch second": (TimeFirst, (x(T, B, D),), 1),
+    "the batch second, as long as the sequence": (TimeFirst, (x(B, B, D),), 1),
+    "a mask for all": (Masked, (x(T, T), x(B, T, D)), 0),
+    "a mask for all, as long as the batch": (Masked, (x(B, B), x(B, B, D)), 0),
+    "a list": (Listed, ({"x": list(x(B, D))},), 0),
+    "hidden states that are kept": (Remembers, (x(),), 0),
+    "one example": (lambda: Net(torch.relu), (x(1, D),), 0),
+    "two examples": (lambda: Net(torch.relu), (x(2, D),), 0),
+    "equal examples": (lambda: Net(torch.relu), (x(1, D).expand(B, D),), 0),
+    "a batch that is written to": (Writes, (x(),), 0),
+}
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_innocent_models_are_looked_at_and_not_refused(name: str) -> None:
+    torch.manual_seed(0)
+    build, batch, dim = INNOCENT[name]
+    assert step(build(), *batch, dim=dim).notes == []
+
+
+def test_rows_of_one_example_may_mix_with_one_another_but_not_with_others() -> None:
+    def centred(rows: int) -> nn.Module:
+        return Net(lambda h: h - h.unflatten(0, (-1, rows)).mean(1).repeat_interleave(rows, 0).detach())
+
+    clipper = attach(model := centred(2), rows_per_example=2)
+    clipper.backward(model(x(6, D)).square().sum(1).view(3, 2).sum(1))
+    clipper = attach(model := centred(3), rows_per_example=2)
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward(model(x(12, D)).square().sum(1).view(6, 2).sum(1))
+
+
+def test_looking_leaves_no_trace() -> None:
+    """Generators, buffers, attributes, inputs, graphs in flight and the gradient itself are as without a look."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)), nn.Dropout(0.5), Remembers()
+    )
+    twin = copy.deepcopy(model)
+    inputs, results = x(), []
+    for looks in (True, False):
+        one = model if looks else twin
+        clipper = attach(one, clip_norm=0.1, engine="loop")
+        torch.manual_seed(3)
+        for _ in range(3):
+            losses, waiting = one(inputs).square().sum(1), one(inputs).square().sum(1)
+            clipper.backward(losses)
+            clipper.backward(waiting)
+            if not looks:
+                # a clipper that has looked already
+                continue
+        results.append(
+            [*(p.grad for p in one.parameters()), *one.buffers(), torch.rand(1), *one[2].seen, one[2].hidden]
+        )
+        assert one.training
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in list(one.modules())[1:])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert len(model[2].seen) == 6
+    assert torch.equal(inputs, x())
+
+
+def test_the_look_draws_no_random_number() -> None:
+    states = []
+    for engine in ("auto", "loop"):
+        model = Net(lambda h: F.dropout(h, 0.5))
+        clipper = attach(model, engine=engine)
+        losses = model(x()).square().sum(1)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+        clipper.backward(losses)
+        states.append((before, (torch.get_rng_state(), random.getstate(), np.random.get_state()[2])))
+    for before, after in states:
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+
+
+def test_what_cannot_be_run_again_is_said() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(D, 3)
+
+        def forward(self, batches: Any) -> Tensor:
+            return self.last(next(batches))
+
+    clipper = step(Once(), iter([x()]))
+    assert "not looked at" in str(clipper)
+    assert clipper.notes
+
+
+# -- padding ------------------------------------------------------------------------------------------------------------
+
+V, PAD = 30, 3
+
+
+def texts(masked: bool, length: int = 12) -> dict[str, Tensor]:
+    ids = torch.randint(4, V, (4, length), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = mask[2, 9:] = 0
+    batch = {"input_ids": ids.masked_fill(mask == 0, PAD)}
+    return batch | ({"attention_mask": mask} if masked else {})
+
+
+def classifier(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    import transformers
+
+    small = dict(
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, pad_token_id=PAD,
+        max_position_embeddings=40, hidden_dropout_prob=0.1,
+    )  # fmt: skip
+    if kind == "BigBird":
+        small |= dict(block_size=2, num_random_blocks=1, attention_type="block_sparse")
+    config = getattr(transformers, f"{kind}Config")(**small)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    return model.train(), texts(masked=kind != "FNet")
+
+
+@pytest.mark.parametrize("kind", ["FNet", "BigBird"])
+def test_results_that_depend_on_padding_are_refused_unless_all_lengths_are_equal(kind: str) -> None:
+    torch.manual_seed(0)
+    model, batch = classifier(kind)
+    clipper = attach(model)
+    with pytest.raises(UserError, match=r"padded further(.|\n)*task\.pad_to"):
+        clipper.backward(
+            F.cross_entropy(model(**batch).logits, torch.zeros(4, dtype=torch.long), reduction="none")
+        )
+    clipper.detach()
+    clipper = attach(model, fixed_length=True)
+    clipper.backward(
+        F.cross_entropy(model(**batch).logits, torch.zeros(4, dtype=torch.long), reduction="none")
+    )
+    with pytest.raises(UserError, match="one length"):
+        model(**{name: tensor[:, :10] for name, tensor in batch.items()})
+
+
+TINY = dict(
+    vocab_size=V,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=24,
+    pad_token_id=PAD,
+)
+MODELS: dict[str, dict[str, Any]] = {
+    "Bert": TINY,
+    "ModernBert": TINY | dict(global_attn_every_n_layers=2, local_attention=8, cls_token_id=1, sep_token_id=2,
+                              bos_token_id=1, eos_token_id=2),
+    "Gemma2": TINY | dict(num_key_value_heads=1, head_dim=8, sliding_window=6),
+    "Mixtral": TINY | dict(num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2),
+    "Mamba": dict(vocab_size=V, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=PAD),
+    "Bart": dict(vocab_size=V, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                 decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=40,
+                 pad_token_id=PAD, eos_token_id=2, bos_token_id=0, decoder_start_token_id=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_models_of_transformers_are_not_refused(kind: str, side: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}Model")(
+        getattr(transformers, f"{kind}Config")(**MODELS[kind])
+    ).train()
+    batch = texts(masked=True)
+    if side == "left":
+        if kind not in ("Gemma2", "Mixtral"):
+            pytest.skip("counts positions from the left, or runs over the padding first")
+        batch = {name: tensor.flip(1) for name, tensor in batch.items()}
+    clipper = attach(model)
+    hidden = model(**batch).last_hidden_state
+    clipper.backward((hidden.square().mean(-1) * batch["attention_mask"]).sum(1))
+    assert clipper.notes == []
+
+
+# -- what the losses reach ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "opacus"])
+def test_a_trainable_head_outside_of_the_model_is_refused(engine: str) -> None:
+    model, head = nn.Linear(D, D), nn.Linear(D, 3)
+    clipper = attach(model, engine=engine)
+    with pytest.raises(UserError, match=r"shape \[3, 6\].*not in the attached model"):
+        clipper.backward(head(model(x())).square().sum(1))
+    assert model.weight.grad is None
+    clipper.detach()
+    head.requires_grad_(False)
+    clipper = attach(model, engine=engine)
+    clipper.backward(head(model(x())).square().sum(1))
+    assert model.weight.grad is not None
+
+
+def test_an_empty_batch_that_a_model_cannot_take_is_said_in_words() -> None:
+    model, batch = classifier("Bert")
+    clipper = attach(model)
+    with pytest.raises(UserError, match=r"the batch is empty.*clipper\.backward\(torch\.zeros\(0\)\)"):
+        model(**{name: tensor[:0] for name, tensor in batch.items()})
+    clipper.backward(torch.zeros(0))
+    assert all(not p.grad.any() for p in model.parameters())
+    clipper.backward(
+        F.cross_entropy(model(**batch).logits, torch.zeros(4, dtype=torch.long), reduction="none")
+    )
