@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from dpexp.errors import UserError
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -23,8 +27,55 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` for a JSON value."""
-    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
+    """`write_atomic` for a JSON value; see `finite`."""
+    write_atomic(path, json.dumps(finite(value), indent=2, default=str, allow_nan=False) + "\n")
+
+
+def make_folder(folder: Path, setting: str) -> None:
+    """Make a folder and those above it, where they don't exist.
+
+    Args:
+        folder: the folder.
+        setting: what named it, for the message.
+
+    Raises:
+        UserError: it can't be: a file stands in its way, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the folder {folder} can't be made ({error.strerror}): choose another one with {setting}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is no file, or something else in it (cut off, edited, another kind)."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of nested dicts."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def finite(value: Any) -> Any:
+    """The value with null for each number that JSON does not have: NaN and the infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
 
 def flush_file(file: Any) -> None:

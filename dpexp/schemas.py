@@ -46,6 +46,8 @@ class TaskConfig:
     # scale -> N; public; null = data.num_examples
     num_examples: dict[str, int | None] = field(default_factory=dict)
     max_length: int = 128  # tokens
+    # tokens that every text is padded to, at least max_length; null = the longest of its batch
+    pad_to: int | None = None
     # layout of a published text-to-text or image data set; "" = columns, or folders of images
     format: str = ""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -65,6 +67,7 @@ class TaskConfig:
     # images: M copies of each example, whose loss is their mean; 0 = the image as it is
     augmentations: int = 0
     augmentation: str = "flip_crop"  # flip_crop | crop | flip
+    factory: str | None = None  # kind=custom: package.module:Class, a subclass of dpexp.tasks.Task
 
 
 @dataclass
@@ -99,6 +102,13 @@ class ModelConfig:
     trainable: str = "all"
     dropout: float | None = None  # null: as the checkpoint says
     attention_dropout: float | None = None
+    # classifiers of text: the architecture's own head, or a linear one on the first position or on the mean of all
+    pooling: str = "own"  # own | cls | mean
+    frozen_features: bool = (
+        False  # with trainable=head: what the frozen encoder makes of each text is computed once
+    )
+    # family=custom: package.module:function, which makes the network
+    factory: str | None = None
 
 
 @dataclass
@@ -130,6 +140,7 @@ class PrivacyConfig:
     sampling: str = "poisson"
     release: str = "normal"
     noise_seed: int | None = None
+    keep_key: bool = False
     secure: bool = False
 
 
@@ -233,6 +244,7 @@ class TrackerConfig:
     name: str = "none"
     mode: str = "offline"
     project: str = "dpexp"
+    not_private: bool = False  # tell it losses and gradient norms too, which no noise covers
 
 
 @dataclass
@@ -262,6 +274,7 @@ class RunConfig:
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     seed: int = 0
     trials: int = 1  # how many configurations this one was chosen from
+    trials_law: str | None = None  # that their number was drawn from
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -271,12 +284,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.source": ("auto", "files", "hub", "demo"),
     "task.generation.cut": ("end", "start"),
     "task.generation.when": ("end", "always", "never"),
-    "model.family": ("hf", "minilm", "smollm2", "random_hf", "cnn", "wide_resnet", "timm", "random_timm"),
+    "model.family": ("hf", "minilm", "smollm2", "random_hf", "cnn", "wide_resnet", "timm", "random_timm", "custom"),
+    "model.pooling": ("own", "cls", "mean"),
     "model.trainable": ("all", "attention+head", "bias", "head"),
     "clip.groups": ("flat", "layer", "block"),
     "clip.allocation": ("global", "equal_budget", "weighted"),
     "clip.rule": ("abadi", "automatic", "none"),
-    "privacy.sampling": ("poisson", "shuffle"),
+    "privacy.sampling": ("poisson", "fixed", "shuffle"),
     "privacy.release": ("normal", "strict"),
     "accountant.name": ("rdp", "gdp", "prv", "pld"),
     "schedule.name": ("constant", "time", "exponential", "step", "polynomial"),
@@ -294,6 +308,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "runtime.precision": ("fp32", "bf16", "fp16"),
     "tracker.name": ("none", "wandb", "tensorboard"),
     "tracker.mode": ("offline", "online"),
-    "scale.name": ("paper", "small", "demo"),
+    "scale.name": ("paper", "small", "demo", "own"),
 }  # fmt: skip
 """Settings whose value is one of a few words."""

@@ -1,8 +1,8 @@
-"""One optional C++ file for CPUs: noise from a counter, and convolutions' per-example gradients over the cores.
+"""One optional C++ file for CPUs: noise, and convolutions' per-example gradients over the cores.
 
 ``python -m dpexp.native`` builds it where a C++ compiler is found (`make setup` does); `kernels` loads what was built for this
-source, this torch and this processor. Without it, or with ``DPEXP_NATIVE=0``, pure torch computes the same clipped sums, and
-noise of the same distribution but other values: what is used is therefore part of the fingerprint of a released step.
+source, this torch and this processor. Without it, or with ``DPEXP_NATIVE=0``, pure torch draws the same noise and computes the
+same clipped sums up to rounding: what is used is therefore part of the fingerprint of a released step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def kernels() -> Any | None:
-    """``torch.ops.dpexp_native`` with `add_normals_` and `conv_gradients_`; None where it was not built or is turned off."""
+    """``torch.ops.dpexp_native`` with `add_noise_`, `chacha_`, `conv_gradients_`; None where not built or turned off."""
     return torch.ops.dpexp_native if _loaded() else None
 
 

@@ -1,4 +1,4 @@
 """All that the guarantee rests on: the plan, its accounting, sampling, noise and the ledger.
 
-Usable alone: nothing here knows of tasks, models, clipping or the configuration. Only `dpexp.privacy.noise`
-imports torch. See ``docs/privacy.md`` for the statement of the guarantee and the derivations."""
+Usable alone: nothing here knows of tasks, models, clipping or the configuration. Only `noise`, `sensitivity` and
+`fingerprint` import torch. See ``docs/privacy.md`` for the statement of the guarantee and the derivations."""

@@ -19,12 +19,13 @@ import warnings
 from collections.abc import Callable
 from types import MappingProxyType
 
-from dp_accounting import DpEvent, UnsupportedEventError
+from dp_accounting import DpEvent, NeighboringRelation, UnsupportedEventError
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp import RdpAccountant
 
 from dpexp.errors import UserError
-from dpexp.privacy.events import Releases, coarsen, releases
+from dpexp.privacy.events import REPLACE_ONE, Releases, coarsen, neighbouring, releases, without_noise
 from dpexp.privacy.gaussian import gaussian_epsilon
 from dpexp.privacy.renyi import renyi_epsilon
 
@@ -33,6 +34,8 @@ _LARGEST_EPSILON = 500.0
 # How many kinds of release are composed as they are; more are rounded towards a larger ε (prv takes seconds for each).
 _KINDS = {"rdp": 96, "gdp": 1 << 62, "prv": 12, "pld": 48}
 _GRID_POINTS = 1 << 19
+# Of the Rényi curve for fixed sizes, whose time goes with the square of an order.
+_ORDERS = (1.1, 1.25, 1.5, 1.75, *range(2, 33), *range(34, 65, 2), 80, 96, 128, 160, 192, 256)
 
 
 def epsilon(event: DpEvent, delta: float, accountant: str = "rdp") -> float:
@@ -121,12 +124,13 @@ def _pld(parts: Releases, delta: float) -> float:
     if (bound := _bound(parts, delta)) is not None:
         return bound
     try:
-        return _pld_of_samples(parts, delta)
+        return float(loss_distribution(parts, delta).get_epsilon_for_delta(delta))
     except (ArithmeticError, IndexError, TypeError, ValueError):  # δ or q next to the smallest of numbers
         return math.inf
 
 
-def _pld_of_samples(parts: Releases, delta: float) -> float:
+def loss_distribution(parts: Releases, delta: float) -> PrivacyLossDistribution:
+    """The pessimistic privacy loss distribution of the releases, on a grid that reaches as far as δ makes it matter."""
     # The rounding of one loss is felt relative to its standard deviation; the grid has to reach over all
     # that is likely.
     scale = _clt_mu(parts) / math.sqrt(sum(parts.values()))
@@ -139,7 +143,7 @@ def _pld_of_samples(parts: Releases, delta: float) -> float:
             sigma, value_discretization_interval=interval, sampling_prob=q
         )
         total = total.compose(one.self_compose(count))
-    return total.get_epsilon_for_delta(delta)
+    return total
 
 
 def _gdp(parts: Releases, delta: float) -> float:
@@ -158,27 +162,41 @@ def _clt_mu(parts: Releases) -> float:
 
 def _bound(parts: Releases, delta: float) -> float | None:
     """ε where no grid of losses is needed, or none would hold it; else None."""
-    if (mu := _unsampled(parts)) is not None:
+    if (mu := unsampled(parts)) is not None:
         return gaussian_epsilon(delta, mu)
-    rough = renyi_epsilon(parts, delta)
-    return 0.0 if rough == 0 else math.inf if rough > _LARGEST_EPSILON else None
+    if renyi_epsilon(parts, delta) == 0:
+        return 0.0
+    return math.inf if too_large(parts, delta) else None
 
 
-def _unsampled(parts: Releases) -> float | None:
+def too_large(parts: Releases, delta: float) -> bool:
+    """Whether ε is beyond what a grid of losses holds."""
+    return renyi_epsilon(parts, delta) > _LARGEST_EPSILON
+
+
+def unsampled(parts: Releases) -> float | None:
     """μ of the single Gaussian that the releases are, or None where there is any sampling."""
     return _clt_mu(parts) if all(q == 1 for q, _ in parts) else None
 
 
 def _by_library(event: DpEvent, delta: float, accountant: str) -> float:
     """Mechanisms other than Gaussians: as far as ``dp_accounting`` knows them."""
-    makers = {"rdp": RdpAccountant, "pld": PLDAccountant}
-    if accountant not in makers:
+    if accountant not in ("rdp", "pld"):
         raise UserError(
-            f"accountant={accountant} treats Gaussians only, and this event holds more; choose rdp or pld"
+            f"accountant={accountant} treats Poisson-sampled Gaussians only, and this event holds more; choose rdp or pld"
         )
+    if without_noise(event):
+        return math.inf
     logging.getLogger("absl").setLevel(logging.ERROR)  # it reports every order that does not converge
+    replaced = neighbouring(event) == REPLACE_ONE
+    relation = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.ADD_OR_REMOVE_ONE
+    one = (
+        RdpAccountant(_ORDERS if replaced else None, relation)
+        if accountant == "rdp"
+        else PLDAccountant(relation)
+    )
     try:
-        return float(makers[accountant]().compose(event).get_epsilon(delta))
+        return float(one.compose(event).get_epsilon(delta))
     except UnsupportedEventError as error:
         raise UserError(f"accountant={accountant} cannot treat this event: {error}") from None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from dp_accounting import (
     NonPrivateDpEvent,
     NoOpDpEvent,
     PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
 )
 
@@ -33,6 +34,11 @@ this."""
 # Equal up to rounding is equal: the multipliers of a budget that was split and put together again differ
 # from the one before in the last bits, far below what any accountant resolves.
 _DIGITS = 13
+ADD_OR_REMOVE_ONE = (
+    "add or remove one example; N is public and stays, so the example is zeroed out (zero-out adjacency)"
+)
+REPLACE_ONE = "replace one example by another"
+
 _NO_NOISE = 1e-150  # below it, squares underflow
 _GRID = 512  # kinds among which the best borders are searched
 
@@ -55,6 +61,42 @@ def step_event(sample_rate: float, noise_multipliers: Sequence[float]) -> DpEven
     gaussians = [GaussianDpEvent(float(sigma)) for sigma in noise_multipliers]
     inner = gaussians[0] if len(gaussians) == 1 else ComposedDpEvent(gaussians)
     return PoissonSampledDpEvent(float(sample_rate), inner)
+
+
+def fixed_size_event(num_examples: int, batch_size: int, noise_multipliers: Sequence[float]) -> DpEvent:
+    """One step on a batch of exactly ``batch_size`` of the examples, all sets of that size equally likely.
+
+    Such a batch shows N; so its neighbours replace an example. That takes one contribution out and puts another one in, which
+    moves every release twice as far as adding or removing: the multipliers, in units of the latter, are halved here."""
+    gaussians = [GaussianDpEvent(float(sigma) / 2) for sigma in noise_multipliers]
+    inner = gaussians[0] if len(gaussians) == 1 else ComposedDpEvent(gaussians)
+    return SampledWithoutReplacementDpEvent(int(num_examples), int(batch_size), inner)
+
+
+def neighbouring(event: DpEvent) -> str:
+    """Which data sets the event's ε speaks of, in words."""
+    return (
+        REPLACE_ONE
+        if any(isinstance(e, SampledWithoutReplacementDpEvent) for e in _within(event))
+        else ADD_OR_REMOVE_ONE
+    )
+
+
+def without_noise(event: DpEvent) -> bool:
+    """Whether anything in the event is released with no noise, or next to none."""
+    return any(
+        isinstance(e, NonPrivateDpEvent)
+        or (isinstance(e, GaussianDpEvent) and e.noise_multiplier < _NO_NOISE)
+        for e in _within(event)
+    )
+
+
+def _within(event: DpEvent) -> Iterator[DpEvent]:
+    """The event and all that it is made of."""
+    yield event
+    inner = getattr(event, "event", None)
+    for part in [inner] if isinstance(inner, DpEvent) else getattr(event, "events", []):
+        yield from _within(part)
 
 
 def composed(counts: Iterable[tuple[DpEvent, int]]) -> DpEvent:

@@ -5,8 +5,10 @@ instant, a run never under-counts. A line holds
 
     {"step": 12, "attempt": 0, "event": {…}, "fingerprint": "…", "time": 1700000000.0, "check": "…"}
 
-where ``check`` is the beginning of a SHA-256 over the line and the check before it, so that an altered,
-missing or displaced line is noticed. Steps count from 0, and each line is charged in full.
+where ``check`` is the beginning of an HMAC-SHA-256, under the run's secret key, of the line and the check before it: without the
+key nobody can alter, remove, add or displace a line unnoticed. Lines that are missing at the end leave a sound ledger behind;
+so a checkpoint keeps the `seal` of the charges that it rests on, and the ledger is asked for them (`require`). Steps count
+from 0, and each line is charged in full.
 
 A step that comes up again (after a crash, from the last checkpoint) is either the same computation or
 another one. With the same fingerprint it is replayed with the same noise: nothing new is released, and it
@@ -19,7 +21,7 @@ Where groups of examples have budgets of their own, the event of a line is one f
 from __future__ import annotations
 
 import fcntl
-import hashlib
+import hmac
 import json
 import math
 import os
@@ -37,6 +39,9 @@ from dpexp.privacy import accountants
 from dpexp.privacy.events import GroupEvents, composed, decode, decode_groups, encode
 
 _FIELDS = {"step": int, "attempt": int, "event": dict, "fingerprint": str, "time": float, "check": str}
+_DIGITS = 32
+_UNKEYED_DIGITS = 16
+_WAY_OUT = "restore the file from a copy: without it nobody can say what was released"
 
 
 @dataclass(frozen=True)
@@ -50,18 +55,27 @@ class Entry:
     fingerprint: str
 
 
+@dataclass(frozen=True)
+class Seal:
+    """The ledger at one moment: how many charges it held, and the check of the last one (empty without any)."""
+
+    charges: int
+    check: str
+
+
 class Ledger:
-    """The ledger in the file ``path``, which is made with the first entry.
+    """The ledger in the file ``path``, which is made with the first entry and signed with the run's ``key``.
 
     Reading tolerates a last line that was cut off: its step had not been applied yet, and is not charged (a
     last line that only lacks its line break is complete, and is). Anything else that is wrong raises
     `UserError` with file and line."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], key: bytes) -> None:
         self.path = Path(path)
+        self._key = hmac.digest(key, b"ledger", "sha256")
         self._entries: dict[int, list[Entry]] = {}
         self._counts: Counter[str] = Counter()
-        self._check = ""
+        self._checks = [""]  # after no charge, after the first, ...
         self._size = 0  # bytes of the file that are complete lines
         self._line_break_missing = False
         self._torn = 0  # bytes after these, left by a crash
@@ -76,6 +90,24 @@ class Ledger:
     def next_step(self) -> int:
         """The first step that has never been charged."""
         return len(self._entries)
+
+    @property
+    def seal(self) -> Seal:
+        """What a checkpoint keeps of the ledger that it rests on."""
+        return Seal(self.steps_charged, self._checks[-1])
+
+    def require(self, seal: Seal) -> None:
+        """Raises `UserError` unless the ledger begins with exactly the charges that were sealed."""
+        if self.steps_charged < seal.charges:
+            raise UserError(
+                f"{self.path} has lost entries: it holds {self.steps_charged} charges, and the checkpoint rests on "
+                f"{seal.charges}; {_WAY_OUT}"
+            )
+        if not hmac.compare_digest(self._checks[seal.charges], seal.check):
+            raise UserError(
+                f"{self.path} is another ledger than the one that the checkpoint rests on: they differ within the first "
+                f"{seal.charges} charges; {_WAY_OUT}"
+            )
 
     @property
     def num_budgets(self) -> int:
@@ -116,6 +148,10 @@ class Ledger:
         """Everything released so far about an example (of the group ``budget``)."""
         return composed((_event_of(encoded, budget), count) for encoded, count in self._counts.items())
 
+    def events(self) -> list[DpEvent]:
+        """The same for each group of examples."""
+        return [self.event(budget) for budget in range(self.num_budgets)]
+
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """ε of everything released so far; of the least protected group, where they differ."""
         budgets = range(self.num_budgets)
@@ -144,41 +180,55 @@ class Ledger:
         for number, line in enumerate(lines, start=1):
             self._take(line, number)
             self._size += len(line) + 1
-        if unfinished:
-            try:
-                self._take(unfinished, len(lines) + 1)
-            except UserError:
-                self._torn = len(unfinished)
-            else:
-                self._size += len(unfinished)
-                self._line_break_missing = True
+        if not unfinished:
+            return
+        try:
+            json.loads(unfinished)
+        except ValueError:
+            self._torn = len(unfinished)
+        else:  # no beginning of a JSON object is one itself: the line is complete
+            self._take(unfinished, len(lines) + 1)
+            self._size += len(unfinished)
+            self._line_break_missing = True
 
     def _take(self, line: bytes, number: int) -> None:
         """Check one line and add its charge; `UserError` leaves everything as it was."""
         where = f"{self.path}, line {number}"
-        way_out = "restore the file from a copy: without it nobody can say what was released"
         try:
             record = json.loads(line)
         except ValueError:
             record = None
         complete = isinstance(record, dict) and record.keys() == _FIELDS.keys()
         if not complete or not all(isinstance(record[name], kind) for name, kind in _FIELDS.items()):
-            raise UserError(f"{where} is not a ledger entry; {way_out}")
-        if record["check"] != _checksum(self._check, record):
-            raise UserError(f"{where} was changed, or the line before it is missing; {way_out}")
+            raise UserError(f"{where} is not a ledger entry; {_WAY_OUT}")
+        if len(record["check"]) == _UNKEYED_DIGITS:
+            raise UserError(
+                f"{where} was written by an earlier version of dpexp, whose ledgers anybody could rewrite. Finish this run with "
+                "the version that began it, or start a new one (another seed)"
+            )
+        if not hmac.compare_digest(record["check"].encode(), self._sign(record).encode()):
+            raise UserError(
+                f"{where} was changed, or the line before it is missing, or the run's secret.key is not the one that signed it; "
+                f"{_WAY_OUT}"
+            )
         if decode_groups(record["event"]) is None:
             decode(record["event"])
         entry = Entry(record["step"], record["attempt"], _canonical(record["event"]), record["fingerprint"])
         if not 0 <= entry.step <= self.next_step or entry.attempt != len(self._entries.get(entry.step, [])):
             raise UserError(
-                f"{where}: attempt {entry.attempt} of step {entry.step} is out of order; {way_out}"
+                f"{where}: attempt {entry.attempt} of step {entry.step} is out of order; {_WAY_OUT}"
             )
         self._remember(entry, record["check"])
 
     def _remember(self, entry: Entry, check: str) -> None:
         self._entries.setdefault(entry.step, []).append(entry)
         self._counts[entry.event] += 1
-        self._check = check
+        self._checks.append(check)
+
+    def _sign(self, record: dict[str, Any]) -> str:
+        body = {name: value for name, value in record.items() if name != "check"}
+        signed = self._checks[-1] + json.dumps(body, sort_keys=True)
+        return hmac.digest(self._key, signed.encode(), "sha256").hex()[:_DIGITS]
 
     def _append(self, entry: Entry) -> None:
         record: dict[str, Any] = {
@@ -188,7 +238,7 @@ class Ledger:
             "fingerprint": entry.fingerprint,
             "time": time.time(),
         }
-        record["check"] = _checksum(self._check, record)
+        record["check"] = self._sign(record)
         line = ("\n" if self._line_break_missing else "") + json.dumps(record, allow_nan=False) + "\n"
         try:
             self._write(line.encode())
@@ -250,8 +300,3 @@ def _largest(value: Any) -> float:
     if isinstance(value, list):
         return max((_largest(item) for item in value), default=0.0)
     return abs(value) if isinstance(value, float) else 0.0
-
-
-def _checksum(previous: str, record: dict[str, Any]) -> str:
-    body = {name: value for name, value in record.items() if name != "check"}
-    return hashlib.sha256((previous + json.dumps(body, sort_keys=True)).encode()).hexdigest()[:16]

@@ -1,22 +1,19 @@
-"""Gaussian noise, added in place: exact in its standard deviation, the same for any number of threads.
+"""Gaussian noise on a public grid, added in place: no value that is possible for one data set is impossible for its neighbour.
 
-On a CPU the elements of a tensor are cut into chunks of fixed size. Each chunk has a generator of its own,
-seeded by (seed, position of the tensor, number of the chunk), so that who fills it and when does not
-matter. Besides one chunk per thread no memory is used. Where `dpexp.native` was built, its counter-based noise
-takes the place of these generators, several times faster: other values of the same distribution (float64 keeps
-its own). On other devices the device's own generator draws.
+The values are rounded to multiples of std/2^40, and whole multiples that follow the discrete Gaussian are added; what happens to
+the sum afterwards, rounding to the tensor's precision included, is a function of a released number. docs/privacy.md derives what
+this costs: nothing that the digits of ε could show. The default draws by `dpexp.privacy.staircase` (in C++ where `dpexp.native`
+was built), right to 2^-45 in every probability; a `SecureGenerator` by `dpexp.privacy.exact`, without any error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import count
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,90 +23,140 @@ from torch import Tensor
 
 from dpexp import native
 from dpexp.errors import UserError
+from dpexp.privacy import exact
+from dpexp.privacy.staircase import SCALE_BITS, Piece, chacha, integers, staircase
 
-_CHUNK = 1 << 16  # elements of one generator: 256 KiB of noise, which stays in a core's cache
-_SERIAL = 1 << 15  # the longest tensor on which torch starts no threads; ours would each start a team
-_NATIVE_BLOCK = 1 << 20
-_DEVICE_BLOCK = 1 << 24
+# The noise is larger than asked for by this share: it pays for the rounding of the values to the grid (`check_multiplier`).
+INFLATION = 2.0**-16
+# Of σ√d: twice as much is paid for.
+_LARGEST = 2.0**23
+_STDS = (1e-250, 1e250)
+
+# Elements whose noise is drawn together, a multiple of `staircase.GROUP`; on a GPU more, to keep it busy.
+_BATCH, _GPU_BATCH = 1 << 18, 1 << 22
+_EXACT_BATCH = 1 << 18
+_CAST_BLOCK = 1 << 20
+_POOL_BLOCKS = 1 << 13
+_EXACT_ROUNDS = 20
 
 
-class SecureGenerator:
-    """Noise from a cryptographic keystream (SHAKE-256) in place of a statistical generator; slow, CPU only.
+class KeyedGenerator:
+    """A stream of noise under a secret key, one for each use.
 
-    Each value is half the sum of four double-precision Gaussians, which makes it infeasible to search for
-    the uniform numbers behind an observed float (Mironov 2012 shows the attack; Holohan & Braghin 2021,
-    "Secure random sampling in differential privacy", the remedy, with n = 2). ``key`` is secret and may be
-    used for one step only; 32 bytes or more."""
+    Args:
+        key: 32 bytes or more, all of which count; used for one purpose and one step only.
+    """
 
     def __init__(self, key: bytes) -> None:
         if len(key) < 32:
-            raise UserError(f"a secure generator needs a key of at least 32 bytes, not {len(key)}")
+            raise UserError(f"a generator of noise needs a key of at least 32 bytes, not {len(key)}")
         self._key = key
         self._calls = 0
 
     def next_key(self) -> bytes:
-        """A key for one call of `add_gaussian_`; the next one differs."""
+        """Derive 32 bytes for one call of `add_gaussian_`; the next ones differ."""
         self._calls += 1
-        return hashlib.sha256(b"dpexp secure noise" + self._calls.to_bytes(8, "little") + self._key).digest()
+        name = f"dpexp {type(self).__name__} {self._calls} ".encode()
+        return hashlib.sha256(name + self._key).digest()
+
+
+class SecureGenerator(KeyedGenerator):
+    """The strongest form: the exact discrete Gaussian by whole numbers alone. Some hundred times slower, always on the CPU."""
 
 
 class _Job(NamedTuple):
-    """A run of contiguous elements that one generator serves."""
+    """A contiguous, flat tensor, the step of its grid, and which stream of which key serves it."""
 
-    target: Tensor
-    std: float
-    seed: bytes
+    flat: Tensor
+    grid: float
+    key: bytes
+    stream: int
 
 
 @torch.no_grad()
 def add_gaussian_(
     tensors: Tensor | Iterable[Tensor],
     std: float | Sequence[float] | Tensor,
-    generator: torch.Generator | SecureGenerator | None = None,
+    generator: torch.Generator | KeyedGenerator | None = None,
 ) -> None:
-    """Add independent N(0, std²) noise to every element of every tensor, in place.
+    """Add independent Gaussian noise of standard deviation std to every element of every tensor, in place.
+
+    An element s becomes g·(round(s/g) + n) on the grid g = std·(1 + 2^-16)/2^40, with n from the discrete Gaussian of standard
+    deviation 2^40, computed in float64 and rounded once to the precision of the tensor. For a step of d elements in which one
+    example moves the tensors by std/σ, this is as private as real-valued Gaussian noise of multiplier σ while σ√d ≤ 2^23, up to
+    an ε' of 2^-44·√(d·ln(1/δ')/2) and a δ' + d·2^-90 of your choice of δ' (docs/privacy.md, Noise): 8e-9 at d = 1e9, δ' = 1e-16.
 
     Args:
-        tensors: floating point tensors of any shape, strides and device. Values below float32 are raised to
-            float32 for the addition; float64 gets float64 noise. Of a DTensor each rank adds to its own
-            shard: all ranks must pass the same seed, and replicas then get the same noise.
+        tensors: floating point tensors of any shape, strides and device. Values below float32 are raised to float32 before they
+            are rounded for the last time. Of a DTensor each rank adds to its own shard: all ranks must pass the same seed, and
+            replicas then get the same noise.
         std: one standard deviation for all or one per tensor, in the unit of the tensors. Where it is 0
-        nothing changes.
-        generator: its seed, and how often it was used before, decide all noise, for any number of threads.
-            None draws from the operating system, not from ``torch.manual_seed``, which is public.
+            nothing changes.
+        generator: its key (of a `torch.Generator`: its seed and state), and how often it was used before, decide all noise, for
+            any number of threads and on every device. None draws a key of 256 bits from the operating system, not from
+            ``torch.manual_seed``, which is public. A `torch.Generator` is for tests: few seeds can be searched.
 
-    Raises `UserError`, before anything is changed, for a std that is negative, infinite or NaN, a count of
-    stds other than the tensors', or a tensor that cannot hold noise."""
+    Raises:
+        UserError: before anything is changed, for a std that is negative, infinite, NaN or beyond 1e±250, a count of stds other
+            than the tensors', or a tensor that cannot hold noise.
+    """
     targets = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     stds = _standard_deviations(std, len(targets))
     locals_ = [_local(tensor, index) for index, tensor in enumerate(targets)]
-    secure = isinstance(generator, SecureGenerator)
-    seed = generator.next_key() if isinstance(generator, SecureGenerator) else _draw_seed(generator)
+    key = generator.next_key() if isinstance(generator, KeyedGenerator) else _draw_key(generator)
     jobs: list[_Job] = []
     copies: list[tuple[Tensor, Tensor]] = []
     for index, ((tensor, shard), sigma) in enumerate(zip(locals_, stds, strict=True)):
         if sigma == 0 or tensor.numel() == 0:
             continue
-        tensor_seed = hashlib.sha256(seed + f"{index}{shard}".encode()).digest()
-        if tensor.device.type != "cpu" and not secure:
-            _add_on_device(tensor, sigma, tensor_seed)
-            continue
-        kernels = None if secure or tensor.dtype == torch.float64 else native.kernels()
-        if kernels is not None:
-            _add_natively(kernels, tensor, sigma, tensor_seed)
-            continue
-        flat = tensor
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            flat = tensor.cpu().contiguous()
-            flat = flat.clone() if flat is tensor else flat
+        flat = tensor if tensor.device.type in {"cpu", "cuda"} else tensor.cpu()
+        if not flat.is_contiguous() or flat is not tensor:
+            flat = flat.contiguous()
             copies.append((tensor, flat))
-        jobs.extend(
-            _Job(part, sigma, tensor_seed + chunk.to_bytes(8, "little"))
-            for chunk, part in enumerate(flat.view(-1).split(_CHUNK))
-        )
-    _run(jobs, secure)
+        grid = sigma * (1 + INFLATION) * 2.0**-SCALE_BITS
+        tensor_key = hashlib.sha256(key + shard.encode()).digest()
+        jobs.append(_Job(flat.view(-1), grid, tensor_key, index))
+    kernels = native.kernels()
+    secure = isinstance(generator, SecureGenerator)
+    in_batches = []
+    for job in jobs:
+        if kernels is None or secure or job.flat.device.type != "cpu":
+            in_batches.append(job)
+        else:
+            _add_natively(kernels, job)
+    _add_in_batches(in_batches, secure)
     for tensor, noisy in copies:
         tensor.copy_(noisy)
+
+
+def check_multiplier(noise_multiplier: float, elements: int) -> None:
+    """Refuse a step whose rounding to the grid the noise's surplus (`INFLATION`) would not pay for.
+
+    Args:
+        noise_multiplier: σ of the step.
+        elements: d, how many numbers it releases.
+
+    Raises:
+        UserError: σ√d is larger than 2^23.
+    """
+    if noise_multiplier * math.sqrt(elements) > _LARGEST:
+        raise UserError(
+            f"a noise multiplier of {noise_multiplier:g} for {elements} numbers: their rounding would cost more than is "
+            f"accounted for; take at most {_LARGEST / math.sqrt(elements):g}, where ε is next to nothing already"
+        )
+
+
+def describe(secure: bool) -> str:
+    """Say in one sentence which noise a run had and what it rests on, for its record and its privacy card."""
+    how, cipher = (
+        ("the exact discrete Gaussian (Canonne, Kamath & Steinke 2020, by whole numbers alone)", "ChaCha20")
+        if secure
+        else ("the discrete Gaussian (each probability right to a factor of 1 ± 2^-45)", "ChaCha8")
+    )
+    return (
+        f"the noise is {how} on a public grid of its standard deviation / 2^40, from {cipher} under a 256-bit key; it rests on "
+        "this cipher, on a key that stays secret, and on clipped sums whose own rounding in floating point is small against C"
+    )
 
 
 def seed_torch(seed: int) -> None:
@@ -122,18 +169,89 @@ def seed_torch(seed: int) -> None:
         torch.default_generator.set_state(_full_state(layout, seed.to_bytes(8, "little")))
 
 
-def _add_natively(kernels: Any, tensor: Tensor, std: float, seed: bytes) -> None:
-    """Noise from a counter: that of an element depends on its place, not on strides or precision."""
-    key, stream = (int.from_bytes(seed[i : i + 8], "little", signed=True) for i in (0, 8))
-    for flat in _flat_parts(tensor):
-        if flat.dtype == torch.float32:
-            kernels.add_normals_(flat, std, key, stream, 0)
-            continue
-        buffer = torch.empty(min(flat.numel(), _NATIVE_BLOCK))
-        for start, part in zip(count(0, _NATIVE_BLOCK), flat.split(_NATIVE_BLOCK), strict=False):
-            noise = buffer[: part.numel()].zero_()
-            kernels.add_normals_(noise, 1.0, key, stream, start)
-            part.copy_(part.float().add_(noise, alpha=std))
+def _add_natively(kernels: Any, job: _Job) -> None:
+    stairs, total = _stairs()
+    key = _words_of(job.key)
+    if job.flat.dtype in {torch.float32, torch.float64}:
+        kernels.add_noise_(job.flat, job.grid, key, job.stream, 0, stairs, total)
+        return
+    for start in range(0, job.flat.numel(), _CAST_BLOCK):
+        part = job.flat[start : start + _CAST_BLOCK]
+        raised = part.float()
+        kernels.add_noise_(raised, job.grid, key, job.stream, start, stairs, total)
+        part.copy_(raised)
+
+
+def _add_in_batches(jobs: Iterable[_Job], secure: bool) -> None:
+    """The same without the kernels, many small tensors at a time."""
+    for (key, device), group in groupby(jobs, lambda job: (job.key, job.flat.device)):
+        limit = _EXACT_BATCH if secure else _GPU_BATCH if device.type == "cuda" else _BATCH
+        for batch in _batches(group, limit):
+            pieces = [Piece(job.stream, start, part.numel()) for job, start, part in batch]
+            drawn = _exact_integers(key, pieces) if secure else integers(key, pieces, device)
+            for (job, _, part), noise in zip(batch, drawn, strict=True):
+                noisy = part.double().mul_(1 / job.grid).round_().add_(noise.to(device)).mul_(job.grid)
+                part.copy_(noisy if part.dtype == torch.float64 else noisy.float())
+
+
+def _exact_integers(key: bytes, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+    lengths = [piece.length for piece in pieces]
+    # A batch takes less than 2^10 blocks of the cipher for an element, so that no two of them meet.
+    words = _word_stream(key, pieces[0].stream, pieces[0].start << 10)
+    drawn = exact.discrete_gaussian(sum(lengths), SCALE_BITS, words)
+    return torch.from_numpy(drawn).double().split(lengths)
+
+
+def _batches(jobs: Iterable[_Job], limit: int) -> Iterator[list[tuple[_Job, int, Tensor]]]:
+    """Parts of tensors, with the place where they begin, that have about `limit` elements together."""
+    batch: list[tuple[_Job, int, Tensor]] = []
+    size = 0
+    for job in jobs:
+        for start in range(0, job.flat.numel(), limit):
+            part = job.flat[start : start + limit]
+            batch.append((job, start, part))
+            size += part.numel()
+            if size >= limit:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _word_stream(key: bytes, stream: int, counter: int) -> Callable[[int], NDArray[np.uint64]]:
+    """The cipher's words one after another, 64 bits each, from a counter on."""
+    at, pool = counter, np.empty(0, np.uint64)
+
+    def take(count: int) -> NDArray[np.uint64]:
+        nonlocal at, pool
+        if len(pool) < count:
+            blocks = max(-(-(count - len(pool)) // 8), _POOL_BLOCKS)
+            pool = np.concatenate([pool, _blocks(key, stream, at, blocks)])
+            at += blocks
+        taken, pool = pool[:count], pool[count:]
+        return taken
+
+    return take
+
+
+def _blocks(key: bytes, stream: int, first: int, number: int) -> NDArray[np.uint64]:
+    kernels = native.kernels()
+    if kernels is None:
+        words = chacha(key, torch.arange(first, first + number), stream, 0, _EXACT_ROUNDS).t().contiguous()
+    else:
+        words = torch.empty(number, 16, dtype=torch.int32)
+        kernels.chacha_(words, _words_of(key), first, stream, 0, _EXACT_ROUNDS)
+    return words.view(-1).numpy().view(np.uint64)
+
+
+@lru_cache(maxsize=1)
+def _stairs() -> tuple[Tensor, float]:
+    stairs = staircase()
+    return torch.tensor([stairs.widths, stairs.heights], dtype=torch.int32), float(stairs.total)
+
+
+def _words_of(key: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(key), dtype=torch.int32)
 
 
 def _standard_deviations(std: float | Sequence[float] | Tensor, number: int) -> list[float]:
@@ -144,9 +262,9 @@ def _standard_deviations(std: float | Sequence[float] | Tensor, number: int) -> 
             f"{len(stds)} standard deviations for {number} tensors: give one for all, or one for each"
         )
     for index, value in enumerate(stds):
-        if not 0 <= value < math.inf:
+        if value != 0 and not _STDS[0] <= value <= _STDS[1]:
             raise UserError(
-                f"the standard deviation of tensor {index} is {value}; it must be a number, 0 or larger"
+                f"the standard deviation of tensor {index} is {value}; it must be 0, or a number from {_STDS[0]} to {_STDS[1]}"
             )
     return stds
 
@@ -174,68 +292,15 @@ def _local(tensor: Tensor, index: int) -> tuple[Tensor, str]:
     return tensor.to_local(), str(shard)
 
 
-def _draw_seed(generator: torch.Generator | None) -> bytes:
+def _draw_key(generator: torch.Generator | None) -> bytes:
     """32 bytes. The state of torch's CPU generator holds only 32 bits of its seed, so the seed itself goes
     in as well."""
     if generator is None:
         return secrets.token_bytes(32)
-    drawn = torch.randint(1 << 62, (1,), generator=generator, device=generator.device).item()
-    return hashlib.sha256(f"dpexp noise {generator.initial_seed()} {drawn}".encode()).digest()
-
-
-def _run(jobs: list[_Job], secure: bool) -> None:
-    """Do the jobs, on as many threads as torch would use, each with a contiguous share of about equal
-    size."""
-    workers = min(torch.get_num_threads(), os.cpu_count() or 1, len(jobs) // 4)
-    if workers <= 1:
-        _work(jobs, secure)
-        return
-    size = sum(job.target.numel() for job in jobs) / workers
-    shares: list[list[_Job]] = [[] for _ in range(workers)]
-    done = 0
-    for job in jobs:
-        shares[min(int(done / size), workers - 1)].append(job)
-        done += job.target.numel()
-    with ThreadPoolExecutor(workers) as pool:
-        for future in [pool.submit(_work, share, secure) for share in shares]:
-            future.result()
-
-
-@torch.no_grad()  # the mode is each thread's own
-def _work(jobs: list[_Job], secure: bool) -> None:
-    generator = torch.Generator()
-    buffers: dict[torch.dtype, Tensor] = {}
-    for target, std, seed in jobs:
-        precision = torch.float64 if target.dtype == torch.float64 else torch.float32
-        if precision not in buffers:
-            buffers[precision] = torch.empty(_CHUNK, dtype=precision)
-        noise = buffers[precision][: target.numel()]
-        if secure:
-            noise.copy_(torch.from_numpy(_secure_normals(seed, noise.numel())))
-        else:
-            _fill(noise, generator, seed)
-        for part, drawn in zip(target.split(_SERIAL), noise.split(_SERIAL), strict=True):
-            if part.dtype == precision:
-                part.add_(drawn, alpha=std)
-            else:
-                part.copy_(part.to(precision).add_(drawn, alpha=std))
-
-
-def _fill(noise: Tensor, generator: torch.Generator, seed: bytes) -> None:
-    """Standard normals from a generator whose whole state comes from the seed.
-
-    ``manual_seed`` would keep 32 bits of it: among the millions of chunks of a run some would then repeat.
-    """
-    layout = _state_layout()
-    if (
-        layout is None or noise.dtype == torch.float64
-    ):  # in double precision torch is five times slower than numpy
-        rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(_words(seed)[:8].tolist())))
-        numbers = noise.numpy()
-        rng.standard_normal(out=numbers, dtype=numbers.dtype)
-        return
-    generator.set_state(_full_state(layout, seed))
-    noise.normal_(generator=generator)
+    drawn = torch.randint(256, (32,), generator=generator, device=generator.device, dtype=torch.uint8)
+    return hashlib.sha256(
+        f"dpexp noise {generator.initial_seed()} ".encode() + bytes(drawn.tolist())
+    ).digest()
 
 
 def _full_state(layout: NDArray[np.uint64], seed: bytes) -> Tensor:
@@ -255,37 +320,3 @@ def _state_layout() -> NDArray[np.uint64] | None:
     state = torch.Generator().manual_seed(5489).get_state().numpy().view(np.uint64).copy()
     second = (1812433253 * (5489 ^ (5489 >> 30)) + 1) & 0xFFFFFFFF
     return state if len(state) > 627 and state[3] == 5489 and state[4] == second else None
-
-
-def _secure_normals(seed: bytes, count: int) -> NDArray[np.float64]:
-    """Sums of four Gaussians by Box and Muller, halved: standard normal."""
-    words = np.frombuffer(hashlib.shake_256(b"secure" + seed).digest(32 * count), dtype=np.uint64).reshape(
-        4, count
-    )
-    uniforms = ((words >> np.uint64(11)) + 0.5) * 2.0**-53
-    radii, angles = np.sqrt(-2 * np.log(uniforms[:2])), 2 * np.pi * uniforms[2:]
-    return (radii * (np.cos(angles) + np.sin(angles))).sum(axis=0) / 2
-
-
-def _add_on_device(tensor: Tensor, std: float, seed: bytes) -> None:
-    """By the device's own generator, in blocks of one reused buffer."""
-    generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(seed[:8], "little") >> 1)
-    precision = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    for flat in _flat_parts(tensor):
-        buffer = torch.empty(min(flat.numel(), _DEVICE_BLOCK), dtype=precision, device=tensor.device)
-        for part in flat.split(_DEVICE_BLOCK):
-            noise = buffer[: part.numel()].normal_(generator=generator)
-            if part.dtype == precision:
-                part.add_(noise, alpha=std)
-            else:
-                part.copy_(part.to(precision).add_(noise, alpha=std))
-
-
-def _flat_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements as one contiguous view, or as a copy that is written back."""
-    if tensor.is_contiguous():
-        yield tensor.view(-1)
-    else:
-        copy = tensor.contiguous()
-        yield copy.view(-1)
-        tensor.copy_(copy)

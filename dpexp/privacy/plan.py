@@ -21,11 +21,11 @@ from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.accountants import ACCOUNTANTS, check_delta
 from dpexp.privacy.calibration import calibrate
-from dpexp.privacy.events import GroupEvents, composed, step_event
+from dpexp.privacy.events import GroupEvents, composed, fixed_size_event, neighbouring, step_event
 from dpexp.privacy.individual import Budgets, solve
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 
-SAMPLINGS = ("poisson", "shuffle")
+SAMPLINGS = ("poisson", "fixed", "shuffle")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class Plan:
     def expected_batch_size(self) -> float:
         """q·N: what sums are divided by, whatever was drawn."""
         return self.sample_rate * self.num_examples
+
+    @property
+    def neighbouring(self) -> str:
+        """Which data sets ε speaks of, in words."""
+        return neighbouring(self.step_event(0))
 
     def sigma(self, step: int) -> float:
         """σ of the step, before the budget is split."""
@@ -123,7 +128,13 @@ class Plan:
     def caveats(self) -> list[str]:
         """What a reader of ε must know beyond the numbers; each a sentence for the record."""
         found: list[str] = []
-        if self.sampling != "poisson":
+        if self.sampling == "fixed":
+            found.append(
+                "Batches are drawn without replacement and have a fixed size. Neighbouring data sets differ by replacing an "
+                "example, which moves a sum twice as far as removing one: this epsilon is not to be compared with one for adding "
+                "or removing."
+            )
+        if self.sampling == "shuffle":
             found.append(
                 "Batches were drawn by shuffling, but epsilon assumes Poisson sampling: it is not a guarantee."
             )
@@ -163,7 +174,14 @@ class Plan:
         if self.budgets is not None:
             group = self.budgets.least_protected if budget is None else budget
             rate, scale = self.budgets.rates[group], self.budgets.scales[group]
-        return step_event(rate, _multipliers(sigma, self.quantile_budget, scale))
+        multipliers = _multipliers(sigma, self.quantile_budget, scale)
+        return _sampled(self.sampling, self.num_examples, rate, multipliers)
+
+
+def _sampled(sampling: str, num_examples: int, rate: float, multipliers: Sequence[float]) -> DpEvent:
+    if sampling == "fixed":
+        return fixed_size_event(num_examples, round(rate * num_examples), multipliers)
+    return step_event(rate, multipliers)
 
 
 def _multipliers(sigma: float, quantile_budget: float, scale: float = 1.0) -> list[float]:
@@ -220,6 +238,10 @@ def make_plan(
         raise UserError(f"sampling={sampling} is not a choice; choices: {', '.join(SAMPLINGS)}")
     if individual is not None and (epsilon is not None or noise_multiplier is not None):
         raise UserError("individual budgets decide the noise: give neither epsilon nor noise_multiplier")
+    if sampling == "fixed" and expected_batch_size != int(expected_batch_size):
+        raise UserError(
+            f"sampling=fixed needs a whole number of examples, not batch_size={expected_batch_size}"
+        )
     if individual is not None and sampling != "poisson":
         raise UserError(f"individual budgets need Poisson batches, not sampling={sampling}")
     if individual is None and (epsilon is None) == (noise_multiplier is None):
@@ -233,7 +255,10 @@ def make_plan(
 
     def make_event(rate: float, sigma: float, scale: float) -> DpEvent:
         return composed(
-            (step_event(rate, _multipliers(sigma * factor, quantile_budget, scale)), count)
+            (
+                _sampled(sampling, num_examples, rate, _multipliers(sigma * factor, quantile_budget, scale)),
+                count,
+            )
             for factor, count in counts
         )
 

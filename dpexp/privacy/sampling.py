@@ -1,23 +1,14 @@
-"""Poisson sampling and the secret key from which sampling and noise draw.
-
-The key is the one secret of a run: whoever has it can redraw the noise and the batches, and epsilon is
-void. It comes from the operating system and stays in the run's folder alone."""
+"""Poisson sampling, and the seeds that follow from a run's secret key (`dpexp.privacy.keys`)."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import os
-import secrets
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpexp.errors import UserError
-
-KEY_BYTES = 32
 
 
 class PoissonSampler:
@@ -41,14 +32,30 @@ class PoissonSampler:
 
         A repeated step (another ``attempt`` in the ledger) must draw anew: its charge is that of an
         independent sample."""
-        words = np.frombuffer(_derive(self._key, "sampling", step, attempt), dtype=np.uint64)
-        rng = np.random.Generator(np.random.Philox(key=words[:2]))
+        rng = _generator(self._key, step, attempt)
         # Exactly Poisson sampling: given their number, which is binomial, all sets of that size are equally
         # likely.
         size = rng.binomial(self.num_examples, self.sample_rate)
         return np.sort(rng.choice(self.num_examples, size=size, replace=False, shuffle=False)).astype(
             np.int64
         )
+
+
+class FixedSizeSampler:
+    """Exactly ``batch_size`` of ``num_examples`` in every step, all sets of that size equally likely, steps independent.
+
+    See `PoissonSampler`. Raises `UserError` for a size outside of 1 to N."""
+
+    def __init__(self, num_examples: int, batch_size: int, key: bytes) -> None:
+        if not 1 <= batch_size <= num_examples:
+            raise UserError(f"cannot draw {batch_size} of {num_examples} examples")
+        self.num_examples, self.batch_size, self._key = num_examples, batch_size, key
+
+    def draw(self, step: int, attempt: int = 0) -> NDArray[np.int64]:
+        """Indices of the sample, sorted and distinct; another ``attempt`` draws anew."""
+        rng = _generator(self._key, step, attempt)
+        drawn = rng.choice(self.num_examples, size=self.batch_size, replace=False, shuffle=False)
+        return np.sort(drawn).astype(np.int64)
 
 
 class GroupedSampler:
@@ -81,44 +88,10 @@ def stream(key: bytes, name: str, step: int, attempt: int = 0) -> int:
     return int.from_bytes(_derive(key, name, step, attempt)[:8], "little") >> 1
 
 
-def load_or_make_key(path: str | os.PathLike[str], fixed_seed: int | None = None) -> bytes:
-    """The run's 32-byte key: read from ``path``, or made from the system's randomness and kept there (mode
-    0600).
-
-    With ``fixed_seed`` (for tests; the guarantee then holds only while the seed is secret) the key follows
-    from the seed and no file is used. Raises `UserError` where the file is not a key, or others may read
-    it."""
-    if fixed_seed is not None:
-        return hashlib.sha256(f"dpexp fixed seed {fixed_seed}".encode()).digest()
-    file = Path(path)
-    try:
-        if not file.exists():
-            _write_secret(file, secrets.token_bytes(KEY_BYTES))
-        key, mode = file.read_bytes(), file.stat().st_mode
-    except OSError as error:
-        raise UserError(f"cannot keep the noise key in {file}: {error.strerror}") from None
-    if len(key) != KEY_BYTES:
-        raise UserError(
-            f"{file} is not a noise key ({len(key)} bytes, not {KEY_BYTES}): restore it, or start a new run"
-        )
-    if mode & 0o077:
-        raise UserError(
-            f"{file} can be read by others, who could remove the noise: chmod 600 it, or start a new run"
-        )
-    return key
+def _generator(key: bytes, step: int, attempt: int) -> np.random.Generator:
+    words = np.frombuffer(_derive(key, "sampling", step, attempt), dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=words[:2]))
 
 
 def _derive(key: bytes, name: str, step: int, attempt: int) -> bytes:
     return hmac.digest(key, f"{name}\0{step}\0{attempt}".encode(), "sha256")
-
-
-def _write_secret(file: Path, content: bytes) -> None:
-    """Complete or not at all, and never readable by others, not even for a moment."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial, file)

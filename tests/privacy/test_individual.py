@@ -173,11 +173,11 @@ def test_every_group_is_sampled_at_its_rate_and_independently():
 
 def test_the_ledger_charges_every_group(tmp_path):
     made = usual("sampling")
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl", b"k" * 32)
     for step in range(3):
         assert ledger.begin_step(step, made.charge(step), f"f{step}") == 0
     assert ledger.begin_step(1, made.charge(1), "f1") == 0  # a replay
-    again = Ledger(tmp_path / "ledger.jsonl")
+    again = Ledger(tmp_path / "ledger.jsonl", b"k" * 32)
     assert (again.steps_charged, again.num_budgets) == (3, 3)
     by_group = [group["rdp"] for group in again.epsilons_by_budget(1e-5)]
     assert by_group == pytest.approx([epsilon(made.event(3, group), 1e-5) for group in range(3)])
@@ -186,7 +186,7 @@ def test_the_ledger_charges_every_group(tmp_path):
 
 def test_examples_may_not_change_their_group_on_the_way(tmp_path):
     made = usual("sampling")
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl", b"k" * 32)
     ledger.begin_step(0, made.charge(0), "f")
     moved = GroupEvents(made.charge(1).events, "another membership")
     for other in (moved, made.step_event(1)):

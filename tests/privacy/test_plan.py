@@ -138,7 +138,7 @@ def test_what_is_not_a_guarantee_says_so():
         ({"quantile_budget": math.nan}, "0 <= r < 1"),
         ({"accountant": "moments"}, "rdp, gdp, prv, pld"),
         ({"accountant": "gdp"}, "allow_clt=true"),
-        ({"sampling": "round_robin"}, "poisson, shuffle"),
+        ({"sampling": "round_robin"}, "poisson, fixed, shuffle"),
         ({"epsilon": 3.0}, "either epsilon or noise_multiplier"),
         ({"noise_multiplier": None}, "either epsilon or noise_multiplier"),
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1"),

@@ -195,10 +195,10 @@ def test_a_decaying_plan_survives_its_plain_form_and_says_where_it_ends(name):
 def test_a_ledger_charges_each_step_with_its_own_noise_and_twice_what_was_repeated(tmp_path):
     """Killed after step 49 with a checkpoint at step 30: replayed steps are free, changed ones are charged again."""
     made = plan(DECAYS["step"], noise_multiplier=2.0)
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl", b"k" * 32)
     for step in range(50):
         ledger.begin_step(step, made.step_event(step), f"first {step}")
-    resumed = Ledger(tmp_path / "ledger.jsonl")
+    resumed = Ledger(tmp_path / "ledger.jsonl", b"k" * 32)
     for step in range(30, 130):
         who = "first" if step < 40 else "second"
         attempt = resumed.begin_step(step, made.step_event(step), f"{who} {step}")

@@ -1,0 +1,75 @@
+"""What makes two releases of a step the same release: keyed fingerprints of its facts and of its sums.
+
+Noise may be used twice for exactly the same sum only, because the difference of two sums under the same noise is their
+difference in the clear.
+"""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# elements: a chunk and its weights stay in the cache
+_CHUNK = 1 << 17
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint_of_facts(key: bytes, facts: Mapping[str, Any]) -> str:
+    """First half of a fingerprint: everything that should make two computations of a step equal.
+
+    Known before the step begins. 32 hex digits.
+    """
+    return hmac.new(key, json.dumps(facts, sort_keys=True, default=str).encode(), hashlib.sha256).hexdigest()[
+        :32
+    ]
+
+
+def fingerprint(key: bytes, facts: Mapping[str, Any], sums: Iterable[Tensor]) -> str:
+    """What makes two releases of a step the same release.
+
+    Noise may be used twice for exactly the same sum only, because the difference of two sums under the same noise is
+    their difference in the clear. The facts (configuration, data, code, runtime, noise scale) say that the sums should
+    be equal; the checksum of the sums themselves says that they are, also where a runtime is not deterministic although
+    nothing about it changed. It is taken before the noise, so it is keyed: without the run's secret key nobody can test
+    a guess about the data against the ledger.
+
+    Returns:
+        `fingerprint_of_facts`, a dash, and 32 hex digits of the sums.
+    """
+    keyed = hmac.new(key, b"sums" + checksum(sums), hashlib.sha256).hexdigest()[:32]
+    return f"{fingerprint_of_facts(key, facts)}-{keyed}"
+
+
+def checksum(tensors: Iterable[Tensor]) -> bytes:
+    """32 bytes that differ when any bit of any tensor differs (by accident; this is no defence against an adversary).
+
+    Every chunk contributes Σ_j bits_j·w_j mod 2^64 with fixed odd pseudo-random weights: one pass over memory, on the
+    tensor's own device. A plain sum or exclusive-or would miss differences that cancel, such as one element a rounding
+    step higher and another one lower.
+    """
+    sums: list[Tensor] = []
+    weights: dict[torch.device, Tensor] = {}
+    for tensor in tensors:
+        device = tensor.device
+        if device not in weights:
+            weights[device] = _weights().to(device)
+        bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+        for chunk in bits.split(_CHUNK):
+            sums.append((chunk.to(torch.int64) * weights[device][: len(chunk)]).sum())
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for value in sums:
+        by_device.setdefault(value.device, []).append(value)
+    digest = hashlib.sha256()
+    for values in by_device.values():
+        digest.update(torch.stack(values).cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def _weights() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, dtype=torch.int64)
+    return drawn * 2 + 1
