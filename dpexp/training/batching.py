@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.privacy.sampling import GroupedSampler, PoissonSampler, stream
+from dpexp.privacy.sampling import FixedSizeSampler, GroupedSampler, PoissonSampler, stream
 
 CPU_ACTIVATION_BYTES = 2 << 30  # beyond this, larger batches do not make two or sixteen cores faster
 LARGEST = 1024
@@ -59,31 +59,34 @@ def sampler_for(
     groups: np.ndarray | None = None,
     rates: Sequence[float] = (),
 ) -> Sampler:
-    """The sampler of a run: ``poisson`` or ``shuffle``; with rates of their own for ``groups`` (`[N]`) of examples."""
+    """The sampler of a run: ``poisson``, ``fixed`` or ``shuffle``; with rates of their own for ``groups`` (`[N]`) of examples."""
     if groups is not None:
         return GroupedSampler(groups, rates, key)
     if sampling == "poisson":
         return PoissonSampler(num_examples, expected_batch / num_examples, key)
+    if sampling == "fixed":
+        return FixedSizeSampler(num_examples, round(expected_batch), key)
     return ShuffleSampler(num_examples, max(1, round(expected_batch)), key)
 
 
-def physical_batches(indices: np.ndarray, length: Callable[[int], int], size: int) -> list[np.ndarray]:
+def physical_batches(indices: np.ndarray, length: Callable[[int], int] | None, size: int) -> list[np.ndarray]:
     """Cut a logical batch into physical ones of examples of similar length, so that little is padded.
 
     The step needs a sum over examples, and a sum has no order: sorting changes nothing but the rounding.
 
     Args:
         indices: `[n]` int64, the drawn examples; n may be 0.
-        length: the length of an example, in tokens.
+        length: the length of an example, in tokens; None: the order of `indices`.
         size: examples per physical batch.
 
     Returns:
         Arrays that together hold `indices`; none for an empty batch. The longest examples come first, so that
         a lack of memory shows at once.
     """
-    lengths = np.array([length(int(i)) for i in indices], dtype=np.int64)
-    longest_first = indices[np.argsort(-lengths, kind="stable")]
-    return [longest_first[start : start + size] for start in range(0, len(longest_first), size)]
+    if length is not None:
+        lengths = np.array([length(int(i)) for i in indices], dtype=np.int64)
+        indices = indices[np.argsort(-lengths, kind="stable")]
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
 def repeated(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from dpexp.durable import write_atomic
 from dpexp.models import adapters, rgp
+from dpexp.privacy.tradeoff import FPR, TPR
 
 if TYPE_CHECKING:
     from dpexp.models import ModelBundle
@@ -66,7 +67,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
             f"The {accountant} accountant gives no finite ε: there is no guarantee."
             if spent is None
             else f"No guarantee: the ε of {spent:.4f} by the {accountant} accountant rests on what did not hold: see Conditions."
-            if privacy["sampling"] != "poisson" or privacy["accountant"] == "gdp"
+            if privacy["sampling"] == "shuffle" or privacy["accountant"] == "gdp"
             else f"Trained with ({spent:.4f}, {privacy['delta']:.3g})-differential privacy, by the {accountant} "
             "accountant, if what is listed under Conditions holds."
         )
@@ -76,6 +77,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
             "| | |",
             "|---|---|",
             *(f"| ε by {name.upper()} | {_number(value)} |" for name, value in privacy["epsilon"].items()),
+            *_currency(privacy),
             f"| δ | {privacy['delta']:.6g} |",
             f"| neighbouring data sets | {privacy['neighbouring']} |",
             f"| sampling | {privacy['sampling']}, rate {privacy['sample_rate']:.6g}, {privacy['steps']} steps |",
@@ -100,6 +102,23 @@ def privacy_card(summary: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _currency(privacy: dict[str, Any]) -> list[str]:
+    """What an attacker can do at most, and what the choice among trials adds; as far as the record knows."""
+    rows = []
+    if (mu := privacy.get("mu")) is not None:
+        rows.append(f"| μ of Gaussian DP, with its regret Δ | {mu:.4f}, {privacy['mu_regret']:.4f} |")
+    if (tpr := privacy.get(TPR)) is not None:
+        rows.append(
+            f"| true positives of any membership test, at {FPR:g} false positives | at most {tpr:.4g} |"
+        )
+    tuned = privacy.get("epsilon_with_tuning") or {}
+    if (value := tuned.get(privacy["accountant"])) is not None:
+        rows.append(
+            f"| ε with the choice among {privacy['trials']} trials, by {privacy['accountant'].upper()} | {value:.4f} |"
+        )
+    return rows
 
 
 def _hashes(data: dict[str, Any]) -> str:

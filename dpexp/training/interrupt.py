@@ -8,6 +8,12 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def end_like_ctrl_c() -> None:
+    """Let SIGTERM raise KeyboardInterrupt too, so that it ends a run with the same words wherever it arrives."""
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python delivers no signals
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 class Interrupts:
     """Inside, the first signal only sets `requested`; the second one ends the process as usual.
 

@@ -1,18 +1,4 @@
-"""The training loop: He et al., Algorithm 1, with centred counts, Poisson batches, and a ledger written ahead.
-
-One step t, in this order:
-
-1. draw the logical batch and cut it into physical batches;
-2. per-example losses, `clipper.backward`: `p.grad` becomes the sum of the clipped gradients, counts are added up;
-3. write the step to the ledger, on the disk, before any noise exists;
-4. add noise to the sums and to the counts, divide by the expected batch size;
-5. optimiser, thresholds.
-
-Everything after 3 is post-processing of what the ledger has charged; nothing before 3 leaves the process. A step that
-was cut off before 3 has not happened. One that was cut off after 3 is repeated: with the same noise, and not charged
-again, where it is the same step to the last bit (`mechanism.fingerprint`); else as a new attempt, with a fresh
-sample and fresh noise, and charged again.
-"""
+"""The training loop of a configured run: steps (`dpexp.training.steps`), evaluation, checkpoints, and lines of metrics."""
 
 import statistics
 import time
@@ -30,16 +16,18 @@ from dpexp.clipping import Clipper, attach
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
 from dpexp.models import rgp
-from dpexp.privacy.ledger import Ledger
-from dpexp.training import mechanism, state
+from dpexp.privacy.keys import LEDGER, Keys
+from dpexp.privacy.ledger import Ledger, Seal
+from dpexp.training import state
 from dpexp.training.averaging import Averages
 from dpexp.training.batching import automatic_size, repeated
-from dpexp.training.evaluation import evaluate
+from dpexp.training.evaluation import autocast, evaluate
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.optim import build_optimizer, learning_rate
 from dpexp.training.progress import Progress
 from dpexp.training.release import Release, build_policy
-from dpexp.training.sums import Accumulator, Sums
+from dpexp.training.steps import Steps
+from dpexp.training.sums import Sums
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
@@ -48,8 +36,7 @@ if TYPE_CHECKING:
     from dpexp.tasks.base import Task
 
 NORM_QUANTILES = [0.25, 0.5, 0.75, 0.85]  # those that Figure 4 of He et al. marks
-
-
+FP16_LOSS_SCALE = 2.0**10
 UNTRIED_BATCH = 16  # a physical batch that fits nearly everywhere
 
 
@@ -75,7 +62,7 @@ class Trainer:
         steps: number of steps; the plan's own where there is one.
         expected_batch: B. Sums are divided by it, private or not, so that the two differ in clipping and noise alone.
         sampler: `draw(step, attempt)` gives the indices of a step.
-        key: the secret key of the run.
+        keys: the secrets of the run.
         signature: of the configuration.
         folder: the run's folder; this process holds it.
         device: where to compute.
@@ -96,7 +83,7 @@ class Trainer:
         steps: int,
         expected_batch: float,
         sampler: Any,
-        key: bytes,
+        keys: Keys,
         signature: str,
         folder: Path,
         device: torch.device,
@@ -105,7 +92,7 @@ class Trainer:
     ):
         self.run, self.task, self.plan = run, task, plan
         self.steps, self.expected_batch = steps, expected_batch
-        self.sampler, self.key, self.signature = sampler, key, signature
+        self.keys, self.key, self.signature = keys, keys.draws, signature
         self.folder, self.device, self.metrics = folder, device, metrics
         self.model = bundle.model.to(device).train()
         self.optimizer = build_optimizer(run.optim, rgp.moved_tensors(self.model))
@@ -117,21 +104,22 @@ class Trainer:
         self.code = record.code_hash()
         self.ledger: Ledger | None = None
         self.clipper: Clipper | None = None
-        self.release: Release | None = None
         self.policy = FixedThresholds(torch.zeros(0))
+        release: Release | None = None
         if plan is not None:
-            self.ledger = Ledger(folder / "ledger.jsonl")
+            self.ledger = Ledger(folder / LEDGER, keys.run)
             self.clipper = self._attach()
             self.policy = build_policy(run.clip, len(self.clipper.groups))
-            self.release = Release(
+            release = Release(
                 plan, self.clipper, self.policy, self.ledger,
-                key=key, allocation=run.clip.allocation, secure=run.privacy.secure,
+                key=self.key, allocation=run.clip.allocation, secure=run.privacy.secure,
             )  # fmt: skip
-        self.accumulator = Accumulator(
-            task, self.model, self.clipper, self.policy, device, run.runtime.precision, run.seed, key,
-            clip_scales_of(plan, groups),
+        self.stepper = Steps(
+            self.model, self.optimizer,
+            sampler=sampler, key=self.key, expected_batch=expected_batch, policy=self.policy, release=release,
+            decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
+            clip_scales=clip_scales_of(plan, groups),
         )  # fmt: skip
-        self.step = 0
         self.wall_before, self.started = 0.0, time.perf_counter()
         self.step_times: list[float] = []
         self.timings: dict[str, Any] = {}
@@ -149,6 +137,7 @@ class Trainer:
             choice=None if engine.choice == "measured" else engine.choice,  # measured: each engine's own way
             memory_cap_mib=engine.memory_cap_mib,
             rows_per_example=self.task.rows_per_example,
+            fixed_length=self.task.pad_to is not None,
             max_clip_scale=self.plan.max_clip_scale if self.plan is not None else 1.0,
         )
         if (memory := self.decisions.get("engine")) is not None:
@@ -168,29 +157,45 @@ class Trainer:
         self.policy.load_state_dict(checkpoint.thresholds)
         if self.averages is not None:
             self.averages.load_state(checkpoint.averages)
-        if self.ledger is not None and self.ledger.next_step < checkpoint.step:
-            raise UserError(
-                f"{self.folder / 'ledger.jsonl'} has lost entries: it charges {self.ledger.next_step} steps, and the "
-                f"checkpoint is at step {checkpoint.step}. Put the ledger back; without it no epsilon can be stated"
-            )
-        self.step, self.wall_before, self.timings = checkpoint.step, checkpoint.wall_s, checkpoint.timings
+        if self.ledger is not None:
+            self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
+        self.stepper.taken = checkpoint.step
+        self.wall_before, self.timings = checkpoint.wall_s, checkpoint.timings
         self.metrics.resume_at(self.step)
 
     def save(self) -> None:
-        """Write a checkpoint of the present step."""
+        """Write a checkpoint of the present step.
+
+        Raises:
+            UserError: the weights are no numbers any more; the checkpoint before stays.
+        """
+        tensors = state.model_state(self.model)
+        if broken := sum(not bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+            raise UserError(
+                f"the run diverged: after step {self.step} {broken} of its {len(tensors)} tensors hold NaN or infinity. No "
+                f"model was exported, and the steps stay charged: lower optim.lr={self.run.optim.lr:g}"
+            )
+        seal = self.ledger.seal if self.ledger is not None else Seal(0, "")
         state.save_checkpoint(
             self.folder / "checkpoint",
             state.Checkpoint(
                 step=self.step,
-                model=state.model_state(self.model),
+                model=tensors,
                 optimizer=self.optimizer.state_dict(),
                 thresholds=self.policy.state_dict(),
                 signature=self.signature,
                 wall_s=self.wall_s,
                 timings=self.performance(),
                 averages=self.averages.state() if self.averages is not None else [],
+                charges=seal.charges,
+                last_charge=seal.check,
             ),
         )
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        return self.stepper.taken
 
     @property
     def wall_s(self) -> float:
@@ -210,11 +215,10 @@ class Trainer:
         with Interrupts() as interrupts:
             while self.step < self.steps and not interrupts.requested:
                 begun = time.perf_counter()
-                self.accumulator.keep_norms = self._norms_due(self.step + 1)
-                sums = self._take_step(self.step, interrupts)
+                self.stepper.keep_norms = self._norms_due(self.step + 1)
+                sums = self._take_step(interrupts)
                 if sums is None:
                     break  # cut off before anything was released: this step has not happened
-                self.step += 1
                 self.step_times.append(self._elapsed_since(begun))
                 self._log(sums, progress)
                 self._log_norms(sums)
@@ -291,49 +295,37 @@ class Trainer:
                 self.machine.keep("choices", (self.machine.get("choices") or {}) | choices)
             self.clipper.detach()
 
-    def _take_step(self, step: int, interrupts: Interrupts) -> Sums | None:
-        """One step of the module's description. None where it was interrupted before it was charged."""
-        counts: Tensor | None = None
-        try:
-            if self.release is None:
-                sums = self._sums(step, 0, interrupts)
-            else:
-                sums, counts = self._released_sums(self.release, step, interrupts)
-        except torch.OutOfMemoryError:
-            self._shrink()
-            return self._take_step(step, interrupts)
-        if sums is None:
-            return None
-        torch._foreach_div_(self.accumulator.gradients, self.expected_batch)
-        optim = self.run.optim
+    def _take_step(self, interrupts: Interrupts) -> Sums | None:
+        """The next step. None where it was interrupted before it was charged."""
+        step, optim = self.step, self.run.optim
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.steps, optim.lr, optim.lr_schedule, optim.warmup_ratio)
-        self.optimizer.step()
+        try:
+            for piece in self.stepper.pieces(self.physical_batch_size, self._facts(), self.task.length):
+                if interrupts.requested:
+                    self.stepper.clear()
+                    return None
+                self.stepper.add(self.losses_of(piece))
+        except torch.OutOfMemoryError:
+            self._shrink()
+            return self._take_step(interrupts)
         if self.averages is not None:
             self.averages.update(step)
-        if counts is not None:
-            self.policy.update(mechanism.noisy_fractions(counts, self.expected_batch))
-        return sums
+        return self.stepper.sums
 
-    def _released_sums(
-        self, release: Release, step: int, interrupts: Interrupts
-    ) -> tuple[Sums | None, Tensor | None]:
-        """Points 1 to 4 but the division: leaves the noisy sum in `p.grad` and returns the noisy counts, `[K]`."""
-        facts = self._facts(step) | {"noise": release.noise(step)}
-        attempt = release.likely_attempt(step, facts)
-        while (sums := self._sums(step, attempt, interrupts)) is not None:
-            self.decisions.keep("engine", release.clipper.remember())  # a resumed run need not measure again
-            counts = sums.counts.cpu()
-            if release.charge(step, attempt, facts, counts):
-                return sums, release.add_noise(step, attempt, counts)
-            attempt = release.next_attempt(step)
-        return None, None
+    def losses_of(self, piece: np.ndarray) -> Tensor:
+        """`[b]` losses of training examples, as the present step sees them."""
+        batch = self.on_device(self.task.collate([self.task.train[int(i)] for i in piece]))
+        return self.losses(self.task.augmented(batch, piece, self.run.seed, self.step))
 
-    def _sums(self, step: int, attempt: int, interrupts: Interrupts) -> Sums | None:
-        indices = self.sampler.draw(step, attempt)
-        return self.accumulator.sums(
-            indices, step, attempt, self.physical_batch_size, lambda: interrupts.requested
-        )
+    def losses(self, batch: dict[str, Tensor]) -> Tensor:
+        """`[b]` losses of a collated batch, in the precision of the run."""
+        with autocast(self.run.runtime.precision, self.device):
+            return self.task.losses(self.model, self.on_device(batch))
+
+    def on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch where the model is."""
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _shrink(self) -> None:
         """Take smaller physical batches. Nothing of this step has been released, so it can be begun again."""
@@ -347,15 +339,14 @@ class Trainer:
         self.physical_batch_size = half
         self.decisions.keep("physical_batch_size", half)
 
-    def _facts(self, step: int) -> dict[str, Any]:
-        """Everything but the sums themselves that makes a step what it is; see `mechanism.fingerprint`.
+    def _facts(self) -> dict[str, Any]:
+        """Everything but the sums themselves that makes a step what it is; see `privacy.fingerprint`.
 
         The choices that an engine measured are missing on purpose: where they make a difference, it is in the sums, and
         a resumed run knows from the start what the first one found out on its way.
         """
         runtime = self.run.runtime
         return {
-            "step": step,
             "config": self.signature,
             "seed": self.run.seed,
             "code": self.code,
@@ -376,17 +367,19 @@ class Trainer:
             return int(asked)
         if (known := self.decisions.get("physical_batch_size")) is not None:
             return int(known)
-        if not len(self.task.dev):
-            return UNTRIED_BATCH  # there are no public examples to try larger ones with
-        public = self.task.collate([self.task.dev[i] for i in range(min(64, len(self.task.dev)))])
+        made_up = [example for example in [self.task.blank()] if example is not None]
+        examples = [self.task.dev[i] for i in range(min(64, len(self.task.dev)))] or made_up
+        if not examples:
+            return UNTRIED_BATCH
+        public = self.task.collate(examples)
         size = automatic_size(
-            lambda count: self.accumulator.losses(
+            lambda count: self.losses(
                 self.task.augmented(
-                    self.accumulator.on_device(repeated(public, count)), np.arange(count), self.run.seed, 0
+                    self.on_device(repeated(public, count)), np.arange(count), self.run.seed, 0
                 )
             ),
-            self.accumulator.backward,
-            self.accumulator.parameters,
+            self.stepper.backward,
+            self.stepper.parameters,
             self.device,
             self.expected_batch,
         )

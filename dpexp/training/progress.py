@@ -1,20 +1,25 @@
 """What a person sees while a run goes on: a live bar in a terminal, plain lines elsewhere, a table at the end."""
 
+import statistics
 import sys
 import time
+from collections import deque
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from dpexp.record import ACCOUNTANTS, peak_memory_mib
+from dpexp.privacy.tradeoff import FPR, TPR
+from dpexp.record import peak_memory_mib
+from dpexp.statement import ACCOUNTANTS
 
 EPSILON_EVERY_S = 5.0
 LINE_EVERY_S = 10.0
+RECENT_STEPS = 101  # the time left is their median times the steps left
 
 
 class Spent(Protocol):
@@ -32,6 +37,7 @@ class Progress:
         delta: of the guarantee; None for a non-private run.
         device: whose peak memory to show.
         console: where to write; standard output by default.
+        strict: leave out times and memory, which depend on private rows, as the record does.
     """
 
     def __init__(
@@ -41,7 +47,9 @@ class Progress:
         delta: float | None,
         device: torch.device,
         console: Console | None = None,
+        strict: bool = False,
     ):
+        self.strict = strict
         self.steps, self.start, self.delta, self.device = steps, start, delta, device
         self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self.bar = Bar(
@@ -49,14 +57,14 @@ class Progress:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            *([] if strict else [TimeElapsedColumn(), TextColumn("{task.fields[left]}")]),
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self.training = self.bar.add_task("training", total=steps, completed=start, facts="")
+        self.training = self.bar.add_task("training", total=steps, completed=start, facts="", left="")
         self.epsilon: float | None = None
-        self.begun = self.epsilon_at = self.line_at = time.monotonic()
+        self.ended = self.epsilon_at = self.line_at = time.monotonic()
+        self.times: deque[float] = deque(maxlen=RECENT_STEPS)
         self.stale = True
 
     def __enter__(self) -> "Progress":
@@ -83,6 +91,8 @@ class Progress:
         """
         now = time.monotonic()
         last = step == self.steps
+        self.times.append(now - self.ended)
+        self.ended = now
         if (
             ledger is not None
             and self.delta is not None
@@ -90,13 +100,21 @@ class Progress:
         ):
             self.epsilon, self.epsilon_at, self.stale = ledger.epsilon(self.delta, "rdp"), now, False
         facts = self.facts(loss, rate)
-        self.bar.update(self.training, completed=step, facts=facts)
+        left = self.time_left(step)
+        self.bar.update(self.training, completed=step, facts=facts, left=left)
         if not self.console.is_terminal and (
             last or step == self.start + 1 or now - self.line_at > LINE_EVERY_S
         ):
             self.line_at = now
-            left = (now - self.begun) / max(1, step - self.start) * (self.steps - step)
-            self.say(f"step {step}/{self.steps}  {facts}  {_duration(left)} left")
+            self.say("  ".join(filter(None, [f"step {step}/{self.steps}", facts, left])))
+
+    def time_left(self, step: int) -> str:
+        """In words; empty after the first step of a session, which may still measure and compile, and with a strict release."""
+        if step == self.start + 2:
+            self.times.popleft()  # the first step's, which is no guide
+        if self.strict or step < self.start + 2:
+            return ""
+        return f"{_duration(statistics.median(self.times) * (self.steps - step))} left"
 
     def facts(self, loss: float | None, rate: float) -> str:
         """The numbers beside the bar."""
@@ -104,8 +122,8 @@ class Progress:
         shown = [] if loss is None else [f"loss {loss:.4f}{mark}"]
         if self.epsilon is not None:
             shown.append(f"ε {self.epsilon:.3f} (rdp)")
-        shown.append(f"{rate:.0f} examples/s")
-        shown.append(f"peak {peak_memory_mib(self.device):.0f} MiB")
+        if not self.strict:
+            shown += [f"{rate:.0f} examples/s", f"peak {peak_memory_mib(self.device):.0f} MiB"]
         return "  ".join(shown)
 
     def evaluation(self, done: int, total: int) -> None:
@@ -149,6 +167,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
                 f"{spent:.4f} ({group['examples']} examples, budget {group['target']:g})",
             )
         table.add_row("δ", f"{privacy['delta']:.3g}")
+        if privacy.get("mu") is not None:
+            table.add_row("μ of Gaussian DP", f"{privacy['mu']:.4f}, regret {privacy['mu_regret']:.2g}")
+            table.add_row(f"best attack at {FPR:g} false positives", f"{privacy[TPR]:.4f} true ones, at most")
         table.add_row(
             "noise multiplier", f"{privacy['noise_multiplier']:.4f}, gradients {privacy['sigma_new']:.4f}"
         )

@@ -4,9 +4,7 @@ The rule that everything here serves: noise is used twice for exactly the same s
 """
 
 import hmac
-import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +12,18 @@ from torch import Tensor
 
 from dpexp.clipping import Clipper
 from dpexp.clipping.thresholds import FixedThresholds, QuantileThresholds
+from dpexp.errors import UserError
+from dpexp.privacy.fingerprint import fingerprint, fingerprint_of_facts
 from dpexp.privacy.ledger import Ledger
-from dpexp.privacy.noise import SecureGenerator, add_gaussian_
-from dpexp.privacy.sampling import stream
-from dpexp.training import mechanism
+from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, check_multiplier
+from dpexp.privacy.sensitivity import noise_stds, sensitivity
 
 if TYPE_CHECKING:
     from dpexp.config import ClipConfig
     from dpexp.privacy.plan import Plan
+
+# of thresholds, in float32
+ROUNDING = 1e-6
 
 
 class Release:
@@ -33,8 +35,8 @@ class Release:
         policy: its thresholds are those of the clipping.
         ledger: where steps are charged.
         key: the run's secret.
-        allocation: of the noise to the groups, see `mechanism.noise_scales`.
-        secure: draw noise from a cryptographic generator.
+        allocation: of the noise to the groups, see `sensitivity.noise_scales`.
+        secure: the exact form of the noise, see `dpexp.privacy.noise`.
     """
 
     def __init__(
@@ -52,13 +54,15 @@ class Release:
         self.key, self.allocation, self.secure = key, allocation, secure
         self.sizes = [group.size for group in clipper.groups]
         self.parameters = [p for group in clipper.groups for p in group.params.values()]
-        self.charged = read_fingerprints(ledger.path)
 
     def noise(self, step: int) -> dict[str, Any]:
-        """Standard deviations of a step: `gradients`, one per group, and `counts`, None where none are released."""
-        stds = mechanism.noise_stds(
-            self.policy.values, self.sizes, self.plan.sigma_new(step), self.allocation
-        )
+        """Standard deviations of a step: `gradients`, one per group, and `counts`, None where none are released.
+
+        Raises:
+            UserError: more noise than its grid is fine enough for.
+        """
+        check_multiplier(self.plan.sigma_new(step), sum(self.sizes) + len(self.sizes))
+        stds = noise_stds(self.policy.values, self.sizes, self.plan.sigma_new(step), self.allocation)
         counts = self.plan.sigma_b(step, len(self.sizes)) if self.policy.adaptive else None
         return {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
 
@@ -67,36 +71,44 @@ class Release:
 
         A new attempt has its own sample: the ledger charges it as an independent one.
         """
-        charged = self.charged.get(step, [])
-        same = mechanism.fingerprint_of_facts(self.key, facts)
+        charged = self.ledger.fingerprints(step)
+        same = fingerprint_of_facts(self.key, facts)
         return next(
             (attempt for attempt, known in enumerate(charged) if known.startswith(same)), len(charged)
         )
 
     def next_attempt(self, step: int) -> int:
         """The first attempt of a step that is not charged."""
-        return len(self.charged.get(step, []))
+        return len(self.ledger.fingerprints(step))
 
     def charge(self, step: int, attempt: int, facts: dict[str, Any], counts: Tensor) -> bool:
         """Write the step to the ledger, on the disk, unless it stands there.
 
         Args:
             step, attempt: what the sums were drawn as.
-            facts: see `mechanism.fingerprint`.
+            facts: see `fingerprint`.
             counts: `[K]`, before noise; the other sums are in `p.grad`.
 
         Returns:
             False where this attempt was charged for other sums although the facts are equal (the runtime is not
             deterministic): draw the sums again, as the next attempt. Nothing was written then.
+
+        Raises:
+            UserError: an example can move the sums further than their noise is for. Nothing was written then.
         """
-        charged = self.charged.setdefault(step, [])
-        found = mechanism.fingerprint(self.key, facts, [*self._gradients(), counts])
+        thresholds = self.policy.values.cpu().double()
+        bound = float(sensitivity(thresholds, torch.ones_like(thresholds)))
+        if not self.clipper.sensitivity <= self.plan.max_clip_scale * bound * (1 + ROUNDING):
+            raise UserError(
+                f"one example can move the clipped sum by {self.clipper.sensitivity:g}, and the noise of this step is for "
+                f"{self.plan.max_clip_scale * bound:g}: attach the clipper with the plan's max_clip_scale and a rule that clips"
+            )
+        charged = self.ledger.fingerprints(step)
+        found = fingerprint(self.key, facts, [*self._gradients(), counts])
         if attempt < len(charged) and charged[attempt] != found:
             return False
         if self.ledger.begin_step(step, self.plan.charge(step), found) != attempt:
             raise RuntimeError(f"the ledger does not agree that step {step} is in attempt {attempt}")
-        if attempt == len(charged):
-            charged.append(found)
         return True
 
     def add_noise(self, step: int, attempt: int, counts: Tensor) -> Tensor | None:
@@ -118,15 +130,12 @@ class Release:
         """The clipper leaves a tensor for every parameter, zeros where nothing arrived."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def _generator(self, name: str, step: int, attempt: int) -> torch.Generator | SecureGenerator:
-        """Seeded with the fingerprint too: where the ledger cannot know of another sum that the key served (a copy of the
+    def _generator(self, name: str, step: int, attempt: int) -> KeyedGenerator:
+        """Keyed with the fingerprint too: where the ledger cannot know of another sum that the key served (a copy of the
         folder, a ledger that was put back or deleted, the same `noise_seed` elsewhere), the noise differs all the same."""
-        name = f"{name} {self.charged[step][attempt]}"
-        if self.secure:
-            return SecureGenerator(
-                hmac.digest(self.key, f"secure {name} {step} {attempt}".encode(), "sha256")
-            )
-        return torch.Generator().manual_seed(stream(self.key, name, step, attempt))
+        use = f"noise of {name} {self.ledger.fingerprints(step)[attempt]} {step} {attempt}"
+        kind = SecureGenerator if self.secure else KeyedGenerator
+        return kind(hmac.digest(self.key, use.encode(), "sha256"))
 
 
 def build_policy(clip: "ClipConfig", num_groups: int) -> FixedThresholds:
@@ -141,15 +150,3 @@ def build_policy(clip: "ClipConfig", num_groups: int) -> FixedThresholds:
         clip.threshold_floor,
         clip.clip_norm if clip.rescale else None,
     )
-
-
-def read_fingerprints(ledger: Path) -> dict[int, list[str]]:
-    """Step -> the fingerprints of its attempts, from a ledger that `Ledger` has found to be sound."""
-    charged: dict[int, list[str]] = {}
-    for line in ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # the last line, torn by a crash: not charged
-        charged.setdefault(entry["step"], []).append(entry["fingerprint"])
-    return charged

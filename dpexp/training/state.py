@@ -22,11 +22,12 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor, nn
 
-from dpexp.durable import flush_file, flush_folder, write_json
+from dpexp.durable import flush_file, flush_folder, make_folder, read_json, write_json
 from dpexp.errors import UserError
 from dpexp.record import device_name
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextlib.contextmanager
@@ -40,9 +41,9 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 f"the disk is full: could not write to {folder}. The last checkpoint there is still good: "
                 "free some space and run the same command again to go on"
             ) from error
-        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        if error.errno in _UNWRITABLE:
             raise UserError(
-                f"cannot write to {folder} ({error.strerror}): choose another folder with runtime.runs_dir"
+                f"cannot write to {error.filename or folder} ({error.strerror}): choose another folder with runtime.runs_dir"
             ) from error
         raise
 
@@ -54,13 +55,14 @@ def exclusive(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it. The lock goes with its process, also when that is killed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "runtime.runs_dir")
     with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another process is running {folder}: wait for it, or change the seed or a setting for another run"
+                f"{folder} is in use by another process, or by a PrivacyEngine of this one that is not closed: wait for it, or "
+                "change the seed or a setting for another run"
             ) from None
         yield
 
@@ -77,6 +79,9 @@ class Checkpoint:
     wall_s: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
     averages: list[Tensor] = field(default_factory=list)  # of the weights, where the run keeps them
+    charges: int = 0  # of the ledger that this state rests on, with the check of the last one
+    last_charge: str = ""
+    scheduler: dict[str, Any] = field(default_factory=dict)  # where the loop brought its own
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -120,7 +125,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     try:
         with open(temporary, "wb") as file:
             writer = _HashingWriter(file)
-            torch.save(vars(checkpoint), cast("IO[bytes]", writer))
+            try:
+                torch.save(vars(checkpoint), cast("IO[bytes]", writer))
+            except RuntimeError as error:  # what torch makes of an error of the disk
+                raise writer.error or error from error
             flush_file(file)
         os.replace(temporary, target)
         flush_folder(folder)
@@ -186,13 +194,9 @@ class Decisions:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.path.exists():
-            return
-        try:
-            stored = json.loads(self.path.read_text(encoding="utf-8"))
-        except ValueError:
-            return  # unreadable: measure again, which costs time and at most a second charge, never the guarantee
-        if stored.get("device") == self.device:
+        # Damaged or edited: measure again, which costs time and at most a second charge, never the guarantee.
+        stored = read_json(self.path)
+        if stored.pop("check", None) == _checksum(stored) and stored.get("device") == self.device:
             self.values = stored
 
     def get(self, name: str) -> Any:
@@ -203,7 +207,11 @@ class Decisions:
         """Write a decision down, durably; nothing happens where it stands there already."""
         if self.values.get(name) != value:
             self.values = {"device": self.device} | self.values | {name: value}
-            write_json(self.path, self.values)
+            write_json(self.path, self.values | {"check": _checksum(self.values)})
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def machine_name(device: torch.device) -> str:
@@ -214,7 +222,7 @@ def machine_name(device: torch.device) -> str:
 def machine_file() -> Path:
     """Where this machine's measured choices are shared by its runs, so that the same run twice gives the same numbers."""
     folder = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "DPEXP_CACHE")
     return folder / "choices.json"
 
 
@@ -223,10 +231,15 @@ class _HashingWriter:
 
     def __init__(self, file: Any):
         self.file, self.hash = file, hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.hash.update(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self.file.flush()

@@ -1,6 +1,7 @@
 """Killed at any instant, a run ends with the same weights, and its ledger never counts too little."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,27 +109,36 @@ def test_with_anything_changed_the_repeated_steps_get_fresh_noise_and_are_charge
         monkeypatch.setattr(record, "code_hash", lambda: "edited")
     else:
         changes["task"] = OtherData(forged="forged" in change)
-    seeds, drawn = {}, {}
-    real = release.stream
+    keys, attempts, drawn = [], {}, {}
+    real, real_add = release.KeyedGenerator, release.Release.add_noise
 
-    def spy(key, name, step, attempt):
-        seeds[name.split()[0], step] = (attempt, real(key, name, step, attempt))
-        return real(key, name, step, attempt)
+    def spy(key):
+        keys.append(key)
+        return real(key)
 
-    monkeypatch.setattr(release, "stream", spy)
+    def add_noise(self, step, attempt, counts):
+        attempts[step] = attempt
+        return real_add(self, step, attempt, counts)
+
+    monkeypatch.setattr(release, "KeyedGenerator", spy)
+    run_to_end(tmp_path / "uninterrupted", tiny_run())
+    uninterrupted, keys[:] = set(keys), []
+    monkeypatch.setattr(release.Release, "add_noise", add_noise)
     try:
         trainer = make_trainer(tmp_path, run, **changes)
-        sampler = trainer.sampler
-        trainer.sampler = SimpleNamespace(
+        sampler = trainer.stepper.sampler
+        trainer.stepper.sampler = SimpleNamespace(
             draw=lambda step, attempt: drawn.setdefault((step, attempt), sampler.draw(step, attempt))
         )
         train(trainer)
     finally:
         torch.set_num_threads(threads)
     assert trainer.ledger.steps_charged == 6 + 2  # steps 3 and 4 were charged before the crash
-    attempts = {step: attempt for (name, step), (attempt, _) in seeds.items() if name == "gradients"}
     assert attempts == {3: 1, 4: 1, 5: 0}
-    assert seeds["gradients", 3][1] != real(trainer.key, "gradients", 3, 0)
+    # One key for the gradients of a step, one for its counts, and none of them twice.
+    assert len(set(keys)) == len(keys) == 2 * 3
+    assert len(uninterrupted) == 2 * 6
+    assert not uninterrupted & set(keys)
     # The charge of a repeated step is that of an independent sample, so the sample must be one.
     assert not np.array_equal(drawn[3, 1], sampler.draw(3, 0))
     fresh = run_to_end(tmp_path / "whole", tiny_run()).ledger
@@ -180,3 +190,37 @@ def test_a_ledger_that_lost_steps_is_refused(tmp_path, monkeypatch):
     ledger.write_text("".join(lines[:-3]))
     with pytest.raises(ValueError, match="ledger"):
         make_trainer(tmp_path, run)
+
+
+def test_second_attempts_that_the_ledger_lost_are_noticed(tmp_path, monkeypatch):
+    """Each step still has a charge: only the checkpoint knows that some had two."""
+    run = crashed(tmp_path, monkeypatch)
+    run.runtime.physical_batch_size = "5"
+    run_to_end(tmp_path, run)  # steps 3 and 4 again, as other sums
+    ledger = tmp_path / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    assert [(json.loads(line)["step"], json.loads(line)["attempt"]) for line in lines[-3:]] == [
+        (3, 1),
+        (4, 1),
+        (5, 0),
+    ]
+    ledger.write_text("".join(lines[:-1]))
+    with pytest.raises(ValueError, match="lost entries: it holds 7 charges, and the checkpoint rests on 8"):
+        make_trainer(tmp_path, run)
+
+
+def test_a_copy_of_a_folder_goes_on_with_samples_and_noise_of_its_own(tmp_path, monkeypatch):
+    run = tiny_run()
+    run.runtime.checkpoint_every, run.privacy.noise_seed = 3, None
+    crash_in_step(monkeypatch, make_trainer(tmp_path / "one", run), 4)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    one, two = make_trainer(tmp_path / "one", run), make_trainer(tmp_path / "two", run)
+    assert (one.keys.copied, two.keys.copied) == (False, True)
+    assert not np.array_equal(one.stepper.sampler.draw(3, 0), two.stepper.sampler.draw(3, 0))
+    train(one)
+    train(two)
+    assert one.ledger.steps_charged == 6
+    # In the copy steps 3 and 4 are other releases than those that the original made before.
+    assert two.ledger.steps_charged == 6 + 2
+    again = make_trainer(tmp_path / "two", run)
+    assert (again.step, again.keys) == (6, two.keys)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpexp import record
+from dpexp import record, statement
 from dpexp.schemas import RunConfig
 from dpexp.training.export import export, privacy_card
 from tests.test_record import block, plan, summary
@@ -35,7 +35,7 @@ def test_the_card_goes_with_the_model_and_has_no_hash_of_private_data():
 
 def test_the_card_of_an_unprivate_model_promises_nothing():
     run = RunConfig()
-    card = privacy_card(summary(record.privacy_block(run, None, {}, 0, 0)))
+    card = privacy_card(summary(statement.privacy_block(run, None, {}, 0, 0)))
     assert "without differential privacy" in card
     assert "ε by" not in card
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpexp import record
+from dpexp import statement
 from dpexp.config import compose, signature
 from dpexp.errors import UserError
 from dpexp.schemas import IndividualConfig
@@ -27,21 +27,23 @@ def individual_run(method, adaptive=True, **changes):
 def test_an_example_moves_the_sum_by_its_own_bound(tmp_path, groups):
     """s_g·C for an example of group g: what the noise multiplier of the group is measured against."""
     trainer = make_trainer(tmp_path, individual_run("scaling", adaptive=False, groups=groups))
-    plan, accumulator = trainer.plan, trainer.accumulator
+    plan, stepper = trainer.plan, trainer.stepper
     assert len(set(plan.budgets.scales)) == 2
-    members = trainer.accumulator.clip_scales
+    members = stepper.clip_scales
     for example in range(12):
-        accumulator.sums(np.asarray([example]), 0, 0, 8, lambda: False)
-        norm = torch.cat([g.flatten() for g in accumulator.gradients]).double().norm()
+        stepper.clear()
+        piece = np.asarray([example])
+        stepper.backward(trainer.losses_of(piece), members[piece])
+        norm = torch.cat([g.flatten() for g in stepper.gradients]).double().norm()
         assert float(norm) == pytest.approx(float(members[example]) * 0.01, rel=1e-4)
     assert sorted(set(members.tolist())) == sorted(plan.budgets.scales)
 
 
 def test_sampling_leaves_the_thresholds_alone(tmp_path):
     trainer = make_trainer(tmp_path, individual_run("sampling"))
-    assert trainer.accumulator.clip_scales is None
+    assert trainer.stepper.clip_scales is None
     assert trainer.clipper.max_clip_scale == 1.0
-    drawn = np.concatenate([trainer.sampler.draw(step) for step in range(400)])
+    drawn = np.concatenate([trainer.stepper.sampler.draw(step) for step in range(400)])
     rates = np.bincount(drawn, minlength=60) / 400
     low, high = trainer.plan.budgets.rates
     assert sorted(rates > (low + high) / 2) == [False] * 30 + [True] * 30
@@ -54,7 +56,7 @@ def test_a_run_spends_what_it_promised_to_each_group(tmp_path, method):
     by_budget = ledger.epsilons_by_budget(plan.delta)
     for group, target in enumerate(EPSILONS):
         assert 0.99 * target < by_budget[group]["rdp"] <= target * (1 + 1e-6)
-    block = record.privacy_block(
+    block = statement.privacy_block(
         trainer.run, plan, ledger.epsilons(plan.delta), trainer.num_groups, ledger.steps_charged, by_budget
     )
     assert block["epsilon"]["rdp"] == by_budget[1]["rdp"]

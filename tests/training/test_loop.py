@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
-from dpexp.training import mechanism, release
+from dpexp.privacy import sensitivity
+from dpexp.training import release
 from dpexp.training.batching import ShuffleSampler
 from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_model, tiny_run, train, weights
 
@@ -95,7 +96,7 @@ def test_one_step_is_algorithm_1_with_centred_counts_and_the_expected_batch(tmp_
 
     (_, stds), (counts_shape, count_std) = asked
     sizes = [66, 21]
-    weighted = mechanism.noise_stds(thresholds, sizes, trainer.plan.sigma_new(0), "weighted").tolist()
+    weighted = sensitivity.noise_stds(thresholds, sizes, trainer.plan.sigma_new(0), "weighted").tolist()
     assert stds == pytest.approx([weighted[0]] * 2 + [weighted[1]] * 2)
     assert counts_shape == [(2,)]
     assert count_std == pytest.approx(trainer.plan.sigma_b(0, 2))
@@ -122,7 +123,7 @@ def test_the_noise_that_reaches_the_weights_has_the_stated_deviation(tmp_path, a
     trainer = run_to_end(tmp_path, run, model=model, sampler=Draws([]))
     sizes = [group.size for group in trainer.clipper.groups]
     expected = (
-        mechanism.noise_stds(torch.full((3,), 0.5), sizes, trainer.plan.sigma_new(0), allocation) / 25.0
+        sensitivity.noise_stds(torch.full((3,), 0.5), sizes, trainer.plan.sigma_new(0), allocation) / 25.0
     )
     moved = [(p.detach() - old).reshape(-1) for p, old in zip(model.parameters(), before, strict=True)]
     groups = [torch.cat(moved[:2]), moved[2], torch.cat(moved[3:])]
@@ -149,6 +150,22 @@ def test_the_empty_batch_is_charged_and_moves_the_thresholds_by_noise_alone(tmp_
 
 def weights_of(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+def test_a_sum_that_an_example_moves_further_than_its_noise_is_for_is_refused(tmp_path):
+    """The clipper says how far; here it would clip examples at twice the thresholds that the plan has paid for."""
+    trainer = make_trainer(tmp_path, tiny_run())
+    stepper, counts = trainer.stepper, torch.zeros(2, dtype=torch.float64)
+    stepper.begin(0, 0, 8)
+    stepper.backward(torch.zeros(0))
+    clipper = stepper.release.clipper
+    assert clipper.sensitivity == pytest.approx(trainer.run.clip.clip_norm)
+    clipper.max_clip_scale = 2.0
+    with pytest.raises(UserError, match="by 2, and the noise of this step is for 1"):
+        stepper.release.charge(0, 0, {}, counts)
+    assert not (tmp_path / "ledger.jsonl").exists()
+    clipper.max_clip_scale = 1.0
+    assert stepper.release.charge(0, 0, {}, counts)
 
 
 def test_the_ledger_is_written_before_any_noise(tmp_path, monkeypatch):
@@ -200,12 +217,13 @@ def test_dropout_is_drawn_in_secret(tmp_path, monkeypatch, seed, moves):
 
 
 def test_another_attempt_at_a_step_drops_other_units(tmp_path):
-    trainer = make_trainer(tmp_path, tiny_run())
-    sums = [
-        trainer.accumulator.sums(np.arange(20), 0, attempt, 8, lambda: False).loss.item()
-        for attempt in (0, 1, 0)
-    ]
-    assert sums[0] == sums[2] != sums[1]
+    trainer = make_trainer(tmp_path, tiny_run(), sampler=Draws(range(8)))
+    losses = []
+    for attempt in (0, 1, 0):
+        (piece,) = trainer.stepper.begin(0, attempt, 8)
+        trainer.stepper.seed(0, 0)
+        losses.append(trainer.losses_of(piece).sum().item())
+    assert losses[0] == losses[2] != losses[1]
 
 
 def test_evaluation_changes_neither_the_weights_nor_the_ledger(tmp_path):
@@ -363,8 +381,7 @@ def test_an_automatic_physical_batch_is_found_once_and_kept(tmp_path):
     run.runtime.physical_batch_size = "auto"
     first = run_to_end(tmp_path, run)
     assert first.physical_batch_size == 32  # a tiny model: the power of two above the expected batch
-    decided = json.loads((tmp_path / "decisions.json").read_text())
-    (tmp_path / "decisions.json").write_text(json.dumps(decided | {"physical_batch_size": 4}))
+    first.decisions.keep("physical_batch_size", 4)
     assert make_trainer(tmp_path, run).physical_batch_size == 4
 
 

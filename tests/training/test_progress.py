@@ -46,6 +46,26 @@ def test_a_bar_in_a_terminal():
     assert "loss 0.2500" in console.file.getvalue()
 
 
+def test_the_time_left_is_the_median_step_without_the_first(monkeypatch):
+    clock = iter([0.0, 100.0, 101.0, 102.0, 103.0, 153.0])  # the first step compiles, the fifth waits
+    monkeypatch.setattr("dpexp.training.progress.time.monotonic", lambda: next(clock))
+    progress = Progress(65, 0, None, torch.device("cpu"), output())
+    assert progress.time_left(1) == ""
+    for step in range(1, 6):
+        progress.step(step, None, 1.0, None)
+    assert progress.time_left(5) == "1:00 left"
+
+
+def test_a_strict_release_shows_neither_times_nor_memory():
+    progress = Progress(3, 0, 1e-5, torch.device("cpu"), output(), strict=True)
+    for step in (1, 2, 3):
+        progress.step(step, None, 10.0, Spent())
+    assert progress.console.file.getvalue().splitlines() == [
+        "step 1/3  ε 1.234 (rdp)",
+        "step 3/3  ε 1.234 (rdp)",
+    ]
+
+
 def test_no_loss_where_it_is_withheld_and_no_epsilon_without_privacy():
     progress = Progress(3, 0, None, torch.device("cpu"), output())
     progress.step(1, None, 10.0, None)

@@ -127,7 +127,35 @@ def test_decisions_are_durable_and_belong_to_a_device(tmp_path):
     path.write_text('{"torn')
     assert Decisions(path, "cpu").get("physical_batch_size") is None
     Decisions(path, "cpu").keep("physical_batch_size", 8)
-    assert json.loads(path.read_text()) == {"device": "cpu", "physical_batch_size": 8}
+    kept = json.loads(path.read_text())
+    assert kept.pop("check")
+    assert kept == {"device": "cpu", "physical_batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    "damage", ["[]", "7", '{"device": "cpu"}', '{"device": "cpu", "engine": {"choices": 3}, "check": ""}']
+)
+def test_damaged_or_edited_decisions_are_made_again(tmp_path, damage):
+    path = tmp_path / "decisions.json"
+    path.write_text(damage)
+    assert Decisions(path, "cpu").values == {}
+
+
+def test_a_disk_that_fills_while_torch_writes_is_an_error_of_the_disk(tmp_path, monkeypatch):
+    """torch.save makes a RuntimeError of what its file raises."""
+
+    class Full:
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def flush(self):
+            pass
+
+    real = state._HashingWriter
+    monkeypatch.setattr(state, "_HashingWriter", lambda file: real(Full()))
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, Checkpoint(0, {"w": torch.zeros(3)}, {}, {}, "s"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_process_is_refused_while_the_first_holds_the_folder(tmp_path):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpexp import record
 from dpexp.models import ModelBundle
-from dpexp.privacy.sampling import load_or_make_key
+from dpexp.privacy.keys import open_keys
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo, Task
 from dpexp.train import budget_groups, build_plan
@@ -82,14 +82,14 @@ def make_trainer(
     groups = budget_groups(run, task.num_examples)
     plan = build_plan(run, task.num_examples, run.optim.steps, groups)
     rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
-    key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
+    keys = open_keys(folder, run.privacy.noise_seed)
     settings: dict[str, Any] = {
         "steps": run.optim.steps,
         "expected_batch": run.optim.batch_size,
         "sampler": sampler_for(
-            run.privacy.sampling, task.num_examples, run.optim.batch_size, key, groups, rates
+            run.privacy.sampling, task.num_examples, run.optim.batch_size, keys.draws, groups, rates
         ),
-        "key": key,
+        "keys": keys,
         "signature": "tiny",
         "folder": folder,
         "device": torch.device("cpu"),

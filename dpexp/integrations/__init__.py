@@ -1,0 +1,1 @@
+"""Private training inside of other people's training loops."""

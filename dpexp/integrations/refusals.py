@@ -1,0 +1,77 @@
+"""Arguments of Hugging Face's Trainer that private training does not bear, each with the reason and the way out."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dpexp.errors import UserError
+
+_ONE_DEVICE = "one process on one device trains privately so far: start one, with one visible GPU"
+_PACKED = (
+    "one row would hold the texts of several people, and privacy protects a row: one text per row, padded"
+)
+
+ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "fp16": (bool, "its gradient scaler skips steps, which tells something without noise: use bf16=True"),
+    "fsdp": (bool, _ONE_DEVICE),
+    "deepspeed": (bool, _ONE_DEVICE),
+    "parallelism_config": (bool, _ONE_DEVICE),
+    "n_gpu": (lambda count: count > 1, _ONE_DEVICE + " (CUDA_VISIBLE_DEVICES=0)"),
+    "world_size": (lambda count: count > 1, _ONE_DEVICE),
+    "torch_compile": (bool, "it has not been tried together with per-example clipping: leave it out"),
+    "use_liger_kernel": (bool, "its fused loss gives one number for the whole batch: leave it out"),
+    "neftune_noise_alpha": (
+        bool,
+        "its noise depends on the length to which the others pad a row: leave it out",
+    ),
+    "label_smoothing_factor": (bool, "smooth in per_example_losses(model, inputs) of a subclass"),
+    "auto_find_batch_size": (
+        bool,
+        "give a per_device_train_batch_size that fits: too small a one costs time alone, it changes no result",
+    ),
+    "dataloader_num_workers": (
+        bool,
+        "rows are read in the training process, whose random numbers are secret and repeatable: 0",
+    ),
+    "dataloader_drop_last": (bool, "Poisson samples have no last batch: leave it out"),
+    "include_num_input_tokens_seen": (
+        lambda value: value not in ("no", False),
+        "the count follows from private samples: leave it out",
+    ),
+    "train_sampling_strategy": (
+        lambda value: str(value) not in ("random", "group_by_length"),
+        "each step sees a Poisson sample, as the guarantee needs it: random, or group_by_length to pad less",
+    ),
+    "packing": (bool, _PACKED),
+    "padding_free": (bool, _PACKED),
+    "loss_type": (lambda value: value != "nll", "only the plain likelihood (nll) is known by example"),
+    "activation_offloading": (bool, "it has not been tried together with per-example clipping: leave it out"),
+    "optim": (
+        lambda value: any(word in str(value).lower() for word in ("layerwise", "lomo")),
+        "it moves weights within the backward pass, before there is noise: adamw_torch, sgd, adafactor, …",
+    ),
+}
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise `UserError` for the first argument that cannot be had with privacy."""
+    for name, (unwanted, why) in ARGUMENTS.items():
+        value = getattr(args, name, None)
+        if value is not None and unwanted(value):
+            raise UserError(f"{name}={value} does not go together with privacy: {why}")
+
+
+def refuse_overrides(trainer: Any, plain: type) -> None:
+    """Raise `UserError` where a loss for whole batches is brought along, or a collate function that packs rows."""
+    own = [
+        n
+        for n in ("compute_loss", "_get_train_sampler")
+        if getattr(type(trainer), n) is not getattr(plain, n)
+    ]
+    if own or trainer.compute_loss_func is not None:
+        what = own[0] if own else "compute_loss_func"
+        raise UserError(
+            f"{what} is not asked in private training: write per_example_losses(model, inputs), one loss per row, in a subclass"
+        )
+    packed = "seq_lengths" in getattr(trainer.train_dataset, "column_names", ())
+    if packed or "Flattening" in type(trainer.data_collator).__name__:
+        raise UserError(f"the rows are packed: {_PACKED}")

@@ -1,0 +1,277 @@
+"""Hugging Face's `Trainer`, private: another import and one more argument.
+
+    from dpexp.integrations.transformers import Trainer
+
+    trainer = Trainer(model, args, train_dataset=data, privacy={"epsilon": 8, "delta": 1e-5, "clip_norm": 0.1})
+    trainer.train()
+    trainer.save_model("my-model")  # with PRIVACY.md beside the weights
+    print(trainer.engine.epsilon())
+
+One step of the Trainer is one step of `dpexp.PrivacyEngine`: a Poisson sample whose expected size is
+`per_device_train_batch_size * gradient_accumulation_steps`, in pieces of at most `per_device_train_batch_size`. Schedulers,
+evaluation, callbacks, saving and `resume_from_checkpoint` are Hugging Face's own. The ledger and the secret key lie beside the
+output folder, in `<output_dir>.privacy`, so that an upload of the model does not take the key along.
+
+An example is one row of `train_dataset`. Where the texts of several people are packed into one row, the row is protected, and
+nobody in it.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from dpexp.durable import read_json
+from dpexp.errors import UserError
+from dpexp.integrations.refusals import refuse_arguments, refuse_overrides
+from dpexp.training.engine import PrivacyEngine
+
+IGNORED = -100  # a label that is no target
+NOT_PRIVATE = ("loss", "train_loss", "total_flos")  # computed from private rows without noise
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer` with differential privacy.
+
+    Args:
+        model, args and all others: as for `transformers.Trainer`. `max_grad_norm` is set to 0: the gradient of each example is
+            clipped, and the noisy sum is not clipped again.
+        privacy: what `dpexp.PrivacyEngine` takes besides model, optimizer, data, folder and sizes: ``epsilon`` or
+            ``noise_multiplier``, ``delta``, ``clip_norm``, ``groups``, ``target_quantile``, ``data_name``, …
+        show_losses: log the training loss, as ``not_private/loss``: it is computed without noise, and lands in
+            `trainer_state.json` and wherever `report_to` sends it.
+
+    Raises:
+        UserError: an argument whose effect would not be private, or not exact, with the way out.
+    """
+
+    plain: type = transformers.Trainer
+    """What is made private."""
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *others: Any,
+        privacy: Mapping[str, Any],
+        show_losses: bool = False,
+        **named: Any,
+    ):
+        args = copy.copy(args or transformers.TrainingArguments("trainer_output"))
+        refuse_arguments(args)
+        self.expected_batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.privacy, self.show_losses = dict(privacy), show_losses
+        self.engine: PrivacyEngine | None = None
+        if args.max_grad_norm:
+            transformers.utils.logging.get_logger(__name__).warning(
+                f"max_grad_norm={args.max_grad_norm} is set to 0: every example's gradient is clipped to clip_norm instead"
+            )
+        # One step of the Trainer is a whole logical batch; the engine cuts it.
+        args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
+        super().__init__(model, args, *others, **named)
+        refuse_overrides(self, self.plain)
+
+    def per_example_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Compute `[b]` losses, one for each row of a collated batch and of that row alone. Override it for another head.
+
+        Knows sequence classification (cross-entropy, several labels, regression), causal, masked and encoder-decoder language
+        models and token classification (the mean over the row's own targets: Hugging Face's mean over all targets of a batch
+        would couple the rows).
+
+        Raises:
+            UserError: the head is another one.
+        """
+        labels = inputs["labels"]
+        features = {name: value for name, value in inputs.items() if name != "labels"}
+        base: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+        encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+        if encoder_decoder and "decoder_input_ids" not in features:
+            features["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels=labels)
+        logits = model(**features)["logits"]
+        if logits.dim() == 2 and labels.dim() == 2:
+            losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+            return losses.mean(1)
+        if logits.dim() == 2 and labels.is_floating_point():
+            return F.mse_loss(logits.float().squeeze(1), labels.float(), reduction="none")
+        if logits.dim() == 2 and labels.dim() == 1:
+            return F.cross_entropy(logits.float(), labels, reduction="none")
+        if logits.dim() == 3 and labels.dim() == 2:
+            if type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not encoder_decoder:
+                # With a prefix that is learnt the logits of the text still come last.
+                logits, labels = logits[:, -labels.shape[1] : -1], labels[:, 1:]
+            losses = F.cross_entropy(
+                logits.float().transpose(1, 2), labels, reduction="none", ignore_index=IGNORED
+            )
+            return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+        raise UserError(
+            f"no per-example loss is known for {type(base).__name__} (logits {list(logits.shape)}, labels {list(labels.shape)}): "
+            "subclass the Trainer and write per_example_losses(model, inputs), one loss per row"
+        )
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Take one private step: all pieces of a Poisson sample."""
+        assert self.engine is not None
+        if self.engine.steps_taken != self.state.global_step:
+            raise UserError(
+                f"the Trainer is at step {self.state.global_step} and the privacy engine at {self.engine.steps_taken}: leave "
+                "the counting of steps to train()"
+            )
+        model.train()
+        size = self.args.per_device_train_batch_size
+        for batch in self.engine.batches(self._collate, size, length=self._length, steps=1):
+            inputs = self._prepare_inputs(batch)
+            with self.compute_loss_context_manager():
+                losses = self.per_example_losses(model, inputs)
+            self.engine.step(losses)
+        mean = self.engine.private_loss / self.expected_batch if self.show_losses else 0.0
+        return torch.as_tensor(mean, device=self.args.device, dtype=torch.float32)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any) -> Any:
+        """As `transformers.Trainer.train`; the training loss of the result is NaN unless it may be shown.
+
+        With ``resume_from_checkpoint=True`` it goes on from the last checkpoint that is complete, or begins where there is none:
+        a killed run is started again with the same line. Steps that were taken before are repeated bit for bit, and paid once.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._last_complete_checkpoint()
+        result = super().train(resume_from_checkpoint, *arguments, **named)
+        if self.show_losses:
+            return result
+        metrics = {name: value for name, value in result.metrics.items() if name not in NOT_PRIVATE}
+        return result._replace(training_loss=math.nan, metrics=metrics)
+
+    def log(self, logs: dict[str, float], *others: Any) -> None:
+        """As Hugging Face's, with epsilon, and without what private rows leave in the clear."""
+        private = {name: logs.pop(name) for name in NOT_PRIVATE if name in logs}
+        if self.show_losses:
+            logs |= {f"not_private/{name}": value for name, value in private.items() if name != "total_flos"}
+        if private and self.engine is not None:
+            logs["epsilon"] = self.engine.epsilon()
+        super().log(logs, *others)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The numbers of an epoch's steps: which rows a step sees is drawn by the engine."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        steps = max(1, round(len(self.train_dataset) / self.expected_batch))
+        return DataLoader(range(steps), batch_size=1, collate_fn=lambda number: {"number": number})  # type: ignore[arg-type]
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """N for the training data."""
+        data: Any = dataloader.dataset
+        return len(self.train_dataset) if isinstance(data, range) else len(data)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The expected size of a logical batch."""
+        return self.expected_batch
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: the number follows from the sizes of private samples."""
+        return 0
+
+    def hyperparameter_search(self, *arguments: Any, **named: Any) -> Any:
+        """Refused."""
+        raise UserError(
+            "a hyperparameter search looks at private data again with every trial, and no epsilon covers it: train each "
+            "configuration by itself, with its own output_dir"
+        )
+
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*arguments, **named)
+        finally:
+            if self.engine is not None:
+                self.engine.close()
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        taken = _Taken(self.optimizer)
+        self._read_columns()
+        self.engine = PrivacyEngine(
+            self.model, taken.real, self._rows,
+            folder=f"{Path(self.args.output_dir)}.privacy", batch_size=self.expected_batch, steps=max_steps, checkpoint_every=0,
+            **self.privacy,
+        )  # fmt: skip
+        self.optimizer = self.callback_handler.optimizer = taken
+        if resume_from_checkpoint is not None:
+            self.engine.load(Path(resume_from_checkpoint) / "privacy")
+        elif self.engine.steps_taken:
+            raise UserError(
+                f"{self.args.output_dir} holds a finished private run: train(resume_from_checkpoint=True) goes back to it, "
+                "another output_dir begins a new one"
+            )
+        return prepared
+
+    def _last_complete_checkpoint(self) -> str | None:
+        """The latest one that was written to its end: Hugging Face's trainer_state.json comes last."""
+        complete = {
+            int(folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")): folder
+            for folder in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]")
+            if read_json(folder / TRAINER_STATE_NAME) and read_json(folder / "privacy" / "latest.json")
+        }
+        return str(complete[max(complete)]) if complete else None
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.engine is not None:
+            self.engine.save(folder / "privacy")
+        super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.engine is not None:
+            self.engine.write_card(output_dir or self.args.output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: each step seeds itself from the key, and the state of a generator would give its dropout away."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing: see `_save_rng_state`."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """Nothing: no gradient is left after a step."""
+
+    def _read_columns(self) -> None:
+        """The training data and its collate function, without the columns that the model does not take."""
+        columns = getattr(self.train_dataset, "column_names", ())
+        if columns:
+            self._rows: Any = self._remove_unused_columns(self.train_dataset, description="training")
+            self._collate: Any = self.data_collator
+        else:
+            self._rows = self.train_dataset
+            self._collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        self._length: Callable[[int], int] | None = None
+        if self.args.train_sampling_strategy == "group_by_length":
+            rows, name = self._rows, self.args.length_column_name
+            lengths = self.train_dataset[name] if name in columns else None
+            self._length = lambda i: int(lengths[i]) if lengths is not None else len(rows[i]["input_ids"])
+
+
+class _Taken:
+    """Stands where the Trainer's loop steps its optimiser: the engine has taken that step already."""
+
+    def __init__(self, optimizer: Any):
+        self.wrapped = optimizer
+        self.real: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        optimizer._opt_called = (
+            True  # or the scheduler, which holds the wrapper, warns that its optimiser never moves
+        )
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)

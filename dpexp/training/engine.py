@@ -1,0 +1,425 @@
+"""`PrivacyEngine`: a person's own training loop, made private by one object.
+
+It owns everything that could be put together wrongly: plan, ledger, key, sampler, clipper, noise, attempts, thresholds and
+checkpoints. The loop keeps what is its own: model, optimiser, data set, collate function, losses.
+"""
+
+import hmac
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from dpexp import native, record, statement
+from dpexp.clipping import attach
+from dpexp.errors import UserError
+from dpexp.privacy.keys import LEDGER, open_keys
+from dpexp.privacy.ledger import Ledger, Seal
+from dpexp.privacy.plan import make_plan
+from dpexp.privacy.sampling import PoissonSampler
+from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
+from dpexp.training import state
+from dpexp.training.export import write_card
+from dpexp.training.guards import GradientGuard, GuardedOptimizer
+from dpexp.training.identity import data_identity, model_identity, recognise, refuse_other_ledgers
+from dpexp.training.release import Release, build_policy
+from dpexp.training.steps import Steps, refuse_processes
+
+
+class PrivacyEngine:
+    """Train a model privately in an ordinary loop.
+
+        engine = PrivacyEngine(model, optimizer, dataset, folder="runs/mine", batch_size=1024, epochs=3, epsilon=8, delta=1e-5)
+        for batch in engine.batches(physical_batch_size=64):
+            losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+            engine.step(losses)
+        print(engine.epsilon())
+
+    The folder keeps the ledger, the secret key and checkpoints. The same script run again goes on where it was interrupted,
+    also by kill -9, and ends with the same weights; a folder of other data, another model or other settings is refused. Once
+    nothing is left to do, `dpexp.privacy.keys.delete_key(folder)` makes the noise irretrievable.
+
+    Args:
+        model: any module; its trainable parameters at this moment are clipped. Random weights need no fixed seed: a run that
+            goes on gets its first weights back.
+        optimizer: of the trainable parameters.
+        dataset: has a length N, which is public, and examples at 0 … N - 1; the unit of privacy is one of them.
+        folder: of this run alone.
+        batch_size: B, the expected size of a batch. Each step sees a Poisson sample: every example with probability B/N.
+        epochs, steps: exactly one; an epoch is N/B steps.
+        epsilon, noise_multiplier: exactly one; the noise follows from ε, δ and the number of steps.
+        delta: a number or a rule, see `dpexp.privacy.plan.resolve_delta`.
+        clip_norm: C, the norm to which each example's gradient is clipped.
+        groups: ``flat``, ``layer``, ``block`` or a mapping, see `dpexp.clipping.attach`.
+        rule: ``abadi`` or ``automatic``.
+        engine: how the clipped sum is computed; see `dpexp.clipping.attach`.
+        target_quantile: let each threshold follow this quantile of the norms (He et al. 2023, Algorithm 1); None: fixed
+            thresholds. With several groups they are rescaled so that all together stay C (App. A.1).
+        quantile_budget: the share of every step's budget that this costs.
+        quantile_lr: how fast thresholds follow.
+        allocation: of the noise to the groups: ``global``, ``equal_budget`` or ``weighted``.
+        accountant: ``rdp``, ``prv`` or ``pld``; it decides the noise.
+        schedule: how the noise changes over time, see `dpexp.privacy.schedules`.
+        scheduler: of the learning rate; stepped once after every step of the optimiser, empty batches included.
+        loss_scale: static, for autocast to fp16; the losses given to `step` are unscaled.
+        rows_per_example: the model sees this many adjacent rows of each example.
+        checkpoint_every: steps between checkpoints; 0: none besides the first and the last.
+        secure: the exact form of the noise, some hundred times slower (`dpexp.privacy.noise`).
+        data_name: name and version of the data, where it cannot be hashed; see `dpexp.training.identity.data_identity`.
+        noise_seed: for tests; the guarantee then holds only while it is secret.
+
+    Raises:
+        UserError: what cannot be done privately or exactly, with the way out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Any,
+        *,
+        folder: str | Path,
+        batch_size: float,
+        epochs: float | None = None,
+        steps: int | None = None,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        delta: str | float = "n_pow_-1.1",
+        clip_norm: float = 1.0,
+        groups: Any = "flat",
+        rule: str = "abadi",
+        engine: str = "auto",
+        target_quantile: float | None = None,
+        quantile_budget: float = 0.1,
+        quantile_lr: float = 0.3,
+        allocation: str = "global",
+        accountant: str = "rdp",
+        schedule: str | Mapping[str, Any] = "constant",
+        scheduler: Any = None,
+        loss_scale: float = 1.0,
+        rows_per_example: int = 1,
+        checkpoint_every: int = 100,
+        secure: bool = False,
+        data_name: str | None = None,
+        noise_seed: int | None = None,
+    ):
+        refuse_processes()
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise UserError(
+                f"a {type(dataset).__name__} has no length or no examples by number, and Poisson sampling needs both: give a "
+                "map-style data set"
+            )
+        if (epochs is None) == (steps is None):
+            raise UserError("give either epochs or steps, not both and not neither")
+        if rule == "none":
+            raise UserError(
+                'rule="none" clips nothing, and noise would hide nothing: choose abadi or automatic'
+            )
+        adaptive = target_quantile is not None
+        self.model, self.dataset = model, dataset
+        self.folder, self.checkpoint_every = Path(folder), checkpoint_every
+        self.plan = make_plan(
+            num_examples=len(dataset),
+            expected_batch_size=batch_size,
+            steps=steps if steps is not None else max(1, round((epochs or 0) * len(dataset) / batch_size)),
+            delta=delta,
+            accountant=accountant,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            quantile_budget=quantile_budget if adaptive else 0.0,
+            schedule=schedule,
+        )
+        self._run = RunConfig(
+            clip=ClipConfig(
+                groups=groups,
+                clip_norm=clip_norm,
+                rule=rule,
+                allocation=allocation,
+                adaptive=adaptive,
+                target_quantile=target_quantile or 0.5,
+                quantile_lr=quantile_lr,
+            ),
+            privacy=PrivacyConfig(noise_seed=noise_seed, release="strict", secure=secure),
+        )
+        self._optimizer = GuardedOptimizer(optimizer, scheduler, model)
+        self._gradients = GradientGuard(model)
+        self._open = ExitStack()
+        self._open.callback(self._optimizer.release)
+        try:
+            self._open.enter_context(state.exclusive(self.folder))
+            refuse_other_ledgers(self.folder)
+            self._keys = open_keys(self.folder, noise_seed)
+            key = self._keys.draws
+            self._identity = recognise(self.folder, self._settings(optimizer, data_name))
+            self.device = next(p for p in model.parameters() if p.requires_grad).device
+            self.ledger = Ledger(self.folder / LEDGER, self._keys.run)
+            self.clipper = attach(model, groups, clip_norm, rule, engine, rows_per_example=rows_per_example)
+            self._open.callback(self.clipper.detach)
+            # rescaling a single threshold to C would undo its adaptation
+            self._run.clip.rescale = len(self.clipper.groups) > 1
+            self.policy = build_policy(self._run.clip, len(self.clipper.groups))
+            decisions = state.Decisions(self.folder / "decisions.json", record.device_name(self.device))
+            if (memory := decisions.get("engine")) is not None:
+                self.clipper.recall(memory)
+            self._steps = Steps(
+                model, self._optimizer,
+                sampler=PoissonSampler(self.plan.num_examples, self.plan.sample_rate, key),
+                key=key, expected_batch=self.plan.expected_batch_size, policy=self.policy,
+                release=Release(self.plan, self.clipper, self.policy, self.ledger, key=key, allocation=allocation, secure=secure),
+                decisions=decisions, loss_scale=loss_scale, on_taken=_weakly(self._taken),
+            )  # fmt: skip
+            if (self.folder / "checkpoint" / "latest.json").exists():
+                self.load()
+            else:
+                self.save()  # the first weights: a run that is cut off early begins with them again
+        except BaseException:
+            self._open.close()
+            raise
+        weakref.finalize(self, self._open.close)
+        self._loop: object = None
+        self._charged = self.ledger.steps_charged
+        self._engine, self._code = engine, record.code_hash()
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run has."""
+        return self.plan.steps
+
+    @property
+    def steps_taken(self) -> int:
+        """How many of them are taken."""
+        return self._steps.taken
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are taken."""
+        return self.steps_taken >= self.steps
+
+    @property
+    def private_loss(self) -> float:
+        """The sum of the losses in the last step, without noise: for the eyes of who holds the data."""
+        return float(self._steps.sums.loss)
+
+    def batches(
+        self,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        physical_batch_size: int = 64,
+        *,
+        length: Callable[[int], int] | None = None,
+        steps: int | None = None,
+    ) -> Iterator[Any]:
+        """Yield the physical batches of the steps that are left; `step` is called once for each.
+
+        A logical batch is a Poisson sample, cut into physical batches of at most `physical_batch_size` examples. An empty
+        one yields nothing: its step is taken here. Who leaves the loop in the middle of a logical batch has
+        released nothing of it, and the next loop begins it again. The random generators of torch, numpy and Python are
+        seeded from the run's key for every physical batch, because dropout and random masks must be secret and repeatable.
+
+        Args:
+            collate_fn: a list of examples -> a batch.
+            physical_batch_size: what fits in memory. It changes the sums by rounding alone.
+            length: of the example with a number, so that examples of similar length come together.
+            steps: at most this many steps; None: all that are left.
+
+        Raises:
+            UserError: `step` was not called for a batch, or another loop over `batches` was begun meanwhile.
+        """
+        if physical_batch_size < 1:
+            raise UserError(f"physical_batch_size={physical_batch_size}: at least one example is needed")
+        self._loop = loop = object()
+        last = self.steps if steps is None else min(self.steps, self.steps_taken + steps)
+        facts = self._facts(physical_batch_size, length is not None)
+        # as torch's DataLoader does: data sets that read several rows at once are faster so
+        several = getattr(self.dataset, "__getitems__", None)
+        try:
+            while self.steps_taken < last:
+                for piece in self._steps.pieces(physical_batch_size, facts, length):
+                    numbers = piece.tolist()
+                    batch = collate_fn(several(numbers) if several else [self.dataset[i] for i in numbers])
+                    if not self._steps.sums.drawn:
+                        self._gradients.look()  # of the first piece: all gradients are None
+                    yield batch
+                    if self._loop is not loop:
+                        raise UserError("another loop over engine.batches() was begun: keep to one of them")
+                    if self._steps.piece is not None:
+                        raise UserError(
+                            "engine.step(losses) was not called for the last batch: call it once for every batch"
+                        )
+        finally:
+            if self._loop is loop:
+                self._steps.clear()  # a sum without noise is not left lying about
+
+    def step(self, losses: Tensor) -> bool:
+        """Clip the gradients of a physical batch and add them up; with the last one of a logical batch, take the step.
+
+        The step: ledger, noise, division by the expected batch size, optimiser, scheduler, thresholds, checkpoint.
+
+        Args:
+            losses: `[b]`, one for each example of the batch and of that example alone, unreduced and unscaled.
+
+        Returns:
+            Whether the optimiser has moved.
+
+        Raises:
+            UserError: no batch is waiting for its losses, there are more or fewer losses than examples, or the loop has
+                written to the gradients.
+        """
+        piece = self._steps.piece
+        if piece is None:
+            raise UserError(
+                "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches()"
+            )
+        if losses.ndim == 1 and len(losses) != len(piece):
+            raise UserError(
+                f"{len(losses)} losses for a batch of {len(piece)} examples: one loss per example is needed, in the same order "
+                "(does the collate function drop examples, or pack several into one row?)"
+            )
+        self._gradients.check()
+        try:
+            return self._steps.add(losses)
+        finally:
+            self._gradients.look()
+
+    def epsilon(self, accountant: str | None = None) -> float:
+        """ε of everything released so far, at the plan's δ, computed from the ledger."""
+        return self.ledger.epsilon(self.plan.delta, accountant or self.plan.accountant)
+
+    def save(self, folder: Path | None = None) -> None:
+        """Write a checkpoint, to the run's folder unless another one is given."""
+        folder = folder or self.folder / "checkpoint"
+        scheduler = self._optimizer.scheduler
+        with state.disk_errors(folder):
+            state.save_checkpoint(
+                folder,
+                state.Checkpoint(
+                    step=self.steps_taken,
+                    model=state.model_state(self.model),
+                    optimizer=self._optimizer.optimizer.state_dict(),
+                    thresholds=self.policy.state_dict(),
+                    signature=self._identity,
+                    scheduler={} if scheduler is None else scheduler.state_dict(),
+                    charges=self.ledger.seal.charges,
+                    last_charge=self.ledger.seal.check,
+                ),
+            )
+
+    def load(self, folder: Path | None = None) -> None:
+        """Go on from a checkpoint of this run: its last one, or that in another folder.
+
+        Raises:
+            UserError: there is none, it is damaged or of another run, or the ledger has lost steps that it stands on.
+        """
+        folder = folder or self.folder / "checkpoint"
+        checkpoint = state.load_checkpoint(folder, self._identity)
+        if checkpoint is None:
+            raise UserError(f"there is no checkpoint in {folder}")
+        self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
+        state.load_model_state(self.model, checkpoint.model)
+        self._optimizer.optimizer.load_state_dict(checkpoint.optimizer)
+        self.policy.load_state_dict(checkpoint.thresholds)
+        if self._optimizer.scheduler is not None:
+            self._optimizer.scheduler.load_state_dict(checkpoint.scheduler)
+        self._steps.clear()
+        self._steps.taken = checkpoint.step
+
+    def write_card(self, folder: str | Path) -> None:
+        """Write PRIVACY.md, what is guaranteed about the training data, beside a saved model."""
+        spent = self.ledger.epsilons(self.plan.delta)
+        groups, charged = len(self.clipper.groups), self.ledger.steps_charged
+        summary = {
+            "task": type(self.model).__name__,
+            "clip": f"{self.clipper.rule} clipping, {groups} group{'s' * (groups > 1)}",
+            "privacy": statement.privacy_block(
+                self._run,
+                self.plan,
+                spent,
+                groups,
+                charged,
+                copied=self._keys.copied,
+                events=self.ledger.events(),
+            ),
+            "data": {
+                "name": type(self.dataset).__name__,
+                "source": "own files",
+                "rows": {"train": self.plan.num_examples},
+                "sha256": None,
+            },
+            "command": record.command_line(),
+            "git": record.git_state(),
+        }
+        write_card(summary, Path(folder))
+
+    def close(self) -> None:
+        """Give model, optimiser and folder back. The ledger stays readable."""
+        self._open.close()
+
+    def __enter__(self) -> "PrivacyEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _taken(self) -> None:
+        """After every step."""
+        charged = self.ledger.steps_charged
+        if charged > self.ledger.next_step and charged != self._charged:
+            warnings.warn(
+                f"step {self.steps_taken} was charged a second time: since the interruption something has changed (code, data, "
+                "machine, threads, physical batch size), and it drew a fresh sample and fresh noise. "
+                f"Epsilon is {self.epsilon():.4g} so far",
+                stacklevel=3,
+            )
+        self._charged = charged
+        if self.finished or (self.checkpoint_every and self.steps_taken % self.checkpoint_every == 0):
+            self.save()
+
+    def _settings(self, optimizer: torch.optim.Optimizer, data_name: str | None) -> dict[str, Any]:
+        """What must be the same in every session of a run."""
+        trained, frozen = model_identity(self.model)
+        data = data_identity(self.dataset, data_name).encode()
+        return {
+            # what was asked for first: a mismatch is named by the first that differs
+            "target_epsilon": self.plan.target_epsilon,
+            **self.plan.to_dict(),
+            **{name: value for name, value in vars(self._run.clip).items() if name != "name"},
+            "optimizer": type(optimizer).__name__,
+            "trained parameters": trained,
+            # keyed: plain hashes would let who has the folder, and not the key, test guesses at the data
+            "data": hmac.digest(self._keys.run, data, "sha256").hex(),
+            "frozen weights": hmac.digest(self._keys.run, frozen, "sha256").hex(),
+        }
+
+    def _facts(self, physical_batch_size: int, by_length: bool) -> dict[str, Any]:
+        """What makes two computations of a step equal. The loop's own code is missing: where it makes a difference,
+        that is in the sums, whose checksum is part of the fingerprint and of the noise's seed."""
+        return {
+            "run": self._identity,
+            "code": self._code,
+            "engine": self._engine,
+            "physical_batch_size": physical_batch_size,
+            "by_length": by_length,
+            "device": record.device_name(self.device),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "kernels": native.backend(),
+        }
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method of an object that this does not keep alive: an engine that is dropped gives its folder back at once."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (bound := weak()) is not None:
+            bound()
+
+    return call

@@ -1,0 +1,108 @@
+"""What keeps a person's own loop from moving weights by gradients without noise, or from spoiling a sum half-way."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dpexp.errors import UserError
+
+
+class GuardedOptimizer:
+    """An optimiser that steps when the engine says so, and raises when anyone else does.
+
+    Args:
+        optimizer: of the model's trainable parameters, of all and of no others.
+        scheduler: stepped after the optimiser; None where the learning rate is moved elsewhere.
+        model: what trains.
+
+    Raises:
+        UserError: the optimiser does not fit the model, or needs what a private step does not have.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module):
+        refuse_misfits(optimizer, scheduler, model)
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self._open = False
+        self._hook = optimizer.register_step_pre_hook(self._refuse)
+
+    def step(self) -> None:
+        """Move the weights, then the learning rate."""
+        self._open = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._open = False
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def release(self) -> None:
+        """Give the optimiser back."""
+        self._hook.remove()
+
+    def _refuse(self, *_: Any) -> None:
+        if not self._open:
+            raise UserError(
+                "optimizer.step() was called by the loop (or by a GradScaler), on gradients that hold no noise yet: leave it "
+                "out. engine.step(losses) clips, and takes the optimizer's step itself once the batch is complete"
+            )
+
+
+class GradientGuard:
+    """Notices when anyone but the engine writes to `p.grad` while a logical batch is being summed."""
+
+    def __init__(self, model: nn.Module):
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._seen: list[tuple[int, int] | None] = []
+
+    def look(self) -> None:
+        """The gradients are now as the engine left them."""
+        self._seen = self._present()
+
+    def check(self) -> None:
+        """Raise `UserError` where a gradient is another one than at the last look."""
+        for name, before, now in zip(self.parameters, self._seen, self._present(), strict=True):
+            if before == now:
+                continue
+            what = "was set to None" if now is None else "was written to"
+            raise UserError(
+                f"the gradient of {name} {what} in the middle of a batch: leave out zero_grad(), loss.backward() and "
+                "clip_grad_norm_(). engine.step(losses) does all of it"
+            )
+
+    def _present(self) -> list[tuple[int, int] | None]:
+        grads = (p.grad for p in self.parameters.values())
+        return [None if grad is None else (id(grad), grad._version) for grad in grads]
+
+
+def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
+    """Refuse an optimiser of other parameters than the trained ones, and what cannot work on a noisy gradient alone."""
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not trained:
+        raise UserError("no parameter of the model is trainable (requires_grad): there is nothing to train")
+    if missing := [name for number, name in trained.items() if number not in moved]:
+        raise UserError(
+            f"{missing[0]} is trainable, and not in the optimizer ({len(missing)} such parameters): its share of the noise would "
+            "be paid for nothing. Give it to the optimizer, or freeze it with requires_grad_(False)"
+        )
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+    if moved - set(trained) - frozen:
+        raise UserError(
+            "the optimizer holds parameters that are not in the model: make one module of all that trains, and an optimizer of "
+            "module.parameters()"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError("LBFGS asks for gradients of its own within a step: choose SGD, Adam or the like")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UserError(
+            "ReduceLROnPlateau needs a metric: step it yourself with one on public data, and leave out scheduler="
+        )
+    for kind in (
+        nn.DataParallel,
+        nn.parallel.DistributedDataParallel,
+        torch.distributed.fsdp.FullyShardedDataParallel,
+    ):
+        if isinstance(model, kind):
+            raise UserError(f"the model is wrapped in {kind.__name__}: give the plain module, on one device")

@@ -1,0 +1,132 @@
+"""Which run a folder belongs to: its settings, data and model, with which a later session is compared."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
+
+from dpexp.durable import read_json, write_json
+from dpexp.errors import UserError
+from dpexp.privacy.fingerprint import checksum
+from dpexp.privacy.keys import LEDGER
+
+RUN = "run.json"
+
+
+def refuse_other_ledgers(folder: Path) -> None:
+    """Raise `UserError` where a folder has the ledger of a run that `recognise` knows nothing of."""
+    if (folder / LEDGER).exists() and not (folder / RUN).exists():
+        raise UserError(f"{folder} holds the ledger of another run: take an empty folder for this one")
+
+
+def recognise(folder: Path, settings: Mapping[str, Any]) -> str:
+    """Write the settings of a run to its folder, or compare them with those that it was begun with.
+
+    Returns:
+        Their hash, 16 hexadecimal digits.
+
+    Raises:
+        UserError: they differ; the first of the settings that does is named.
+    """
+    path = folder / RUN
+    present = json.loads(json.dumps(settings, default=str))
+    if not path.exists():
+        write_json(path, present)
+    elif not (before := read_json(path)):
+        raise UserError(f"{path} is damaged: restore it, or begin a new run in another folder")
+    elif odd := [name for name in present | before if present.get(name) != before.get(name)]:
+        name = odd[0]
+        hashed = name in {"data", "frozen weights", "trained parameters"}
+        what = f"{name} was {before.get(name)} there and is {present.get(name)} here"
+        what = f"the {name} differ" if hashed else what
+        raise UserError(
+            f"{folder} holds a run with other settings: {what}. One folder is one run, whose "
+            "noise may be used for nothing else: take another folder, or go back to what it was"
+        )
+    return hashlib.sha256(json.dumps(present, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def data_identity(dataset: Any, name: str | None = None) -> str:
+    """Tell a data set from others: by the SHA-256 of its content, or by the name that its owner declares.
+
+    The content is hashed where that is cheap and tells the same every time: a `TensorDataset`, a list of plain values and
+    tensors, a `datasets.Dataset`, or a `Subset` of these. Any other data set may read files or draw random numbers for
+    every example; its owner says what it is.
+
+    Args:
+        dataset: has a length, and examples at 0 … length - 1.
+        name: name and version, of data that cannot be hashed or whose owner knows better.
+
+    Returns:
+        Private, like anything unnoised about the data: who knows all rows but one tests guesses at that one with it.
+
+    Raises:
+        UserError: no name is given, and the data cannot be hashed.
+    """
+    if name is not None:
+        return f"{len(dataset)} examples, declared as {name}"
+    digest = hashlib.sha256()
+    try:
+        _add_data(digest, dataset)
+    except _Unknown as unknown:
+        raise UserError(
+            f"the data set ({type(dataset).__name__}, with {unknown}) cannot be hashed, so a resumed run could not tell it from "
+            'another one: say what it is, data_name="name and version"'
+        ) from None
+    return digest.hexdigest()
+
+
+def model_identity(model: nn.Module) -> tuple[dict[str, str], bytes]:
+    """Name, shape and dtype of what trains, and a checksum of what is frozen (with all buffers left out)."""
+    trained = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters() if p.requires_grad}
+    return trained, checksum(p for p in model.parameters() if not p.requires_grad)
+
+
+class _Unknown(Exception):
+    """A value whose content cannot be told."""
+
+
+def _add_data(digest: Any, dataset: Any) -> None:
+    if isinstance(dataset, TensorDataset):
+        _add(digest, dataset.tensors)
+    elif isinstance(dataset, Subset):
+        _add_data(digest, dataset.dataset)
+        _add(digest, [int(i) for i in dataset.indices])
+    elif isinstance(dataset, list | tuple):
+        _add(digest, dataset)
+    elif hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
+        for rows in dataset.with_format("arrow").iter(batch_size=1000):
+            for name in rows.column_names:
+                _add(digest, [name, rows.column(name).to_pylist()])
+    else:
+        raise _Unknown("examples that are made when they are asked for")
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Values with the same content give the same bytes, and others give others."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        digest.update(f"{type(value).__name__} {value!r}\0".encode())
+    elif isinstance(value, Tensor) and value.layout == torch.strided:
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"tensor {value.dtype} {list(value.shape)}\0".encode())
+        digest.update(flat.view(torch.uint8).numpy())
+    elif hasattr(value, "__array_interface__") and value.dtype.kind in "biufSU":
+        digest.update(f"array {value.dtype} {list(value.shape)}\0".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        digest.update(f"mapping {len(value)}\0".encode())
+        for name, item in value.items():
+            _add(digest, name)
+            _add(digest, item)
+    elif isinstance(value, list | tuple):
+        digest.update(f"sequence {len(value)}\0".encode())
+        for item in value:
+            _add(digest, item)
+    elif hasattr(value, "isoformat"):
+        digest.update(f"time {value.isoformat()}\0".encode())
+    else:
+        raise _Unknown(f"values of the type {type(value).__name__}")

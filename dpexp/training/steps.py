@@ -1,0 +1,228 @@
+"""The one place where a step is made: `dpexp.train` and `dpexp.PrivacyEngine` both take theirs here.
+
+One step t (He et al., Algorithm 1, with centred counts, Poisson batches, and a ledger written ahead), in this order:
+
+1. draw the logical batch and cut it into physical batches;
+2. per-example losses, `clipper.backward`: `p.grad` becomes the sum of the clipped gradients, counts are added up;
+3. write the step to the ledger, on the disk, before any noise exists;
+4. add noise to the sums and to the counts, divide by the expected batch size;
+5. optimiser, thresholds.
+
+Everything after 3 is post-processing of what the ledger has charged; nothing before 3 leaves the process. A step that
+was cut off before 3 has not happened. One that was cut off after 3 is repeated: with the same noise, and not charged
+again, where it is the same step to the last bit (`privacy.fingerprint`); else as a new attempt, with a fresh
+sample and fresh noise, and charged again.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping import Clipper, Report
+from dpexp.clipping.thresholds import FixedThresholds
+from dpexp.errors import UserError
+from dpexp.privacy.noise import seed_torch
+from dpexp.privacy.sampling import stream
+from dpexp.privacy.sensitivity import noisy_fractions
+from dpexp.training.batching import Sampler, physical_batches
+from dpexp.training.release import Release
+from dpexp.training.state import Decisions
+from dpexp.training.sums import Sums
+
+
+class Steppable(Protocol):
+    """An optimiser, or what guards one."""
+
+    def step(self) -> Any:
+        """Move the weights by what is in `p.grad`."""
+        ...
+
+
+class Steps:
+    """Takes the steps of a run, one after the other.
+
+    Args:
+        model: in training mode; its trainable parameters are what a step sums gradients of.
+        optimizer: anything whose `step()` moves them.
+        sampler: `draw(step, attempt)` gives the indices of a step.
+        key: the run's secret; it decides dropout.
+        expected_batch: B. Sums are divided by it, private or not, so that the two differ in clipping and noise alone.
+        policy: thresholds to clip with, and estimates to count against.
+        release: charges and noises a step. None trains without privacy: same batches, nothing clipped and no noise.
+        decisions: where what the engine measured is kept before the first release; a resumed run need not measure again.
+        loss_scale: static, for fp16: a scale that reacted to an overflow would release, unnoised, that there was one.
+        clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
+        on_taken: called after each step.
+
+    Raises:
+        UserError: there are several processes. Each would draw the same batch, and the sum of their sums would
+            hold every example several times, under noise for one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: "Steppable",
+        *,
+        sampler: Sampler,
+        key: bytes,
+        expected_batch: float,
+        policy: FixedThresholds,
+        release: Release | None,
+        decisions: Decisions,
+        loss_scale: float = 1.0,
+        clip_scales: Tensor | None = None,
+        on_taken: Callable[[], None] | None = None,
+    ):
+        refuse_processes()
+        self.optimizer, self.sampler, self.key = optimizer, sampler, key
+        self.expected_batch, self.policy, self.release = expected_batch, policy, release
+        self.decisions, self.loss_scale, self.clip_scales = decisions, loss_scale, clip_scales
+        self.on_taken = on_taken
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.device = self.parameters[0].device
+        self.taken = 0
+        # of every example, for the next step; what is written of them is marked not private
+        self.keep_norms = False
+        self.sums = self._no_sums()
+        self.attempt = 0
+        self.piece: np.ndarray | None = None
+        self._facts: dict[str, Any] = {}
+        self._left = 0
+
+    @property
+    def clipper(self) -> Clipper | None:
+        """None where nothing is clipped."""
+        return self.release.clipper if self.release is not None else None
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The sums of gradients."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def pieces(
+        self, size: int, facts: Mapping[str, Any], length: Callable[[int], int] | None = None
+    ) -> Iterator[np.ndarray]:
+        """Yield the physical batches of the next step until it is taken; `add` is called once for each.
+
+        The step is taken within the last `add`. An empty batch yields nothing and is a step like any other, taken here.
+        A step that turns out to be another computation than the one that is charged begins again, with a fresh sample.
+        Whoever stops in the middle has released nothing: the next call begins the same step again.
+
+        Args:
+            size: examples per physical batch.
+            facts: what makes two computations of a step equal, besides its number and its noise.
+            length: of an example, to put examples of similar length together; None leaves them in the order of the data.
+        """
+        step = self.taken
+        self.attempt = 0
+        if self.release is not None:
+            self._facts = {**facts, "step": step, "noise": self.release.noise(step)}
+            self.attempt = self.release.likely_attempt(step, self._facts)
+        while self.taken == step:
+            pieces = self.begin(step, self.attempt, size, length)
+            for number, piece in enumerate(pieces):
+                self.seed(step, number)
+                self.piece = piece
+                yield piece
+            if not pieces:
+                self.add(torch.zeros(0, device=self.device))
+
+    def begin(
+        self, step: int, attempt: int, size: int, length: Callable[[int], int] | None = None
+    ) -> list[np.ndarray]:
+        """Draw the batch of a step, cut it, and forget all sums."""
+        self.clear()
+        self.sums, self.attempt = self._no_sums(), attempt
+        if self.clipper is not None:
+            self.clipper.thresholds = self.policy.values
+        pieces = physical_batches(self.sampler.draw(step, attempt), length, size)
+        self._left = max(1, len(pieces))
+        return pieces
+
+    def seed(self, step: int, number: int) -> None:
+        """Seed what a physical batch draws: dropout, and masks of a collate function.
+
+        These draw by place in the batch, and one more example moves the places of the others. In public that would let
+        it move the sum by more than its own share; in secret all places are alike (docs/privacy.md). The seed depends on
+        key, step, attempt and piece alone, so that resuming needs no state.
+        """
+        seed = stream(self.key, f"dropout {number}", step, self.attempt)
+        seed_torch(seed)
+        random.seed(seed)
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+
+    def add(self, losses: Tensor) -> bool:
+        """Add a physical batch to the sums, and with the last one take the step.
+
+        Args:
+            losses: `[b]`, one for each example of the piece, in the same order.
+
+        Returns:
+            Whether the step is taken.
+        """
+        scales = None
+        if self.clip_scales is not None and self.piece is not None:
+            scales = self.clip_scales[torch.from_numpy(self.piece)]
+        self.sums.add(losses, self.backward(losses, scales), self.policy)
+        self.piece = None
+        self._left -= 1
+        return not self._left and self._take()
+
+    def backward(self, losses: Tensor, clip_scales: Tensor | None = None) -> Report | None:
+        """Add the sum of the gradients, clipped or plain, to `p.grad`; plain ones still carry the loss scale."""
+        if self.clipper is not None:
+            return self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
+        if len(losses):
+            (losses.sum() * self.loss_scale).backward()
+        else:
+            for parameter in self.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return None
+
+    def clear(self) -> None:
+        """Drop the gradients, and with them a step that is not taken yet."""
+        self.piece = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _take(self) -> bool:
+        """Points 3 to 5. False where the sums are not those that this attempt was charged for: nothing is done then."""
+        step, counts = self.taken, None
+        if self.release is None:
+            if self.loss_scale != 1.0:
+                torch._foreach_div_(self.gradients, self.loss_scale)
+        else:
+            self.decisions.keep("engine", self.release.clipper.remember())
+            raw = self.sums.counts.cpu()
+            if not self.release.charge(step, self.attempt, self._facts, raw):
+                self.attempt = self.release.next_attempt(step)
+                return False
+            counts = self.release.add_noise(step, self.attempt, raw)
+        torch._foreach_div_(self.gradients, self.expected_batch)
+        self.optimizer.step()
+        if counts is not None:
+            self.policy.update(noisy_fractions(counts, self.expected_batch))
+        self.taken += 1
+        if self.on_taken is not None:
+            self.on_taken()
+        return True
+
+    def _no_sums(self) -> Sums:
+        num_groups = len(self.clipper.groups) if self.clipper is not None else 0
+        return Sums.none(num_groups, self.device, every=self.keep_norms)
+
+
+def refuse_processes() -> None:
+    """Refuse a process group of several processes."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UserError(
+            f"{distributed.get_world_size()} processes train together, and private training is for one alone so far: each "
+            "would draw the same batch, and every example would count several times. Start one process"
+        )

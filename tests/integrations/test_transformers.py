@@ -1,0 +1,423 @@
+"""Hugging Face's Trainer, private: the steps of `PrivacyEngine` and `dpexp.train`, its own features, and what is refused."""
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from torch import nn
+
+from dpexp import PrivacyEngine
+from dpexp.errors import UserError
+from dpexp.integrations.transformers import Trainer
+from dpexp.training import release
+from tests.training.tiny import TinyTask, run_to_end, tiny_run
+
+ROWS, LONGEST, VOCABULARY = 48, 7, 40
+PRIVACY = {"noise_multiplier": 0.8, "delta": 1e-3, "noise_seed": 11, "clip_norm": 0.5}
+
+
+def rows(kind):
+    generator = np.random.default_rng(0)
+    made = []
+    for _ in range(ROWS):
+        tokens = generator.integers(1, VOCABULARY, generator.integers(3, LONGEST + 1)).tolist()
+        label = int(generator.integers(3)) if kind == "classifier" else [-100, *tokens[1:]]
+        made.append({"input_ids": tokens, "labels": label})
+    return made
+
+
+def collate(examples):
+    longest = max(len(example["input_ids"]) for example in examples)
+
+    def padded(name, value):
+        return torch.tensor([e[name] + [value] * (longest - len(e[name])) for e in examples])
+
+    ids = padded("input_ids", 0)
+    labels = examples[0]["labels"]
+    labels = (
+        torch.tensor([e["labels"] for e in examples]) if isinstance(labels, int) else padded("labels", -100)
+    )
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+
+def network(kind, lora=False):
+    sizes = dict(vocab_size=VOCABULARY, num_labels=3, pad_token_id=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        if kind == "classifier":
+            config = transformers.BertConfig(
+                **sizes, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
+                max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )  # fmt: skip
+            model = transformers.BertForSequenceClassification(config)
+        else:
+            config = transformers.GPT2Config(
+                **sizes, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                bos_token_id=1, eos_token_id=1,
+            )  # fmt: skip
+            model = transformers.GPT2LMHeadModel(config)
+        if lora:
+            task = "SEQ_CLS" if kind == "classifier" else "CAUSAL_LM"
+            model = peft.get_peft_model(model, peft.LoraConfig(task_type=task, r=2, lora_dropout=0.0))
+    return model
+
+
+def make(
+    folder,
+    kind="classifier",
+    model=None,
+    accumulation=1,
+    privacy=None,
+    trainer=Trainer,
+    named=None,
+    **arguments,
+):
+    settings = dict(
+        output_dir=str(folder), per_device_train_batch_size=16 // accumulation, gradient_accumulation_steps=accumulation,
+        max_steps=20, learning_rate=0.5, optim="sgd", lr_scheduler_type="constant", save_strategy="no", logging_steps=5,
+        report_to=[], disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    args = transformers.TrainingArguments(**(settings | arguments))
+    return trainer(
+        model or network(kind), args, train_dataset=Dataset.from_list(rows(kind)), data_collator=collate,
+        privacy=PRIVACY if privacy is None else privacy, **(named or {}),
+    )  # fmt: skip
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).numpy().copy()
+
+
+class SameTask(TinyTask):
+    """The rows as a task of dpexp; the losses are written here once more, on purpose."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.train = rows(kind)
+        self.num_examples = len(self.train)
+
+    def collate(self, examples):
+        return collate(examples)
+
+    def length(self, i):
+        return len(self.train[i]["input_ids"])
+
+    def losses(self, model, batch):
+        if not len(batch["input_ids"]):
+            return torch.zeros(0)
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        if logits.dim() == 2:
+            return nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+        per_row = zip(logits[:, :-1], batch["labels"][:, 1:], strict=True)
+        return torch.stack([nn.functional.cross_entropy(one, targets) for one, targets in per_row])
+
+    def evaluate(self, model, device, batch_size, progress=None):
+        return {"accuracy": 0.0}
+
+
+@pytest.fixture
+def same_noise(monkeypatch):
+    """The same noise for the n-th release of every run: sums that differ by rounding would otherwise get other noise."""
+
+    def reset():
+        counter = itertools.count()
+
+        def add(tensors, std, generator=None):
+            own = torch.Generator().manual_seed(next(counter))
+            for tensor, sigma in zip(tensors, std, strict=True):
+                tensor.add_(torch.randn(tensor.shape, generator=own), alpha=sigma)
+
+        monkeypatch.setattr(release, "add_gaussian_", add)
+
+    return reset
+
+
+def by_loop(folder, kind, precision="fp32", lora=False):
+    run = tiny_run(steps=20, batch_size=16, adaptive=False)
+    run.clip.groups, run.clip.clip_norm, run.privacy.noise_multiplier = "flat", 0.5, 0.8
+    run.optim.name, run.optim.lr, run.runtime.precision, run.engine.name = "sgd", 0.5, precision, "auto"
+    trainer = run_to_end(folder, run, task=SameTask(kind), model=network(kind, lora))
+    return flat(trainer.model), trainer.ledger
+
+
+def by_engine(folder, kind, size, precision="fp32", lora=False):
+    model, task = network(kind, lora).train(), SameTask(kind)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    engine = PrivacyEngine(model, optimizer, task.train, folder=folder, batch_size=16, steps=20, **PRIVACY)
+    for batch in engine.batches(collate, size):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            losses = task.losses(model, batch)
+        engine.step(losses)
+    return flat(model), engine.ledger
+
+
+CASES = [
+    # kind, accumulation, checkpointing, LoRA, precision
+    ("classifier", 1, False, False, "fp32"),
+    ("classifier", 2, True, False, "fp32"),
+    ("classifier", 8, False, True, "fp32"),
+    ("causal", 1, True, False, "fp32"),
+    ("causal", 2, False, True, "fp32"),
+    ("causal", 8, False, False, "fp32"),
+    ("classifier", 2, False, False, "bf16"),
+    ("causal", 2, True, True, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("kind", "accumulation", "checkpointing", "lora", "precision"), CASES)
+def test_three_ways_to_the_same_weights(
+    tmp_path, same_noise, kind, accumulation, checkpointing, lora, precision
+):
+    same_noise()
+    expected, ledger = by_loop(tmp_path / "loop", kind, precision, lora)
+    same_noise()
+    own, own_ledger = by_engine(tmp_path / "engine", kind, 16 // accumulation, precision, lora)
+    same_noise()
+    trainer = make(
+        tmp_path / "trainer", kind, network(kind, lora), accumulation,
+        bf16=precision == "bf16", activation_checkpointing=checkpointing,
+        train_sampling_strategy="group_by_length",
+    )  # fmt: skip
+    trainer.train()
+    start = flat(network(kind, lora))
+    assert np.linalg.norm(expected - start) > 0.1
+    tolerance = 1e-6 if precision == "fp32" else 1e-3
+    np.testing.assert_allclose(own, expected, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(flat(trainer.model), expected, rtol=0, atol=tolerance)
+    for accountant in ("rdp", "pld"):
+        spent = ledger.epsilon(1e-3, accountant)
+        assert own_ledger.epsilon(1e-3, accountant) == spent == trainer.engine.epsilon(accountant)
+
+
+def test_the_model_comes_back_plain_and_is_saved_with_its_card(tmp_path):
+    trainer = make(tmp_path / "out", lr_scheduler_type="linear", max_steps=4)
+    result = trainer.train()
+    assert type(trainer.model.classifier) is nn.Linear
+    trainer.save_model(str(tmp_path / "model"))
+    again = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert np.array_equal(flat(again), flat(trainer.model))
+    assert f"({trainer.engine.epsilon():.4f}, 0.001)" in (tmp_path / "model/PRIVACY.md").read_text()
+    assert np.isnan(result.training_loss)
+    assert trainer.lr_scheduler.last_epoch == 4
+    assert not [path for path in (tmp_path / "out").rglob("*") if "key" in path.name or "ledger" in path.name]
+
+
+@pytest.mark.parametrize("show", [False, True])
+def test_losses_are_withheld_or_marked_and_epsilon_is_logged(tmp_path, show):
+    trainer = make(
+        tmp_path,
+        max_steps=4,
+        logging_steps=2,
+        save_strategy="steps",
+        save_steps=4,
+        named={"show_losses": show},
+    )
+    trainer.train()
+    history = json.loads((tmp_path / "checkpoint-4/trainer_state.json").read_text())["log_history"]
+    assert [round(line["epsilon"], 6) for line in history] == [
+        round(trainer.engine.plan.epsilon(n), 6) for n in (2, 4)
+    ]
+    assert not {"loss", "grad_norm"} & {name for line in history for name in line}
+    assert all((0.5 < line.get("not_private/loss", 0) < 3) == show for line in history)
+
+
+def test_epochs_evaluation_and_early_stopping_are_hugging_faces_own(tmp_path):
+    class Stop(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, **named):
+            control.should_training_stop = state.global_step >= 6
+
+    trainer = make(
+        tmp_path, max_steps=-1, num_train_epochs=4, eval_strategy="epoch",
+        named={"eval_dataset": Dataset.from_list(rows("classifier")), "callbacks": [Stop()]},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.engine.steps == 12
+    assert trainer.engine.steps_taken == trainer.state.global_step == 6
+    assert trainer.state.epoch == 2
+    assert [line["epoch"] for line in trainer.state.log_history if "eval_loss" in line] == [1, 2]
+
+
+@pytest.mark.parametrize("checkpoint", ["checkpoint-4", "checkpoint-8"])
+def test_a_resumed_run_ends_with_the_same_weights_and_pays_once(tmp_path, checkpoint):
+    named = dict(
+        max_steps=10,
+        save_strategy="steps",
+        save_steps=4,
+        lr_scheduler_type="cosine",
+        optim="adamw_torch",
+        learning_rate=1e-2,
+    )
+    whole = make(tmp_path / "whole", **named)
+    whole.train()
+    cut = make(tmp_path / "cut", **named)
+    real = cut.training_step
+
+    def dying(*arguments, **more):
+        if cut.state.global_step == 9:
+            raise KeyboardInterrupt
+        return real(*arguments, **more)
+
+    cut.training_step = dying
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    resumed = make(tmp_path / "cut", **named)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / checkpoint))
+    assert np.array_equal(flat(resumed.model), flat(whole.model))
+    assert resumed.engine.ledger.steps_charged == 10
+    assert not list((tmp_path / "cut").rglob("rng_state*"))
+    with pytest.raises(UserError, match="finished private run"):
+        make(tmp_path / "cut", **named).train()
+
+
+def test_killed_and_resumed(tmp_path):
+    def session(folder, delay=None):
+        pid = os.fork()
+        if not pid:
+            try:
+                trainer = make(folder, max_steps=30, save_strategy="steps", save_steps=3, save_total_limit=2)
+                trainer.train(resume_from_checkpoint=True)
+                np.save(folder / "weights.npy", flat(trainer.model))
+                os._exit(0)
+            except BaseException as error:
+                print(repr(error), file=sys.stderr)
+                os._exit(1)
+        if delay is not None:
+            time.sleep(delay)
+            os.kill(pid, signal.SIGKILL)
+        return os.waitpid(pid, 0)[1]
+
+    make(tmp_path / "warm", max_steps=1).train()  # imports, before the forks
+    begun = time.monotonic()
+    assert session(tmp_path / "whole") == 0
+    took = time.monotonic() - begun
+    killed = sum(os.WIFSIGNALED(session(tmp_path / "cut", took * share)) for share in (0.4, 0.6))
+    assert killed
+    assert session(tmp_path / "cut") == 0
+    assert np.array_equal(np.load(tmp_path / "cut/weights.npy"), np.load(tmp_path / "whole/weights.npy"))
+    assert (tmp_path / "cut.privacy/ledger.jsonl").read_text().count('"step"') == 30
+
+
+@pytest.mark.parametrize(
+    "tuner",
+    [
+        peft.LoraConfig(task_type="CAUSAL_LM", r=2),
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ],
+    ids=lambda tuner: type(tuner).__name__,
+)
+def test_peft_trains_and_loads_again(tmp_path, tuner):
+    model = peft.get_peft_model(network("causal"), tuner)
+    before = flat(model)
+    trainer = make(tmp_path / "out", "causal", model, max_steps=3)
+    trainer.train()
+    assert not np.array_equal(flat(trainer.model), before)
+    trainer.save_model(str(tmp_path / "adapter"))
+    again = peft.PeftModel.from_pretrained(network("causal"), tmp_path / "adapter")
+    trained = peft.get_peft_model_state_dict(trainer.model)
+    assert trained
+    for name, tensor in peft.get_peft_model_state_dict(again).items():
+        assert torch.equal(tensor, trained[name])
+
+
+def test_a_head_of_ones_own_brings_its_losses(tmp_path):
+    class Own(Trainer):
+        def per_example_losses(self, model, inputs):
+            hidden = model.bert(inputs["input_ids"], inputs["attention_mask"]).pooler_output
+            return nn.functional.mse_loss(
+                model.classifier(hidden)[:, 0], inputs["labels"].float(), reduction="none"
+            )
+
+    trainer = make(tmp_path, trainer=Own, max_steps=2)
+    trainer.train()
+    assert trainer.engine.finished
+
+
+def test_labels_of_every_kind_give_one_loss_per_row():
+    trainer = object.__new__(Trainer)
+
+    class Head(nn.Module):
+        def __init__(self, logits):
+            super().__init__()
+            self.logits, self.config = logits, transformers.BertConfig()
+
+        def forward(self, **features):
+            return {"logits": self.logits}
+
+    def losses(logits, labels):
+        return trainer.per_example_losses(Head(logits), {"labels": labels})
+
+    assert losses(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)).tolist() == pytest.approx(
+        [np.log(3)] * 4
+    )
+    assert losses(torch.zeros(4, 3), torch.zeros(4, 3)).tolist() == pytest.approx([np.log(2)] * 4)
+    assert losses(torch.full((4, 1), 3.0), torch.ones(4)).tolist() == [4.0] * 4
+    labels = torch.tensor([[1, -100, 2], [-100, -100, -100]])
+    assert losses(torch.zeros(2, 3, 5), labels).tolist() == pytest.approx([np.log(5), 0.0])
+    with pytest.raises(UserError, match="per_example_losses"):
+        losses(torch.zeros(2, 3, 4, 5), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"fp16": True, "use_cpu": False}, "bf16=True"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
+        ({"train_sampling_strategy": "sequential"}, "Poisson"),
+        ({"include_num_input_tokens_seen": "all"}, "private samples"),
+        ({"optim": "lomo"}, "within the backward pass"),
+    ],
+)
+def test_what_does_not_go_together_with_privacy_is_refused_by_name(tmp_path, arguments, named):
+    with pytest.raises(UserError, match=named):
+        make(tmp_path, **arguments)
+
+
+def test_packed_rows_and_losses_for_whole_batches_are_refused(tmp_path):
+    def build(trainer=Trainer, **named):
+        args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+        data = named.pop("train_dataset", Dataset.from_list(rows("causal")))
+        return trainer(network("causal"), args, train_dataset=data, privacy=PRIVACY, **named)
+
+    with pytest.raises(UserError, match="packed"):
+        build(data_collator=transformers.DataCollatorWithFlattening())
+    with pytest.raises(UserError, match="packed"):
+        build(train_dataset=Dataset.from_list([{"input_ids": [1, 2], "seq_lengths": [1, 1]}]))
+    with pytest.raises(UserError, match="compute_loss_func"):
+        build(compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean())
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, **named):
+            return model(**inputs).loss
+
+    with pytest.raises(UserError, match="compute_loss is not asked"):
+        build(Own)
+    with pytest.raises(UserError, match="hyperparameter search"):
+        build().hyperparameter_search()
+
+
+def test_clipping_of_the_noiseless_sum_is_switched_off_with_a_word(tmp_path, caplog):
+    trainer = make(tmp_path, max_grad_norm=1.0)
+    assert trainer.args.max_grad_norm == 0
+    assert "max_grad_norm=1.0 is set to 0" in caplog.text
+    caplog.clear()
+    make(tmp_path, max_grad_norm=0.0)
+    assert not caplog.text
+
+
+def test_nothing_to_train_is_refused(tmp_path):
+    with pytest.raises((UserError, ValueError), match=r"nothing to train|empty parameter list"):
+        make(tmp_path, model=network("classifier").requires_grad_(False)).train()

@@ -1,0 +1,514 @@
+"""`PrivacyEngine`: the same steps as `dpexp.train`, in a loop of one's own, and what it refuses."""
+
+import gc
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from dpexp import PrivacyEngine
+from dpexp.errors import UserError
+from dpexp.training import release
+from tests.training.tiny import TinyTask, run_to_end, tiny_run, weights
+
+TASK = TinyTask()
+
+
+def data():
+    return TensorDataset(torch.stack([x for x, _ in TASK.train]), torch.stack([y for _, y in TASK.train]))
+
+
+def network(dropout=0.0):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+
+def make(folder, model=None, optimizer=None, dataset=None, **changes):
+    model = model or network()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
+    settings = dict(
+        batch_size=20, steps=6, noise_multiplier=1.0, delta=1e-3, noise_seed=11, checkpoint_every=2
+    )
+    return PrivacyEngine(model, optimizer, dataset or data(), folder=folder, **(settings | changes))
+
+
+def losses_of(engine, batch):
+    return nn.functional.cross_entropy(engine.model(batch[0]), batch[1], reduction="none")
+
+
+def train(engine, size=8, steps=None, losses=losses_of):
+    for batch in engine.batches(physical_batch_size=size, steps=steps):
+        engine.step(losses(engine, batch))
+    return engine
+
+
+def flat(engine):
+    return torch.cat([p.detach().reshape(-1) for p in engine.model.parameters()]).numpy().copy()
+
+
+def noise_by_number(monkeypatch):
+    """The same noise for the n-th release of every run: sums that differ by rounding would otherwise get other noise."""
+
+    def reset():
+        counter = itertools.count()
+
+        def add(tensors, std, generator=None):
+            stds = std if isinstance(std, list) else [std] * len(tensors)
+            own = torch.Generator().manual_seed(next(counter))
+            for tensor, sigma in zip(tensors, stds, strict=True):
+                tensor.add_(
+                    torch.randn(tensor.shape, generator=own, dtype=torch.float64).to(tensor), alpha=sigma
+                )
+
+        monkeypatch.setattr(release, "add_gaussian_", add)
+
+    return reset
+
+
+@pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_it_takes_the_steps_of_the_training_loop(tmp_path, monkeypatch, size, adaptive):
+    again = noise_by_number(monkeypatch)
+    run = tiny_run(steps=20, adaptive=adaptive)
+    run.optim.name, run.optim.lr = "sgd", 0.5
+    run.clip.groups = "layer" if adaptive else "flat"
+    again()
+    trainer = run_to_end(tmp_path / "loop", run, model=network())
+    again()
+    settings = {"groups": "layer", "target_quantile": 0.5} if adaptive else {}
+    engine = train(make(tmp_path / "engine", steps=20, **settings), size)
+    np.testing.assert_allclose(flat(engine), weights(trainer), rtol=0, atol=1e-6)
+    torch.testing.assert_close(engine.policy.values, trainer.policy.values)
+    for accountant in ("rdp", "pld"):
+        assert engine.epsilon(accountant) == trainer.ledger.epsilon(1e-3, accountant)
+    assert engine.plan.to_dict() == trainer.plan.to_dict()
+
+
+def test_epsilon_is_that_of_the_steps_taken_and_never_above_the_target(tmp_path):
+    engine = make(tmp_path, noise_multiplier=None, epsilon=2.0)
+    assert engine.epsilon() == 0
+    train(engine, steps=3)
+    assert engine.steps_taken == 3
+    assert engine.epsilon() == engine.plan.epsilon(3) < 2.0
+    train(engine)
+    assert engine.finished
+    assert 1.9 < engine.epsilon() <= 2.0
+
+
+def test_epochs_are_steps_of_the_expected_size(tmp_path):
+    assert make(tmp_path, steps=None, epochs=2).steps == 6
+
+
+def test_empty_batches_are_steps_that_the_loop_does_not_see(tmp_path):
+    engine = make(tmp_path, batch_size=0.2, steps=20)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine._optimizer.optimizer, lambda step: 1 / (1 + step))
+    engine._optimizer.scheduler = scheduler
+    before = flat(engine)
+    seen = 0
+    for batch in engine.batches():
+        seen += 1
+        engine.step(losses_of(engine, batch))
+    assert 0 < seen < 20
+    assert engine.ledger.steps_charged == engine.steps_taken == scheduler.last_epoch == 20
+    assert not np.array_equal(flat(engine), before)
+
+
+class Crash(Exception):
+    """Stands for kill -9 where one process is enough."""
+
+
+def crash_at(monkeypatch, engine, number):
+    real, calls = release.add_gaussian_, itertools.count()
+
+    def crashing(*arguments, **named):
+        if next(calls) == number:
+            raise Crash
+        real(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(release, "add_gaussian_", crashing)
+        with pytest.raises(Crash):
+            train(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_run_that_was_cut_off_goes_on_bit_for_bit_and_pays_once(tmp_path, monkeypatch, step):
+    """Charged, and killed before its noise; the second session builds another random model and gets the first one's weights."""
+    whole = train(make(tmp_path / "whole", network(0.3), target_quantile=0.6, groups="layer"))
+    crash_at(monkeypatch, make(tmp_path / "cut", network(0.3), target_quantile=0.6, groups="layer"), 2 * step)
+    other = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3))
+    resumed = make(tmp_path / "cut", other, target_quantile=0.6, groups="layer")
+    assert resumed.steps_taken == step // 2 * 2
+    assert resumed.ledger.steps_charged == step + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(resumed)
+    assert np.array_equal(flat(resumed), flat(whole))
+    assert resumed.ledger.steps_charged == 6
+
+
+def test_killed_at_random_it_ends_with_the_same_weights(tmp_path):
+    def session(folder, delay=None):
+        pid = os.fork()
+        if not pid:
+            try:
+                model = network(0.3)
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+                scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+                engine = train(make(folder, model, optimizer, steps=40, scheduler=scheduler))
+                (folder / "weights").write_text(hashlib.sha256(flat(engine).tobytes()).hexdigest())
+                os._exit(0)
+            except BaseException:
+                os._exit(1)
+        if delay is not None:
+            time.sleep(delay)
+            os.kill(pid, signal.SIGKILL)
+        return os.waitpid(pid, 0)[1]
+
+    make(tmp_path / "warm").close()  # imports, before the forks
+    begun = time.monotonic()
+    assert session(tmp_path / "whole") == 0
+    took = time.monotonic() - begun
+    shares = (0.3, 0.4, 0.5, 0.6, 0.7)
+    killed = [os.WIFSIGNALED(session(tmp_path / "cut", took * share)) for share in shares]
+    assert any(killed)
+    assert session(tmp_path / "cut") == 0
+    assert (tmp_path / "cut/weights").read_text() == (tmp_path / "whole/weights").read_text()
+    lines = (tmp_path / "cut/ledger.jsonl").read_text().splitlines()
+    assert sum('"step"' in line for line in lines) == 40
+
+
+def test_changed_code_of_the_loop_gets_fresh_noise_is_charged_again_and_says_so(tmp_path, monkeypatch):
+    crash_at(monkeypatch, make(tmp_path), 3)
+    engine = make(tmp_path)
+    assert engine.steps_taken == 2
+
+    def other(engine, batch):
+        return nn.functional.mse_loss(engine.model(batch[0]), batch[0][:, :3], reduction="none").sum(1)
+
+    with pytest.warns(UserWarning, match="second time"):
+        train(engine, losses=other)
+    assert engine.ledger.steps_charged == 6 + 2  # steps 2 and 3 were charged before
+    assert engine.epsilon() > engine.plan.epsilon()
+
+
+def test_a_finished_run_trains_nothing_more(tmp_path):
+    first = train(make(tmp_path))
+    first.close()
+    again = make(tmp_path)
+    assert again.finished
+    assert list(again.batches()) == []
+    assert np.array_equal(flat(again), flat(first))
+    assert again.epsilon() == first.epsilon()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"clip_norm": 2.0}, "clip_norm was 1.0 there and is 2.0 here"),
+        ({"steps": 7}, "steps was 6"),
+        ({"noise_multiplier": 2.0}, "noise_multiplier was 1.0"),
+        ({"batch_size": 10}, "sample_rate"),
+        ({"dataset": Subset(data(), range(59))}, "num_examples"),
+        ({"dataset": TensorDataset(data().tensors[0] + 1e-6, data().tensors[1])}, "the data differ"),
+        ({"dataset": Subset(data(), [1, 0, *range(2, 60)])}, "the data differ"),
+        ({"model": nn.Sequential(nn.Linear(10, 3))}, "the trained parameters differ"),
+    ],
+)
+def test_a_used_folder_is_refused(tmp_path, changes, named):
+    train(make(tmp_path), steps=2).close()
+    with pytest.raises(UserError, match=named):
+        make(tmp_path, **changes)
+    assert make(tmp_path).steps_taken == 2  # nothing was changed by it
+
+
+def test_other_frozen_weights_are_another_model(tmp_path):
+    def half_frozen(shift):
+        model = network()
+        model[0].requires_grad_(False)
+        with torch.no_grad():
+            model[0].weight += shift
+        return model
+
+    def begin(shift):
+        model = half_frozen(shift)
+        return make(
+            tmp_path, model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        )
+
+    begin(0.0).close()
+    with pytest.raises(UserError, match="the frozen weights differ"):
+        begin(1e-6)
+
+
+def test_the_folder_of_a_configured_run_is_refused(tmp_path):
+    run_to_end(tmp_path, tiny_run(steps=1))
+    with pytest.raises(UserError, match="another run"):
+        make(tmp_path)
+
+
+def test_a_folder_is_held_until_the_engine_is_closed_or_dropped(tmp_path):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="in use"):
+        make(tmp_path)
+    model = engine.model
+    del engine
+    gc.collect()
+    assert type(model[0]) is nn.Linear
+    with make(tmp_path):
+        pass
+    make(tmp_path).close()
+
+
+def test_the_data_says_what_it_is_where_it_cannot_be_hashed(tmp_path):
+    class Files:
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, i):
+            return data()[i]
+
+    with pytest.raises(UserError, match="data_name"):
+        make(tmp_path, dataset=Files())
+    train(make(tmp_path, dataset=Files(), data_name="faces, 2nd edition"), steps=1).close()
+    with pytest.raises(UserError, match="the data differ"):
+        make(tmp_path, dataset=Files(), data_name="faces, 3rd edition")
+
+
+def test_leaving_the_loop_releases_nothing_and_the_step_begins_again(tmp_path):
+    engine = make(tmp_path / "left")
+    for number, batch in enumerate(engine.batches(physical_batch_size=4)):
+        if number == 2:
+            break
+        engine.step(losses_of(engine, batch))
+    assert engine.steps_taken == engine.ledger.steps_charged == 0
+    assert all(p.grad is None for p in engine.model.parameters())
+    with pytest.raises(ZeroDivisionError):
+        train(engine, 4, losses=lambda engine, batch: losses_of(engine, batch) * (1 / 0))
+    assert np.array_equal(flat(train(engine)), flat(train(make(tmp_path / "whole"))))
+
+
+def first_batch(engine, size=8):
+    return next(iter_ := engine.batches(physical_batch_size=size)), iter_
+
+
+def test_a_batch_without_a_step_is_noticed(tmp_path):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="was not called for the last batch"):
+        for _ in engine.batches():
+            pass
+
+
+def test_a_step_without_a_batch_is_noticed(tmp_path):
+    engine = make(tmp_path)
+    batch, loop = first_batch(engine)
+    engine.step(losses_of(engine, batch))
+    with pytest.raises(UserError, match="no batch to go with"):
+        engine.step(losses_of(engine, batch))
+    loop.close()
+
+
+def test_two_loops_at_once_are_noticed(tmp_path):
+    engine = make(tmp_path)
+    _, one = first_batch(engine)
+    batch, _other = first_batch(engine)
+    engine.step(losses_of(engine, batch))
+    with pytest.raises(UserError, match="another loop"):
+        next(one)
+
+
+def test_the_optimizer_moves_for_the_engine_alone(tmp_path):
+    engine = make(tmp_path)
+    optimizer, before = engine._optimizer.optimizer, flat(engine)
+    batch, loop = first_batch(engine)
+    engine.step(losses_of(engine, batch))
+    with pytest.raises(UserError, match="no noise yet"):
+        optimizer.step()
+    assert np.array_equal(flat(engine), before)
+    loop.close()
+    engine.close()
+    optimizer.step()  # it is the loop's again
+
+
+def test_a_gradient_scaler_is_refused(tmp_path):
+    engine = make(tmp_path)
+    scaler = torch.amp.GradScaler("cpu")
+    batch, _loop = first_batch(engine)
+    engine.step(scaler.scale(losses_of(engine, batch)))
+    with pytest.raises(UserError, match="GradScaler"):
+        scaler.step(engine._optimizer.optimizer)
+
+
+@pytest.mark.parametrize("what", ["zero_grad", "clip", "add"])
+def test_gradients_are_the_engines_while_a_batch_is_summed(tmp_path, what):
+    engine = make(tmp_path)
+    parameters = list(engine.model.parameters())
+    loop = engine.batches(physical_batch_size=4)
+    engine.step(losses_of(engine, next(loop)))
+    if what == "zero_grad":
+        engine._optimizer.optimizer.zero_grad()
+    elif what == "clip":
+        nn.utils.clip_grad_norm_(parameters, 1e-3)
+    else:
+        parameters[0].grad.add_(1.0)
+    with pytest.raises(UserError, match="in the middle of a batch"):
+        engine.step(losses_of(engine, next(loop)))
+
+
+def test_zero_grad_before_every_batch_of_one_piece_does_no_harm(tmp_path):
+    engine = make(tmp_path)
+    for batch in engine.batches(physical_batch_size=64):
+        engine._optimizer.optimizer.zero_grad()
+        engine.step(losses_of(engine, batch))
+    assert engine.finished
+
+
+def test_thresholds_are_the_policys(tmp_path):
+    engine = make(tmp_path)
+    batch, _loop = first_batch(engine, 64)
+    engine.clipper.thresholds = [100.0]
+    with pytest.raises(UserError, match="one example can move the clipped sum by 100"):
+        engine.step(losses_of(engine, batch))
+    assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize(
+    "normed", [lambda losses: losses / losses.mean(), lambda losses: losses * losses.softmax(0)]
+)
+def test_losses_that_mix_examples_are_noticed(tmp_path, normed):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="mixes examples"):
+        train(engine, losses=lambda engine, batch: normed(losses_of(engine, batch)))
+    assert engine.ledger.steps_charged == 0
+
+
+def test_a_backward_of_the_loops_own_is_noticed(tmp_path):
+    engine = make(tmp_path)
+    losses = losses_of(engine, first_batch(engine)[0])
+    with pytest.raises(RuntimeError, match=r"loss.backward\(\) reached a model"):
+        losses.mean().backward()
+
+
+@pytest.mark.parametrize("spoil", [torch.mean, lambda losses: losses[1:], lambda losses: losses[:, None]])
+def test_one_loss_per_example_is_needed(tmp_path, spoil):
+    engine = make(tmp_path)
+    losses = losses_of(engine, first_batch(engine)[0])
+    with pytest.raises(UserError, match=r"one loss per example|losses"):
+        engine.step(spoil(losses))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+
+def adam_of(*parameters):
+    return torch.optim.Adam(parameters)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (
+            lambda model: {"optimizer": adam_of(model[0].weight)},
+            "0.bias is trainable, and not in the optimizer",
+        ),
+        (
+            lambda model: {"optimizer": adam_of(*model.parameters(), nn.Parameter(torch.zeros(1)))},
+            "not in the model",
+        ),
+        (lambda model: {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
+        (lambda model: {"optimizer": adam_of(*model.requires_grad_(False).parameters())}, "nothing to train"),
+        (lambda model: {"rule": "none"}, "clips nothing"),
+        (lambda model: {"epochs": 1}, "either epochs or steps"),
+        (lambda model: {"epsilon": 1.0}, "either epsilon or noise_multiplier"),
+        (lambda model: {"batch_size": 61}, "at most N"),
+        (lambda model: {"dataset": Stream()}, "map-style"),
+        (lambda model: {"target_quantile": 1.5}, "between 0 and 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
+    model = network()
+    with pytest.raises(UserError, match=named):
+        make(tmp_path, model, **wrong(model))
+    assert not (tmp_path / "ledger.jsonl").exists()
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_plateau_scheduler_is_refused(tmp_path):
+    model = network()
+    optimizer = adam_of(*model.parameters())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UserError, match="ReduceLROnPlateau"):
+        make(tmp_path, model, optimizer, scheduler=scheduler)
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UserError, match="2 processes"):
+        make(tmp_path)
+    with pytest.raises(UserError, match="2 processes"):
+        run_to_end(tmp_path / "loop", tiny_run())
+
+
+def test_what_a_collate_function_draws_is_secret_and_repeatable(tmp_path):
+    def drawn(folder, noise_seed=11, seed=0):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        found = []
+
+        def masking(examples):
+            found.append((torch.rand(1).item(), np.random.rand(), __import__("random").random()))
+            return torch.utils.data.default_collate(examples)
+
+        engine = make(tmp_path / folder, noise_seed=noise_seed)
+        for batch in engine.batches(masking, 8):
+            engine.step(losses_of(engine, batch))
+        return found
+
+    one = drawn("one")
+    assert len(set(one)) == len(one)
+    assert drawn("other public seed", seed=1) == one
+    assert not set(drawn("other key", noise_seed=12)) & set(one)
+
+
+def test_the_card_says_what_is_guaranteed(tmp_path):
+    engine = train(make(tmp_path / "run"))
+    (tmp_path / "model").mkdir()
+    engine.write_card(tmp_path / "model")
+    card = (tmp_path / "model/PRIVACY.md").read_text()
+    assert f"({engine.epsilon():.4f}, 0.001)-differential privacy" in card
+    assert "fixed seed" in card
+    assert json.loads((tmp_path / "run/run.json").read_text())["data"] not in card
+
+
+def test_the_key_is_the_owners_alone(tmp_path):
+    make(tmp_path, noise_seed=None)
+    assert (tmp_path / "secret.key").stat().st_mode & 0o777 == 0o600
+    assert math.isclose(os.path.getsize(tmp_path / "secret.key"), 32)
+
+
+def test_a_ledger_that_lost_its_end_and_a_copy_of_the_folder_are_noticed(tmp_path):
+    train(make(tmp_path / "run", noise_seed=None), steps=4).close()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copy = make(tmp_path / "copy", noise_seed=None)
+    assert copy._keys.copied
+    copy.close()
+    ledger = tmp_path / "run/ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(UserError, match="lost entries"):
+        make(tmp_path / "run", noise_seed=None)
