@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,52 @@ from rich.console import Console
 from rich.table import Table
 
 from dpexp import record
-from dpexp.auditing import canaries, one_run
+from dpexp.auditing import canaries, gaussian, one_run
 from dpexp.auditing.canaries import Planted, Without
+from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
 from dpexp.checks import did_you_mean
 from dpexp.config import RunConfig, hydra_entry, signature, to_dict
 from dpexp.durable import write_atomic, write_json
 from dpexp.errors import UserError
 from dpexp.metrics import exposure
 from dpexp.models import ModelBundle, build_model, build_tokenizer
+from dpexp.privacy.events import ADD_OR_REMOVE_ONE
+from dpexp.privacy.keys import Keys, delete_key, open_keys
 from dpexp.privacy.plan import resolve_delta
-from dpexp.privacy.sampling import load_or_make_key
 from dpexp.sweeps import Result
 from dpexp.tasks import Task, build_task
-from dpexp.trackers import tracking
-from dpexp.train import INTERRUPTED, announce, build_plan, choose_device, how_to_resume, summarise
+from dpexp.trackers import tells_all, tracking
+from dpexp.train import (
+    INTERRUPTED,
+    announce,
+    build_plan,
+    choose_device,
+    how_to_resume,
+    number_of_steps,
+    summarise,
+)
 from dpexp.training.batching import Sampler, sampler_for
 from dpexp.training.loop import Trainer
 from dpexp.training.progress import Progress
 from dpexp.training.state import disk_errors, exclusive
 
-METHODS = ("one_run", "exposure")
+METHODS = ("one_run", "white_box", "exposure")
 REFUTES = (
     "a lower bound from one run: above the claimed epsilon it refutes the claim; below, it confirms nothing"
 )
 ADJACENCY = (
     "canaries take the slots of examples drawn at random, so that N stays as declared; the slot of a canary that is out stays "
-    f"empty. So it is this relation that is audited: {record.NEIGHBOURS}"
+    f"empty. So it is this relation that is audited: {ADD_OR_REMOVE_ONE}"
 )
 BLACK_BOX = "the attacker sees the last model alone; epsilon also covers one who sees every step, so a gap is to be expected"
+WHITE_BOX = (
+    "the attacker sees the noisy sum of every step, and each canary's gradient is as long as clipping allows, in a direction of "
+    "its own: what ε is about, so the bound should come close to it"
+)
+ESTIMATORS = (
+    "each estimator has its share of the error; the Gaussian pair takes scores for independent and Gaussian, which full batches "
+    "make them; the others do without"
+)
 NOT_A_MODEL = "the training data holds canaries: this model is for the audit alone"
 CHANCE = "a secret that was never trained on has a mean exposure of 1/ln 2 = 1.44 bits"
 SHARED = "the secrets of all repetitions are in one training set; Li et al., Table 9, has a training set for each repetition"
@@ -78,10 +96,12 @@ def main(run: AuditConfig) -> dict[str, float]:
             else:
                 show(summary, folder, console)
                 console.print("this audit is finished: nothing was trained again", markup=False)
+            if not run.privacy.keep_key:
+                delete_key(folder)
     except KeyboardInterrupt:
         console.print(how_to_resume(folder), markup=False)
         sys.exit(INTERRUPTED)
-    first = "epsilon_lower" if run.method == "one_run" else f"exposure_{run.repetitions[0]}"
+    first = f"exposure_{run.repetitions[0]}" if run.method == "exposure" else "epsilon_lower"
     return Result(summary["metrics"], first)
 
 
@@ -102,6 +122,10 @@ def check(run: AuditConfig) -> None:
         raise UserError(
             f"content={run.content} is not a choice{did_you_mean(run.content, canaries.CONTENTS)}"
         )
+    if run.privacy.sampling == "fixed":
+        raise UserError(
+            "an audit leaves examples out, and sampling=fixed is about replacing them: use Poisson batches"
+        )
     if not 0 < run.confidence < 1:
         raise UserError(f"confidence={run.confidence} must be between 0 and 1")
     if not run.guesses or not all(0 < share <= 1 for share in run.guesses):
@@ -112,6 +136,10 @@ def check(run: AuditConfig) -> None:
         )
     if not run.repetitions or len(set(run.repetitions)) < len(run.repetitions):
         raise UserError(f"repetitions={list(run.repetitions)}: give different counts, such as [1,10,100]")
+    if run.model.frozen_features:
+        raise UserError(
+            "model.frozen_features=true: an audit plants texts in front of the encoder; leave it false"
+        )
     run.task.generation.when = "never"
 
 
@@ -134,26 +162,26 @@ def audit(run: AuditConfig, folder: Path, console: Console) -> dict[str, Any]:
         head=task.head, num_labels=len(task.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
         image_shape=task.image_shape,
     )  # fmt: skip
-    key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
-    method = one_run_audit if run.method == "one_run" else exposure_audit
-    summary = method(run, folder, console, task, bundle, key)
+    keys = open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}")
+    method = {"one_run": one_run_audit, "white_box": white_box_audit, "exposure": exposure_audit}[run.method]
+    summary = method(run, folder, console, task, bundle, keys)
     write_json(folder / "summary.json", summary)
     show(summary, folder, console)
     return summary
 
 
 def one_run_audit(
-    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, key: bytes
+    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, keys: Keys
 ) -> dict[str, Any]:
     """Coins, one training, guesses by how far each canary's loss fell (Steinke et al. 2023); see `dpexp.auditing.one_run`."""
     device = choose_device(run.runtime.device)
-    slots = canaries.choose_slots(task.num_examples, run.canaries, key)
-    included = canaries.flip_coins(len(slots), key)
-    made = canaries.make_canaries(task, bundle.tokenizer, slots, run.content, key)
+    slots = canaries.choose_slots(task.num_examples, run.canaries, keys.run)
+    included = canaries.flip_coins(len(slots), keys.run)
+    made = canaries.make_canaries(task, bundle.tokenizer, slots, run.content, keys.run)
     planted = Planted(task, dict(zip(slots.tolist(), made, strict=True)), {})  # as long as what stood there
     before = canaries.canary_losses(task, bundle.model.to(device), made, device)
     trainer, summary = train_once(
-        run, folder, console, planted, bundle, key, lambda sampler: Without(sampler, slots[~included])
+        run, folder, console, planted, bundle, keys, lambda sampler: Without(sampler, slots[~included])
     )
     after = canaries.canary_losses(task, trainer.model, made, device)
     delta = trainer.plan.delta if trainer.plan else resolve_delta(run.privacy.delta, task.num_examples)
@@ -179,24 +207,120 @@ def one_run_audit(
     return summary
 
 
+def white_box_audit(
+    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, keys: Keys
+) -> dict[str, Any]:
+    """Gradient canaries, one training, and one who sees every noisy sum; see `dpexp.auditing.white_box`.
+
+    Raises:
+        UserError: nothing is clipped, or there are several clipping groups.
+    """
+    if not run.clip.private or run.clip.groups != "flat":
+        raise UserError(
+            f"method=white_box sees what a gradient of length C does, which needs one clipping group: clip={run.clip.name} has "
+            "none or several. Take clip=flat, or method=one_run"
+        )
+    slots = canaries.choose_slots(task.num_examples, run.canaries, keys.run)
+    included = canaries.flip_coins(len(slots), keys.run)
+    planted = WithGradientCanaries(task, slots, run.clip.clip_norm)
+    watched = Watched(bundle.model, len(slots))
+    observer = Observer(len(slots), min(1.0, run.optim.batch_size / task.num_examples))
+
+    def watch(trainer: Trainer) -> None:
+        if trainer.step:
+            raise UserError(
+                f"method=white_box must see every step, and {trainer.step} are done: delete {folder} and begin again"
+            )
+        release = trainer.stepper.release
+        assert release is not None
+        add_noise = release.add_noise
+
+        def seen(step: int, attempt: int, counts: torch.Tensor) -> torch.Tensor | None:
+            (threshold,), (std,) = release.policy.values.tolist(), release.noise(step)["gradients"]
+            noisy_counts = add_noise(step, attempt, counts)
+            assert watched.canary_table.weight.grad is not None
+            observer.see(watched.canary_table.weight.grad, threshold, std)
+            return noisy_counts
+
+        release.add_noise = seen  # type: ignore[method-assign]
+
+    trainer, summary = train_once(
+        run, folder, console, planted, replace(bundle, model=watched), keys,
+        lambda sampler: Without(sampler, slots[~included]), watch,
+    )  # fmt: skip
+    assert trainer.plan is not None
+    delta, scores = trainer.plan.delta, observer.scores
+    shares = len(run.guesses)
+    rows = estimates(scores, included, run.guesses, delta, run.confidence)
+    lower = max(float(row["epsilon_lower"]) for row in rows)
+    claimed = summary["privacy"]["epsilon"][summary["privacy"]["accountant"]]
+    summary["metrics"] |= {"epsilon_lower": lower, "guess_accuracy": rows[0]["correct"] / rows[0]["guesses"]}
+    summary["audit"] = {
+        "method": run.method,
+        "what": REFUTES,
+        "epsilon_lower": lower,
+        "epsilon_claimed": claimed,
+        "refuted": lower > claimed,
+        "delta": delta,
+        "confidence": run.confidence,
+        "canaries": len(slots),
+        "included": int(included.sum()),
+        "score": f"log-likelihood ratio of {trainer.steps} noisy sums; {2 * shares + 2} estimators share the error",
+        "rows": rows,
+        "notes": [ADJACENCY, WHITE_BOX, ESTIMATORS, NOT_A_MODEL],
+    }
+    return summary
+
+
+def estimates(
+    scores: np.ndarray, included: np.ndarray, guesses: list[float], delta: float, confidence: float
+) -> list[dict[str, Any]]:
+    """Every estimator's bound on ε, each at its share of the error, so that the best of them is one at `confidence`.
+
+    Args:
+        scores: `[m]`, larger where a canary looks in.
+        included: `[m]`, the coins.
+        guesses: shares of the canaries that the estimators by guesses guess.
+        delta: of the claim.
+        confidence: of the best bound.
+    """
+    level = 1 - (1 - confidence) / (2 * len(guesses) + 2)
+    rows: list[dict[str, Any]] = []
+    for share in guesses:
+        # at this level already: attempts() would share the error among its own shares alone
+        (found,) = one_run.attempts(scores, included, [share], delta, level)
+        counts = {"guesses": found.guesses, "correct": found.correct}
+        rows.append({"estimator": "Steinke"} | counts | {"epsilon_lower": found.epsilon_lower})
+        bound = gaussian.fdp_lower_bound(len(included), found.guesses, found.correct, delta, level)
+        rows.append({"estimator": "f-DP"} | counts | {"epsilon_lower": bound})
+    middle = float(np.median(scores))
+    right = int(((scores > middle) == included).sum())
+    counts = {"guesses": len(included), "correct": right}
+    bound = gaussian.pair_lower_bound(scores, included, delta, level)
+    rows.append({"estimator": "Gaussian pair"} | counts | {"epsilon_lower": bound})
+    bound = gaussian.two_world_lower_bound(scores, included, 0.0, delta, level)
+    rows.append({"estimator": "two worlds"} | counts | {"epsilon_lower": bound})
+    return rows
+
+
 def exposure_audit(
-    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, key: bytes
+    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, keys: Keys
 ) -> dict[str, Any]:
     """Random secrets in k examples each, one training, and how far they then stand out (Li et al., App. M, Table 9)."""
     device = choose_device(run.runtime.device)
-    secrets = canaries.make_secrets(task, run.repetitions, run.secrets, key)
+    secrets = canaries.make_secrets(task, run.repetitions, run.secrets, keys.run)
     copies = [secret for secret in secrets for _ in range(secret.repetitions)]
-    slots = canaries.choose_slots(task.num_examples, len(copies), key).tolist()
+    slots = canaries.choose_slots(task.num_examples, len(copies), keys.run).tolist()
     lengths = [len(secret.prompt) + len(secret.example.target) for secret in copies]
     planted = Planted(
         task,
         dict(zip(slots, (secret.example for secret in copies), strict=True)),
         dict(zip(slots, lengths, strict=True)),
     )
-    trainer, summary = train_once(run, folder, console, planted, bundle, key)
+    trainer, summary = train_once(run, folder, console, planted, bundle, keys)
     found = []
     for secret in secrets:
-        loss, others = canaries.secret_losses(task, trainer.model, secret, run.candidates, device, key)
+        loss, others = canaries.secret_losses(task, trainer.model, secret, run.candidates, device, keys.run)
         fitted = exposure.fit(others)
         found.append(
             {
@@ -235,35 +359,40 @@ def train_once(
     console: Console,
     task: Task,
     bundle: ModelBundle,
-    key: bytes,
+    keys: Keys,
     sampled: Callable[[Sampler], Sampler] = lambda sampler: sampler,
+    watch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> tuple[Trainer, dict[str, Any]]:
     """The training of `dpexp.train`, with the plan made of the configuration and N as ever. Exits with 130 if interrupted.
 
     Args:
         task: with its canaries.
-        key: the run's secret.
+        keys: the secrets of the run.
         sampled: what is made of the plan's sampler.
+        watch: is given the trainer before its first step.
 
     Returns:
         The trainer, its model detached from the clipper, and the record of a training run.
     """
     batch, total = run.optim.batch_size, task.num_examples
-    steps = run.optim.steps or max(1, round((run.optim.epochs or 0) * total / batch))
+    steps = number_of_steps(run, total)
     if run.individual.name != "none":
         raise UserError(
             "an audit estimates one epsilon, and individual budgets are several: set individual=none"
         )
     plan = build_plan(run, total, steps)
-    sampler = sampled(sampler_for(run.privacy.sampling, total, batch, key))
+    sampler = sampled(sampler_for(run.privacy.sampling, total, batch, keys.draws))
     device = choose_device(run.runtime.device)
     with tracking(run, to_dict(run), folder) as tracker:
         trainer = Trainer(
             run, task, bundle, plan,
-            steps=steps, expected_batch=batch, sampler=sampler, key=key, signature=signature(run),
+            steps=steps, expected_batch=batch, sampler=sampler, keys=keys, signature=signature(run),
             folder=folder, device=device,
-            metrics=record.Metrics(folder / "metrics.jsonl", run.privacy.release == "strict", tracker),
+            metrics=record.Metrics(
+                folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run)
+            ),
         )  # fmt: skip
+        watch(trainer)
         announce(run, trainer, folder, console)
         with Progress(steps, trainer.step, plan.delta if plan else None, device, console) as progress:
             outcome = trainer.train(progress)
@@ -279,7 +408,7 @@ def show(summary: dict[str, Any], folder: Path, console: Console) -> None:
     """The table, the verdict, and what it is worth."""
     console.print(table_of(summary))
     found = summary["audit"]
-    if found["method"] == "one_run":
+    if found["method"] != "exposure":
         claimed = found["epsilon_claimed"]
         if found["refuted"]:
             verdict = f"REFUTED: the training leaks more than the claimed epsilon of {claimed:.4g} allows"
@@ -299,9 +428,10 @@ def table_of(summary: dict[str, Any]) -> Table:
     claimed = privacy["epsilon"][privacy["accountant"]] if privacy["accountant"] else None
     shown = "none" if claimed is None else f"{claimed:.4g} ({privacy['accountant']})"
     title = f"audit: {summary['task']}  {summary['clip']}  scale={summary['scale']}"
-    if found["method"] == "one_run":
+    if found["method"] != "exposure":
         title += f", {found['canaries']} canaries, delta {found['delta']:.3g}"
         table = Table(
+            "estimator",
             "guesses",
             "right",
             "share",
@@ -312,8 +442,9 @@ def table_of(summary: dict[str, Any]) -> Table:
         for row in found["rows"]:
             share = row["correct"] / row["guesses"]
             table.add_row(
-                str(row["guesses"]), str(row["correct"]), f"{share:.3f}", f"{row['epsilon_lower']:.4f}", shown
-            )
+                row.get("estimator", "Steinke"), str(row["guesses"]), str(row["correct"]), f"{share:.3f}",
+                f"{row['epsilon_lower']:.4f}", shown,
+            )  # fmt: skip
         return table
     title += f", {found['candidates']} of 2^{found['space_bits']:.1f} candidates"
     table = Table(

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -12,6 +13,8 @@ from dpexp import record
 from dpexp.audit import AuditConfig, audit, audit_folder, check, table_of
 from dpexp.config import compose, to_dict
 from dpexp.errors import UserError
+from dpexp.privacy.events import ADD_OR_REMOVE_ONE
+from dpexp.training import release
 
 TINY = [
     "scale=demo", "clip=flat", "optim.epochs=null", "optim.steps=2", "runtime=cpu", "runtime.physical_batch_size=64",
@@ -67,7 +70,7 @@ def test_one_run(tmp_path):
     assert not found["refuted"]
     assert "not refuted" in printed
     assert "confirms nothing" in printed
-    assert record.NEIGHBOURS in printed
+    assert ADD_OR_REMOVE_ONE in printed
     assert yaml.safe_load((folder / "config.yaml").read_text())["method"] == "one_run"
 
 
@@ -110,6 +113,10 @@ def test_a_claim_that_is_exceeded_is_called_refuted():
         (["guesses=[0.0]"], "above 0"),
         (["candidates=3"], "50"),
         (["repetitions=[2,2]"], "different counts"),
+        (
+            ["scale=small", "model.pooling=mean", "model.trainable=head", "model.frozen_features=true"],
+            "plants texts",
+        ),
     ],
 )
 def test_bad_settings_are_refused(overrides, message):
@@ -135,3 +142,37 @@ def test_a_misspelt_setting_is_named():
 def one_thread():
     yield
     torch.set_flush_denormal(False)  # the audit sets it, as training does; the process goes on
+
+
+WHITE_BOX = [
+    "task=sst2",
+    "method=white_box",
+    "canaries=300",
+    "data.num_examples=300",
+    "optim.batch_size=300",
+    *TINY,
+]
+
+
+@pytest.mark.parametrize("noise", [1.0, 0.05])
+def test_the_white_box_audit_refutes_noise_that_is_too_small_and_no_other(tmp_path, monkeypatch, noise):
+    """Of the whole command: canaries that pass through clipping, noise and ledger, and one who sees every noisy sum."""
+    right = release.add_gaussian_
+    monkeypatch.setattr(
+        release,
+        "add_gaussian_",
+        lambda sums, stds, **named: right(sums, np.multiply(stds, noise).tolist(), **named),
+    )
+    summary, _, printed = audited(tmp_path, *WHITE_BOX, "privacy.epsilon=4", "privacy.delta=1e-5")
+    found = summary["audit"]
+    assert found["epsilon_claimed"] == pytest.approx(4.0, abs=0.01)
+    assert found["refuted"] == (noise < 1)
+    assert ("REFUTED" in printed) == (noise < 1)
+    if noise == 1:
+        assert 0.5 * 4 < found["epsilon_lower"] <= 4
+    assert {row["estimator"] for row in found["rows"]} == {"Steinke", "f-DP", "Gaussian pair", "two worlds"}
+
+
+def test_the_white_box_audit_needs_one_clipping_group(tmp_path):
+    with pytest.raises(UserError, match="one clipping group"):
+        audited(tmp_path, *WHITE_BOX, "clip=adaptive_perlayer")

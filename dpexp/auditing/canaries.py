@@ -31,10 +31,8 @@ from dpexp.training.evaluation import evaluating
 
 CONTENTS = ("random", "mislabelled")
 BATCH = 32  # canaries per forward pass
-VOCABULARY, LENGTH = (
-    10,
-    5,
-)  # words to draw from, and words of a secret (Li et al., App. M: 10, and 5 on average)
+# words to draw from, and words of a secret (Li et al., App. M: 10, and 5 on average)
+VOCABULARY, LENGTH = 10, 5
 FIELDS = ("name", "Type", "area")
 
 

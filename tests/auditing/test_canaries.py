@@ -10,9 +10,10 @@ from dpexp.auditing.canaries import Planted, Without
 from dpexp.auditing.one_run import attempts
 from dpexp.errors import UserError
 from dpexp.metrics import exposure
+from dpexp.privacy.keys import Keys
 from dpexp.privacy.sampling import PoissonSampler
 from dpexp.tasks import classification, images, sequences
-from dpexp.training import mechanism
+from dpexp.training import release
 from tests.training.tiny import TinyTask, make_trainer, tiny_run, train
 
 KEY = b"k" * 32
@@ -52,7 +53,7 @@ def audited(folder):
     model = linear(200)
     before = canaries.canary_losses(planted, model, made, torch.device("cpu"))
     sampler = Without(PoissonSampler(200, 0.5, KEY), slots[~included])
-    trainer = make_trainer(folder, run, task=planted, model=model, sampler=sampler, key=KEY)
+    trainer = make_trainer(folder, run, task=planted, model=model, sampler=sampler, keys=Keys(KEY, KEY))
     train(trainer)
     trainer.detach()
     after = canaries.canary_losses(planted, trainer.model, made, torch.device("cpu"))
@@ -68,8 +69,8 @@ def test_right_noise_is_not_refuted(tmp_path):
 
 
 def test_noise_that_is_too_small_is_refuted(tmp_path, monkeypatch):
-    right = mechanism.noise_stds
-    monkeypatch.setattr(mechanism, "noise_stds", lambda *arguments: right(*arguments) / 30)
+    right = release.noise_stds
+    monkeypatch.setattr(release, "noise_stds", lambda *arguments: right(*arguments) / 30)
     lower, claimed = audited(tmp_path)
     assert lower > claimed
 
