@@ -12,8 +12,16 @@ from torch import nn
 
 from dpexp.errors import UserError
 from dpexp.models.causal import check_causal
+from dpexp.models.custom import custom_network
 from dpexp.models.finetuning import prepare
-from dpexp.models.images import FAMILIES, build_image_network, image_inputs, inputs_of_config, sees_images
+from dpexp.models.images import (
+    FAMILIES,
+    ImageInputs,
+    build_image_network,
+    image_inputs,
+    inputs_of_config,
+    sees_images,
+)
 from dpexp.models.networks import (
     described_head,
     load_config,
@@ -56,6 +64,13 @@ def build_tokenizer(model: ModelConfig, *, scale: str) -> Any:
     """
     if model.family in FAMILIES:
         return image_inputs(model)
+    if model.family == "custom":
+        if not model.tokenizer:
+            return ImageInputs()
+        with _quiet():
+            tokenizer = load_tokenizer(model, None, None)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return tokenizer
     source = _locate(model, scale)
     with _quiet():
         config = load_config(model, source)
@@ -102,6 +117,14 @@ def build_model(
             network, described = build_image_network(model, image_shape, num_labels, scale, seed)
             network, trainable = prepare(network, model, peft, head=head, seed=seed)
         return ModelBundle(network, None, described, trainable)
+    if model.family == "custom":
+        with _drawn_from(seed):
+            network = custom_network(
+                model, head=head, num_labels=num_labels, image_shape=image_shape, tokenizer=tokenizer
+            )
+            network, trainable = prepare(network, model, peft, head=head, seed=seed)
+        described = f"{model.factory} (seed {seed})"
+        return ModelBundle(network, None if image_shape else tokenizer, described, trainable)
     source = _locate(model, scale)
     with _quiet(), _drawn_from(seed):
         config = load_config(model, source)
@@ -116,9 +139,7 @@ def build_model(
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a decoder's cache of keys and values serves generation only
         weights = None if model.retrain else source
-        network = (
-            random_network(config, head) if weights is None else pretrained_network(config, weights, head)
-        )
+        network = _network(config, weights, head, model.pooling)
         network.train()
         if head == "causal_lm":
             check_causal(network)
@@ -133,6 +154,23 @@ def build_model(
         trainable,
         weights.sha256 if weights else None,
     )
+
+
+def _network(config: Any, weights: Source | None, head: str, pooling: str) -> nn.Module:
+    """With the head that the architecture has, or, for a classifier of text, on what is pooled of the encoder."""
+    if pooling == "own":
+        return random_network(config, head) if weights is None else pretrained_network(config, weights, head)
+    if head != "classifier":
+        raise UserError(f"model.pooling={pooling} is for classifiers of text: leave it at own")
+    from dpexp.models.pooling import PooledClassifier, encoder_arguments
+
+    arguments = encoder_arguments(config)
+    encoder: Any = (
+        random_network(config, "encoder", **arguments)
+        if weights is None
+        else pretrained_network(config, weights, "encoder", **arguments)
+    )
+    return PooledClassifier(encoder, pooling)
 
 
 def _locate(model: ModelConfig, scale: str) -> Source | None:

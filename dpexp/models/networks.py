@@ -24,8 +24,9 @@ HEADS = {
     "image_classifier": "AutoModelForImageClassification",
     "masked_lm": "AutoModelForMaskedLM",
     "causal_lm": "AutoModelForCausalLM",
+    "encoder": "AutoModel",
 }
-"""What a task asks for (`Task.head`) -> the transformers class that makes it."""
+"""What a task asks for (`Task.head`), or "encoder" for a head of our own -> the transformers class that makes it."""
 
 
 def load_config(model: ModelConfig, source: Source | None) -> Any:
@@ -88,21 +89,21 @@ def set_dropout(config: Any, model: ModelConfig) -> None:
             setattr(config, key, value)
 
 
-def random_network(config: Any, head: str = "classifier") -> nn.Module:
+def random_network(config: Any, head: str = "classifier", **arguments: Any) -> nn.Module:
     """A network drawn from torch's global generator, float32.
 
     Raises:
         UserError: the library can't make a classifier of this config.
     """
     try:
-        return _auto_class(head).from_config(config, dtype=torch.float32)
+        return _auto_class(head).from_config(config, dtype=torch.float32, **arguments)
     except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
         raise UserError(
             f"no {head.replace('_', ' ')} can be made of this {config.model_type} config: {_first_line(error)}"
         ) from error
 
 
-def pretrained_network(config: Any, source: Source, head: str = "classifier") -> nn.Module:
+def pretrained_network(config: Any, source: Source, head: str = "classifier", **arguments: Any) -> nn.Module:
     """A network with the source's weights, float32; the head is drawn from torch's global generator where it is new.
 
     Its attribute `drawn_parameters` names what is new; see `described_head`.
@@ -119,6 +120,7 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier") ->
                 ignore_mismatched_sizes=True,  # a head for other classes; anything else is refused below
                 output_loading_info=True,
                 **source.loading_arguments(),
+                **arguments,
             )
         except Exception as error:  # the libraries for files, formats and the hub each raise their own
             raise not_found("model.id", source.location, reason, error) from error

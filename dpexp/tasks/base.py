@@ -5,7 +5,6 @@ A new kind of task is one file with a subclass of `Task` and one line in `KINDS`
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
+from dpexp.models.custom import imported
 from dpexp.models.images import ImageInputs
 
 if TYPE_CHECKING:
@@ -65,11 +65,13 @@ class Task(ABC):
     head: what the model must end in: "classifier", "image_classifier", "masked_lm" or "causal_lm".
     rows_per_example: M adjacent rows of a batch belong to one example (augmentation multiplicity); `losses` stays `[B]`.
     image_shape: channels, height and width of what the model sees; None for text.
+    pad_to: tokens that every text is padded to; None for the longest of its batch.
     """
 
     head: ClassVar[str] = "classifier"
     rows_per_example: int = 1
     image_shape: tuple[int, int, int] | None = None
+    pad_to: int | None = None
 
     name: str
     num_examples: int
@@ -81,6 +83,10 @@ class Task(ABC):
     @abstractmethod
     def collate(self, examples: list[Any]) -> dict[str, Tensor]:
         """A batch, padded to its longest example; of no examples, tensors with a first dimension of 0."""
+
+    def blank(self) -> Any | None:
+        """A made-up example of the largest size that training can meet, to try with where dev is empty; None: not known."""
+        return None
 
     def augmented(
         self, batch: dict[str, Tensor], indices: np.ndarray, seed: int, step: int
@@ -186,13 +192,33 @@ def build_task(task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any, s
     Raises:
         UserError: data that can't be found, is malformed, or is not of the declared size.
     """
-    if task.kind not in KINDS:
-        raise UserError(f"task.kind={task.kind} is unknown: choose one of {', '.join(KINDS)}")
-    module, name = KINDS[task.kind].split(":")
-    made_of = getattr(importlib.import_module(module), name)
+    if task.kind == "custom":
+        made_of = imported("task.factory", task.factory)
+        if not (isinstance(made_of, type) and issubclass(made_of, Task)):
+            raise UserError(f"task.factory={task.factory} is no subclass of dpexp.tasks.Task")
+    elif task.kind in KINDS:
+        made_of = imported("task.kind", KINDS[task.kind])
+    else:
+        raise UserError(f"task.kind={task.kind} is unknown: choose one of {', '.join(KINDS)}, custom")
     _check_model(task, made_of.head, tokenizer)
     made: Task = made_of(task, data, scale, tokenizer)
+    if task.kind == "custom":
+        check_num_examples(task, data, scale, len(made.train), f"task.factory={task.factory}")
     return made
+
+
+def padded_length(task: TaskConfig, tokenizer: Any) -> int | None:
+    """`task.pad_to`, where the model can read so many tokens.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if task.pad_to is not None and task.pad_to > tokenizer.model_max_length:
+        raise UserError(
+            f"task.pad_to={task.pad_to} is more than the {tokenizer.model_max_length} tokens that the model can read: give at "
+            "most so many, and task.max_length no more"
+        )
+    return task.pad_to
 
 
 def _check_model(task: TaskConfig, head: str, tokenizer: Any) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from dpexp.errors import UserError
 from dpexp.metrics import METRICS, check_metric
-from dpexp.tasks.base import COUNTED, DataInfo, Progress, Task, check_num_examples, declared_num_examples
+from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
 from dpexp.tasks.demo import DEMO_LABELS
 from dpexp.tasks.files import Table
-from dpexp.tasks.lookup import Columns, Found, columns_of, find_tables
+from dpexp.tasks.sources import Found
+from dpexp.tasks.tables import Columns, columns_of, find_tables
 from dpexp.tasks.tokens import TokenTable, tokenize, tokenize_cached
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 
 MOST_CLASSES = 1000  # more distinct values than this are a mistaken column, unless they are declared
+FEW_CLASSES = 20  # so many are never a mistake, and are listed in messages
+NO_LABEL = ("", "nan", "null", "none", "na", "n/a", "<na>")  # what programs write for a missing cell
 
 
 class Example(NamedTuple):
@@ -80,24 +83,28 @@ class TextClassification(Task):
         """
         check_metric(task.metric, len(task.labels) or None)
         found = find_tables(task, data, scale)
-        train = found.tables["train"]
+        train = found.splits["train"]
         self.name = task.name
         self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
         columns = columns_of(task, data)
         self.labels, notes = _classes(task, found, columns)
         check_metric(task.metric, len(self.labels))
-        if declared_num_examples(task, data, scale) is None:
-            notes.append(COUNTED)
         self.metric = METRICS[task.metric]
         self.metric_name = task.metric
         self.pad_token = int(tokenizer.pad_token_id)
         self.wants_segments = "token_type_ids" in tokenizer.model_input_names
         max_length = min(data.max_length or task.max_length, tokenizer.model_max_length)
+        self.pad_to = padded_length(task, tokenizer)
+        self.longest = max_length
         cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
         self.splits: dict[str, Examples] = {}  # "train", "dev", and perhaps more whose names begin with "dev"
-        for split, table in found.tables.items():
+        for split, table in found.splits.items():
             targets = _targets(table, columns.label, self.labels)
             texts = table.columns[columns.text]
+            if not any(text.strip() for text in texts):
+                raise UserError(
+                    f"{table.where}: column {columns.text} is empty in all {len(table)} rows: is it the text's?"
+                )
             pairs = table.columns[columns.text_pair] if columns.text_pair else None
             content = " ".join([table.sha256, str(columns.wanted), *filter(None, [table.part])])
             tokens = self._tokenize(cache, content, tokenizer, texts, pairs, max_length)
@@ -119,15 +126,7 @@ class TextClassification(Task):
             self.splits[split] = Examples(tokens, targets)
         self.train: Examples = self.splits["train"]
         self.dev: Examples = self.splits.get("dev", _NO_EXAMPLES)
-        if "dev" not in self.splits:
-            notes.append("no dev set was given (data.dev), so nothing is measured")
-        self.data = DataInfo(
-            source=found.source,
-            name=found.name,
-            rows={split: len(table) for split, table in found.tables.items()},
-            sha256={split: table.sha256 for split, table in found.tables.items()},
-            notes=notes,
-        )
+        self.data = found.info(task, data, scale, notes)
 
     def _tokenize(
         self,
@@ -163,15 +162,20 @@ class TextClassification(Task):
             ).truncated
         )
 
+    def blank(self) -> Example:
+        """As many tokens as an example can have, of class 0."""
+        tokens = np.full(self.longest, self.pad_token, np.int32)
+        return Example(tokens, np.zeros(self.longest, np.uint8) if self.wants_segments else None, 0)
+
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
-        """Pad on the right to the longest of the examples.
+        """Pad on the right to the longest of the examples, or to `pad_to`.
 
         Returns:
             `input_ids`, `attention_mask` and, where the model asks for it, `token_type_ids`, all int64 `[B, T]`;
-            `labels` int64 `[B]`. Without examples B = 0 and T = 1.
+            `labels` int64 `[B]`. Without examples B = 0 and T = 1 (or `pad_to`).
         """
         lengths = np.array([len(example.tokens) for example in examples], dtype=np.int64)
-        mask = np.arange(lengths.max(initial=1)) < lengths[:, None]
+        mask = np.arange(lengths.max(initial=self.pad_to or 1)) < lengths[:, None]
         batch = {
             "input_ids": self._padded(mask, [example.tokens for example in examples], self.pad_token),
             "attention_mask": torch.from_numpy(mask.astype(np.int64)),
@@ -240,7 +244,9 @@ class TextClassification(Task):
         return logits.argmax(-1).cpu().numpy(), _cross_entropy(logits, batch["labels"]).cpu().numpy()
 
     def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+        output = model(**{name: tensor for name, tensor in batch.items() if name != "labels"})
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        return logits
 
     def _padded(self, mask: np.ndarray, rows: list[np.ndarray], padding: int) -> Tensor:
         padded = np.full(mask.shape, padding, dtype=np.int64)
@@ -254,19 +260,28 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(at_least_float32), labels, reduction="none")
 
 
-def _classes(task: TaskConfig, found: Found, columns: Columns) -> tuple[list[str], list[str]]:
+def _classes(task: TaskConfig, found: Found[Table], columns: Columns) -> tuple[list[str], list[str]]:
     """The classes, and what the record must say about them."""
     if task.labels:
         return [str(label) for label in task.labels], []
     if found.source == "demo":
         return list(DEMO_LABELS), []
-    train = found.tables["train"]
-    labels = sorted(set(train.columns[columns.label]))
-    if len(labels) < 2:
-        raise UserError(f"{train.where}: column {columns.label} holds one class alone, {labels[0]}")
-    if len(labels) > MOST_CLASSES:
+    train = found.splits["train"]
+    column = train.columns[columns.label]
+    where, labels = f"{train.where}: column {columns.label}", sorted(set(column))
+    if (
+        blank := next((row for row, label in enumerate(column) if label.strip().lower() in NO_LABEL), None)
+    ) is not None:
         raise UserError(
-            f"{train.where}: column {columns.label} holds {len(labels)} distinct values; is it the label's?"
+            f"{train.at(blank)}: column {columns.label} holds no label: repair the row, take it out, or declare the classes with "
+            "task.labels=[...]"
+        )
+    if len(labels) < 2:
+        raise UserError(f"{where} holds one class alone")
+    if len(labels) > MOST_CLASSES or len(labels) > max(FEW_CLASSES, len(column) / 2):
+        raise UserError(
+            f"{where} holds {len(labels)} distinct values in {len(column)} rows, as numbers or texts do and classes don't: is "
+            "it the label's? task.labels=[...] declares the classes"
         )
     some = ", ".join(labels[:10]) + (", ..." if len(labels) > 10 else "")
     return labels, [
@@ -279,9 +294,10 @@ def _targets(table: Table, column: str, labels: Sequence[str]) -> np.ndarray:
     number = {label: i for i, label in enumerate(labels)}
     targets = np.empty(len(table), dtype=np.int64)
     for row, label in enumerate(table.columns[column]):
-        if label not in number:
+        if label not in number:  # which stays unsaid: it is a private value
+            known = ", ".join(labels) if len(labels) <= FEW_CLASSES else f"{labels[0]}, {labels[1]}, ..."
             raise UserError(
-                f"{table.at(row)}: label {label!r} is outside the classes {', '.join(labels[:20])}"
+                f"{table.at(row)}: the label in column {column} is none of the {len(labels)} classes {known}"
             )
         targets[row] = number[label]
     return targets

@@ -21,6 +21,7 @@ from typing import Any
 from dpexp.errors import UserError
 
 COMPRESSIONS = {"": None, ".gz": gzip.decompress, ".xz": lzma.decompress}
+LONGEST_NAME = 30  # of a column
 FORMATS = (".tsv", ".csv", ".json", ".jsonl")
 Row = tuple[int, Sequence[str]]
 """The line that a row starts on, counted from 1, and the wanted cells."""
@@ -250,7 +251,7 @@ def _delimited(
             there = "task.columns names" if header else "the header has"
             raise UserError(
                 f"{path}, line {line}: malformed row: {len(cells)} {delimiter}-separated cells where {there} "
-                f"{len(names)} ({', '.join(names)}); task.malformed=skip leaves such rows out and counts them"
+                f"{len(names)} ({_names(names)}); task.malformed=skip leaves such rows out and counts them"
             )
 
 
@@ -293,9 +294,8 @@ def _cell(value: Any, where: str, column: str) -> str:
         return value
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)
-    raise UserError(
-        f"{where}: column {column} holds {json.dumps(value, default=str)[:40]}, neither text nor a number"
-    )
+    held = "nothing" if value is None else f"a {type(value).__name__}"  # not the value: it may be private
+    raise UserError(f"{where}: column {column} holds {held}, neither text nor a number")
 
 
 def _check_columns(where: Path | str, wanted: Sequence[str], there: Iterable[str]) -> None:
@@ -303,11 +303,16 @@ def _check_columns(where: Path | str, wanted: Sequence[str], there: Iterable[str
     missing = [name for name in wanted if name not in there]
     if missing:
         raise UserError(
-            f"{where}: no column {' and no column '.join(missing)}; the columns are {', '.join(there)}"
+            f"{where}: no column {' and no column '.join(missing)}; the columns are {_names(there)}"
         )
     twice = [name for name in wanted if there.count(name) > 1]
     if twice:
         raise UserError(f"{where}: the column {twice[0]} appears {there.count(twice[0])} times")
+
+
+def _names(columns: list[str]) -> str:
+    """Without what is too long for a name: the first line of a file without a header is a row, and may be private."""
+    return ", ".join(name if len(name) <= LONGEST_NAME else "(a text)" for name in columns)
 
 
 def _without_compression(path: Path) -> str:

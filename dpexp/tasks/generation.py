@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.tasks.base import COUNTED, DataInfo, Progress, Task, check_num_examples, declared_num_examples
+from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
 from dpexp.tasks.decoding import Context, decode
 from dpexp.tasks.files import Table
 from dpexp.tasks.formats import GROUP, SOURCE, TARGET
@@ -50,44 +50,36 @@ class Generation(Task):
         if task.metric not in SUITES:
             raise UserError(f"task.metric={task.metric} is unknown: choose one of {', '.join(SUITES)}")
         found = find_pairs(task, data, scale)
-        train = found.tables["train"]
+        train = found.splits["train"]
         self.name, self.labels, self.suite, self.settings = task.name, [], task.metric, task.generation
         self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
         self.tokenizer = tokenizer
         max_length = min(data.max_length or task.max_length, tokenizer.model_max_length)
+        self.pad_to = padded_length(task, tokenizer)
         frame = make_frame(tokenizer, task.generation, max_length)
         cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
-        self.tables = found.tables
-        self.splits = {s: tokenize_pairs(cache, table, tokenizer, frame) for s, table in found.tables.items()}
+        self.tables = found.splits
+        self.splits = {s: tokenize_pairs(cache, table, tokenizer, frame) for s, table in found.splits.items()}
         self.train: Sequences = self.splits["train"]
         self.dev: Sequences = self.splits.get("dev", Sequences(frame, NO_TOKENS, NO_TOKENS))
         if task.overlong == "error":
             for split, sequences in self.splits.items():
-                _refuse_cuts(found.tables[split], sequences)
+                _refuse_cuts(found.splits[split], sequences)
         notes = [
-            note for split in self.splits for note in _notes(split, found.tables[split], self.splits[split])
+            note for split in self.splits for note in _notes(split, found.splits[split], self.splits[split])
         ]
         notes += self._prompt_notes()
-        if declared_num_examples(task, data, scale) is None:
-            notes.append(COUNTED)
         if task.generation.when != "never":
             from dpexp.metrics import text  # heavy, and only needed for generated text
 
             models = task.generation.metric_models
             text.check(task.metric, models)  # what is missing is said now, not after an hour of training
             notes += text.notes(task.metric, models)
-        if "dev" not in self.splits:
-            notes.append("no dev set was given (data.dev), so nothing is measured")
-        self.data = DataInfo(
-            source=found.source,
-            name=found.name,
-            rows={split: len(table) for split, table in found.tables.items()},
-            sha256={split: table.sha256 for split, table in found.tables.items()},
-            notes=notes,
-        )
+        self.data = found.info(task, data, scale, notes)
 
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
-        """Pad on the right to the longest of the examples; see `dpexp.tasks.target_loss`.
+        """Pad on the right to the longest of the examples; see `dpexp.tasks.target_loss`. With `pad_to`: to that, and to the
+        longest allowed target.
 
         Returns:
             int64 `input_ids` `[B, T]`, `positions` and `targets` `[B, L]`. Without examples B = 0, T = 1 and L = 1.
@@ -95,6 +87,8 @@ class Generation(Task):
         rows = len(examples)
         longest = max((len(x.prompt) + len(x.target) - 1 for x in examples), default=1)
         most = max((len(x.target) for x in examples), default=1)
+        if self.pad_to is not None:
+            longest, most = self.pad_to, self.settings.max_target
         # Any token will do for the padding, which nothing sees; transformers would warn of its own padding token without a mask.
         input_ids = np.full((rows, longest), int(self.tokenizer.pad_token_id == 0), np.int64)
         positions = np.zeros((rows, most), np.int64)

@@ -51,9 +51,11 @@ def read_folder(
     Raises:
         UserError: a class without images, a subfolder that is no class, a file that can't be decoded, another size.
     """
-    if unknown := sorted(set(class_folders(folder, setting)) - set(labels)):
+    if unknown := set(class_folders(folder, setting)) - set(
+        labels
+    ):  # whose names stay unsaid: labels of private images
         raise UserError(
-            f"{setting}={folder}: the subfolder {unknown[0]} is none of the classes {', '.join(labels[:20])}"
+            f"{setting}={folder}: {len(unknown)} of its subfolders are none of the classes {', '.join(labels[:20])}"
         )
     paths: list[Path] = []
     numbers: list[int] = []

@@ -16,9 +16,9 @@ from dpexp.errors import UserError
 from dpexp.metrics import METRICS, check_metric
 from dpexp.models.images import ImageInputs
 from dpexp.tasks.augmentation import AUGMENTATIONS, augment, choices
-from dpexp.tasks.base import COUNTED, DataInfo, Progress, Task, check_num_examples, declared_num_examples
+from dpexp.tasks.base import Progress, Task, check_num_examples
 from dpexp.tasks.image_files import Images
-from dpexp.tasks.image_lookup import find_images
+from dpexp.tasks.image_sources import find_images
 
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
@@ -95,13 +95,7 @@ class ImageClassification(Task):
         self.mean, self.std = self._constants(task)
         self.train: Examples = Examples(train)
         self.dev: Examples = Examples(found.splits.get("dev") or _none_like(train))
-        self.data = DataInfo(
-            source=found.source,
-            name=found.name,
-            rows={split: len(images) for split, images in found.splits.items()},
-            sha256={split: images.sha256 for split, images in found.splits.items()},
-            notes=[*found.notes, *self._notes(task, data, scale, found.source)],
-        )
+        self.data = found.info(task, data, scale, self._notes(found.source))
 
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
         """Normalised pixels and labels.
@@ -119,6 +113,10 @@ class ImageClassification(Task):
             "pixel_values": torch.from_numpy(pixels).float() * scale + shift,
             "labels": torch.tensor([example.label for example in examples], dtype=torch.int64),
         }
+
+    def blank(self) -> Example:
+        """A black image of class 0."""
+        return Example(np.zeros(self.shape, np.uint8), 0)
 
     def augmented(
         self, batch: dict[str, Tensor], indices: np.ndarray, seed: int, step: int
@@ -210,7 +208,7 @@ class ImageClassification(Task):
             raise UserError(f"task.std={list(task.std)}: every deviation must be above 0")
         return found[0], found[1]
 
-    def _notes(self, task: TaskConfig, data: DataConfig, scale: str, source: str) -> list[str]:
+    def _notes(self, source: str) -> list[str]:
         mean, std = (
             ", ".join(f"{float(x):.4g}" for x in values.flatten()) for values in (self.mean, self.std)
         )
@@ -226,10 +224,6 @@ class ImageClassification(Task):
             )
         if source in ("files", "hub"):
             notes.append(EVALUATION_SET)
-        if not len(self.dev):
-            notes.append("no dev set was given (data.dev), so nothing is measured")
-        if declared_num_examples(task, data, scale) is None:
-            notes.append(COUNTED)
         return notes
 
 

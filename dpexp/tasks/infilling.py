@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dpexp.errors import UserError
 from dpexp.tasks.classification import Example, TextClassification
 from dpexp.tasks.demo import DEMO_WORDS
-from dpexp.tasks.lookup import is_demo
+from dpexp.tasks.sources import is_demo
 from dpexp.tasks.tokens import CHUNK, TokenTable, tokenize_cached
 
 if TYPE_CHECKING:

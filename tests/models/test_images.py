@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpexp.clipping import attach
-from dpexp.clipping.layers import kind_of
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.explain import ExplainArguments, explain
@@ -82,7 +81,9 @@ def test_a_standardised_convolution_has_weights_of_mean_zero_and_variance_one_ov
         / 27**0.5
     )
     torch.testing.assert_close(conv(x), F.conv2d(x, expected, conv.bias, 2, 1))
-    assert kind_of(conv) is not None, "the engine knows it, and needs no loop"
+    clipper = attach(conv)
+    clipper.backward(conv(x).square().flatten(1).sum(1))
+    assert "one back-propagation per example" not in clipper.choices.values()
 
 
 def test_a_block_is_activation_norm_convolution_beside_its_shortcut() -> None:

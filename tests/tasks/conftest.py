@@ -9,6 +9,7 @@ import pytest
 
 from dpexp.models import ModelBundle, build_model
 from dpexp.schemas import DataConfig, ModelConfig, PeftConfig, TaskConfig
+from dpexp.tasks import sources
 
 SIZES = {
     "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
@@ -87,8 +88,11 @@ def data(tmp_path: Path) -> Callable[..., DataConfig]:
 
 
 @pytest.fixture
-def own_data(tmp_path: Path, data: Callable[..., DataConfig]) -> Callable[..., DataConfig]:
-    """A person's own CSV files of (text, label) rows."""
+def own_data(
+    tmp_path: Path, data: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., DataConfig]:
+    """A person's own CSV files of (text, label) rows; here a row may serve in train and in dev."""
+    monkeypatch.setattr(sources, "MOST_SHARED", 1.0)
 
     def make(
         train: list[tuple[str, str]], dev: list[tuple[str, str]] | None = None, **values: Any

@@ -87,10 +87,10 @@ def jpeg(seed: int, size: int = 32, form: str = "JPEG") -> bytes:
     return file.getvalue()
 
 
-def folder(root: Path, classes: dict[str, int], size: int = 8, form: str = "PNG") -> Path:
-    """A person's own images: class -> how many."""
+def folder(root: Path, classes: dict[str, int], size: int = 8, form: str = "PNG", first: int = 0) -> Path:
+    """A person's own images: class -> how many; other images for another `first`."""
     for number, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
         for i in range(count):
-            (root / name / f"{i:03}.{form.lower()}").write_bytes(jpeg(100 * number + i, size, form))
+            (root / name / f"{i:03}.{form.lower()}").write_bytes(jpeg(first + 100 * number + i, size, form))
     return root

@@ -58,16 +58,20 @@ def test_own_classes_are_the_sorted_distinct_labels_and_the_record_says_so(
     assert len(built.dev) == 0
     assert built.evaluate(nn.Linear(1, 1), torch.device("cpu"), 8) == {}
     own.labels = ["spam", "ham"]
-    declared = build_task(own, own_data(rows, rows), "small", tokenizer, 0)
+    declared = build_task(own, own_data(rows, [("d", "ham")]), "small", tokenizer, 0)
     assert [example.label for example in declared.train] == [0, 1, 0]
     assert declared.data.notes == []
 
 
 def test_labels_outside_the_classes(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:
-    with pytest.raises(UserError, match=r"dev\.csv, line 3: label '2' is outside the classes 0, 1"):
+    with pytest.raises(
+        UserError, match=r"dev\.csv, line 3: the label in column label is none of the 2 classes 0, 1"
+    ):
         build_task(own, own_data(ROWS, [("a", "1"), ("b", "2")]), "small", tokenizer, 0)
     own.labels = ["0", "2"]
-    with pytest.raises(UserError, match=r"train\.csv, line 2: label '1' is outside the classes 0, 2"):
+    with pytest.raises(
+        UserError, match=r"train\.csv, line 2: the label in column label is none of the 2 classes 0, 2"
+    ):
         build_task(own, own_data(ROWS), "small", tokenizer, 0)
 
 
@@ -347,9 +351,9 @@ def test_further_dev_sets_are_measured_under_their_names(tmp_path: Path, data: D
 
 
 def test_real_sst2(real_data: Path, sst2: TaskConfig, data: Data) -> None:
-    from dpexp.tasks.lookup import find_tables
+    from dpexp.tasks.tables import find_tables
 
-    tables = find_tables(sst2, data(root=str(real_data), source="files"), "paper").tables
+    tables = find_tables(sst2, data(root=str(real_data), source="files"), "paper").splits
     assert {split: len(table) for split, table in tables.items()} == {"train": 67349, "dev": 872}
     assert tables["train"].columns["sentence"][0].strip() == "hide new secretions from the parental units"
     assert set(tables["dev"].columns["label"]) == {"0", "1"}
@@ -395,3 +399,12 @@ def test_forty_real_qnli_pairs(tmp_path: Path, real_data: Path, data: Data, tiny
     batch = built.collate(list(built.train))
     assert batch["token_type_ids"].max() == 1
     assert built.losses(bundle.model, batch).shape == (40,)
+
+
+def test_a_made_up_example_is_as_large_as_any(task: TextClassification) -> None:
+    """Where there is no dev set, it tells how many examples fit; an image of 3,000 pixels does not fit sixteen times."""
+    batch = task.collate([task.blank()])
+    assert (
+        batch["input_ids"].shape[1] == task.longest >= max(task.length(i) for i in range(task.num_examples))
+    )
+    assert batch.keys() == task.collate([task.train[0]]).keys()

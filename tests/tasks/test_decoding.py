@@ -17,8 +17,8 @@ from dpexp.schemas import DataConfig, GenerationConfig
 from dpexp.tasks import build_task, decoding, generation
 from dpexp.tasks.decoding import Context, Written, beam_search, decode
 from dpexp.tasks.generation import Generation
-from dpexp.tasks.lookup import Found
 from dpexp.tasks.pairs import find_pairs
+from dpexp.tasks.sources import Found
 from tests.tasks.text_tasks import bundle, make
 
 __all__ = ["bundle", "make"]  # fixtures
@@ -227,8 +227,8 @@ def test_forty_real_rows(
 
     def first_rows(*args: Any) -> Found:
         found = find_pairs(*args)
-        assert len(found.tables["train"]) == {"e2e": 42061, "webnlg": 18102, "samsum": 14732}[name]
-        return replace(found, tables={split: table.rows(0, 40) for split, table in found.tables.items()})
+        assert len(found.splits["train"]) == {"e2e": 42061, "webnlg": 18102, "samsum": 14732}[name]
+        return replace(found, splits={split: table.rows(0, 40) for split, table in found.splits.items()})
 
     monkeypatch.setattr(generation, "find_pairs", first_rows)
     tokenizer = GPT2TokenizerFast.from_pretrained(real_data / "tokenizers/gpt2")

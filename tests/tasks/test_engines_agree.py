@@ -22,7 +22,7 @@ from dpexp.tasks import Task, build_task
 from dpexp.tasks.target_loss import IGNORED
 
 CONF = Path(__file__).parents[2] / "conf"
-TASKS = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
+TASKS = sorted(path.stem for path in (CONF / "task").glob("*.yaml") if path.stem != "custom")
 IMAGES = ("cifar10", "cifar100", "cifar10_jpeg", "images", "mnist")
 GENERATED = ("dart", "e2e", "personachat", "samsum", "text_generation", "webnlg")
 B = 5

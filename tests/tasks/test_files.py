@@ -96,7 +96,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_no_content(tmp_path: Path) 
         (
             "a.jsonl",
             b'{"text": null, "label": 1}\n',
-            r"line 1: column text holds null, neither text nor a number",
+            r"line 1: column text holds nothing, neither text nor a number",
         ),
         ("a.jsonl", b'"just text"\n', r"line 1: malformed row: a JSON object is expected"),
         ("a.json", b'[{"text": "x", "label": 1}, {"text": "y"}]', r"a\.json, item 2: no column label"),

@@ -192,7 +192,7 @@ def test_empty_targets_are_refused_in_train_and_counted_elsewhere(tmp_path: Path
         files={"train": "d/train.json", "dev": "d/dev.json"},
     )
     found = find_pairs(task, DataConfig(root=str(tmp_path)), "small")
-    assert (len(found.tables["dev"]), found.tables["dev"].skipped) == (1, 2)
+    assert (len(found.splits["dev"]), found.splits["dev"].skipped) == (1, 2)
     write(tmp_path / "d/train.json", json.dumps([item]))
     with pytest.raises(UserError, match=r"train\.json, item 1: the target is empty"):
         find_pairs(task, DataConfig(root=str(tmp_path)), "small")
@@ -221,7 +221,7 @@ REAL = {
 def test_real_files_are_read_whole(real_data: Path, layout: str) -> None:
     stem, examples, sources = REAL[layout]
     task = TaskConfig(name="x", kind="generation", format=layout, files={"dev": stem})
-    table = find_pairs(task, DataConfig(root=str(real_data)), "small").tables["dev"]
+    table = find_pairs(task, DataConfig(root=str(real_data)), "small").splits["dev"]
     assert (len(table), len(set(table.columns[GROUP]))) == (examples, sources)
     assert all(source.strip() and target for source, target, _ in rows(table)[:40])
 
@@ -230,7 +230,7 @@ def test_the_real_test_set_of_dart_is_xml(real_data: Path) -> None:
     task = TaskConfig(
         name="dart", kind="generation", format="triples", files={"test": "dart/dart-v1.1.1-full-test.xml"}
     )
-    table = find_pairs(task, DataConfig(root=str(real_data)), "small").tables["test"]
+    table = find_pairs(task, DataConfig(root=str(real_data)), "small").splits["test"]
     assert (len(table), table.skipped, len(set(table.columns[GROUP]))) == (12551, 1, 5097), (
         "one text is empty"
     )

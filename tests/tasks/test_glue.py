@@ -16,7 +16,7 @@ from dpexp.models.tokenizer import demo_tokenizer
 from dpexp.schemas import DataConfig
 from dpexp.tasks import build_task
 from dpexp.tasks.classification import TextClassification
-from dpexp.tasks.lookup import find_tables
+from dpexp.tasks.tables import find_tables
 
 Data = Callable[..., DataConfig]
 Tiny = Callable[..., ModelBundle]
@@ -172,7 +172,7 @@ def test_a_row_that_can_not_be_is_named_with_file_and_line(name: str, tmp_path: 
         build(num_examples=len(task.labels))
     publish(tmp_path, name, [*task.labels, "-"])
     with pytest.raises(
-        UserError, match=rf"{file}, line {len(task.labels) + 2}: label '-' is outside the classes"
+        UserError, match=rf"{file}, line {len(task.labels) + 2}: the label in column .* is none of the"
     ):
         build(num_examples=len(task.labels) + 1)
     path = tmp_path / name.upper() / "train.tsv"
@@ -238,7 +238,7 @@ def check_forty(name: str, root: Path, data: Data, tiny: Tiny) -> None:
 
 
 def test_the_real_subset_of_qqp_is_named_as_one(real_data: Path, data: Data) -> None:
-    tables = find_tables(configured("qqp_subset"), data(root=str(real_data), source="files"), "paper").tables
+    tables = find_tables(configured("qqp_subset"), data(root=str(real_data), source="files"), "paper").splits
     assert {split: len(table) for split, table in tables.items()} == {"train": 21496, "dev": 2000}
     assert tables["train"].skipped == 1
     assert tables["train"].lines[0] == 2  # the first line lacks a tab
@@ -289,7 +289,7 @@ def test_own_data_without_a_dev_set_trains_all_the_same(tmp_path: Path) -> None:
             "task=text_infilling", "clip=flat", "scale=demo", "runtime=cpu", f"runtime.runs_dir={tmp_path}",
             f"data.train={tmp_path}/mine.csv", "data.text=mail", "data.label=kind", "data.cache=null",
             "task.template='<S1> It was [MASK] .'", "task.label_words={ham: great, spam: no}",
-            "privacy=noise", "privacy.noise_multiplier=1.0", "optim.batch_size=2", "optim.epochs=1",
+            "privacy=noise", "privacy.noise_multiplier=1.0", "optim.batch_size=2", "data.num_examples=3", "optim.epochs=1",
             "engine.choice=rule", "model.config.hidden_size=8",
         ]
     )  # fmt: skip

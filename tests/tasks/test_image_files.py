@@ -260,7 +260,7 @@ def test_what_is_wrong_with_own_folders_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dog/big.png: .*it is empty"):
         own(root)
     (root / "cow").mkdir()
-    with pytest.raises(UserError, match="subfolder cow is none of the classes cat, dog"):
+    with pytest.raises(UserError, match="1 of its subfolders are none of the classes cat, dog"):
         own(root)
     (root / "cow").rmdir()
     for path in (root / "cat").iterdir():

@@ -1,6 +1,7 @@
 """Tasks of images: data from every place, one loss per example, and the command from its beginning to its end."""
 
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from dpexp.models import build_model, build_tokenizer
 from dpexp.models.images import ImageInputs
 from dpexp.schemas import DataConfig, ModelConfig, PeftConfig, TaskConfig
 from dpexp.tasks import build_task
-from dpexp.tasks.image_lookup import from_dataset
+from dpexp.tasks.image_files import Images
+from dpexp.tasks.image_sources import ImageReader
 from dpexp.tasks.images import ImageClassification
 from dpexp.train import train
 from tests.tasks import image_data
@@ -137,25 +139,28 @@ def test_rows_of_the_hub_are_converted_and_checked(tmp_path: Path) -> None:
     features = Features({"image": ImageFeature(), "label": ClassLabel(num_classes=3)})
     dataset = Dataset.from_dict({"image": pixels, "label": [2, 0, 1]}, features=features)
     task = TaskConfig(name="mnist", labels=["0", "1", "2"], hub_id="ylecun/mnist", channels=1)
-    images = from_dataset(dataset, task, "hub", tmp_path)
+
+    def read(task: TaskConfig, where: str = "hub") -> Images:
+        return ImageReader(task, DataConfig(), tmp_path).from_hub(dataset, "train", where)
+
+    images = read(task)
     assert images.pixels[:, 0, 0, 0].tolist() == [0, 10, 20]
     assert images.labels.tolist() == [2, 0, 1]
-    assert from_dataset(
-        dataset, TaskConfig(labels=["0", "1", "2"], channels=3), "hub", tmp_path
-    ).pixels.shape == (3, 3, 4, 4)
+    assert read(TaskConfig(labels=["0", "1", "2"], channels=3)).pixels.shape == (3, 3, 4, 4)
     with pytest.raises(UserError, match="label 2 is outside the 2 classes"):
-        from_dataset(dataset, TaskConfig(labels=["0", "1"], channels=1), "other", tmp_path)
+        read(TaskConfig(labels=["0", "1"], channels=1), "other")
     with pytest.raises(UserError, match="no column fine_label, img"):
-        from_dataset(dataset, TaskConfig(labels=["0"], hub_id="uoft-cs/cifar100"), "hub", tmp_path)
+        read(TaskConfig(labels=["0"], hub_id="uoft-cs/cifar100"))
 
 
 def test_own_folders_need_no_code(tmp_path: Path) -> None:
     image_data.folder(tmp_path / "train", {"wolf": 5, "ape": 4})
-    image_data.folder(tmp_path / "dev", {"wolf": 2, "ape": 1})
+    image_data.folder(tmp_path / "dev", {"wolf": 2, "ape": 1}, first=50)
     given = [
         "task=images",
         "scale=small",
-        "clip=flat",
+        "clip=nonprivate",
+        "privacy=none",
         f"data.train={tmp_path}/train",
         f"data.cache={tmp_path}/cache",
         "optim.batch_size=4",
@@ -171,6 +176,10 @@ def test_own_folders_need_no_code(tmp_path: Path) -> None:
     task = build_task(run.task, run.data, "small", ImageInputs(), 0)
     assert any("nothing is measured" in note for note in task.data.notes)
     assert task.evaluate(nn.Identity(), torch.device("cpu"), 4) == {}
+    shutil.copytree(tmp_path / "train", tmp_path / "copy")
+    run = compose([*given, f"data.dev={tmp_path}/copy"])
+    with pytest.raises(UserError, match=r"data\.dev=.*most of its rows are in data\.train too"):
+        build_task(run.task, run.data, "small", ImageInputs(), 0)
     image_data.folder(tmp_path / "larger", {"wolf": 1, "ape": 1}, size=9)
     run = compose([*given, f"data.dev={tmp_path}/larger"])
     with pytest.raises(UserError, match=r"data.dev=.*9x9 pixels.*task.image_size"):

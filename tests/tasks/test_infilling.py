@@ -281,7 +281,9 @@ def test_own_data_needs_no_code(infill: TaskConfig, own_data: Data) -> None:
     assert built.labels == ["spam", "ham"]
     assert [example.label for example in built.train] == [1, 0]
     assert DEMO.convert_ids_to_tokens(built.words.tolist()) == ["no", "yes"]
-    with pytest.raises(UserError, match=r"train\.csv, line 2: label 'eggs' is outside the classes spam, ham"):
+    with pytest.raises(
+        UserError, match=r"train\.csv, line 2: the label in column label is none of the 2 classes spam, ham"
+    ):
         build_task(mine, own_data([("the plot", "eggs")]), "small", demo_tokenizer(), 0)
 
 

@@ -1,7 +1,7 @@
 """Synthetic data in the published layouts: files that the same readers read, for trying things out without files or a network.
 
 They are no data set of anybody's, and no number measured on them says anything about one. Sentences come from small grammars over
-`dpexp.models.demo_text`; no source of dev or test is in train.
+`dpexp.demo_words`; no source of dev or test is in train.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from dpexp.errors import UserError
-from dpexp.models.demo_text import (
+from dpexp.demo_words import (
     AREAS,
     DAYS,
     FOODS,
@@ -29,6 +28,7 @@ from dpexp.models.demo_text import (
     THINGS,
     TOWNS,
 )
+from dpexp.errors import UserError
 
 MOST_ROWS = 20_000
 OTHER_ROWS = 48  # texts of every split but train

@@ -1,5 +1,6 @@
 """The order in which data is looked for, and that nothing is ever put in its place."""
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from dpexp.errors import UserError
 from dpexp.models import sources
 from dpexp.schemas import DataConfig, TaskConfig
-from dpexp.tasks.lookup import find_tables
+from dpexp.tasks.tables import find_tables
 
 Data = Callable[..., DataConfig]
 
@@ -25,7 +26,9 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str | None], An
     """Data sets that `datasets.load_dataset` finds; the hub counts as reachable."""
     there: dict[tuple[str, str | None], Any] = {}
     monkeypatch.setattr(sources, "hub_unreachable", lambda: None)
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, config=None: there[name, config])
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, config=None, revision=None: there[name, config]
+    )
     return there
 
 
@@ -48,11 +51,11 @@ def test_files_come_before_the_hub(tmp_path: Path, sst2: TaskConfig, data: Data,
     write(tmp_path, ("train",))
     from_hub = find_tables(sst2, data(root=str(tmp_path)), "paper")
     assert from_hub.source == "hub"  # dev is not below the root, and one source gives all splits
-    assert from_hub.tables["train"].columns == {"sentence": ["from the hub"], "label": ["0"]}
+    assert from_hub.splits["train"].columns == {"sentence": ["from the hub"], "label": ["0"]}
     write(tmp_path)
     from_files = find_tables(sst2, data(root=str(tmp_path)), "paper")
     assert from_files.source == "files"
-    assert from_files.tables["dev"].columns == {"sentence": ["from a dev file"], "label": ["1"]}
+    assert from_files.splits["dev"].columns == {"sentence": ["from a dev file"], "label": ["1"]}
     assert find_tables(sst2, data(root=str(tmp_path), source="hub"), "paper").source == "hub"
 
 
@@ -101,16 +104,53 @@ def test_a_task_without_data_says_how_to_give_some(own: TaskConfig, data: Data) 
         find_tables(own, data(), "small")
 
 
+@pytest.mark.parametrize("how", ["same", "link", "copy", "compressed", "shuffled", "as csv"])
+def test_a_dev_set_that_is_the_training_data_is_refused(
+    tmp_path: Path, own: TaskConfig, data: Data, how: str
+) -> None:
+    """What is measured on dev is published as if dev were public."""
+    rows = [f"text {i}\t{i % 2}\n" for i in range(6)]
+    train, dev = tmp_path / "train.tsv", tmp_path / "dev.tsv"
+    train.write_text("text\tlabel\n" + "".join(rows))
+    if how == "same":
+        dev = tmp_path / "." / "train.tsv"
+    elif how == "link":
+        dev.symlink_to(train)
+    elif how == "compressed":
+        dev = tmp_path / "dev.tsv.gz"
+        dev.write_bytes(gzip.compress(train.read_bytes()))
+    elif how == "as csv":
+        dev = tmp_path / "dev.csv"
+        dev.write_text(train.read_text().replace("\t", ","))
+    else:
+        dev.write_text("text\tlabel\n" + "".join(rows if how == "copy" else rows[:0:-1]))
+    with pytest.raises(UserError, match=r"data\.dev=.*most of its rows are in data\.train too"):
+        find_tables(own, data(train=str(train), dev=str(dev)), "small")
+
+
+def test_a_few_shared_rows_are_told_to_the_holder_of_the_data(
+    tmp_path: Path, own: TaskConfig, data: Data
+) -> None:
+    for name, texts in {"train": range(6), "dev": range(5, 9)}.items():
+        (tmp_path / f"{name}.tsv").write_text(
+            "text\tlabel\n" + "".join(f"text {i}\t{i % 2}\n" for i in texts)
+        )
+    found = find_tables(own, data(train=str(tmp_path / "train.tsv"), dev=str(tmp_path / "dev.tsv")), "small")
+    assert found.notes == ["1 of 4 rows of dev are in train too (counted without noise on private data)"]
+
+
 def test_dev_may_be_held_out_of_the_training_file(tmp_path: Path, own: TaskConfig, data: Data) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text("text\tlabel\nbroken\n" + "".join(f"text {i}\t{i % 2}\n" for i in range(5)))
     own.held_out, own.malformed = 2, "skip"
-    tables = find_tables(own, data(train=str(path)), "small").tables
+    tables = find_tables(own, data(train=str(path)), "small").splits
     assert tables["train"].columns["text"] == ["text 0", "text 1", "text 2"]
     assert tables["dev"].columns["text"] == ["text 3", "text 4"]
     assert (tables["train"].skipped, tables["dev"].skipped) == (1, 0), "one file, one malformed row"
-    given = find_tables(own, data(train=str(path), dev=str(path)), "small").tables
-    assert len(given["train"]) == len(given["dev"]) == 5, "a dev file comes first"
+    other = tmp_path / "dev.tsv"
+    other.write_text("text\tlabel\n" + "".join(f"other {i}\t{i % 2}\n" for i in range(4)))
+    given = find_tables(own, data(train=str(path), dev=str(other)), "small").splits
+    assert (len(given["train"]), len(given["dev"])) == (5, 4), "a dev file comes first"
     own.held_out = 5
     with pytest.raises(UserError, match=r"task\.held_out=5 of 5 rows leaves nothing to train on"):
         find_tables(own, data(train=str(path)), "small")
@@ -129,7 +169,7 @@ def test_qqp_of_the_hub_gets_the_published_column_names_and_labels(data: Data, f
         hub_config="qqp",
         files={"train": "qqp/train.tsv", "dev": "qqp/dev.tsv"},
     )
-    tables = find_tables(task, data(), "paper").tables
+    tables = find_tables(task, data(), "paper").splits
     assert tables["train"].columns == {"question1": ["p"], "question2": ["q"], "is_duplicate": ["1"]}
 
 
@@ -152,7 +192,7 @@ def test_mnli_of_the_hub_gets_the_published_column_names(data: Data, fake_hub: d
             "dev_mismatched": "mnli/dev_mismatched.tsv",
         },
     )
-    tables = find_tables(task, data(), "paper").tables
+    tables = find_tables(task, data(), "paper").splits
     assert set(tables) == {"train", "dev", "dev_mismatched"}
     assert tables["dev"].columns == {"sentence1": ["p"], "sentence2": ["h"], "gold_label": ["contradiction"]}
     del splits["validation_mismatched"]

@@ -1,0 +1,74 @@
+"""A network of a person's own: what ``model.factory=package.module:function`` names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from dpexp.errors import UserError
+
+if TYPE_CHECKING:
+    from dpexp.schemas import ModelConfig
+
+
+def imported(setting: str, path: str | None) -> Any:
+    """What ``package.module:name`` names; modules of the working folder are found too.
+
+    Args:
+        setting: what holds the path, for messages.
+        path: of a function or class.
+
+    Raises:
+        UserError: no such path, or its module can't be imported.
+    """
+    module, _, name = (path or "").partition(":")
+    if not module or not name:
+        raise UserError(f"{setting}={path}: give package.module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{setting}={path}: {module} can't be imported: {error}") from error
+    if not hasattr(found, name):
+        raise UserError(f"{setting}={path}: {module} has no {name}")
+    return getattr(found, name)
+
+
+def custom_network(
+    model: ModelConfig, *, head: str, num_labels: int, image_shape: Any, tokenizer: Any
+) -> nn.Module:
+    """The network that `model.factory` makes.
+
+    The function is called with `model.config` as keywords, and with those of these that it names: ``head`` (see
+    `dpexp.tasks.Task.head`), ``num_labels``, ``image_shape`` (channels, height, width; None for text), ``tokenizer``.
+    Torch's global generator is seeded with the public seed. The network is called with what the task's `collate` makes
+    (``model(pixel_values)`` for images) and returns logits, or an object with ``logits``.
+
+    Raises:
+        UserError: no such function, it does not take the configured keywords, or makes something else than a module.
+    """
+    function = imported("model.factory", model.factory)
+    offered = {"head": head, "num_labels": num_labels, "image_shape": image_shape, "tokenizer": tokenizer}
+    try:
+        signature = inspect.signature(function)
+        arguments = {
+            name: value for name, value in offered.items() if name in signature.parameters
+        } | model.config
+        signature.bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"model.factory={model.factory}: {error}; it is called with model.config and with those of {', '.join(offered)} that "
+            "it names"
+        ) from error
+    network = function(**arguments)
+    if not isinstance(network, nn.Module):
+        raise UserError(
+            f"model.factory={model.factory} made a {type(network).__name__}, and a torch.nn.Module is wanted"
+        )
+    return network.float().train()

@@ -1,0 +1,103 @@
+"""A classifier on a pooled encoder: dropout and one linear layer on the mean of the last hidden states, or on the first of them.
+
+The head that an architecture has of its own reads the first position. An encoder that was trained with mean pooling, as sentence
+encoders are (Reimers & Gurevych 2019, "Sentence-BERT", section 3), has nothing there that a linear layer could use.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from dpexp.errors import UserError
+
+POOLINGS = ("cls", "mean")
+SETTING = "dpexp_pooling"  # in the config.json of an exported model
+
+
+class PooledClassifier(PreTrainedModel):
+    """An encoder, and a linear layer on what is pooled of it.
+
+    The encoder stands under the name that its architecture gives it ("bert"), so that every way to fine-tune finds it there, and
+    an export has the published names.
+
+    Args:
+        encoder: gives `last_hidden_state` `[B, T, d]`; a pooler of its own is dropped.
+        pooling: "mean", over the positions that the attention mask keeps; or "cls", the first position.
+    """
+
+    # The encoder has already chosen how to compute its attention.
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+
+    def __init__(self, encoder: PreTrainedModel, pooling: str) -> None:
+        config = encoder.config
+        super().__init__(config)
+        if pooling not in POOLINGS:
+            raise UserError(f"model.pooling={pooling} is unknown: choose own, {' or '.join(POOLINGS)}")
+        setattr(config, SETTING, pooling)
+        self.pooling = pooling
+        self.base_model_prefix = encoder.base_model_prefix
+        if getattr(encoder, "pooler", None) is not None:
+            encoder.pooler = None  # it would train without being read
+        self.add_module(self.base_model_prefix, encoder)
+        self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.0) or 0.0)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        nn.init.normal_(self.classifier.weight, std=getattr(config, "initializer_range", 0.02))
+        nn.init.zeros_(self.classifier.bias)
+
+    def pooled(self, **inputs: Any) -> Tensor:
+        """What the linear layer reads, `[B, d]`, of the encoder's inputs (`input_ids`, `attention_mask`, … of `[B, T]`)."""
+        hidden: Tensor = self.get_submodule(self.base_model_prefix)(**inputs).last_hidden_state
+        if self.pooling == "cls":
+            return hidden[:, 0]
+        mask = inputs["attention_mask"][:, -hidden.shape[1] :].to(hidden.dtype)  # a prefix lengthens the mask
+        weights = mask / mask.sum(1, keepdim=True).clamp(min=1)
+        return torch.einsum("btd,bt->bd", hidden, weights)
+
+    def forward(
+        self, past_key_values: Any = None, labels: Tensor | None = None, **inputs: Any
+    ) -> SequenceClassifierOutput:
+        """Logits `[B, classes]`; `labels` are not looked at. Prefix tuning looks for `past_key_values` by this name."""
+        if past_key_values is not None:
+            inputs["past_key_values"] = past_key_values
+        logits = self.classifier(self.dropout(self.pooled(**inputs)))
+        return SequenceClassifierOutput(logits=logits)
+
+
+def encoder_arguments(config: Any) -> dict[str, bool]:
+    """For `AutoModel`: no pooler where the architecture lets one choose; what no checkpoint has must not be asked for."""
+    try:
+        made = AutoModel._model_mapping[type(config)]
+    except KeyError:
+        raise UserError(
+            f"model.pooling: a {config.model_type} has no encoder without a head; leave it at own"
+        ) from None
+    return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(made).parameters else {}
+
+
+def load_pooled(folder: str | Path) -> PooledClassifier:
+    """Read a model that a run with `model.pooling` exported.
+
+    Args:
+        folder: holds `config.json` and `model.safetensors`.
+
+    Raises:
+        UserError: it is not such a model.
+    """
+    from safetensors.torch import load_file
+
+    config = AutoConfig.from_pretrained(str(folder))
+    if not hasattr(config, SETTING):
+        raise UserError(
+            f"{folder} was not trained with model.pooling: load it with AutoModelForSequenceClassification"
+        )
+    encoder = AutoModel.from_config(config, **encoder_arguments(config))
+    model = PooledClassifier(encoder, getattr(config, SETTING))
+    model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    return model.eval()

@@ -1,0 +1,234 @@
+"""Training a linear head on features of a frozen encoder, which are computed once.
+
+With the encoder frozen, what it makes of an example never changes, and depends on this example and on public weights alone. So it
+is computed once, without dropout, and kept; the head is then trained like any other model, with every way to clip and every
+accountant. It is linear probing, as fast as logistic regression.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+from dpexp.tasks.base import Progress, Task
+from dpexp.tasks.classification import Examples, TextClassification
+
+if TYPE_CHECKING:
+    from dpexp.models import ModelBundle
+    from dpexp.schemas import DataConfig
+
+log = logging.getLogger(__name__)
+BATCH = 256
+FORMAT = 1
+NOTE = "features: computed once by the frozen encoder, without dropout; the head alone is trained"
+
+
+class Features(NamedTuple):
+    """values: `[d]` float32; label: the number of the class."""
+
+    values: Tensor
+    label: int
+
+
+class FeatureRows(Sequence[Features]):
+    """A split: values `[rows, d]` float32, labels `[rows]` int64."""
+
+    def __init__(self, values: Tensor, labels: np.ndarray) -> None:
+        self.values, self.labels = values, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: Any) -> Any:
+        return Features(self.values[i], int(self.labels[i]))
+
+
+class FrozenFeatures(Task):
+    """A text classification whose examples are features of a frozen encoder.
+
+    Args:
+        task: what they are features of; its metric, classes and data stay.
+        values: split -> `[rows, d]` float32.
+    """
+
+    def __init__(self, task: TextClassification, values: dict[str, Tensor]) -> None:
+        self.name, self.num_examples, self.labels = task.name, task.num_examples, task.labels
+        self.metric, self.metric_name = task.metric, task.metric_name
+        self.splits = {split: FeatureRows(values[split], rows.labels) for split, rows in task.splits.items()}
+        self.width = values["train"].shape[1]
+        self.train = self.splits["train"]
+        self.dev = self.splits.get("dev", FeatureRows(torch.zeros(0, self.width), np.zeros(0, np.int64)))
+        self.data = dataclasses.replace(task.data, notes=[*task.data.notes, NOTE])
+
+    def collate(self, examples: list[Features]) -> dict[str, Tensor]:
+        """`features` float32 `[B, d]`, `labels` int64 `[B]`."""
+        return {
+            "features": torch.stack([e.values for e in examples]) if examples else torch.zeros(0, self.width),
+            "labels": torch.tensor([e.label for e in examples], dtype=torch.int64),
+        }
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Cross-entropy of each example, `[B]`."""
+        if len(batch["labels"]) == 0:
+            return torch.zeros(0, device=batch["labels"].device)
+        logits = model(batch["features"])
+        at_least_float32 = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(at_least_float32), batch["labels"], reduction="none")
+
+    @torch.no_grad()
+    def evaluate(
+        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """The metric and the mean loss on dev, and those of further dev sets with their names behind."""
+        metrics: dict[str, float] = {}
+        training = model.training
+        model.eval()
+        try:
+            for split, rows in self.splits.items():
+                if not split.startswith("dev"):
+                    continue
+                logits = model(rows.values.to(device)).float()
+                labels = torch.from_numpy(rows.labels).to(device)
+                suffix = split.removeprefix("dev")
+                metrics[self.metric_name + suffix] = self.metric(logits.argmax(-1).cpu().numpy(), rows.labels)
+                metrics["loss" + suffix] = F.cross_entropy(logits, labels).item()
+        finally:
+            model.train(training)
+        return metrics
+
+    def length(self, i: int) -> int:
+        """1: all are alike."""
+        return 1
+
+
+def freeze(
+    task: Task, bundle: ModelBundle, data: DataConfig, device: torch.device
+) -> tuple[FrozenFeatures, ModelBundle]:
+    """Compute the features of all splits, or take them from the cache.
+
+    Args:
+        task: of texts.
+        bundle: a `dpexp.models.pooling.PooledClassifier` whose linear layer alone trains.
+        data: its cache is where features lie; they are private like the texts they come from, and for their owner alone.
+        device: where to compute.
+
+    Returns:
+        The task on features, and the head as the model to train. It is the head of ``bundle``, which is whole when it is trained.
+
+    Raises:
+        UserError: a task or a model of another kind.
+    """
+    model = bundle.model
+    if not isinstance(task, TextClassification) or not hasattr(model, "pooled"):
+        raise UserError(
+            "model.frozen_features=true needs a text classification, and model.pooling=cls or mean"
+        )
+    if bundle.trainable != ["classifier.weight", "classifier.bias"]:
+        raise UserError("model.frozen_features=true trains the head alone: set model.trainable=head")
+    cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser() / "features"
+    model.to(device)
+    weights = _weights_hash(model)
+    values = {
+        split: _cached(cache, f"{weights} {_content_hash(rows)}", model, task, rows, device)
+        for split, rows in task.splits.items()
+    }
+    head = nn.Sequential(model.get_submodule("dropout"), model.get_submodule("classifier"))
+    names = [name for name, _ in head.named_parameters()]
+    return FrozenFeatures(task, values), dataclasses.replace(bundle, model=head, trainable=names)
+
+
+@torch.no_grad()
+def features_of(model: nn.Module, task: TextClassification, rows: Examples, device: torch.device) -> Tensor:
+    """What the head reads, `[rows, d]` float32 on the CPU. Texts of one length go together, so that none is padded."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    found: Tensor | None = None
+    try:
+        lengths = rows.tokens.lengths
+        for length in np.unique(lengths):
+            alike = np.flatnonzero(lengths == length)
+            for start in range(0, len(alike), BATCH):
+                chosen = alike[start : start + BATCH]
+                batch = task.collate([rows[i] for i in chosen])
+                inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+                values = model.pooled(**inputs).float().cpu()  # type: ignore[operator]
+                found = torch.empty(len(rows), values.shape[1]) if found is None else found
+                found[torch.from_numpy(chosen)] = values
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return torch.zeros(0, model.classifier.in_features) if found is None else found  # type: ignore[union-attr,arg-type]
+
+
+def _cached(
+    cache: Path,
+    content: str,
+    model: nn.Module,
+    task: TextClassification,
+    rows: Examples,
+    device: torch.device,
+) -> Tensor:
+    key = hashlib.sha256(json.dumps([FORMAT, content]).encode()).hexdigest()
+    path = cache / f"{key}.safetensors"
+    try:
+        found = load_file(path)["features"]
+        if len(found) == len(rows):
+            return found
+    except (OSError, SafetensorError, KeyError):
+        pass  # not there, or not readable: made anew
+    log.info("features of %d texts are being computed; later runs read them from %s", len(rows), cache)
+    values = features_of(model, task, rows, device)
+    try:
+        _save(path, values)
+    except OSError as error:
+        log.warning("the cache of features could not be written: %s (%s)", path, error.strerror)
+    return values
+
+
+def _save(path: Path, values: Tensor) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(save({"features": values.contiguous()}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _weights_hash(model: nn.Module) -> str:
+    """Of what makes the features: the way to pool, and every tensor but the head's."""
+    digest = hashlib.sha256(f"{type(model).__name__} {getattr(model, 'pooling', '')}".encode())
+    config = model.config.to_diff_dict()  # type: ignore[union-attr,operator]
+    said = {key: value for key, value in config.items() if "drop" not in key}  # dropout is off here
+    digest.update(json.dumps(said, sort_keys=True, default=str).encode())
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("classifier."):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _content_hash(rows: Examples) -> str:
+    digest = hashlib.sha256()
+    for array in (rows.tokens.tokens, rows.tokens.offsets, rows.tokens.segments):
+        digest.update(b"none" if array is None else array.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,133 @@
+"""A network and a task of a person's own, from a module in the working folder."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from dpexp.config import compose, run_folder
+from dpexp.errors import UserError
+from dpexp.models.custom import custom_network, imported
+from dpexp.schemas import ModelConfig
+
+MINE = """
+import numpy as np
+import torch
+from torch import nn
+from dpexp.tasks import DataInfo, Task
+
+
+def small(num_labels, image_shape, width=4):
+    channels, height, side = image_shape
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(width * height * side, num_labels)
+    )
+
+
+def line(num_labels):
+    return nn.Linear(3, num_labels)
+
+
+def no_network(num_labels):
+    return "a network"
+
+
+class Points(Task):
+    head = "image_classifier"
+
+    def __init__(self, task, data, scale, tokenizer):
+        draw = np.random.default_rng(0)
+        self.name, self.num_examples, self.labels = task.name, 40, ["left", "right"]
+        self.train = [(x.astype(np.float32), int(x[0] > 0)) for x in draw.normal(size=(40, 3))]
+        self.dev = self.train[:4]
+        self.data = DataInfo("demo", "points", {"train": 40}, {"train": "0"}, [])
+
+    def collate(self, examples):
+        x = np.stack([x for x, _ in examples]) if examples else np.empty((0, 3), np.float32)
+        return {"x": torch.from_numpy(x), "labels": torch.tensor([y for _, y in examples], dtype=torch.int64)}
+
+    def losses(self, model, batch):
+        if not len(batch["x"]):
+            return torch.zeros(0)
+        return nn.functional.cross_entropy(model(batch["x"]), batch["labels"], reduction="none")
+
+    def evaluate(self, model, device, batch_size, progress=None):
+        with torch.no_grad():
+            return {"loss": float(self.losses(model, self.collate(self.dev)).mean())}
+
+    def length(self, i):
+        return 1
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the working folder, which is `tmp_path`."""
+    name = f"mine_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+def test_the_function_gets_what_it_names_and_the_config(mine: str) -> None:
+    asked = {"head": "image_classifier", "num_labels": 3, "image_shape": (1, 5, 5), "tokenizer": None}
+    network = custom_network(ModelConfig(factory=f"{mine}:small", config={"width": 2}), **asked)
+    assert network(torch.zeros(2, 1, 5, 5)).shape == (2, 3)
+    assert network[0].out_channels == 2
+
+
+@pytest.mark.parametrize(
+    ("factory", "config", "says"),
+    [
+        ("small", {}, "give package.module:name"),
+        ("no_such_module_here:f", {}, "can't be imported"),
+        ("{}:large", {}, "has no large"),
+        ("{}:small", {"depth": 2}, "depth"),
+        ("{}:no_network", {}, "made a str, and a torch.nn.Module is wanted"),
+    ],
+)
+def test_a_function_that_is_not_one_is_refused(mine: str, factory: str, config: dict, says: str) -> None:
+    model = ModelConfig(factory=factory.format(mine), config=config)
+    with pytest.raises(UserError, match=says):
+        custom_network(model, head="classifier", num_labels=2, image_shape=(1, 5, 5), tokenizer=None)
+
+
+def test_a_task_and_a_network_of_ones_own_train(mine: str, tmp_path: Path) -> None:
+    from dpexp.train import train
+
+    run = compose(
+        [
+            "task=custom", f"task.factory={mine}:Points", f"model.factory={mine}:line", "scale=own", "clip=flat",
+            "data.num_examples=40", "optim.epochs=2", "runtime=cpu", "engine.choice=rule", f"runtime.runs_dir={tmp_path}",
+        ]
+    )  # fmt: skip
+    folder = run_folder(run)
+    folder.mkdir(parents=True)
+    summary = train(run, folder, Console(quiet=True))
+    assert summary["privacy"]["epsilon"]["rdp"] <= 8
+    assert summary["details"]["model_source"] == f"{mine}:line (seed 0)"
+    assert (folder / "model" / "model.pt").is_file()
+
+
+def test_a_class_that_is_no_task_and_another_number_of_examples_are_refused(
+    mine: str, tmp_path: Path
+) -> None:
+    from dpexp.models.images import ImageInputs
+    from dpexp.tasks import build_task
+
+    given = ["task=custom", f"model.factory={mine}:line", "scale=own", "clip=flat", "data.num_examples=41"]
+    for name, says in {
+        "small": "is no subclass of dpexp.tasks.Task",
+        "Points": "41 examples are declared",
+    }.items():
+        run = compose([*given, f"task.factory={mine}:{name}"])
+        with pytest.raises(UserError, match=says):
+            build_task(run.task, run.data, "own", ImageInputs(), 0)
+
+
+def test_what_is_imported_is_the_thing_itself() -> None:
+    assert imported("x", "torch.nn:Linear") is nn.Linear
