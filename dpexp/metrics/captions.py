@@ -147,9 +147,8 @@ def treebank(text: str) -> list[str]:
     text = " ".join(_part_stop(word) for word in text.split())
     text = re.sub(r"(?<!\w)'(?=\w)", "` ", text)
     text = re.sub(r"(?<=\d)\+", " + ", text)
-    tokens = TreebankWordTokenizer().tokenize(f"{text} end")[
-        :-1
-    ]  # nltk's would part a stop at the end of the text
+    # with a word behind it, because nltk would part a stop at the end of the text
+    tokens = TreebankWordTokenizer().tokenize(f"{text} end")[:-1]
     return [_BRACKETS.get(token, token.lower()) for token in tokens]
 
 

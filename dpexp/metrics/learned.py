@@ -10,12 +10,12 @@ from torch import Tensor
 
 from dpexp.errors import UserError
 
-MODELS = {"bertscore": "roberta-large", "bleurt": "Elron/bleurt-base-128"}
-"""The model that each metric means where nothing else is said: an id on the Hugging Face hub. BERTScore's is bert-score's
-choice for English; BLEURT's is the published checkpoint BLEURT-base-128 as a Hugging Face classifier with one output."""
+MODELS = {"bertscore": "distilbert-base-uncased", "bleurt": "Elron/bleurt-base-128"}
+"""The model that each metric means where nothing else is said, an id on the Hugging Face hub: those of GEM-metrics, with which
+Li et al. evaluate DART. BLEURT's is the published checkpoint BLEURT-base-128 as a Hugging Face classifier with one output."""
 
-BERTSCORE_LAYER = 17
-"""The layer of roberta-large that bert-score takes. A model with fewer layers is read at its last."""
+BERTSCORE_LAYERS = {("distilbert", 6): 5, ("roberta", 24): 17}
+"""(architecture, layers) -> the layer that bert-score reads: of distilbert-base-uncased, of roberta-large. Others: the last."""
 
 
 def locate(metric: str, models: Mapping[str, str] | None = None) -> Path | None:
@@ -76,10 +76,10 @@ def bert_score(
 
     tokenizer = _tokenizer("bertscore", folder, add_prefix_space=True)
     model = _load("bertscore", AutoModel, folder).to(device).eval()
-    layer = min(BERTSCORE_LAYER, model.config.num_hidden_layers)
-    longest = min(
-        tokenizer.model_max_length, model.config.max_position_embeddings - 2
-    )  # RoBERTa's begin at 2
+    layers = model.config.num_hidden_layers
+    layer = BERTSCORE_LAYERS.get((model.config.model_type, layers), layers)
+    # RoBERTa's positions begin at 2
+    longest = min(tokenizer.model_max_length, model.config.max_position_embeddings - 2)
     texts = sorted({text for group in references for text in group} | set(predictions), key=len, reverse=True)
     vectors: dict[str, tuple[Tensor, Tensor]] = {}  # text -> unit vectors [T, d], which tokens count [T]
     for batch in _batches(texts, batch_size):
@@ -122,7 +122,7 @@ def bleurt(
     device: str | torch.device = "cpu",
     batch_size: int = 32,
 ) -> float:
-    """The mean over texts of BLEURT's rating against the best reference (Sellam et al., 2020); about -2 to 1.
+    """The mean over texts of BLEURT's mean rating against their references (Sellam et al., 2020); about -2 to 1.
 
     Args:
         predictions: N texts.
@@ -149,8 +149,8 @@ def bleurt(
         )
         ratings += model(**tokens.to(device)).logits.float().flatten().tolist()
     of = iter(ratings)
-    best = [max(next(of) for _ in group) for group in references]
-    return math.fsum(best) / len(best)
+    means = [math.fsum(next(of) for _ in group) / len(group) for group in references]
+    return math.fsum(means) / len(means)
 
 
 def _batches(items: Sequence[Any], size: int) -> Iterator[list[Any]]:

@@ -103,12 +103,18 @@ class Cider(LocalMetric):
 
 
 class Rouge(LocalMetric):
-    about = "ROUGE-1, -2 and -L (rouge-score, with stemming): the mean F1 with the best reference."
-    inputs = INPUTS + "    names: which of rouge1, rouge2, rougeL, rougeLsum.\n"
+    about = "ROUGE-1, -2 and -L (rouge-score, with stemming): the mean F1 with the best reference, or leave-one-out."
+    inputs = (
+        INPUTS
+        + "    names: which of rouge1, rouge2, rougeL, rougeLsum.\n"
+        + "    leave_one_out: average the bests of all subsets that lack one reference, as GEM-metrics does.\n"
+    )
     source = "Lin, ACL workshop 2004"
 
-    def measure(self, predictions: Any, references: Any, names: Any = None, **_: Any) -> dict[str, float]:
-        return rouge.rouge(predictions, references, *([names] if names else []))
+    def measure(
+        self, predictions: Any, references: Any, names: Any = None, leave_one_out: bool = False, **_: Any
+    ) -> dict[str, float]:
+        return rouge.rouge(predictions, references, names or rouge.NAMES[:3], leave_one_out)
 
 
 class TokenF1(LocalMetric):
@@ -132,7 +138,7 @@ class BertScore(LocalMetric):
 
 
 class Bleurt(LocalMetric):
-    about = "BLEURT's mean rating against the best reference, by a model on this machine."
+    about = "BLEURT's mean rating over texts and their references, by a model on this machine."
     inputs = INPUTS + "    model: folder of the classifier; device: where it runs.\n"
     source = "Sellam et al., ACL 2020"
 

@@ -2,7 +2,8 @@
 
 BLEU is sacrebleu's: its default settings are those of the script, only that the script ignores case. NIST is ours: nltk
 scores each n-gram order against the one reference that fits it best, while the script merges the references, as BLEU
-does, and compares lengths with their average.
+does. Its average reference has the words of all references divided by the mean number of references of a text: where texts
+have different numbers of them, this is not the sum of each text's own average (which the script takes with `-p` alone).
 """
 
 import math
@@ -75,7 +76,8 @@ def nist(
                 gained[len(gram) - 1] += min(count, allowed[gram]) * information
 
     precision = sum(gain / count for gain, count in zip(gained, found, strict=True) if count)
-    average = sum(sum(map(len, texts)) / len(texts) for texts in wanted)
+    total = sum(len(reference) for texts in wanted for reference in texts)
+    average = total * len(wanted) / sum(map(len, wanted))
     return precision * length_penalty(sum(map(len, outputs)), average)
 
 
@@ -84,7 +86,7 @@ def length_penalty(output: float, reference: float) -> float:
 
     Args:
         output: words in all outputs.
-        reference: words in an average reference, summed over the corpus; without any there is nothing to miss.
+        reference: words in an average reference of the corpus; without any there is nothing to miss.
     """
     if output >= reference:
         return 1.0

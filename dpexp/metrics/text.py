@@ -47,7 +47,7 @@ SUITES: dict[str, tuple[Part, ...]] = {
     ),
     "dart": (
         Part("Meteor", ("meteor",), {"pretokenized": False}),
-        Part("Rouge", ("rouge1", "rouge2", "rougeL")),
+        Part("Rouge", ("rouge1", "rouge2", "rougeL"), {"leave_one_out": True}),
         Part("Bleu", ("bleu",)),
         Part("BertScore", ("bertscore",), model=True),
         Part("Bleurt", ("bleurt",), model=True),
@@ -58,8 +58,9 @@ SUITES: dict[str, tuple[Part, ...]] = {
     ),
     "dialogue": (Part("TokenF1", ("f1",)),),
 }
-"""e2e: the official evaluation of E2E (Li et al., Tables 2 and 7), whose ROUGE-L is coco-caption's. dart: as GEM evaluates
-DART (Table 8), with rouge-score's. summarization: SAMSum (He et al., Table 6). dialogue: Persona-Chat (Li et al., Table 3);
+"""e2e: the official evaluation of E2E (Li et al., Tables 2 and 7), whose ROUGE-L is coco-caption's. dart: as GEM-metrics,
+which Li et al. use for DART (Table 8): rouge-score's with leave-one-out references, its models for BERTScore and BLEURT; BLEU and
+METEOR are those of E2E. summarization: SAMSum (He et al., Table 6). dialogue: Persona-Chat (Li et al., Table 3);
 its perplexity is `dialogue.perplexity`."""
 
 PERCENT = frozenset(["bleu", "rouge1", "rouge2", "rougeL", "rougeLsum", "f1"])

@@ -149,11 +149,22 @@ def write(document: Document, results: Path) -> list[Path]:
 
 
 def missing_commands(name: str, context: Context, scale: str) -> list[str]:
-    """The commands that ``RUN=1`` runs before it renders a target: for cells of a table without a record."""
+    """The commands that ``RUN=1`` runs before it renders a target: for what has no record of a table or of a figure of runs."""
     for key in tables.known():
         if tables.target_name(*key) == name:
             return tables.missing(*key, context.records_of(key), scale)
+    if name in curves.TARGETS:
+        return curves.missing(name, context.records, scale)
     return []
+
+
+def nothing_to_run(name: str, scale: str) -> str:
+    """Why `missing_commands` has none for a target, in words."""
+    if name in {**_EXACT_TABLES, **_EXACT_FIGURES}:
+        return "it is arithmetic and needs no run"
+    if any(tables.target_name(*key) == name for key in tables.known()) or name in curves.TARGETS:
+        return f"every cell that can be run at scale={scale} has a record, or there is none"
+    return "its commands stand on its page: they are benchmarks, a sweep for a GPU, or other targets' runs"
 
 
 def _exact(name: str, context: Context) -> Document:

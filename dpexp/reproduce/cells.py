@@ -7,6 +7,7 @@ a record's own configuration stands beside every number instead.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,10 +48,24 @@ class Filling:
     Attributes:
         records: its seeds.
         values: the metric of each, in the unit of the cell.
+        metric: its name; "" where it does not matter.
     """
 
     records: tuple[Record, ...]
     values: tuple[float, ...]
+    metric: str = ""
+
+    @property
+    def dev_error(self) -> float | None:
+        """The standard error of the mean accuracy, in points, that comes from the number of dev examples: √(p(1 - p)/n).
+
+        All seeds are measured on the same examples, so that more seeds don't make it smaller. None for other metrics.
+        """
+        rows = self.records[0].summary["data"]["rows"].get("dev")
+        if not rows or self.metric not in ("accuracy", "accuracy_mismatched"):
+            return None
+        share = min(1.0, max(0.0, mean_std(self.values)[0] / 100))
+        return 100 * math.sqrt(share * (1 - share) / float(rows))
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,9 @@ class Slot:
         for group in by_configuration(record for record in records if record.matches(where)):
             values = [(r, value) for r in group if (value := r.metric(self.metric)) is not None]
             if values:
-                found.append(Filling(tuple(r for r, _ in values), tuple(factor * v for _, v in values)))
+                found.append(
+                    Filling(tuple(r for r, _ in values), tuple(factor * v for _, v in values), self.metric)
+                )
         return found
 
 
@@ -99,7 +116,35 @@ def printed_factor(metric: str) -> float:
 _PRINTED_TIMES_100 = PERCENT | {"accuracy", "train_accuracy", "accuracy_mismatched"}
 
 
-def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None, task: str = "") -> Slot:
+@dataclass(frozen=True)
+class Presets:
+    """Where the command of a cell at scale=paper finds its settings, so that one printed number has one configuration.
+
+    Attributes:
+        tables: whose presets hold the runs of a cell, the first that has one: its own table, then those that print the same runs.
+        tuned: (settings of a cell, what they add to the command): values that were tuned for some cells alone.
+    """
+
+    tables: tuple[str, ...] = ()
+    tuned: tuple[tuple[Mapping[str, str], str], ...] = ()
+
+    def added(self, cell: Cell) -> list[str]:
+        """What is added to the command of a cell."""
+        return [
+            word
+            for settings, words in self.tuned
+            if all(cell.settings.get(name) == value for name, value in settings.items())
+            for word in shlex.split(words)
+        ]
+
+
+def slot(
+    cell: Cell,
+    scale: str,
+    stand_ins: Mapping[str, Any] | None = None,
+    task: str = "",
+    presets: Presets | None = None,
+) -> Slot:
     """The cell at a scale.
 
     Args:
@@ -109,6 +154,7 @@ def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None, tas
             is listed selects, and a value that is not listed has no stand-in. "=" stands for itself (or all values do),
             "*": whatever the task names.
         task: for scale small: another data set that stands in for the cell's, with settings of its own; "" for the cell's.
+        presets: of its table; None: those of its own name.
     """
     said = dict(cell.settings)
     if "learning_rate" in said:
@@ -156,7 +202,7 @@ def slot(cell: Cell, scale: str, stand_ins: Mapping[str, Any] | None = None, tas
         reason = reason or "not measured: accuracy on the training set is private, and no record releases it"
     if not reason:
         reason = _not_built(chosen, said)
-    return Slot(cell, scale, where, metric, reason, "" if reason else command(cell, scale, chosen))
+    return Slot(cell, scale, where, metric, reason, "" if reason else command(cell, scale, chosen, presets))
 
 
 def metric_of(cell: Cell) -> str:
@@ -176,12 +222,14 @@ def metric_of(cell: Cell) -> str:
     return name
 
 
-def command(cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
+def command(cell: Cell, scale: str, chosen: Mapping[str, str], presets: Presets | None = None) -> str:
     """What fills the cell with three seeds: a preset where there is one for its row, else the settings one by one."""
     overrides = []
+    added = presets.added(cell) if presets and scale == "paper" else []
+    tables = (cell.table, *(presets.tables if presets else ()))
     covered: set[str] = set()
     noise = next((name for name in NOISE if name in chosen), "")
-    if scale == "paper" and (preset := _preset(cell, chosen)):
+    if scale == "paper" and (preset := _preset(cell, chosen, tables)):
         overrides.append(f"experiment={preset}")
         covered = {"task", "model", "delta", "peft", "init", "schedule", "individual", "optim", noise}
         covered |= (
@@ -210,8 +258,11 @@ def command(cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
     program = "train"
     if cell.settings.get("metric") == EXPOSURE:
         program = "audit"
-        overrides = [f"method={EXPOSURE}", *overrides, f"repetitions=[{cell.settings['repetitions']}]"]
-    words = [*overrides, f"seed={SEEDS}", "-m"]
+        counts = (
+            [] if any(word.startswith("repetitions=") for word in added) else [cell.settings["repetitions"]]
+        )
+        overrides = [f"method={EXPOSURE}", *overrides, *(f"repetitions=[{count}]" for count in counts)]
+    words = [*overrides, *added, f"seed={SEEDS}", "-m"]
     return f"python -m dpexp.{program} " + " ".join(shlex.quote(word) for word in words)
 
 
@@ -228,19 +279,22 @@ def _has_steps(task: str, scale: str) -> bool:
     return bool(((settings or {}).get("optim") or {}).get("steps"))
 
 
-def _preset(cell: Cell, chosen: Mapping[str, str]) -> str:
-    """The name of the preset of a cell's row, "" where there is none."""
-    stem = "_".join((cell.paper, _numbered(cell.table)))
+def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> str:
+    """The name of the preset of a cell's row in the first of the tables that has one, "" where none has."""
     method = next(
         (chosen[name] for name in ("schedule", "individual", "optim", "clip") if name in chosen), ""
     )
     kind = "infilling" if cell.settings.get("formulation") == "infilling" else chosen.get("peft", "")
     kind = "retrain" if "init" in chosen else kind
     before = [cell.settings.get("task", ""), chosen.get("model", "")]
-    for words in ([*before, method], [*before, kind]):
-        name = "_".join((stem, *filter(None, words)))
-        if (conf_dir() / "experiment" / f"{name}.yaml").is_file():
-            return name
+    ends = [[method], [kind]] if kind else [[method], ["full"]]
+    if chosen.get("clip") == "nonprivate" or kind:
+        ends.append([kind, "flat"])
+    for table in tables:
+        for end in ends:
+            name = "_".join((cell.paper, _numbered(table), *filter(None, [*before, *end])))
+            if (conf_dir() / "experiment" / f"{name}.yaml").is_file():
+                return name
     return ""
 
 
@@ -286,6 +340,7 @@ def columns(filling: Filling, digits: int) -> dict[str, str]:
     return {
         "ours": f"{mean:.{digits}f}" + (f" ± {std:.2f}" if std is not None else ""),
         "n": str(len(filling.values)),
+        "dev error": "" if filling.dev_error is None else f"± {filling.dev_error:.2f}",
         "configuration": described(record) + (f" (UNCLEAN: {'; '.join(unclean)})" if unclean else ""),
         "ε": "∞" if record.spent is None else f"{record.spent:.2f}",
         "δ": "" if privacy.get("delta") is None else f"{privacy['delta']:.3g}",
@@ -305,6 +360,8 @@ def described(record: Record, beside: Sequence[str] = ()) -> str:
     words = [
         str(facts["model"]),
         "" if peft in (None, "full") else str(peft),
+        "" if facts.get("model.pooling") in (None, "own") else f"{facts['model.pooling']} pooling",
+        "frozen features" if facts.get("model.frozen_features") else "",
         "" if trainable in (None, "all") else f"trains {trainable}",
         f"E = {length:g}" if length is not None else f"{facts.get('optim.steps')} steps",
         f"B = {facts.get('optim.batch_size'):g}",

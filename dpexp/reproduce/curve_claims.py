@@ -12,7 +12,15 @@ from dpexp.reproduce import cells
 from dpexp.reproduce.cells import Filling
 from dpexp.reproduce.pairs import Pair, choose, compared, paragraphs
 from dpexp.reproduce.records import Record, by_configuration
-from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge, overall
+from dpexp.reproduce.statistics import (
+    CANNOT_TELL,
+    LEVEL,
+    Comparison,
+    compare,
+    compare_paired,
+    judge,
+    overall,
+)
 
 MARGIN = 1.0  # points of accuracy: "the gap is closed"
 SAME_FACTOR = 1.1  # two layers whose norms change by factors closer than this move together
@@ -43,7 +51,8 @@ def adaptive_closes_the_gap(records: Sequence[Record]) -> tuple[str, ...]:
                 what = f"{length}, {cells.described(sides[0].filling.records[0])}"
                 result = compare(sides[0].filling.values, sides[1].filling.values, expect, margin)
                 pairs.append(compared(what, (left, right), sides, expect, margin, result))
-    return paragraphs(pairs)
+    noiseless = any(record.facts.get("privacy.noise_multiplier") == 0 for record in records)
+    return paragraphs(pairs, "" if noiseless else "the half with noise")
 
 
 def norms_grow_near_the_input(records: Sequence[Record]) -> tuple[str, ...]:
@@ -60,11 +69,11 @@ def norms_grow_near_the_input(records: Sequence[Record]) -> tuple[str, ...]:
                 f" (factor {near:.2f} near the input, {far:.2f} near the output)"
             )
             sizes = len(halves[0]), len(halves[1])
-            result = compare(halves[0], halves[1], "greater")
-            pairs.append(
-                Pair(what, "layers near the input", "layers near the output", "greater", result, sizes)
-            )
-    return paragraphs(pairs) if pairs else ()
+            result = compare_paired(halves[0], halves[1], "greater")
+            names = "layers near the input", "layers near the output"
+            pairs.append(Pair(what, *names, "greater", result, sizes, paired=True))
+    part = "the growth; that norms start uniformly low is not tested"
+    return paragraphs(pairs, part) if pairs else ()
 
 
 def norms_shift_by_layer(records: Sequence[Record]) -> tuple[str, ...]:

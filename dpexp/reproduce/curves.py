@@ -202,7 +202,7 @@ def build(name: str, records: Sequence[Record]) -> Document:
         if target.kind == "norms"
         else ()
     )
-    ours = "; ".join(found) or ("see the curves; no test" if counts else "cannot tell: not run")
+    ours = "; ".join(found) or ("cannot tell: see the curves; no test" if counts else "cannot tell: not run")
     words = (
         f"**Claim.** {target.claim}",
         f"**Our runs.** {ours}.",
@@ -213,6 +213,14 @@ def build(name: str, records: Sequence[Record]) -> Document:
         name, target.title, name.split("-")[1], words, tuple(sections), _COLUMNS[target.kind], svg=drawn, png=png,
         status=", ".join(counts) or ("not run" if target.at_paper else "not built"),
     )  # fmt: skip
+
+
+def missing(name: str, records: Sequence[Record], scale: str) -> list[str]:
+    """The commands that make a figure's runs at a scale; none where it has some."""
+    target = TARGETS[name]
+    if any(record.matches(target.select) and record.summary["scale"] == scale for record in records):
+        return []
+    return list(target.at_paper if scale == "paper" else target.command)
 
 
 def _tasks(target: Curves, records: Sequence[Record]) -> list[tuple[str, ...]]:

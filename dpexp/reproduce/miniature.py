@@ -16,7 +16,7 @@ from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import compare, mean_std
 
 COLUMNS = (
-    "row", "column", "ours", "n", "scale", "configuration", "ε", "δ", "accountant", "sampling", "hardware", "record",
+    "row", "column", "ours", "n", "dev error", "scale", "configuration", "ε", "δ", "accountant", "sampling", "hardware", "record",
 )  # fmt: skip
 
 
@@ -58,7 +58,9 @@ def _grid(asked: Mapping[str, Any], records: Sequence[Record]) -> dict[tuple[flo
         if not measured:
             continue
         place = float(group[0].facts[keys[0]]), float(group[0].facts[keys[1]])
-        filling = Filling(tuple(r for r, _ in measured), tuple(factor * value for _, value in measured))
+        filling = Filling(
+            tuple(r for r, _ in measured), tuple(factor * value for _, value in measured), asked["metric"]
+        )
         if place not in found or len(filling.values) > len(found[place].values):
             found[place] = filling
     return found

@@ -23,7 +23,8 @@ class Choice:
     Attributes:
         filling: of the most seeds, then of the highest mean.
         tried: configurations that it is the best of: those with records, or as many as its records say.
-        better: a configuration with fewer seeds and a higher mean, in words; "" where there is none.
+        better: why the search is not finished, in words: a configuration with fewer seeds and a higher mean, or an optimum at
+            the edge of what was tried; "" where it is.
     """
 
     filling: Filling
@@ -47,7 +48,16 @@ def choose(fillings: Sequence[Filling]) -> Choice:
         better = (
             f"{described(rival.records[0])}, has {mean_std(rival.values)[0]:.2f} with n = {len(rival.values)}"
         )
-    return Choice(chosen, max(len(fillings), *trials), better)
+    return Choice(chosen, max(len(fillings), *trials), better or _edge(chosen, fillings))
+
+
+def _edge(chosen: Filling, fillings: Sequence[Filling]) -> str:
+    """Is the learning rate that was chosen the largest or the smallest of several? Then the best one may lie beyond."""
+    own, *others = (f.records[0].facts.get("optim.lr") for f in (chosen, *fillings))
+    grid = sorted({float(rate) for rate in others if rate is not None})
+    if own is None or len(grid) < 2 or float(own) not in (grid[0], grid[-1]):
+        return ""
+    return f"its lr {own:g} is at the edge of {', '.join(f'{rate:g}' for rate in grid)}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,8 @@ class Pair:
         result: left minus right.
         sizes: seeds on each side.
         tried: configurations that each side is the best of.
-        better: of each side, a configuration with fewer seeds that did better, in words.
+        better: of each side, why its search is not finished, in words.
+        paired: whether the two sides come from the same runs.
     """
 
     what: str
@@ -72,13 +83,14 @@ class Pair:
     sizes: tuple[int, int]
     tried: tuple[int, int] = (1, 1)
     better: tuple[str, str] = ("", "")
+    paired: bool = False
 
     @property
     def judged(self) -> Comparison:
         """The result without what the unfinished search of a side forbids to conclude.
 
-        Where a configuration with too few seeds did better than the one compared, the side may be better than it looks: then
-        the seeds can't say that it is worse.
+        Where a configuration with too few seeds did better than the one compared, or the best learning rate is at the edge of
+        those tried, the side may be better than it looks: then the seeds can't say that it is worse.
         """
         left, right = map(bool, self.better)
         both = self.expect.startswith("close") and (left or right)
@@ -105,8 +117,12 @@ def compared(
     )  # fmt: skip
 
 
-def verdict(pairs: Sequence[Pair]) -> str:
-    """Supports, contradicts or cannot tell, and from how many pairs."""
+def verdict(pairs: Sequence[Pair], part: str = "", unstated: str = "") -> str:
+    """Supports, contradicts or cannot tell, and from how many pairs.
+
+    ``part``: which part of the claim they are instances of, in words; "" where they are all of it. ``unstated``: settings that
+    the paper does not give: then the seeds speak for the settings chosen here alone.
+    """
     if not pairs:
         return f"{CANNOT_TELL}: no pair of records that differ in this alone"
     tested = [pair for pair in pairs if pair.result.p_for is not None]
@@ -114,16 +130,22 @@ def verdict(pairs: Sequence[Pair]) -> str:
     if not tested:
         return f"{CANNOT_TELL}: fewer than two seeds on a side of each of {len(pairs)} pairs"
     picked = ", sides picked on these seeds" if any(max(pair.tried) > 1 for pair in tested) else ""
-    return (
-        f"{word} ({len(tested)} of {len(pairs)} pairs tested, Welch's t over seeds, level {LEVEL:g}{picked})"
-    )
+    named = f" for a part of the claim, {part}" if part and word != CANNOT_TELL else ""
+    found = f"{len(tested)} of {len(pairs)} pairs tested, {_test(tested)} over seeds, level {LEVEL:g}{picked}"
+    if unstated and word != CANNOT_TELL:
+        return f"{CANNOT_TELL}: the paper does not state {unstated}; at what was chosen here: {word}{named} ({found})"
+    return f"{word}{named} ({found})"
 
 
-def paragraphs(pairs: Sequence[Pair]) -> tuple[str, ...]:
+def _test(pairs: Sequence[Pair]) -> str:
+    return "Student's t on pairs" if all(pair.paired for pair in pairs) else "Welch's t"
+
+
+def paragraphs(pairs: Sequence[Pair], part: str = "", unstated: str = "") -> tuple[str, ...]:
     """The verdict in bold, and a list with a line for each pair."""
     lines = "\n".join(f"- {line(pair)}" for pair in pairs)
     selected = [SELECTED] if any(max(pair.tried) > 1 for pair in pairs) else []
-    return f"**{verdict(pairs)}**", *selected, *([lines] if pairs else [])
+    return f"**{verdict(pairs, part, unstated)}**", *selected, *([lines] if pairs else [])
 
 
 def line(pair: Pair) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from dpexp.errors import UserError
+from dpexp.schemas import RunConfig
 
 SCALES = ("paper", "small", "demo")
 # Settings that cannot change a result, or that only say where it was computed and by whom.
@@ -88,10 +89,15 @@ class Record:
 
     @cached_property
     def science(self) -> dict[str, Any]:
-        """The settings that may change a result, the data's checksums among them; equal for the seeds of one configuration."""
-        facts = {k: v for k, v in self.facts.items() if not k.startswith(_ELSEWHERE + _RUNTIME)}
+        """The settings that may change a result, the data's checksums among them; equal for the seeds of one configuration.
+
+        A setting that a record does not know has the schema's default, which never changes its meaning
+        (`dpexp.config.signature`): a record from before a setting was there is then like one from after.
+        """
+        said = {**_neutral(), **self.facts}
+        facts = {k: v for k, v in said.items() if not k.startswith(_ELSEWHERE + _RUNTIME)}
         for name in ("engine", "spent", "epochs", "label words"):
-            del facts[name]
+            facts.pop(name, None)
         facts["task.max_length"] = self.facts.get("task.max_length")
         facts |= {k: v for k, v in self.facts.items() if k.startswith("task.label_words.")}
         return facts | {"data.sha256": json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)}
@@ -191,6 +197,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+@cache
+def _neutral() -> dict[str, Any]:
+    return dict(flatten(asdict(RunConfig())))
 
 
 def _label_words(config: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpexp.clipping.contributions import Contribution, Lookup, Outer
-from dpexp.clipping.layers import kind_of
+from dpexp.clipping.operations import FORMULAS
+from dpexp.clipping.operations.conv import Convolution
 from dpexp.reproduce.complexity import Layer
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -214,13 +215,17 @@ def _lookups(T: int, p: int, d: int) -> Callable[[int], Contribution]:
     return lambda batch: Lookup(torch.randint(d, (batch, T)), torch.randn(batch, T, p), d)
 
 
-def _images(module: nn.Module, x: torch.Size, y: torch.Size) -> Callable[[int], Contribution] | None:
-    kind = kind_of(module)
-    if kind is None or kind.name not in ("convolution", "transposed convolution"):
-        return None
+def _images(module: nn.Module, x: torch.Size, y: torch.Size) -> Callable[[int], Contribution]:
+    assert isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED))
+    dims = len(module.kernel_size)
+    plain = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+    formula = FORMULAS[transposed if isinstance(module, _TRANSPOSED) else plain]
+    assert isinstance(formula, Convolution)
+    options = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
 
     def sample(batch: int) -> Contribution:
         inputs, gradients = (torch.randn(batch * size[0], *size[1:]) for size in (x, y))
-        return kind.contributions(module, (inputs,), gradients, batch, {"weight"})["weight"]
+        return formula.weight(inputs, gradients, module.weight.shape, options, batch)
 
     return sample

@@ -61,11 +61,34 @@ def compare(left: Sequence[float], right: Sequence[float], expect: str, margin: 
     difference = mean_left - mean_right
     parts = (std_left or 0.0) ** 2 / len(left), (std_right or 0.0) ** 2 / len(right)
     error = math.sqrt(sum(parts))
-    if (
-        std_left is None or std_right is None or error == 0.0
-    ):  # seeds that all agree have no spread to compare with
-        return Comparison(difference, -math.inf, math.inf, None, None, CANNOT_TELL)
+    if std_left is None or std_right is None or error == 0.0:
+        return _untested(difference)
     freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(left) - 1) + parts[1] ** 2 / (len(right) - 1))
+    return _tested(difference, error, freedom, expect, margin)
+
+
+def compare_paired(
+    left: Sequence[float], right: Sequence[float], expect: str, margin: float = 0.0
+) -> Comparison:
+    """As `compare`, where ``left[i]`` and ``right[i]`` come from one run: Student's t on their differences.
+
+    Raises:
+        ValueError: no values, not as many on both sides, or an unknown expectation.
+    """
+    if expect not in EXPECTATIONS:
+        raise ValueError(f"expect={expect} is none of {', '.join(EXPECTATIONS)}")
+    difference, std = mean_std([a - b for a, b in zip(left, right, strict=True)])
+    if not std:
+        return _untested(difference)
+    return _tested(difference, std / math.sqrt(len(left)), len(left) - 1, expect, margin)
+
+
+def _untested(difference: float) -> Comparison:
+    """One value, or values that all agree: there is no spread to compare with."""
+    return Comparison(difference, -math.inf, math.inf, None, None, CANNOT_TELL)
+
+
+def _tested(difference: float, error: float, freedom: float, expect: str, margin: float) -> Comparison:
     half = float(distributions.t.ppf(1 - LEVEL / 2, freedom)) * error
 
     def above(bound: float) -> float:

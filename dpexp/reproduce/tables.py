@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dpexp.reproduce import cells, miniature, pairs
-from dpexp.reproduce.cells import FACTS, Filling, Slot
+from dpexp.reproduce.cells import FACTS, Filling, Presets, Slot
 from dpexp.reproduce.documents import Document, Section
 from dpexp.reproduce.pairs import Choice, Pair
 from dpexp.reproduce.paper import FOLDER, Cell, paper_table, paper_tables
@@ -20,8 +20,8 @@ from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL, compare, mean_std
 
 COLUMNS = (
-    "row", "column", "paper", "ours", "n", "difference", "scale", "configuration", "ε", "δ", "accountant", "sampling",
-    "hardware", "record",
+    "row", "column", "paper", "ours", "n", "dev error", "difference", "scale", "configuration", "ε", "δ", "accountant",
+    "sampling", "hardware", "record",
 )  # fmt: skip
 SHOWN = ("small", "paper")
 _UNITS = ("%", "")
@@ -45,6 +45,9 @@ class Claim:
     instead: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     miniature: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    unstated: str = ""
+    same_runs: tuple[str, ...] = ()
+    tuned: tuple[Mapping[str, Any], ...] = ()
     audits: bool = False
 
     @property
@@ -62,7 +65,9 @@ class Claim:
     def slots(self, printed: Sequence[Cell], scale: str, task: str) -> list[Slot]:
         """The cells of a block."""
         more = self.instead.get(task, {})
-        slots = (cells.slot(cell, scale, self.stand_ins, task) for cell in printed)
+        tuned = tuple((entry["where"], entry["add"]) for entry in self.tuned)
+        presets = Presets(self.same_runs, tuned)
+        slots = (cells.slot(cell, scale, self.stand_ins, task, presets) for cell in printed)
         return [replace(slot, where={**slot.where, **more}) for slot in slots]
 
 
@@ -73,7 +78,8 @@ def claims() -> dict[tuple[str, str], Claim]:
     found = {}
     for name, entry in yaml.safe_load(text).items():
         paper, _, table = name.partition("_")
-        entry["compare"] = tuple(entry.get("compare", ()))
+        for key in ("compare", "same_runs", "tuned"):
+            entry[key] = tuple(entry.get(key, ()))
         found[paper, table.removeprefix("table")] = Claim(**entry)
     return found
 
@@ -103,12 +109,15 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
         runnable += total
         if done or scale == "paper" or task == claim.filled_with:
             compared = list(_pairs(claim, slots, filled))
-            said = pairs.paragraphs(compared) if claim.compare else ()
+            part = _part(claim, slots, filled)
+            said = pairs.paragraphs(compared, part, claim.unstated) if claim.compare else ()
             sections.append(Section(heading, (*_notes(claim, scale, task, filled), *said), COLUMNS, [
                 row for slot in slots for row in _rows(slot, filled[id(slot)], task)
                 if task in ("", claim.filled_with) or "n" in row
             ], scale))  # fmt: skip
-            verdicts += [f"{heading}: {pairs.verdict(compared)}"] if claim.compare else []
+            verdicts += (
+                [f"{heading}: {pairs.verdict(compared, part, claim.unstated)}"] if claim.compare else []
+            )
         elif (
             not task
         ):  # its data are not for everybody; another block has the commands for those that stand in
@@ -121,7 +130,8 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
     paragraphs = (
         f"**Claim.** {claim.claim}",
         f"**Our runs.** {'; '.join(verdicts) or _no_test(statuses)}.",
-        "Ours: mean ± standard deviation over n seeds. Every block has one scale; the difference is ours minus paper, and at"
+        "Ours: mean ± standard deviation over n seeds; *dev error*: the standard error that a dev set of this size has by itself,"
+        " which no test here knows of. Every block has one scale; the difference is ours minus paper, and at"
         " scale=small it compares another model and another length of training. ε under the record's accountant, δ of its"
         " guarantee; hyper-parameter search is not paid for (the record says how many configurations were tried).",
         f"Regenerate: `python -m dpexp.report {name}` (or `make {name}`); with `RUN=1 SCALE=small` the missing cells are run.",
@@ -209,21 +219,34 @@ def printed_value(cell: Cell) -> str:
 
 
 def _pairs(claim: Claim, slots: Sequence[Slot], filled: Mapping[int, list[Filling]]) -> Iterator[Pair]:
+    for rule, slot, partner in _printed_pairs(claim, slots):
+        varied = tuple({**rule["left"], **rule["right"]})
+        right = _best_of_each(filled[id(partner)], varied)
+        for context, chosen in _best_of_each(filled[id(slot)], varied).items():
+            if other := right.get(context):
+                expect, margin = rule["expect"], float(rule.get("margin", 0.0))
+                result = compare(chosen.filling.values, other.filling.values, expect, margin)
+                what = f"{slot.cell.column}, {cells.described(chosen.filling.records[0])}"
+                names = slot.cell.row, partner.cell.row
+                yield pairs.compared(what, names, (chosen, other), expect, margin, result)
+
+
+def _printed_pairs(claim: Claim, slots: Sequence[Slot]) -> Iterator[tuple[Mapping[str, Any], Slot, Slot]]:
+    """(rule, left, right): every two cells of the block that the claim is about."""
     for rule in claim.compare:
         varied = tuple({**rule["left"], **rule["right"]})
         partners = {_rest(slot.cell, varied): slot for slot in slots if _has(slot.cell, rule["right"])}
         for slot in slots:
             partner = partners.get(_rest(slot.cell, varied)) if _has(slot.cell, rule["left"]) else None
-            if partner is None:
-                continue
-            right = _best_of_each(filled[id(partner)], varied)
-            for context, chosen in _best_of_each(filled[id(slot)], varied).items():
-                if other := right.get(context):
-                    expect, margin = rule["expect"], float(rule.get("margin", 0.0))
-                    result = compare(chosen.filling.values, other.filling.values, expect, margin)
-                    what = f"{slot.cell.column}, {cells.described(chosen.filling.records[0])}"
-                    names = slot.cell.row, partner.cell.row
-                    yield pairs.compared(what, names, (chosen, other), expect, margin, result)
+            if partner is not None and not slot.reason and not partner.reason:
+                yield rule, slot, partner
+
+
+def _part(claim: Claim, slots: Sequence[Slot], filled: Mapping[int, Sequence[Filling]]) -> str:
+    """Which part of the claim has records, in words; "" where it is all of it."""
+    asked = [(slot, partner) for _, slot, partner in _printed_pairs(claim, slots)]
+    done = sum(bool(filled[id(slot)] and filled[id(partner)]) for slot, partner in asked)
+    return f"{done} of {len(asked)} comparisons in print" if done < len(asked) else ""
 
 
 def _best_of_each(fillings: Sequence[Filling], varied: Sequence[str]) -> dict[str, Choice]:

@@ -82,7 +82,7 @@ def test_bleurt_rates_pairs_of_reference_and_prediction(folders):
         ratings = [
             float(model(**tokenizer([one], [prediction], return_tensors="pt")).logits) for one in texts
         ]
-        best.append(max(ratings))
+        best.append(sum(ratings) / len(ratings))
     assert bleurt(PREDICTIONS, REFERENCES, folders[1], batch_size=2) == pytest.approx(sum(best) / 3, abs=1e-5)
 
 

@@ -1,7 +1,9 @@
 """BLEU and NIST against worked examples, nltk and a naive twin."""
 
+import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -52,6 +54,17 @@ def test_nist_by_hand():
     assert nist(["a b"], [["a b", "a c"]]) == pytest.approx((1 + 2) / 2 + 1)
     # One word against references of two: the penalty at half the length.
     assert nist(["a"], [["a b", "a c"]]) == pytest.approx(1.0 * length_penalty(1, 2))
+
+
+def test_bleu_and_nist_are_those_of_the_official_script():
+    official = json.loads((Path(__file__).parent / "official_mteval.json").read_text(encoding="utf-8"))
+    for name, system in official["systems"].items():
+        assert nist(system["outputs"], official["references"]) == pytest.approx(system["nist"], abs=6e-5), (
+            name
+        )
+        assert bleu(system["outputs"], official["references"]) == pytest.approx(system["bleu"], abs=6e-5), (
+            name
+        )
 
 
 def test_nist_length_penalty():
@@ -114,7 +127,7 @@ def naive_nist(predictions, references):
                     )
                     gain += hits * math.log2(before / own)
         total += gain / grams if grams else 0.0
-    wanted = sum(sum(len(text.split()) for text in texts) / len(texts) for texts in references)
+    wanted = sum(map(len, pool)) / (len(pool) / len(references))
     ratio = min(1.0, sum(len(p.split()) for p in predictions) / wanted)
     return total * math.exp(math.log(0.5) / math.log(1.5) ** 2 * math.log(ratio) ** 2)
 

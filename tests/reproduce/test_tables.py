@@ -71,7 +71,9 @@ def test_a_verdict_comes_from_seeds_and_a_test(tmp_path: Path):
     flat = [summary("flat", seed, 0.90 + seed / 1000) for seed in SEEDS]
     layer = [summary("perlayer", seed, 0.85 + seed / 1000) for seed in SEEDS]
     small, paper = _build(tmp_path / "a", *flat, *layer).sections
-    assert small.paragraphs[1].startswith("**supports (1 of 1 pairs tested")
+    assert small.paragraphs[1].startswith(
+        "**supports for a part of the claim, 1 of 2 comparisons in print (1 of 1 pairs tested"
+    )
     assert "= +5.00" in small.paragraphs[2]
     assert paper.paragraphs[0].startswith("**cannot tell: no pair of records")
     turned = [summary("perlayer", s, 0.90 + s / 1000) for s in SEEDS] + [
@@ -217,7 +219,11 @@ def test_a_search_that_is_not_finished_forbids_a_verdict_against_its_side(tmp_pa
     assert "the search of RoBERTa-base, Fixed per-layer is not finished" in words[3]
     assert "lr 0.005, has 95.00 with n = 1: cannot tell" in words[3]
     worse = summary("perlayer", 0, 0.80, lr=5e-3)
-    assert _build(tmp_path / "b", *high, *low, worse).sections[0].paragraphs[1].startswith("**supports")
+    words = _build(tmp_path / "b", *high, *low, worse).sections[0].paragraphs
+    assert words[1].startswith("**cannot tell")
+    assert "its lr 0.001 is at the edge of 0.001, 0.005: cannot tell" in words[3]
+    inside = _build(tmp_path / "d", *high, *low, worse, summary("perlayer", 0, 0.80, lr=2e-4))
+    assert inside.sections[0].paragraphs[1].startswith("**supports")
     turned = [summary("flat", s, 0.85 + s / 1000) for s in SEEDS] + [
         summary("perlayer", s, 0.90 + s / 1000) for s in SEEDS
     ]
@@ -264,3 +270,11 @@ def test_a_cell_about_a_test_set_never_takes_the_dev_set_where_there_are_both(ta
     assert cells.metric_of(_cell(task=task, metric="bleu", split="test")) == metric
     assert cells.metric_of(_cell(task=task, metric="bleu", split="validation")) == "bleu"
     assert cells.printed_factor(metric) == 100.0
+
+
+def test_the_error_of_a_finite_dev_set_stands_in_every_table(tmp_path: Path):
+    runs = [summary("flat", seed, 0.80) for seed in SEEDS]
+    for run in runs:
+        run["data"]["rows"]["dev"] = 872
+    (row,) = [row for row in _build(tmp_path, *runs).rows if row.get("n")]
+    assert row["dev error"] == "± 1.35"  # sqrt(0.8 * 0.2 / 872)

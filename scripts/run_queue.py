@@ -1,0 +1,223 @@
+"""Run a list of commands one after the other: what has a record is skipped, what was interrupted is resumed.
+
+Usage: python scripts/run_queue.py LIST [--keep] [--list] [--only WORD] [-- SETTING=VALUE ...]
+
+A line of LIST is a command as the tables print it, `python -m dpexp.train task=sst2 seed=0,1,2 -m` or `dpexp.audit`; each seed
+is a job of its own. `#` begins a comment. The settings behind `--` go to every job (runtime=cpu). Ctrl-C, or SIGTERM, stops
+after the step in progress; the same command goes on from there. A list is read once: what is added needs a new start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from dpexp.audit import AuditConfig, audit_folder  # noqa: E402
+from dpexp.checks import declared_num_examples  # noqa: E402
+from dpexp.config import RunConfig, compose, run_folder, signature  # noqa: E402
+from dpexp.errors import UserError  # noqa: E402
+from dpexp.record import git_state  # noqa: E402
+
+PROGRAMS: dict[str, Any] = {"train": (RunConfig, run_folder), "audit": (AuditConfig, audit_folder)}
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command with one seed.
+
+    Attributes:
+        program: "train" or "audit".
+        overrides: without the sweep.
+    """
+
+    program: str
+    overrides: tuple[str, ...]
+
+    @cached_property
+    def run(self) -> Any:
+        """The configuration that it names; `UserError` where it is none."""
+        return compose(self.overrides, self.program, PROGRAMS[self.program][0])
+
+    @property
+    def folder(self) -> Path:
+        """Where it writes."""
+        return Path(PROGRAMS[self.program][1](self.run))
+
+    @property
+    def examples(self) -> float:
+        """How many it processes: what its time is estimated from."""
+        optim = self.run.optim
+        if optim.steps:
+            return float(optim.steps) * optim.batch_size
+        return float(optim.epochs) * declared_num_examples(self.run)
+
+    def summary(self, results: Path) -> dict[str, Any] | None:
+        """Of the finished run: in its folder, or among the kept records."""
+        kept = results / ("audits" if self.program == "audit" else "runs")
+        pattern = f"*-{signature(self.run)}-seed{self.run.seed}.json"
+        for path in (self.folder / "summary.json", *sorted(kept.glob(pattern))):
+            if path.is_file():
+                found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                if found.get("status") == "finished":
+                    return found
+        return None
+
+    def step(self) -> int:
+        """The last one that its log holds; 0 before it begins."""
+        log = self.folder / "metrics.jsonl"
+        lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def read(text: str, more: tuple[str, ...] = ()) -> list[Job]:
+    """The jobs of a list, every one composed, so that a mistake is told before the first one runs.
+
+    Args:
+        text: of the list.
+        more: settings for every job.
+
+    Raises:
+        UserError: a line that is no command of `PROGRAMS`, or whose settings are not accepted; it names the line.
+    """
+    jobs = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = [word for word in shlex.split(line, comments=True) if word not in ("-m", "--multirun")]
+        if not words:
+            continue
+        if words[0] != "python" or len(words) < 2 or words[1].removeprefix("dpexp.") not in PROGRAMS:
+            raise UserError(f"line {number}: {line.strip()}: write python -m dpexp.train … or dpexp.audit …")
+        overrides = [*words[2:], *more]
+        given = [word.removeprefix("seed=").split(",") for word in overrides if word.startswith("seed=")]
+        for seed in given[-1] if given else ["0"]:
+            alone = (*(word for word in overrides if not word.startswith("seed=")), f"seed={seed}")
+            job = Job(words[1].removeprefix("dpexp."), alone)
+            try:
+                _ = job.run
+            except UserError as error:
+                raise UserError(f"line {number}: {error}") from None
+            jobs.append(job)
+    return jobs
+
+
+def rate(jobs: list[Job], like: Job, results: Path) -> float | None:
+    """Examples per second of the finished jobs with this task and model, else of all; None before there is one."""
+    done = [(job, s["wall_s"]) for job in jobs if (s := job.summary(results)) and s.get("wall_s")]
+    alike = [pair for pair in done if _kind(pair[0]) == _kind(like)] or done
+    return sum(job.examples for job, _ in alike) / sum(s for _, s in alike) if alike else None
+
+
+def _kind(job: Job) -> tuple[str, str, str]:
+    return job.run.task.name, job.run.model.name, job.run.model.trainable
+
+
+def table(jobs: list[Job], failed: set[Job], running: Job | None, results: Path) -> Table:
+    """One row a job: what it is, how far it is, what it found; and when all will be done."""
+    shown = Table(show_lines=False)
+    for name in ("job", "state", "metric", "hours"):
+        shown.add_column(name, overflow="fold")
+    left: float | None = 0.0
+    states = []
+    for job in jobs:
+        summary, step = job.summary(results), job.step()
+        if summary is not None:
+            states.append("done")
+            metric = job.run.task.metric
+            found = summary["metrics"].get(metric)
+            row = ["done", "" if found is None else f"{metric} {found:.4g}", _hours(summary.get("wall_s"))]
+        else:
+            speed = rate(jobs, job, results)
+            rest = max(0.0, job.examples - step * job.run.optim.batch_size)
+            eta = rest / speed if speed else None
+            left = None if left is None or eta is None else left + eta
+            state = (
+                "failed" if job in failed else "running" if job == running else "begun" if step else "waiting"
+            )
+            states.append(state)
+            row = [f"{state}, step {step}" if step else state, "", f"{_hours(eta)} left"]
+        shown.add_row(" ".join(job.overrides), *row)
+    counted = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
+    shown.title = f"{len(jobs)} jobs: {counted}; {_hours(left)} h left"
+    return shown
+
+
+def _hours(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds / 3600:.2f}"
+
+
+def execute(job: Job) -> int:
+    """Run one job to its end, or stop it cleanly when this process is told to stop. Returns the exit status."""
+    words = [sys.executable, "-m", f"dpexp.{job.program}", *job.overrides]
+    # A session of its own: Ctrl-C at the terminal reaches this process alone, which then asks the job to stop, once.
+    with subprocess.Popen(words, cwd=ROOT, start_new_session=True) as child:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGTERM)
+            child.wait()
+            return INTERRUPTED
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what has no record. Returns the exit status: 1 where a job failed, 130 where it was stopped."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="LIST")
+    parser.add_argument("--list", action="store_true", help="show how far it is, and run nothing")
+    parser.add_argument("--keep", action="store_true", help="copy finished runs to results (keep_record.py)")
+    parser.add_argument("--only", default="", help="jobs whose command holds this word")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="where kept records lie")
+    words = sys.argv[1:] if arguments is None else arguments
+    split = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:split])
+    console = Console(soft_wrap=False)
+    try:
+        jobs = read(given.file.read_text(encoding="utf-8"), tuple(words[split + 1 :]))
+    except (OSError, UserError) as error:
+        print(f"error: {given.file}: {error}", file=sys.stderr)
+        return 2
+    jobs = [job for job in jobs if given.only in " ".join(job.overrides)]
+    failed: set[Job] = set()
+    if given.keep and git_state()["dirty"] is not False:
+        print("error: the code is in no commit, and its records can't be kept: commit first", file=sys.stderr)
+        return 2
+    if not given.list:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops like Ctrl-C
+    for job in [] if given.list else jobs:
+        if job.summary(given.results) is not None:
+            continue
+        console.print(table(jobs, failed, job, given.results))
+        status = execute(job)
+        if status == INTERRUPTED:
+            console.print(table(jobs, failed, None, given.results))
+            return INTERRUPTED
+        if status:
+            failed.add(job)
+        elif given.keep:
+            keep = [
+                sys.executable,
+                str(ROOT / "scripts" / "keep_record.py"),
+                str(job.folder / "summary.json"),
+            ]
+            subprocess.run(keep, cwd=ROOT, check=False)
+    console.print(table(jobs, failed, None, given.results))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
