@@ -18,10 +18,10 @@ else
   READY := $(VENV)/.stamp-dpexp
 endif
 
-.PHONY: help setup demo test check tables figures report format constraints clean
+.PHONY: help setup demo test check tables figures report conform conform-nightly sabotage format constraints clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install dpexp, its tools and the small pretrained model, with pinned versions
 
@@ -50,6 +50,15 @@ table-%: $(READY) ## one table beside the paper's: table-he-2 (RUN=1 SCALE=small
 
 figure-%: $(READY) ## one figure: figure-li-3; python -m dpexp.report list names them all
 	$(PY) -m dpexp.report $@ $(FILL)
+
+conform: $(READY) ## which libraries clip which models exactly: results/conform (an hour; ONLY='weight norm' asks about some)
+	$(PY) -m dpexp.conform $(if $(ONLY),'only="$(ONLY)"')
+
+conform-nightly: $(READY) ## 10,000 random models, failures shrunk to the smallest program (SEED=0)
+	$(PY) -m dpexp.conform suite=random library=dpexp models=10000 seed=$(or $(SEED),0)
+
+sabotage: $(READY) ## plant defects in our own trainer and see which check finds each: results/sabotage
+	$(PY) -m dpexp.conform.sabotage
 
 format: $(READY) ## format the code and fix what the linter can fix
 	$(PY) -m ruff check --fix .

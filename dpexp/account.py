@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from dp_accounting import DpEvent
@@ -15,10 +16,13 @@ from dpexp.config import AccountantConfig, ScheduleConfig, hydra_entry
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import check_delta, epsilons
 from dpexp.privacy.calibration import calibrate
-from dpexp.privacy.events import composed, step_event
+from dpexp.privacy.events import composed, fixed_size_event, neighbouring, step_event
 from dpexp.privacy.schedules import Schedule, factor_counts
+from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
+from dpexp.privacy.tuning import tuned_epsilons
 
 _FORMATS = ("text", "json")
+_SAMPLINGS = ("poisson", "fixed")
 
 
 @dataclass
@@ -32,6 +36,9 @@ class AccountArguments:
     target_epsilon: float | None = None
     accountant: AccountantConfig = field(default_factory=AccountantConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    sampling: str = "poisson"
+    trials: float = 1
+    trials_law: str | None = None
     format: str = "text"
 
 
@@ -46,14 +53,25 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     schedule = Schedule.of(asdict(arguments.schedule))
     counts = factor_counts(schedule, steps, steps, rate)
 
+    size = Fraction(rate).limit_denominator(10**9)
+
+    def step(noise_multiplier: float) -> DpEvent:
+        if arguments.sampling == "fixed":
+            return fixed_size_event(size.denominator, size.numerator, [noise_multiplier])
+        return step_event(rate, [noise_multiplier])
+
     def event(noise_multiplier: float) -> DpEvent:
-        return composed((step_event(rate, [noise_multiplier * scale]), count) for scale, count in counts)
+        return composed((step(noise_multiplier * scale), count) for scale, count in counts)
 
     sigma = arguments.noise_multiplier
     if sigma is None:
         assert arguments.target_epsilon is not None
         sigma = calibrate(event, arguments.target_epsilon, arguments.delta, arguments.accountant.name)
-    found = epsilons(event(sigma), arguments.delta)
+    whole = event(sigma)
+    found = attack(whole)
+    tuned = None
+    if arguments.trials != 1 or arguments.trials_law is not None:
+        tuned = tuned_epsilons(whole, arguments.delta, arguments.trials, arguments.trials_law)
     return {
         "noise_multiplier": sigma,
         "sample_rate": arguments.sample_rate,
@@ -63,10 +81,19 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
         "accountant": arguments.accountant.name if arguments.target_epsilon is not None else None,
         "schedule": schedule.plain(),
         "last_noise_multiplier": sigma * (schedule.factor(steps - 1, steps, rate) if steps else 1.0),
-        "epsilon": {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in found.items()
-        },
+        "sampling": arguments.sampling,
+        "neighbouring": neighbouring(step(sigma)),
+        "epsilon": _finite(epsilons(whole, arguments.delta)),
+        **(found.plain() if found is not None else dict.fromkeys(NO_BOUND.plain())),
+        "trials": arguments.trials,
+        "trials_law": arguments.trials_law,
+        "epsilon_with_tuning": _finite(tuned) if tuned is not None else None,
+    }
+
+
+def _finite(found: dict[str, float | None]) -> dict[str, float | None]:
+    return {
+        name: value if value is not None and math.isfinite(value) else None for name, value in found.items()
     }
 
 
@@ -88,10 +115,36 @@ def as_text(result: dict[str, Any]) -> str:
         "steps             {steps}",
         "delta             {delta:g}",
     ]
-    for name, value in result["epsilon"].items():
-        shown = "inf" if value is None else f"{value:.4g}" if value < 1e-3 or value >= 1e4 else f"{value:.4f}"
-        lines.append(f"epsilon {name}       {shown:<10}  {notes[name]}")
-    return "\n".join(line.format(**result) for line in lines)
+    lines = [line.format(**result) for line in lines]
+    # of fixed batches only rdp knows something
+    names = ["rdp"] if result["sampling"] == "fixed" else list(notes)
+    lines += [f"epsilon {name}       {_number(result['epsilon'][name]):<10}  {notes[name]}" for name in names]
+    if result[TPR] is not None:
+        fit = (
+            "no finite one"
+            if result["mu"] is None
+            else f"a fit from above, with regret {result['mu_regret']:.2g}"
+        )
+        lines += [
+            f"mu                {_number(result['mu']):<10}  Gaussian DP: {fit}",
+            f"TPR at FPR {FPR:g}  {_number(result[TPR]):<10}  at most, of any membership test",
+        ]
+    if (tuned := result["epsilon_with_tuning"]) is not None:
+        how = (
+            f"{result['trials']:g} trials composed"
+            if result["trials_law"] is None
+            else f"the best of a {result['trials_law']} number of trials, {result['trials']:g} on average"
+        )
+        names = ["rdp"] if result["trials_law"] is not None else names
+        lines += [f"with tuning {name}   {_number(tuned[name]):<10}  {how}" for name in names]
+    lines.append(f"neighbours        {result['neighbouring']}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "inf"
+    return f"{value:.4g}" if value < 1e-3 or value >= 1e4 else f"{value:.4f}"
 
 
 def _check(arguments: AccountArguments) -> None:
@@ -112,6 +165,8 @@ def _check(arguments: AccountArguments) -> None:
             "accountant=gdp is an approximation that under-estimates epsilon: choose rdp, prv or pld, or accept it with"
             " accountant.allow_clt=true"
         )
+    if arguments.sampling not in _SAMPLINGS:
+        raise UserError(f"sampling={arguments.sampling} is not a choice; choices: {', '.join(_SAMPLINGS)}")
     if arguments.format not in _FORMATS:
         raise UserError(f"format={arguments.format} is not a choice; choices: {', '.join(_FORMATS)}")
 

@@ -18,12 +18,14 @@ from rich.console import Console
 from dpexp import native
 from dpexp.benchmark.measure import Protocol, measure
 from dpexp.benchmark.methods import LEAN, chosen_methods
+from dpexp.benchmark.noise import NOISE, measure_noise, noise_table
 from dpexp.benchmark.render import overview, workload_table, write
 from dpexp.benchmark.workloads import SIZES, workload_named
 from dpexp.checks import did_you_mean
 from dpexp.config import hydra_entry
+from dpexp.durable import write_json
 from dpexp.errors import UserError
-from dpexp.record import code_hash, command_line, git_state, versions
+from dpexp.record import code_hash, command_line, git_state, hardware, versions
 
 _DEVICES = ("cpu", "cuda")
 _PRECISIONS = ("fp32", "bf16")
@@ -84,7 +86,11 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
         "status": "running",
     }
     try:
-        for workload in arguments.workloads:
+        if NOISE in arguments.workloads:
+            record["noise"] = measure_noise(arguments.rounds)
+            record["hardware"] = hardware(torch.device("cpu"))
+            console.print(noise_table(record["noise"]))
+        for workload in (name for name in arguments.workloads if name != NOISE):
             with console.status("", spinner="dots") as status:
                 measured = measure(workload, methods, protocol, arguments.max_batch, status.update).to_dict()
             record["rows"] += measured["rows"]
@@ -97,6 +103,10 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
     except KeyboardInterrupt:
         record["status"] = "interrupted"
         console.print("interrupted: what follows is what was measured until then")
+    if "noise" in record and not record["rows"]:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out.with_name(f"{out.name}.json"), record)
+        console.print(f"written: {out}.json", markup=False)
     if record["rows"]:
         written = write(record, out)
         console.print(overview(record))
@@ -110,7 +120,8 @@ def _check(arguments: BenchArguments) -> list[str]:
     if not arguments.workloads:
         raise UserError("workloads=[] names nothing to measure")
     for name in arguments.workloads:
-        workload_named(name)
+        if name != NOISE:
+            workload_named(name)
     for key, value, choices in (
         ("size", arguments.size, SIZES),
         ("device", arguments.device, _DEVICES),

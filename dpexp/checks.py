@@ -8,16 +8,18 @@ from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Any
 
+from dpexp.durable import flattened
 from dpexp.errors import UserError
 from dpexp.privacy.schedules import SCHEDULES, Schedule
 from dpexp.schemas import CHOICES, RunConfig
 
+TRIALS_LAWS = ("geometric", "logarithmic", "poisson")
 DELTA_RULES = ("half_over_n", "n_pow_-1.1")
 
 _POSITIVE = (
     "optim.lr", "optim.eps", "optim.tolerance", "optim.batch_size", "optim.epochs", "optim.steps", "clip.clip_norm",
     "clip.init_threshold",
-    "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.generation.max_target",
+    "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.pad_to", "task.generation.max_target",
     "task.generation.num_beams", "task.generation.examples", "data.max_length",
     "data.num_examples", "runtime.eval_batch_size", "runtime.threads", "engine.memory_cap_mib", "trials",
 )  # fmt: skip
@@ -28,6 +30,10 @@ _NOT_NEGATIVE = (
 _FRACTION = (  # in [0, 1)
     "optim.momentum", "optim.warmup_ratio", "optim.ema_decay", "peft.dropout", "model.dropout", "model.attention_dropout",
 )  # fmt: skip
+
+_WHOLE = 2**63  # generators and tensors count no further
+_SQUARED = 1e18  # thresholds are squared in float32
+_THREADS = 1024  # some runtimes crash with many more
 
 
 def check(run: RunConfig) -> None:
@@ -78,11 +84,16 @@ def _missing(run: RunConfig) -> Iterator[str]:
     embedded = data.source == "demo" or (
         data.source == "auto" and run.scale.name == "demo" and not data.train
     )
-    if not task.files and not task.hub_id and not embedded:  # a person's own data
+    if task.kind == "custom":
+        if not task.factory:
+            needed.append("task.factory (package.module:Class)")
+    elif not task.files and not task.hub_id and not embedded:  # a person's own data
         settings = ("train",) if task.kind == "image_classification" else ("train", "text", "label")
         needed += [f"data.{name}" for name in settings if getattr(data, name) is None]
     if run.model.family == "hf" and not run.model.id:
         needed.append("model.id (a name on the hub or a local folder)")
+    if run.model.family == "custom" and not run.model.factory:
+        needed.append("model.factory (package.module:function)")
     if run.model.family in ("timm", "random_timm") and not run.model.id:
         needed.append("model.id (a name of timm)")
     if run.model.family == "random_hf" and not run.model.architecture:
@@ -118,6 +129,15 @@ def _numbers(run: RunConfig) -> Iterator[str]:
             value = _get(run, key)
             if value is not None and not (math.isfinite(value) and holds(value)):
                 yield f"{key}={value} must be {words}"
+    for key, value in flattened(asdict(run)):
+        if isinstance(value, int) and abs(value) >= _WHOLE and key != "privacy.noise_seed":  # which is hashed
+            yield f"{key}={value} is too large: give a whole number below 2^63"
+    for key in ("clip.clip_norm", "clip.init_threshold", "clip.threshold_floor"):
+        value = _get(run, key)
+        if value is not None and math.isfinite(value) and value > 0 and not 1 / _SQUARED <= value <= _SQUARED:
+            yield f"{key}={value:g} must be between {1 / _SQUARED:g} and {_SQUARED:g}: it is squared in 32-bit numbers"
+    if run.runtime.threads is not None and run.runtime.threads > _THREADS:
+        yield f"runtime.threads={run.runtime.threads} must be at most {_THREADS}: more than the processor's cores never helps"
     if len(run.optim.betas) != 2 or not all(0 <= beta < 1 for beta in run.optim.betas):
         yield f"optim.betas={run.optim.betas} must be two numbers in [0, 1)"
     if len(run.optim.ratios) != 2 or not 0 < run.optim.ratios[0] < 1 < run.optim.ratios[1] < math.inf:
@@ -153,6 +173,10 @@ def _privacy(run: RunConfig) -> Iterator[str]:
         )
     if run.privacy.secure and run.privacy.noise_seed is not None:
         yield "privacy.secure=true draws noise that nobody can repeat: drop privacy.noise_seed"
+    if run.privacy.sampling == "fixed" and run.accountant.name != "rdp":
+        yield f"accountant={run.accountant.name} knows nothing of batches of a fixed size: use accountant=rdp, or Poisson batches"
+    if run.trials_law is not None and run.trials_law not in TRIALS_LAWS:
+        yield f"trials_law={run.trials_law} is not a choice{did_you_mean(run.trials_law, TRIALS_LAWS)}"
 
 
 def _individual(run: RunConfig) -> Iterator[str]:
@@ -220,6 +244,15 @@ def _length(run: RunConfig) -> Iterator[str]:
             f"scale={run.scale.name}: give at most {total}"
         )
 
+    task, longest = run.task, run.data.max_length or run.task.max_length
+    if task.pad_to is not None and task.kind == "image_classification":
+        yield f"task.pad_to={task.pad_to} is for texts, and {task.name} has images: leave it out"
+    elif task.pad_to is not None and task.pad_to < longest:
+        yield (
+            f"task.pad_to={task.pad_to} is shorter than the {longest} tokens that a text may have: give at least {longest}, "
+            f"or task.max_length={task.pad_to}"
+        )
+
 
 def _model(run: RunConfig) -> Iterator[str]:
     model, peft = run.model, run.peft
@@ -228,21 +261,49 @@ def _model(run: RunConfig) -> Iterator[str]:
             f"model.trainable={model.trainable} and peft={peft.name} both say which parameters train: keep one of them "
             "(model.trainable=all, or peft=full)"
         )
+    if model.pooling != "own" and run.task.kind != "text_classification":
+        yield f"model.pooling={model.pooling}: task={run.task.name} is no classification of text; leave it at own"
+    if model.frozen_features and (
+        model.pooling == "own" or (model.trainable != "head" and peft.name != "head")
+    ):
+        yield "model.frozen_features=true trains a linear head alone: set model.pooling=mean (or cls) and model.trainable=head"
     sizes = {"lora": "rank", "rgp": "rank", "adapters": "rank", "top2": "blocks", "prefix": "prefix_length"}
     if (size := sizes.get(peft.name)) is not None and getattr(peft, size) < 1:
         yield f"peft.{size}={getattr(peft, size)} must be 1 or more: nothing would train"
 
 
+def _undeclared(run: RunConfig) -> Iterator[str]:
+    """What the task would have to read from the private training file: settings that declare it."""
+    if run.data.num_examples is None:
+        yield "data.num_examples=N (the number of rows)"
+    if run.task.kind not in ("generation", "custom") and not run.task.labels and not run.task.label_words:
+        yield "task.labels=[a,b] (the classes, as they stand in the file)"
+
+
 def _data(run: RunConfig) -> Iterator[str]:
     own = run.data.train is not None
-    if own and run.clip.private and run.data.train == run.data.dev:
+    published = bool(run.task.files or run.task.hub_id)
+    if own and not published and run.clip.private and (undeclared := list(_undeclared(run))):
         yield (
-            f"data.dev={run.data.dev} is the training file too: what is measured there is published without noise, as if it "
-            "were public. Give another file, or leave data.dev out"
+            f"data.train is private, so what is public about it is declared and not read from it: give "
+            f"{' and '.join(undeclared)} as you know them without looking at the rows (clip=nonprivate reads them from the file)"
         )
+    own_rows = own and run.task.kind not in ("image_classification", "custom")
+    columns = [
+        run.data.text or run.task.text,
+        run.data.text_pair or run.task.text_pair,
+        run.data.label or run.task.label,
+    ]
+    if own_rows and len(set(columns)) < len(columns):
+        named = ", ".join(map(str, columns))
+        yield f"data.text, data.text_pair and data.label name one column twice ({named}): give each its own"
+    if blank := [label for label in run.task.labels if not label.strip()]:
+        yield f"task.labels={list(run.task.labels)} has {len(blank)} empty names: every class needs one"
+    if len(set(run.task.labels)) < len(run.task.labels):
+        yield f"task.labels={list(run.task.labels)} names a class twice: name each once"
     if own and run.data.source in ("hub", "demo"):
         yield f"data.train is given, and data.source={run.data.source} would not read it: drop one of the two"
-    if own and (run.task.files or run.task.hub_id):
+    if own and published:
         yield (
             f"data.train is given, but task={run.task.name} reads its own files: use task=text_classification (or "
             "another task that has no files), or point data.root at a folder in the published layout"

@@ -30,8 +30,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dpexp import sweeps
+from dpexp import presets, sweeps
 from dpexp.checks import check, declared_num_examples, did_you_mean
+from dpexp.durable import flattened
 from dpexp.errors import UserError
 from dpexp.privacy.schedules import SCHEDULES
 from dpexp.schemas import (
@@ -51,6 +52,7 @@ from dpexp.schemas import (
     TaskConfig,
     TrackerConfig,
 )
+from dpexp.usage import choices_of, conf_dir, groups_of, help_text, options_last, print_out
 
 __all__ = [
     "AccountantConfig", "ClipConfig", "DataConfig", "EngineConfig", "IndividualConfig", "ModelConfig", "OptimConfig",
@@ -59,21 +61,24 @@ __all__ = [
 ]  # fmt: skip
 
 VERSION_BASE = "1.3"
+ELSEWHERE = {  # what other libraries call our settings
+    "learning_rate": "optim.lr", "num_epochs": "optim.epochs", "num_train_epochs": "optim.epochs", "max_steps": "optim.steps",
+    "train_batch_size": "optim.batch_size", "per_device_train_batch_size": "runtime.physical_batch_size",
+    "micro_batch_size": "runtime.physical_batch_size", "max_grad_norm": "clip.clip_norm", "max_norm": "clip.clip_norm",
+    "target_epsilon": "privacy.epsilon", "target_delta": "privacy.delta", "sigma": "privacy.noise_multiplier",
+    "model_name_or_path": "model.id", "output_dir": "runtime.runs_dir", "num_examples": "data.num_examples",
+    "labels": "task.labels", "dtype": "runtime.precision", "bf16": "runtime.precision", "fp16": "runtime.precision",
+}  # fmt: skip
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)  # what a person can get wrong
 
 _NOT_IN_SIGNATURE = frozenset(
     {
-        "seed", "trials", "tracker", "data.root", "data.cache", "data.source", "task.hub_id",
+        "seed", "trials", "trials_law", "tracker", "data.root", "data.cache", "data.source", "task.hub_id",
         "task.hub_config", "task.files", "task.num_examples", "model.root", "runtime.eval_batch_size",
         "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir",
+        "privacy.keep_key",
     }
 )  # fmt: skip
-
-
-def conf_dir() -> Path:
-    """The folder of configuration files: inside the installed wheel, or at the top of a checkout."""
-    package = Path(__file__).resolve().parent
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def compose(overrides: Sequence[str] = (), config_name: str = "train", schema: type = RunConfig) -> Any:
@@ -100,8 +105,9 @@ def resolve(
     """
     if removed := [override for override in overrides if override.startswith("~")]:
         raise UserError(f"{removed[0]}: a setting can't be removed; choose another value, or null")
+    _forget_sizes_of_another_model(cfg, overrides)
     known = set(_keys(schema))
-    for key, _ in _flatten(cast("dict[str, Any]", OmegaConf.to_container(cfg))):
+    for key, _ in flattened(cast("dict[str, Any]", OmegaConf.to_container(cfg))):
         if key not in known and not any(key.startswith(f"{mapping}.") for mapping in known):
             raise UserError(_unknown_key(key, schema, config_name))
     try:
@@ -116,6 +122,20 @@ def resolve(
     return settings
 
 
+def _forget_sizes_of_another_model(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Leave a model that the command line chose as its own file describes it: a scale's `model.config` is meant for its own."""
+    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    file = conf_dir() / "model" / f"{given.get('model')}.yaml"
+    if not file.is_file() or "model.config" in given:
+        return
+    own = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(file)))
+    if "defaults" in own or not cfg.model.get("config"):
+        return
+    for key in set(cfg.model.config) - set(own.get("config") or ()):
+        if f"model.config.{key}" not in given:
+            cfg.model.config.pop(key)
+
+
 def to_dict(run: RunConfig) -> dict[str, Any]:
     """The settings as plain nested dicts, ready for YAML or JSON."""
     return dataclasses.asdict(run)
@@ -128,9 +148,9 @@ def signature(run: RunConfig) -> str:
     often a run evaluates, logs and saves. Values equal to the schema's defaults are left out too, so that a new setting
     doesn't rename the runs of yesterday; a default must therefore never change its meaning.
     """
-    neutral = dict(_flatten(to_dict(RunConfig())))
+    neutral = dict(flattened(to_dict(RunConfig())))
     settings = {
-        key: value for key, value in _flatten(to_dict(run)) if key not in neutral or neutral[key] != value
+        key: value for key, value in flattened(to_dict(run)) if key not in neutral or neutral[key] != value
     }
     kept = {
         key: value
@@ -184,8 +204,9 @@ def hydra_entry(
             # With this, Hydra hands its exceptions to us instead of printing advice such as "use +key=value".
             os.environ["HYDRA_FULL_ERROR"] = "1"
             if {"-h", "--help"} & set(sys.argv[1:]):
-                print(_help(config_name, function.__doc__ or ""))
+                print_out(help_text(config_name, function.__doc__ or ""))
                 return
+            sys.argv[1:] = options_last(sys.argv[1:])
             try:
                 hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base=VERSION_BASE)(
                     job
@@ -203,45 +224,14 @@ def hydra_entry(
     return decorate
 
 
-def _help(config_name: str, purpose: str) -> str:
-    lines = [
-        f"python -m dpexp.{config_name} [GROUP=CHOICE ...] [KEY=VALUE ...] [-m]",
-        "",
-        purpose.strip(),
-        "",
-    ]
-    if groups := _groups(config_name):
-        lines.append("Groups [and their defaults]:")
-    for group, choice in groups.items():
-        default = {"???": "required", None: "none"}.get(choice, choice)
-        lines += [f"  {group} [{default}]", f"      {_choices(group)}"]
-    lines += ["", "Settings besides (??? = required):"] if groups else ["Settings (??? = required):"]
-    lines += [f"  {line}" for line in _own_settings(config_name)]
-    lines += [
-        "",
-        "  --cfg job    show every setting and its value",
-        "  -m           run a grid: KEY=VALUE,VALUE",
-        "  --config-dir FOLDER    add your own presets: FOLDER/experiment/NAME.yaml",
-    ]
-    return "\n".join(lines)
-
-
-def _own_settings(config_name: str) -> Iterator[str]:
-    """The lines of a primary configuration that set values, with their comments."""
-    shown = False
-    for line in (conf_dir() / f"{config_name}.yaml").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith((" ", "#")):
-            shown = not line.startswith(("defaults:", "hydra:"))
-        if shown and line and not line.startswith("#"):
-            yield line
-
-
 def _stop(error: UserError) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 
 
 def _register(config_name: str, schema: type) -> None:
+    for name, function in presets.RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
     node = OmegaConf.structured(schema)
     for key in _keys(schema):  # mappings such as model.config take new entries without Hydra's "+"
         if isinstance(mapping := OmegaConf.select(node, key), DictConfig):
@@ -286,6 +276,11 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
     text = str(error)
     if text.startswith("You must specify"):
         return UserError(_missing_groups(config_name, overrides))
+    if text.startswith("Ambiguous value for argument"):
+        grid = next((override for override in overrides if "," in override), "")
+        return UserError(
+            f"{grid}: several values are a grid of runs, and that needs -m: add it to the command"
+        )
     if match := re.search(r"Could not override '([^']+)'", text):
         return UserError(_unknown_key(match[1], schema, config_name))
     lines = text.splitlines()
@@ -301,39 +296,23 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
     return UserError(f"{full_key}: {lines[0]}" if full_key else lines[0])
 
 
-def _groups(config_name: str) -> dict[str, str | None]:
-    """The groups that a primary configuration composes, each with its default ("???" where one must be chosen)."""
-    defaults = cast(
-        "list[Any]", OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{config_name}.yaml").defaults)
-    )
-    return {
-        group.removeprefix("optional "): choice
-        for entry in defaults
-        if isinstance(entry, dict)
-        for group, choice in entry.items()
-        if group != "task_at_scale" and not group.startswith(("hydra", "override "))
-    }
-
-
-def _choices(group: str) -> str:
-    return ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
-
-
 def _missing_groups(config_name: str, overrides: Sequence[str]) -> str:
     given = {override.partition("=")[0] for override in overrides}
     missing = [
-        group for group, choice in _groups(config_name).items() if choice == "???" and group not in given
+        group for group, choice in groups_of(config_name).items() if choice == "???" and group not in given
     ]
-    return "not given: " + "; ".join(f"{group}=… (choices: {_choices(group)})" for group in missing)
+    return "not given: " + "; ".join(f"{group}=… (choices: {choices_of(group)})" for group in missing)
 
 
 def _unknown_key(key: str, schema: type, config_name: str) -> str:
     settings = sorted(_keys(schema))
+    if (ours := ELSEWHERE.get(key.rpartition(".")[2])) in settings:
+        return f"there is no setting {key}; did you mean {ours}?"
     if "." in key:
         return f"there is no setting {key}{did_you_mean(key, [name for name in settings if '.' in name])}"
     if whole := [name for name in settings if name.endswith(f".{key}")]:  # "lr" means optim.lr
         return f"there is no setting {key}; did you mean {' or '.join(whole)}?"
-    top = sorted({*_groups(config_name), *(name.partition(".")[0] for name in settings)})
+    top = sorted({*groups_of(config_name), *(name.partition(".")[0] for name in settings)})
     return f"there is no setting {key}{did_you_mean(key, top)}"
 
 
@@ -345,11 +324,3 @@ def _keys(schema: type, prefix: str = "") -> Iterator[str]:
             yield from _keys(inner, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name
-
-
-def _flatten(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flatten(cast("dict[str, Any]", value), f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dpexp.config import compose, run_folder
-from dpexp.record import ACCOUNTANTS
+from dpexp.statement import ACCOUNTANTS
 
 JOB = ("task=sst2", "clip=adaptive_perlayer", "scale=demo")
 COMPARED = ("optim.epochs=null", "optim.steps=8", "runtime.physical_batch_size=64")

@@ -14,7 +14,7 @@ import torch
 
 from dpexp.checks import did_you_mean
 from dpexp.clipping.choice import choose
-from dpexp.clipping.layers import refusal
+from dpexp.clipping.refusals import refusal
 from dpexp.config import EngineConfig, ModelConfig, hydra_entry
 from dpexp.errors import UserError
 from dpexp.reproduce.architectures import Network, build
@@ -30,9 +30,8 @@ class ExplainArguments:
     """The settings of ``conf/explain.yaml``."""
 
     network: str | None = None  # the name given as model=…
-    model: ModelConfig = field(
-        default_factory=ModelConfig
-    )  # what conf/model holds under that name, if it does
+    # what conf/model holds under that name, if it does
+    model: ModelConfig = field(default_factory=ModelConfig)
     image: int | None = None
     tokens: int | None = None
     batch: int = 1

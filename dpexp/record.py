@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 import resource
@@ -11,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dpexp import native
-from dpexp.durable import write_atomic, write_json
+from dpexp.durable import finite, read_json, write_atomic, write_json
+from dpexp.errors import UserError
+from dpexp.statement import ACCOUNTANTS, COUNTED_WITHOUT_NOISE
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
-    from dpexp.privacy.individual import Budgets
-    from dpexp.privacy.plan import Plan
     from dpexp.tasks.base import Task
 
-ACCOUNTANTS = ("rdp", "gdp", "prv", "pld")
-NEIGHBOURS = "add or remove one example"
 LIBRARIES = (
     "torch",
     "transformers",
@@ -43,6 +40,9 @@ SUMMARY_KEYS = (
     *("task", "model", "clip", "engine", "scale", "data", "privacy", "metrics", "performance"),
     *("seed", "versions", "git", "command", "wall_s", "status"),
 )
+# What depends on how many private rows were drawn, and how long they are: withheld by a strict release.
+TIMES = ("time_s", "examples_per_s", "step_s", "peak_memory_mib")
+TUNED_BY_DATA = ("physical_batch_size", "choices")
 
 _PACKAGE = Path(__file__).resolve().parent
 _CODE = ("dpexp/", "conf/", "scripts/")  # any file below may change what a run does
@@ -160,12 +160,18 @@ def peak_memory_mib(device: torch.device) -> float:
 class Metrics:
     """`metrics.jsonl`, one line per event, and what of it may be shown to whom.
 
-    Lines that hold anything computed from the private data without noise carry ``"not_private": true``; with a strict
-    release they are not written at all, nor handed to the tracker.
+    Lines that hold anything computed from the private data without noise carry ``"not_private": true``. With a strict
+    release they are not written at all, nor how long anything took.
+
+    Args:
+        path: the file.
+        strict: see above.
+        tracker: who else is told, or None.
+        tell_all: hand the tracker what is not private too, under names that begin with ``not_private/``.
     """
 
-    def __init__(self, path: Path, strict: bool, tracker: Any = None):
-        self.path, self.strict, self.tracker = path, strict, tracker
+    def __init__(self, path: Path, strict: bool, tracker: Any = None, tell_all: bool = False):
+        self.path, self.strict, self.tracker, self.tell_all = path, strict, tracker, tell_all
 
     def resume_at(self, step: int) -> None:
         """Drop the lines of steps after `step`: they are run again."""
@@ -188,140 +194,17 @@ class Metrics:
             values: JSON values.
             released: False where the values depend on the private data in a way that no noise covers.
         """
-        if self.strict and not released:
-            return
+        if self.strict:
+            if not released:
+                return
+            values = {name: value for name, value in values.items() if name not in TIMES}
         line = {"step": step} | ({} if released else {"not_private": True}) | values
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        if self.tracker is not None:
+            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
+        if self.tracker is not None and (released or self.tell_all):
             self.tracker.log(
                 values if released else {f"not_private/{name}": v for name, v in values.items()}, step
             )
-
-
-def privacy_block(
-    run: "RunConfig",
-    plan: "Plan | None",
-    spent: dict[str, float | None],
-    num_groups: int,
-    charged: int,
-    by_budget: Sequence[dict[str, float | None]] = (),
-) -> dict[str, Any]:
-    """The summary's privacy block.
-
-    Args:
-        run: the configuration.
-        plan: None for a non-private run.
-        spent: ε under every accountant, computed from the ledger; empty for a non-private run.
-        num_groups: K.
-        charged: steps in the ledger, those paid twice after a change of the runtime included.
-        by_budget: ε of each group of examples, where they have budgets of their own.
-    """
-    if plan is None:
-        return {
-            "epsilon": dict.fromkeys(ACCOUNTANTS),
-            **dict.fromkeys(
-                ("delta", "accountant", "noise_multiplier", "sigma_new", "sigma_b", "sample_rate")
-            ),
-            "steps": 0,
-            "sampling": run.privacy.sampling,
-            "released": ["model without any guarantee"],
-            "neighbouring": None,
-            "notes": ["trained without privacy: nothing is guaranteed about the training data"],
-            "trials": run.trials,
-        }
-    adaptive = plan.quantile_budget > 0
-    return {
-        "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
-        "delta": plan.delta,
-        "accountant": plan.accountant,
-        "noise_multiplier": plan.noise_multiplier,
-        "sigma_new": plan.sigma_new(0),
-        "sigma_b": plan.sigma_b(0, num_groups) if adaptive else None,
-        "sample_rate": plan.sample_rate,
-        "steps": charged,
-        "sampling": plan.sampling,
-        "released": ["gradients", "counts"] if adaptive else ["gradients"],
-        "neighbouring": NEIGHBOURS,
-        "notes": privacy_notes(run, plan, spent, charged),
-        "trials": run.trials,
-        **({"individual": individual_block(plan.budgets, by_budget)} if plan.budgets is not None else {}),
-    }
-
-
-def individual_block(budgets: "Budgets", by_budget: Sequence[dict[str, float | None]]) -> dict[str, Any]:
-    """What each group of examples was promised and has spent."""
-    rows = zip(budgets.epsilons, budgets.sizes, budgets.rates, budgets.scales, by_budget, strict=True)
-    return {
-        "method": budgets.method,
-        "membership": budgets.membership,
-        "groups": [
-            {
-                "target": target,
-                "examples": size,
-                "sample_rate": rate,
-                "clip_scale": scale,
-                "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
-            }
-            for target, size, rate, scale, spent in rows
-        ],
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None  # JSON has no infinity
-
-
-def privacy_notes(run: "RunConfig", plan: "Plan", spent: dict[str, float | None], charged: int) -> list[str]:
-    """What a reader of ε must know, in sentences."""
-    notes = [f"the unit of privacy is one example: neighbouring data sets differ in one ({NEIGHBOURS})"]
-    if plan.sampling == "poisson":
-        notes.append("batches are drawn by Poisson sampling, as the accountants assume")
-    notes += plan.caveats()
-    if unbounded := [name for name, value in spent.items() if value is not None and not math.isfinite(value)]:
-        notes.append(
-            f"epsilon has no finite value under {', '.join(unbounded)}: there is no guarantee to speak of"
-        )
-    if run.privacy.noise_seed is not None:
-        notes.append(
-            "sampling and noise were drawn from a fixed seed: the guarantee holds only while that seed is secret, and it "
-            "stands in this record"
-        )
-    if charged > plan.steps:
-        notes.append(
-            f"{charged - plan.steps} steps were charged twice: they were run again after an interruption with another "
-            "runtime, and with fresh noise"
-        )
-    notes.append(_tuned(run.trials))
-    notes.append("the dev set, on which the metrics are computed, is taken to be public, and so is N")
-    if run.privacy.release != "strict":
-        notes.append(
-            'the lines marked "not_private" in metrics.jsonl and the SHA-256 of the training data are outside the guarantee: '
-            "keep them to yourself"
-        )
-    return notes
-
-
-def _tuned(trials: int) -> str:
-    tuned = "no other trial was declared" if trials == 1 else f"chosen from {trials} configurations"
-    return f"{tuned}; epsilon excludes the tuning"
-
-
-def declare_trials(summary: dict[str, Any], trials: int) -> bool:
-    """Let a finished run say that it was chosen from more configurations than it knew of. Returns whether it is news.
-
-    How many were tried is known when the last one has ended, and the best of them is finished then. Fewer is no news: what
-    was tried stays tried.
-    """
-    privacy = summary["privacy"]
-    before = int(privacy.get("trials") or 1)
-    if trials <= before:
-        return False
-    privacy["trials"] = trials
-    privacy["notes"] = [
-        _tuned(trials) if note.endswith("epsilon excludes the tuning") else note for note in privacy["notes"]
-    ]
-    return True
 
 
 def summarise(
@@ -337,6 +220,9 @@ def summarise(
 ) -> dict[str, Any]:
     """`summary.json`: the fixed keys first, in their order, then `details` (provenance and what else is of use)."""
     data = task.data
+    if withheld(run):
+        performance = performance | dict.fromkeys(name for name in TIMES if name in performance)
+        details = details | dict.fromkeys(name for name in TUNED_BY_DATA if name in details)
     return {
         "task": run.task.name,
         "model": run.model.name,
@@ -356,19 +242,21 @@ def summarise(
         "versions": versions(),
         "git": git_state(),
         "command": command_line(),
-        "wall_s": round(wall_s, 3),
+        "wall_s": None if withheld(run) else round(wall_s, 3),
         "status": status,
         "details": details | {"data_notes": data_notes(run, task)},
     }
 
 
-def data_notes(run: "RunConfig", task: "Task") -> list[str]:
-    """What the task says about its data; with a strict release, without what it counted on private data.
+def withheld(run: "RunConfig") -> bool:
+    """Whether what follows from private rows without noise stays out of the record, times and sizes included."""
+    return run.privacy.release == "strict" and run.clip.private
 
-    Tasks say "without noise on private data" in such a note.
-    """
+
+def data_notes(run: "RunConfig", task: "Task") -> list[str]:
+    """What the task says about its data; with a strict release, without what it counted on private data."""
     strict = run.privacy.release == "strict"
-    return [note for note in task.data.notes if not (strict and "without noise on private data" in note)]
+    return [note for note in task.data.notes if not (strict and COUNTED_WITHOUT_NOISE in note)]
 
 
 def data_hashes(run: "RunConfig", task: "Task") -> dict[str, str | None]:
@@ -377,18 +265,30 @@ def data_hashes(run: "RunConfig", task: "Task") -> dict[str, str | None]:
     Without noise: who knows all rows but one tests guesses at that one with it.
     """
     hashes = task.data.sha256
-    if run.privacy.release != "strict" or not run.clip.private:
+    if not withheld(run):
         return dict(hashes)
     return {split: None if value == hashes.get("train") else value for split, value in hashes.items()}
 
 
 def finished_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary of a finished run, or None."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The summary of a finished run, or None where there is none, or that of a failed one.
+
+    Raises:
+        UserError: there is one, and it is damaged. It is not written anew: its key may be gone, and with it the run.
+    """
+    file = folder / "summary.json"
+    summary = read_json(file)
+    if not file.exists() or summary.get("status") == "failed":
         return None
-    return summary if summary.get("status") == "finished" else None
+    parts = ("data", "privacy", "metrics", "performance", "git", "details")
+    if all(key in summary for key in SUMMARY_KEYS) and all(
+        isinstance(summary.get(part), dict) for part in parts
+    ):
+        return summary
+    raise UserError(
+        f"{file} is damaged: this is no whole record. Put a copy back, or move it away to go on from the last checkpoint (a "
+        "finished run has deleted its key and cannot: change the seed)"
+    )
 
 
 @contextlib.contextmanager
@@ -435,8 +335,10 @@ def _failed(run: "RunConfig", folder: Path, error: Exception) -> dict[str, Any]:
         "wall_s": None,
         "status": "failed",
         "details": {
-            "error": f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exception(error),
+            "error": f"{type(error).__name__}, and its words are withheld: privacy.release=strict"
+            if withheld(run)
+            else f"{type(error).__name__}: {error}",
+            "traceback": [] if withheld(run) else traceback.format_exception(error),
         },
     }
 

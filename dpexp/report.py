@@ -62,7 +62,10 @@ def _render(given: argparse.Namespace) -> int:
 def _fill(name: str, context: Context, scale: str) -> None:
     """Run the commands that a target misses and keep their records; a run that fails is named, and the rest go on."""
     folder = Path(os.environ.get("DPEXP_RUNS", "runs"))
-    for command in catalogue.missing_commands(name, context, scale):
+    commands = catalogue.missing_commands(name, context, scale)
+    if not commands:
+        print(f"{name}: nothing is run: {catalogue.nothing_to_run(name, scale)}")
+    for command in commands:
         print(f"{name}: {command}", flush=True)
         before = {path: path.stat().st_mtime_ns for path in _summaries(folder)}
         words = shlex.split(command)

@@ -1,7 +1,7 @@
 """Who else hears of the metrics: Weights & Biases (offline unless asked otherwise), TensorBoard, or nobody.
 
-A tracker is handed what `record.Metrics` decided may be told: with a strict release nothing that is not private, else
-such values under names that begin with ``not_private/``.
+A tracker is handed what `record.Metrics` decided may be told: what is released, and with ``tracker.not_private=true`` the
+rest too, under names that begin with ``not_private/``.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,26 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """No more will come."""
+
+
+def tells_all(run: "RunConfig") -> bool:
+    """Whether the tracker hears what no noise covers: on request, and of runs without privacy."""
+    return run.tracker.not_private or not run.clip.private
+
+
+def what_is_told(run: "RunConfig") -> str | None:
+    """One sentence for a private run with a tracker, else None."""
+    if run.tracker.name == "none" or not run.clip.private:
+        return None
+    if run.tracker.not_private:
+        return (
+            f"tracker={run.tracker.name} is told losses and gradient norms too (tracker.not_private=true): no noise covers "
+            "them, so keep its pages to yourself"
+        )
+    return (
+        f"tracker={run.tracker.name} is told what is released alone; tracker.not_private=true adds losses and gradient "
+        "norms, which no noise covers"
+    )
 
 
 @contextmanager
@@ -65,6 +85,7 @@ class WandbTracker:
             resume="allow",
             config=settings,
             dir=str(folder),
+            settings=None if tells_all(run) else wandb.Settings(console="off", x_disable_stats=True),
         )
 
     def log(self, values: dict[str, Any], step: int) -> None:

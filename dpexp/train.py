@@ -1,5 +1,7 @@
 """``python -m dpexp.train task=sst2 clip=adaptive_perlayer``: train, evaluate, record."""
 
+import math
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,19 +12,21 @@ import torch
 import yaml
 from rich.console import Console
 
-from dpexp import record
+from dpexp import record, siblings, statement
 from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
 from dpexp.durable import write_atomic, write_json
 from dpexp.errors import UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.privacy.individual import draw_groups, read_groups
+from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
 from dpexp.privacy.plan import Plan, make_plan
-from dpexp.privacy.sampling import load_or_make_key
 from dpexp.sweeps import Result
 from dpexp.tasks import build_task
-from dpexp.trackers import tracking
+from dpexp.tasks.features import freeze
+from dpexp.trackers import tells_all, tracking, what_is_told
 from dpexp.training.batching import sampler_for
 from dpexp.training.export import export, write_card
+from dpexp.training.interrupt import end_like_ctrl_c
 from dpexp.training.loop import Outcome, Trainer
 from dpexp.training.progress import Progress, summary_table
 from dpexp.training.state import disk_errors, exclusive
@@ -35,17 +39,23 @@ def main(run: RunConfig) -> dict[str, float]:
     """Run to the end, or tell what a finished run found. Returns its metrics."""
     folder = run_folder(run)
     console = Console(highlight=False, soft_wrap=True)
+    end_like_ctrl_c()
     try:
         with disk_errors(folder), exclusive(folder):
-            summary = record.finished_summary(folder)
-            if summary is None:
+            known = record.finished_summary(folder)
+            if known is None:
                 with record.failures(run, folder):
-                    metrics = train(run, folder, console)["metrics"]
-                return Result(metrics, run.task.metric)
+                    summary = train(run, folder, console)
+            else:
+                summary = known
+            if not run.privacy.keep_key:
+                delete_key(folder)
     except KeyboardInterrupt:  # before the first step, after the last one, or a second time
         console.print(how_to_resume(folder), markup=False)
         sys.exit(INTERRUPTED)
-    if record.declare_trials(summary, run.trials):
+    if known is None:
+        return Result(summary["metrics"], run.task.metric)
+    if statement.declare_trials(summary, run.trials, run.trials_law):
         write_json(folder / "summary.json", summary)
         write_card(summary, folder / "model")
     report_finished(summary, folder, console)
@@ -73,35 +83,73 @@ def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
         image_shape=task.image_shape,
     )  # fmt: skip
 
+    learner = bundle
+    if run.model.frozen_features:
+        task, learner = freeze(task, bundle, run.data, device)
+
     # What is guaranteed.
     batch = run.optim.batch_size
-    steps = run.optim.steps or max(1, round((run.optim.epochs or 0) * task.num_examples / batch))
+    steps = number_of_steps(run, task.num_examples)
     groups = budget_groups(run, task.num_examples)
     plan = build_plan(run, task.num_examples, steps, groups)
-    key = load_or_make_key(folder / "secret.key", run.privacy.noise_seed)
+    keys = open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}")
     rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
-    sampler = sampler_for(run.privacy.sampling, task.num_examples, batch, key, groups, rates)
+    sampler = sampler_for(run.privacy.sampling, task.num_examples, batch, keys.draws, groups, rates)
 
     with tracking(run, settings, folder) as tracker:
-        metrics = record.Metrics(folder / "metrics.jsonl", run.privacy.release == "strict", tracker)
+        metrics = record.Metrics(
+            folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run)
+        )
         trainer = Trainer(
-            run, task, bundle, plan,
-            steps=steps, expected_batch=batch, sampler=sampler, key=key, signature=signature(run),
+            run, task, learner, plan,
+            steps=steps, expected_batch=batch, sampler=sampler, keys=keys, signature=signature(run),
             folder=folder, device=device, metrics=metrics, groups=groups,
         )  # fmt: skip
         announce(run, trainer, folder, console)
-        with Progress(steps, trainer.step, plan.delta if plan else None, device, console) as progress:
+        delta = plan.delta if plan else None
+        with Progress(steps, trainer.step, delta, device, console, strict=record.withheld(run)) as progress:
             outcome = trainer.train(progress)
     if outcome.status == "interrupted":
         console.print(f"{outcome.step} of {steps} steps are done; {how_to_resume(folder)}", markup=False)
         sys.exit(INTERRUPTED)
 
+    refuse_divergence(run, outcome)
     summary = summarise(run, trainer, outcome, bundle)
     trainer.detach()
     export(bundle, summary, folder / "model")
     write_json(folder / "summary.json", summary)
     show(summary, folder, console)
     return summary
+
+
+def number_of_steps(run: RunConfig, num_examples: int) -> int:
+    """T: as configured, or the epochs in steps of the expected batch.
+
+    Raises:
+        UserError: the epochs are less than half a step.
+    """
+    if run.optim.steps:
+        return run.optim.steps
+    batch, epochs = run.optim.batch_size, run.optim.epochs or 0
+    if steps := round(epochs * num_examples / batch):
+        return steps
+    raise UserError(
+        f"optim.epochs={epochs:g} is less than one step of optim.batch_size={batch:g} in {num_examples} examples: give "
+        f"{batch / num_examples:.3g} epochs or more, or optim.epochs=null optim.steps=1"
+    )
+
+
+def refuse_divergence(run: RunConfig, outcome: Outcome) -> None:
+    """Let a run whose loss is no number any more fail, without model and card. (`Trainer.save` looks at the weights.)
+
+    Raises:
+        UserError: the loss on dev is NaN or infinite.
+    """
+    if lost := [k for k, v in outcome.metrics.items() if k.startswith("loss") and not math.isfinite(v)]:
+        raise UserError(
+            f"the run diverged: after step {outcome.step} its {lost[0]} on dev is NaN or infinite. No model was exported, and "
+            f"the steps stay charged: lower optim.lr={run.optim.lr:g}"
+        )
 
 
 def summarise(run: RunConfig, trainer: Trainer, outcome: Outcome, bundle: ModelBundle) -> dict[str, Any]:
@@ -115,7 +163,17 @@ def summarise(run: RunConfig, trainer: Trainer, outcome: Outcome, bundle: ModelB
     return record.summarise(
         run,
         trainer.task,
-        privacy=record.privacy_block(run, plan, spent, trainer.num_groups, charged, by_budget),
+        privacy=statement.privacy_block(
+            run,
+            plan,
+            spent,
+            trainer.num_groups,
+            charged,
+            by_budget,
+            trainer.task.data.notes,
+            trainer.keys.copied,
+            ledger.events() if ledger is not None else (),
+        ),
         metrics=outcome.metrics,
         performance=outcome.performance,
         wall_s=outcome.wall_s,
@@ -167,15 +225,15 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"runtime.device={name} is no device: choose auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise UserError(f"runtime.device={name} is no device for this: choose auto, cpu, cuda or cuda:NUMBER")
+    number, there = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    if name != "cpu" and number >= there:
+        gpus = f"{there} CUDA GPUs, counted from 0" if there else "no CUDA GPU"
         raise UserError(
-            f"runtime.device={name}, but this machine has no CUDA GPU: choose runtime=auto or runtime=cpu"
+            f"runtime.device={name}, but this machine has {gpus}: choose runtime=auto or runtime=cpu"
         )
-    return device
+    return torch.device(name)
 
 
 def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -> None:
@@ -212,6 +270,12 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
             lines.append(
                 f"noise over time: schedule={plan.schedule.name}, noise multiplier {last:.4f} in the last step"
             )
+    if told := what_is_told(run):
+        lines.append(told)
+    if not trainer.step and (beside := siblings.sentence(run, to_dict(run), folder, plan)):
+        lines.append(beside)
+    if trainer.keys.copied:
+        lines.append(f"note: {COPIED}")
     if trainer.step:
         lines.append(f"going on after step {trainer.step}, from the checkpoint in {folder}")
     console.print("\n".join(lines), markup=False)
@@ -225,6 +289,18 @@ def how_to_resume(folder: Path) -> str:
 def report_finished(summary: dict[str, Any], folder: Path, console: Console) -> None:
     """This run is done already: show what it found, and whether the code is still the same."""
     show(summary, folder, console)
+    if not (folder / "model").is_dir():
+        again = (
+            f"Delete {folder / 'summary.json'} and run the same command again: it is exported from the last checkpoint, and "
+            "nothing is trained or charged"
+            if (folder / KEY).exists()
+            else "Put a copy back; or change the seed and train again, which is charged anew (privacy.keep_key=true would have "
+            "kept what exporting it again takes)"
+        )
+        console.print(
+            f"note: the folder of the model is gone. {again}",
+            markup=False,
+        )
     console.print(
         f"this run is finished: nothing was trained again; its record is {folder / 'summary.json'}",
         markup=False,

@@ -1,13 +1,14 @@
 """The command of people who only want the numbers."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 
 import pytest
 
-from dpexp.account import AccountArguments, account
+from dpexp.account import AccountArguments, account, as_text
 from dpexp.config import AccountantConfig, ScheduleConfig
 from dpexp.errors import UserError
 
@@ -122,3 +123,52 @@ def test_decaying_noise(tmp_path):
     assert "in the last step  0.5" in done.stdout
     with pytest.raises(UserError, match=r"schedule\.decay_rate"):
         account(values(schedule=ScheduleConfig(name="time")))
+
+
+def arguments(**changes):
+    return AccountArguments(
+        **{"noise_multiplier": 1.07, "sample_rate": 0.0243, "steps": 410, "delta": 1.2e-5} | changes
+    )
+
+
+def test_the_numbers_beside_epsilon():
+    result = account(arguments())
+    assert result["mu"] == pytest.approx(0.718, abs=1e-3)
+    assert result["mu_regret"] == pytest.approx(0.0296, abs=1e-3)
+    # never more than what (ε, δ) says, at any ε: here at that of pld
+    assert 1e-3 < result["tpr_at_fpr_0.001"] < 1e-3 * math.exp(result["epsilon"]["pld"]) + 1.2e-5
+    assert "zero-out" in result["neighbouring"]
+    assert result["epsilon_with_tuning"] is None
+    text = as_text(result)
+    assert "Gaussian DP: a fit from above, with regret 0.03" in text
+    assert "TPR at FPR 0.001  0.0068" in text
+    silent = as_text(account(arguments(noise_multiplier=0.0)))
+    assert "mu                inf         Gaussian DP: no finite one" in silent
+    assert "TPR at FPR 0.001  1.0000" in silent
+
+
+def test_the_price_of_tuning():
+    composed, drawn = account(arguments(trials=12)), account(arguments(trials=12, trials_law="geometric"))
+    assert composed["epsilon_with_tuning"]["rdp"] == account(arguments(steps=410 * 12))["epsilon"]["rdp"]
+    assert (
+        composed["epsilon"]["rdp"]
+        < drawn["epsilon_with_tuning"]["rdp"]
+        < composed["epsilon_with_tuning"]["rdp"]
+    )
+    assert drawn["epsilon_with_tuning"]["pld"] is None
+    assert "with tuning pld   10.2" in as_text(composed)
+    assert "with tuning rdp   5.81" in as_text(drawn)
+    assert "with tuning pld" not in as_text(drawn)
+    with pytest.raises(UserError, match=r"trials=1\.5 must be a whole number"):
+        account(arguments(trials=1.5))
+
+
+def test_batches_of_a_fixed_size():
+    result = account(arguments(noise_multiplier=3.0, sampling="fixed"))
+    assert result["neighbouring"] == "replace one example by another"
+    # sensitivity is twice that of removing an example
+    assert result["epsilon"]["rdp"] > account(arguments(noise_multiplier=1.5))["epsilon"]["rdp"]
+    assert (result["epsilon"]["pld"], result["mu"]) == (None, None)
+    assert "epsilon pld" not in as_text(result)
+    with pytest.raises(UserError, match="choices: poisson, fixed"):
+        account(arguments(sampling="shuffle"))

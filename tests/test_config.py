@@ -12,18 +12,27 @@ import pytest
 from omegaconf import OmegaConf
 
 from dpexp import config
-from dpexp.checks import declared_num_examples
+from dpexp.checks import TRIALS_LAWS, declared_num_examples
 from dpexp.config import compose, conf_dir, run_folder, signature, to_dict
+from dpexp.durable import flattened
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
+from dpexp.privacy.tuning import LAWS
 from dpexp.schemas import CHOICES, RunConfig
 from dpexp.train import budget_groups, build_plan
 
 JOB = ("task=sst2", "clip=adaptive_perlayer")
 SCALES = ("paper", "small", "demo")
-OWN_DATA = ("data.train=rows.csv", "data.text=words", "data.label=kind")
+OWN_DATA = (
+    "data.train=rows.csv",
+    "data.text=words",
+    "data.label=kind",
+    "data.num_examples=5000",
+    "task.labels=[a,b]",
+)
 TASK_NEEDS = {  # what some tasks ask a person for
-    "images": ("data.train=folder",),
+    "custom": ("task.factory=m:Mine", "model.factory=m:make", "data.num_examples=5000"),
+    "images": ("data.train=folder", "data.num_examples=5000", "task.labels=[a,b]"),
     "text_classification": OWN_DATA,
     "text_generation": OWN_DATA,
     "text_infilling": (
@@ -56,6 +65,7 @@ EVERY_FILE = [(group, choice) for group in GROUPS for choice in choices(group)]
 NEEDED = {  # what some choices ask a person for
     ("model", "hf"): ["model.id=somebody/something"],
     ("model", "causal_lm"): ["model.id=somebody/something"],
+    ("model", "custom"): ["model.factory=somebody:something"],
     ("privacy", "noise"): ["privacy.noise_multiplier=1.0"],
     ("privacy", "none"): ["clip=nonprivate"],
     ("accountant", "gdp"): ["accountant.allow_clt=true"],
@@ -68,7 +78,8 @@ NEEDED = {  # what some choices ask a person for
 
 @pytest.mark.parametrize(("group", "choice"), EVERY_FILE, ids=lambda value: value)
 def test_every_file_of_every_group_composes(group, choice):
-    run = compose([*JOB, f"{group}={choice}", *NEEDED.get((group, choice), [])])
+    job = ["task=text_classification", *OWN_DATA] if choice == "own" else JOB
+    run = compose([*job, f"{group}={choice}", *NEEDED.get((group, choice), [])])
     assert isinstance(run, RunConfig)
     if group not in ("privacy", "runtime"):  # these are settings rather than things, and have no name
         assert getattr(run, group).name == choice, "a file's name is the name of what it holds"
@@ -238,7 +249,7 @@ def test_mappings_take_new_entries():
 # Which settings are the same run
 
 SAME_RUN = (
-    "seed=3", "trials=9", "tracker=tensorboard", "data.root=/x", "data.cache=/y", "runtime.eval_every=5",
+    "seed=3", "trials=9", "trials_law=geometric", "tracker=tensorboard", "data.root=/x", "data.cache=/y", "runtime.eval_every=5",
     "runtime.log_every=7", "runtime.checkpoint_every=1", "runtime.eval_batch_size=3", "runtime.runs_dir=/z",
     "data.source=files", "task.hub_id=mirror/glue", "optim.lr=0.0004", "optim.batch_size=1024.0", "engine=auto",
 )  # fmt: skip
@@ -331,6 +342,7 @@ DEFAULTS = {
     "privacy.sampling": "poisson",
     "privacy.release": "normal",
     "privacy.noise_seed": None,
+    "privacy.keep_key": False,
     "privacy.secure": False,
     "accountant.name": "rdp",
     "accountant.allow_clt": False,
@@ -373,7 +385,7 @@ DEFAULTS = {
 
 def test_defaults_of_the_schemas_stay_what_they_were():
     """Signatures leave out values that equal the default, so another default would give old runs a new meaning."""
-    now = dict(config._flatten(to_dict(RunConfig())))
+    now = dict(flattened(to_dict(RunConfig())))
     assert {key: now[key] for key in DEFAULTS} == DEFAULTS
 
 
@@ -467,6 +479,10 @@ def test_a_mistake_gets_one_sentence(mistake):
     assert "To append to your" not in message, "Hydra's advice teaches the wrong lesson"
 
 
+def test_the_laws_of_trials_are_those_that_have_a_price():
+    assert set(TRIALS_LAWS) == set(LAWS)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -479,7 +495,11 @@ def test_a_mistake_gets_one_sentence(mistake):
         (["clip=flat", "peft=prefix", "peft.prefix_length=0"], "peft.prefix_length=0 must be 1 or more"),
         (["clip=flat", "peft=rgp", "model.trainable=head"], "both say which parameters train"),
         (["clip=flat", "privacy.secure=true", "privacy.noise_seed=1"], "drop privacy.noise_seed"),
-        (["clip=flat", "data.train=own.csv", "data.dev=own.csv"], "is the training file too"),
+        (
+            ["clip=flat", "privacy.sampling=fixed", "accountant=pld"],
+            "accountant=pld knows nothing of batches of a fixed size",
+        ),
+        (["clip=flat", "trials_law=geometrical"], "trials_law=geometrical is not a choice"),
         (["clip=flat", "model=bert_tiny", "model.architecture=null"], "not given: model.architecture"),
     ],
 )

@@ -61,6 +61,10 @@ def test_thirty_lines(tmp_path: Path) -> None:
     accuracy, rdp, pld = module.train(tmp_path)
     assert accuracy > 0.8
     assert 0 < pld <= rdp <= 3.0
+    # A second run in the folder would be other sums under the same noise: there is none.
+    charged = (tmp_path / "ledger.jsonl").read_text()
+    assert module.train(tmp_path) == (accuracy, rdp, pld)
+    assert (tmp_path / "ledger.jsonl").read_text() == charged
 
 
 def test_imports_point_downwards() -> None:

@@ -9,11 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpexp import record
+from dpexp import record, statement
 from dpexp.durable import write_json
+from dpexp.errors import UserError
+from dpexp.privacy.accountants import epsilon
+from dpexp.privacy.events import composed, decode
+from dpexp.privacy.keys import COPIED
 from dpexp.privacy.plan import make_plan
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo
+from dpexp.training.export import privacy_card
 
 TASK = SimpleNamespace(data=DataInfo("files", "here", {"train": 100, "dev": 5}, {"train": "ab"}, []))
 
@@ -27,7 +32,7 @@ def plan(**changes):
 
 
 def block(run=None, made=None, spent=None, charged=5):
-    return record.privacy_block(
+    return statement.privacy_block(
         run or RunConfig(),
         made or plan(),
         spent or {"rdp": 2.0, "gdp": 1.0, "prv": 1.5, "pld": 1.4},
@@ -68,7 +73,7 @@ def test_the_summary_has_the_fixed_keys_and_is_strict_json():
 def test_without_privacy_the_numbers_are_null():
     run = RunConfig()
     run.clip.private = False
-    privacy = record.privacy_block(run, None, {}, 0, 0)
+    privacy = statement.privacy_block(run, None, {}, 0, 0)
     assert privacy["epsilon"] == dict.fromkeys(("rdp", "gdp", "prv", "pld"))
     assert privacy["delta"] is privacy["noise_multiplier"] is privacy["sigma_b"] is None
 
@@ -83,9 +88,18 @@ def test_the_split_of_the_budget_is_stated():
 
 
 def test_an_infinite_epsilon_is_null_and_said():
-    privacy = block(spent={"rdp": math.inf, "gdp": 1.0, "prv": None, "pld": 1.0})
+    privacy = block(spent={"rdp": math.inf, "gdp": 1.0, "prv": None, "pld": math.inf})
     assert privacy["epsilon"]["rdp"] is None
-    assert any("no finite value under rdp:" in note for note in privacy["notes"])
+    assert "epsilon has no finite value: there is no guarantee to speak of" in privacy["notes"]
+
+
+def test_where_one_accountant_gives_up_the_others_still_hold():
+    privacy = block(spent={"rdp": 7.99964, "gdp": 5.0, "prv": math.inf, "pld": 7.1})
+    assert privacy["epsilon"]["prv"] is None
+    (said,) = [note for note in privacy["notes"] if "no finite" in note]
+    assert said.startswith("prv found no finite epsilon, which is a limit of its arithmetic")
+    assert "rdp 7.9996, pld 7.1000 is an upper bound" in said
+    assert not any("no guarantee to speak of" in note for note in privacy["notes"])
 
 
 @pytest.mark.parametrize(
@@ -97,6 +111,11 @@ def test_an_infinite_epsilon_is_null_and_said():
             "chosen from 12 configurations; epsilon excludes the tuning",
         ),
         (lambda run: None, "dev set"),
+        (lambda run: None, "N is public and stays, so the example is zeroed out"),
+        (
+            lambda run: setattr(run.task, "held_out", 20),
+            "the last 20 rows of the training file are the dev set",
+        ),
         (lambda run: None, "Poisson sampling, as the accountants assume"),
     ],
 )
@@ -122,11 +141,34 @@ def test_a_finished_run_learns_how_many_were_tried_and_never_forgets():
     written = summary(block())
     assert "no other trial was declared; epsilon excludes the tuning" in written["privacy"]["notes"]
     number = len(written["privacy"]["notes"])
-    assert record.declare_trials(written, 12)
-    assert not record.declare_trials(written, 1)
+    assert statement.declare_trials(written, 12)
+    assert not statement.declare_trials(written, 1)
     assert written["privacy"]["trials"] == 12
     assert "chosen from 12 configurations; epsilon excludes the tuning" in written["privacy"]["notes"]
     assert len(written["privacy"]["notes"]) == number
+    assert written["privacy"]["epsilon_with_tuning"] is None  # nothing is known of what this one released
+
+
+def test_the_record_holds_what_an_attacker_can_do_and_what_choosing_costs():
+    run, made = RunConfig(), plan(noise_multiplier=2.0)
+    written = summary(statement.privacy_block(run, made, made.epsilons(), 3, 5, events=[made.event()]))
+    privacy = written["privacy"]
+    assert 0 < privacy["mu_regret"] < privacy["mu"] < 2
+    assert 1e-3 < privacy["tpr_at_fpr_0.001"] < 0.1
+    assert epsilon(decode(privacy["events"][0]), privacy["delta"]) == privacy["epsilon"]["rdp"]
+    assert privacy["epsilon_with_tuning"] is None
+    assert statement.declare_trials(written, 3)
+    assert privacy["epsilon_with_tuning"]["rdp"] == epsilon(composed([(made.event(), 3)]), made.delta)
+    assert statement.declare_trials(written, 3, "geometric")
+    assert privacy["epsilon_with_tuning"]["pld"] is None
+    assert not statement.declare_trials(written, 3, "geometric")
+    assert (
+        "the best of a geometric number of trials, 3 on average; epsilon excludes the tuning"
+        in privacy["notes"]
+    )
+    card = privacy_card(written)
+    assert f"| μ of Gaussian DP, with its regret Δ | {privacy['mu']:.4f}, " in card
+    assert f"ε with the choice among 3 trials, by RDP | {privacy['epsilon_with_tuning']['rdp']:.4f} |" in card
 
 
 def test_shuffling_and_double_charges_are_said():
@@ -142,6 +184,12 @@ def test_without_git_the_caller_says_what_runs(monkeypatch):
     assert record.git_state() == {"commit": "abc123", "dirty": True}
     monkeypatch.delenv("DPEXP_DIRTY")
     assert record.git_state() == {"commit": "abc123", "dirty": False}
+
+
+def test_a_copy_says_that_there_is_another_one():
+    made = plan()
+    assert COPIED in statement.privacy_block(RunConfig(), made, made.epsilons(), 3, 5, copied=True)["notes"]
+    assert COPIED not in block()["notes"]
 
 
 def test_git_is_asked_about_this_code_and_no_other(monkeypatch, tmp_path):
@@ -226,7 +274,11 @@ def test_changed_code_is_noticed(monkeypatch):
 
 def test_only_a_finished_summary_counts(tmp_path):
     assert record.finished_summary(tmp_path) is None
-    (tmp_path / "summary.json").write_text("{")
+    for damaged in ("{", "[]", "7", '{"status": "finished"}', '{"status": "finished", "privacy": []}'):
+        (tmp_path / "summary.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"summary\.json is damaged"):
+            record.finished_summary(tmp_path)
+    (tmp_path / "summary.json").write_text('{"status": "failed"}')
     assert record.finished_summary(tmp_path) is None
     write_json(tmp_path / "summary.json", summary(block()))
     assert record.finished_summary(tmp_path)["metrics"] == {"accuracy": 0.5}
@@ -245,10 +297,59 @@ def test_metrics_after_the_resumed_step_and_torn_lines_are_dropped(tmp_path):
 def test_a_tracker_sees_names_that_say_what_is_not_private(tmp_path):
     seen = {}
     tracker = SimpleNamespace(log=lambda values, step: seen.update(values))
-    metrics = record.Metrics(tmp_path / "metrics.jsonl", strict=False, tracker=tracker)
-    metrics.write(1, {"lr": 0.1})
-    metrics.write(1, {"loss": 2.0}, released=False)
-    assert seen == {"lr": 0.1, "not_private/loss": 2.0}
+    for tell_all, told in ((False, {"lr": 0.1}), (True, {"lr": 0.1, "not_private/loss": 2.0})):
+        seen.clear()
+        metrics = record.Metrics(tmp_path / "metrics.jsonl", False, tracker, tell_all)
+        metrics.write(1, {"lr": 0.1})
+        metrics.write(1, {"loss": 2.0}, released=False)
+        assert seen == told
+
+
+def test_what_is_no_number_is_null_in_every_file(tmp_path):
+    metrics = record.Metrics(tmp_path / "metrics.jsonl", strict=False)
+    metrics.write(1, {"dev": {"loss": math.nan, "norms": [math.inf, 1.0]}})
+    assert "NaN" not in metrics.path.read_text()
+    assert json.loads(metrics.path.read_text())["dev"] == {"loss": None, "norms": [None, 1.0]}
+    write_json(tmp_path / "a.json", {"loss": -math.inf})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"loss": None}
+
+
+def test_a_strict_release_keeps_times_and_sizes_to_itself(tmp_path):
+    """How long a step takes, and the memory it needs, follow from how many rows were drawn and how long they are."""
+    run = RunConfig()
+    run.privacy.release = "strict"
+    metrics = record.Metrics(tmp_path / "metrics.jsonl", strict=True)
+    metrics.write(1, {"lr": 0.1, "time_s": 1.5})
+    assert json.loads(metrics.path.read_text()) == {"step": 1, "lr": 0.1}
+    written = record.summarise(
+        run, TASK, privacy=block(run), metrics={}, wall_s=1.0, status="finished",
+        performance={"examples_per_s": 5.0, "step_s": 1.0, "peak_memory_mib": 9.0, "device": "cpu"},
+        details={"physical_batch_size": 8, "choices": {"x": "ghost"}},
+    )  # fmt: skip
+    assert written["wall_s"] is None
+    assert written["performance"] == {
+        "examples_per_s": None,
+        "step_s": None,
+        "peak_memory_mib": None,
+        "device": "cpu",
+    }
+    assert written["details"]["physical_batch_size"] is written["details"]["choices"] is None
+    with pytest.raises(UserError), record.failures(run, tmp_path):
+        raise UserError("row 7 says hello")
+    assert "UserError" in (failed := (tmp_path / "summary.json").read_text())
+    assert "hello" not in failed
+
+
+def test_what_a_task_says_of_its_data_goes_with_the_model_unless_it_was_counted():
+    notes = ["dev: 3 rows were cut", "train: 3 of 9 rows were cut (counted without noise on private data)"]
+    said = statement.privacy_block(RunConfig(), plan(), {"rdp": 2.0}, 3, 5, data=notes)["notes"]
+    assert "data: dev: 3 rows were cut" in said
+    assert not any("train: 3 of 9" in note for note in said)
+
+
+def test_an_epsilon_that_protects_nobody_is_called_so():
+    assert any("protects nobody" in note for note in block(spent={"rdp": 1e6})["notes"])
+    assert not any("protects nobody" in note for note in block(spent={"rdp": 8.0})["notes"])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")

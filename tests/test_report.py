@@ -164,3 +164,17 @@ def test_run_first_runs_what_is_missing_and_keeps_it(tmp_path: Path, monkeypatch
         words[:3] == [sys.executable, "-m", "dpexp.train"] and "scale=small" in words for words in commands
     )
     assert "not run" in (tmp_path / "tables" / "table-he-1b.md").read_text(encoding="utf-8")
+
+
+def test_run_1_of_a_figure_runs_its_commands_or_says_why_there_are_none(tmp_path, monkeypatch, capsys):
+    results = tmp_path / "results"
+    shutil.copytree(RESULTS / "paper", results / "paper")
+    context = Context(results)
+    assert "task=sst2" in catalogue.missing_commands("figure-he-4", context, "small")[0]
+    for name in catalogue.builders():
+        commands = catalogue.missing_commands(name, context, "small")
+        assert commands or catalogue.nothing_to_run(name, "small")
+        assert all(command.startswith("python -m dpexp.") for command in commands)
+    monkeypatch.chdir(ROOT)
+    assert report.main(["figure-he-6", "--results", str(results), "--run"]) == 0
+    assert "figure-he-6: nothing is run: it is arithmetic" in capsys.readouterr().out

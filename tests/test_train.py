@@ -14,11 +14,13 @@ import torch
 import yaml
 from rich.console import Console
 
-from dpexp import record
+from dpexp import record, siblings
 from dpexp.clipping.engines import ENGINES
-from dpexp.config import compose, run_folder
+from dpexp.config import compose, run_folder, to_dict
 from dpexp.errors import UserError
-from dpexp.train import build_plan, choose_device, report_finished, train
+from dpexp.privacy import accountants
+from dpexp.privacy.events import decode
+from dpexp.train import build_plan, choose_device, number_of_steps, report_finished, train
 
 ROOT = Path(__file__).parents[1]
 JOB = ["task=sst2", "clip=adaptive_perlayer", "scale=demo", "optim.epochs=null", "runtime=cpu"]
@@ -58,6 +60,12 @@ def test_the_epsilon_asked_for_is_met_and_all_accountants_are_shown(finished):
     assert 0 < epsilon["gdp"] < epsilon["prv"] <= epsilon["rdp"]
     for value in epsilon.values():
         assert f"{value:.4f}" in printed
+    privacy = summary["privacy"]
+    assert 0 < privacy["mu_regret"] < privacy["mu"] < 3
+    assert f"{privacy['mu']:.4f}, regret" in printed
+    assert f"{privacy['tpr_at_fpr_0.001']:.4f} true ones" in printed
+    (released,) = privacy["events"]
+    assert accountants.epsilon(decode(released), privacy["delta"]) == epsilon["rdp"]
     assert "synthetic" in printed
 
 
@@ -101,8 +109,56 @@ def test_a_corrupt_checkpoint_and_a_missing_device_are_refused(tmp_path):
     state.write_bytes(state.read_bytes()[:-1])
     with pytest.raises(UserError, match="corrupt checkpoint"):
         train(run, folder, Console(quiet=True))
-    with pytest.raises(UserError, match="is no device"):
-        choose_device("gpu7")
+
+
+@pytest.mark.parametrize("name", ["gpu7", "meta", "mps", "cuda:99", "cpu:1", ""])
+def test_a_device_that_is_not_there_is_refused(name):
+    with pytest.raises(UserError, match=r"is no device|this machine has"):
+        choose_device(name)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_run_that_diverges_fails_and_leaves_no_model(tmp_path):
+    run, folder = prepare(tmp_path, "optim.lr=1e30")
+    with pytest.raises(UserError, match=r"diverged: .*optim.lr=1e\+30"), record.failures(run, folder):
+        train(run, folder, Console(quiet=True))
+    written = (folder / "summary.json").read_text()
+    assert json.loads(written)["status"] == "failed"
+    assert json.loads(written)["privacy"]["steps"] == 3
+    assert not (folder / "model").exists()
+    for line in (written, *(folder / "metrics.jsonl").read_text().splitlines()):
+        json.loads(line, parse_constant=lambda token: pytest.fail(f"{token} is no JSON"))
+
+
+def test_epochs_of_less_than_a_step_are_refused():
+    run = compose([*JOB, "optim.epochs=1e-9"])
+    with pytest.raises(UserError, match=r"less than one step of .* give 0.1 epochs or more"):
+        number_of_steps(run, 16000)
+
+
+def test_a_finished_run_whose_model_is_gone_says_how_to_get_it_back(finished, tmp_path):
+    console = Console(record=True, width=160)
+    report_finished(finished[0], tmp_path, console)
+    assert "the folder of the model is gone. Put a copy back" in console.export_text()
+    (tmp_path / "secret.key").touch()
+    report_finished(finished[0], tmp_path, console)
+    assert "the folder of the model is gone. Delete" in console.export_text()
+
+
+def test_an_unfinished_run_of_the_same_settings_is_named_with_its_epsilon(tmp_path):
+    started, folder = prepare(tmp_path, "runtime.threads=1")
+    (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(started)))
+    (folder / "ledger.jsonl").write_text("{}\n{}\n")
+    run, own = prepare(tmp_path, "engine=loop")
+    plan = build_plan(run, 16000, 3)
+    said = siblings.sentence(run, to_dict(run), own, plan)
+    assert str(folder) in said
+    assert f"with 2 charges (ε = {plan.epsilon(2, 'rdp'):.3f}" in said
+    assert said.endswith("engine=auto runtime.threads=1")
+    other, elsewhere = prepare(tmp_path, "optim.lr=0.5")
+    assert siblings.sentence(other, to_dict(other), elsewhere, plan) is None
+    (folder / "summary.json").write_text('{"status": "finished"}')
+    assert siblings.sentence(run, to_dict(run), own, plan) is None
 
 
 def command(runs, *overrides):
@@ -156,6 +212,18 @@ def test_interrupted_or_killed_the_same_command_goes_on_to_the_same_model(tmp_pa
         )
 
 
+def test_the_key_of_a_finished_run_goes_and_its_record_can_still_be_asked(finished):
+    _, folder, _ = finished
+    assert (folder / "secret.key").exists()  # `train` itself may still fail to write its record
+    for overrides, stays in ((["privacy.keep_key=true"], True), ([], False), ([], False)):
+        done = subprocess.run(
+            command(folder.parents[2], *overrides), capture_output=True, text=True, cwd=ROOT, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "this run is finished" in done.stdout
+        assert (folder / "secret.key").exists() == stays
+
+
 @pytest.mark.slow
 def test_bad_input_is_one_line_and_exit_status_2(tmp_path):
     done = subprocess.run(
@@ -182,3 +250,17 @@ def test_engine_and_runtime_change_no_plan():
         plan = build_plan(compose([*settings, *other]), 16000, 120)
         assert plan.fingerprint() == reference.fingerprint(), other
         assert plan.event() == reference.event()
+
+
+@pytest.mark.parametrize("task", ["mnist", "sst2"])
+def test_opacus_trains_with_default_settings_on_a_cpu(task, tmp_path):
+    """The search for a physical batch runs a forward pass that nobody back-propagates."""
+    run = compose(
+        [
+            f"task={task}", "scale=demo", "engine=opacus", "runtime=cpu", "optim.epochs=null", "optim.steps=2",
+            "optim.batch_size=16", "data.num_examples=100", "data.cache=null", f"runtime.runs_dir={tmp_path}",
+        ]
+    )  # fmt: skip
+    folder = run_folder(run)
+    folder.mkdir(parents=True)
+    assert train(run, folder, Console(record=True))["privacy"]["steps"] == 2

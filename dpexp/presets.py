@@ -1,0 +1,40 @@
+"""Settings that follow from others: what ``conf/`` writes as ``${own_batch:...}``.
+
+With a given number of steps T the noise in the mean gradient is proportional to √T/N, whatever the batch: so few steps, and a
+batch as large as the time allows (Li et al. 2022, section 3.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+STEPS = 300
+FEWEST, MOST = 8, 4096  # examples in a batch
+UNKNOWN = 10_000  # examples, where a run without privacy counts them later
+
+
+def own_batch(num_examples: int | None) -> int:
+    """B for a person's own data: the power of two nearest to 8√N, at most N/2: 256 of 1,000, 2,048 of 100,000."""
+    total = num_examples or UNKNOWN
+    near = 2 ** round(math.log2(8 * math.sqrt(max(total, 1))))
+    largest = 2 ** int(math.log2(max(total / 2, 1)))
+    return max(1, min(near, largest, MOST) if total >= 2 * FEWEST else largest)
+
+
+def own_epochs(num_examples: int | None, batch_size: float) -> float:
+    """Epochs that make `STEPS` steps, in two digits."""
+    return float(f"{STEPS * batch_size / max(num_examples or UNKNOWN, 1):.2g}")
+
+
+def beside_peft(peft: str, trainable: str) -> str:
+    """`model.trainable`: as given under peft=full; any other way to fine-tune says itself what trains."""
+    return trainable if peft == "full" else "all"
+
+
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "own_batch": own_batch,
+    "own_epochs": own_epochs,
+    "beside_peft": beside_peft,
+}

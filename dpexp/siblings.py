@@ -1,0 +1,59 @@
+"""An unfinished run of the same settings in another folder: who changes the runtime on resuming begins a new run beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dpexp.durable import flattened, read_json
+
+if TYPE_CHECKING:
+    from dpexp.config import RunConfig
+    from dpexp.privacy.plan import Plan
+
+RUNTIME = ("engine.", "runtime.", "tracker.")  # settings that change no result in exact arithmetic
+
+
+def unfinished(settings: dict[str, Any], folder: Path) -> tuple[Path, dict[str, Any], int] | None:
+    """The run with the most charges that differs from this one in its runtime alone and is not finished.
+
+    Args:
+        settings: of this run, as `dpexp.config.to_dict` gives them.
+        folder: of this run, ``.../<signature>/seed<k>``; its neighbours are looked at.
+
+    Returns:
+        Its folder, its settings that differ, and the lines of its ledger; None where there is no such run.
+    """
+    ours = dict(flattened(settings))
+    found = []
+    for ledger in folder.parent.parent.glob(f"*/{folder.name}/ledger.jsonl"):
+        other = ledger.parent
+        if other == folder or read_json(other / "summary.json").get("status") == "finished":
+            continue
+        try:
+            theirs = dict(flattened(yaml.safe_load((other / "config.yaml").read_text(encoding="utf-8"))))
+            charges = ledger.read_bytes().count(b"\n")
+        except (OSError, ValueError, AttributeError, yaml.YAMLError):
+            continue
+        different = {key: value for key, value in theirs.items() if ours.get(key) != value}
+        if charges and different and all(key.startswith(RUNTIME) for key in different):
+            found.append((other, different, charges))
+    return max(found, key=lambda run: run[2], default=None)
+
+
+def sentence(run: RunConfig, settings: dict[str, Any], folder: Path, plan: Plan | None) -> str | None:
+    """What to say before the first step of a private run, or None."""
+    if plan is None or (known := unfinished(settings, folder)) is None:
+        return None
+    other, different, charges = known
+    spent = plan.epsilon(min(charges, plan.steps), "rdp")
+    given = " ".join(
+        f"{key.removesuffix('.name')}={'null' if value is None else value}"
+        for key, value in sorted(different.items())
+    )
+    return (
+        f"note: {other} is an unfinished run of the same settings but for its runtime, with {charges} charges (ε = {spent:.3f} "
+        f"by rdp) on the same data, which no epsilon of this run counts. To go on with it instead: {given}"
+    )

@@ -1,0 +1,232 @@
+"""What a record and a model's card say of privacy: the numbers, and in sentences what a reader of them must know."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dp_accounting import DpEvent
+
+from dpexp.privacy.events import decode, encode
+from dpexp.privacy.keys import COPIED
+from dpexp.privacy.noise import describe
+from dpexp.privacy.tradeoff import NO_BOUND, attack
+from dpexp.privacy.tuning import tuned_epsilons
+
+if TYPE_CHECKING:
+    from dpexp.config import RunConfig
+    from dpexp.privacy.individual import Budgets
+    from dpexp.privacy.plan import Plan
+
+ACCOUNTANTS = ("rdp", "gdp", "prv", "pld")
+# in a task's notes: for the holder of the data alone
+COUNTED_WITHOUT_NOISE = "without noise on private data"
+# an epsilon above which e^epsilon, the bound on anybody's odds, bounds nothing that matters
+NO_PROTECTION = 20.0
+_TUNING = "epsilon excludes the tuning"
+
+
+def privacy_block(
+    run: "RunConfig",
+    plan: "Plan | None",
+    spent: dict[str, float | None],
+    num_groups: int,
+    charged: int,
+    by_budget: Sequence[dict[str, float | None]] = (),
+    data: Sequence[str] = (),
+    copied: bool = False,
+    events: Sequence[DpEvent] = (),
+) -> dict[str, Any]:
+    """The summary's privacy block.
+
+    Args:
+        run: the configuration.
+        plan: None for a non-private run.
+        spent: ε under every accountant, computed from the ledger; empty for a non-private run.
+        num_groups: K.
+        charged: steps in the ledger, those paid twice after a change of the runtime included.
+        by_budget: ε of each group of examples, where they have budgets of their own.
+        data: what the task says about its data, see `DataInfo.notes`.
+        copied: the run's folder was found to be a copy (`dpexp.privacy.keys`).
+        events: what the ledger holds about an example, of each group of examples with a budget.
+    """
+    if plan is None:
+        return {
+            "epsilon": dict.fromkeys(ACCOUNTANTS),
+            **dict.fromkeys(
+                ("delta", "accountant", "noise_multiplier", "sigma_new", "sigma_b", "sample_rate")
+            ),
+            "steps": 0,
+            "sampling": run.privacy.sampling,
+            "released": ["model without any guarantee"],
+            "neighbouring": None,
+            **_attack(()),
+            "events": [],
+            "notes": [
+                "trained without privacy: nothing is guaranteed about the training data",
+                *_about_data(data),
+            ],
+            "trials": run.trials,
+            "trials_law": run.trials_law,
+            "epsilon_with_tuning": None,
+        }
+    adaptive = plan.quantile_budget > 0
+    return {
+        "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
+        "delta": plan.delta,
+        "accountant": plan.accountant,
+        "noise_multiplier": plan.noise_multiplier,
+        "sigma_new": plan.sigma_new(0),
+        "sigma_b": plan.sigma_b(0, num_groups) if adaptive else None,
+        "sample_rate": plan.sample_rate,
+        "steps": charged,
+        "sampling": plan.sampling,
+        "released": ["gradients", "counts"] if adaptive else ["gradients"],
+        "neighbouring": plan.neighbouring,
+        **_attack(events),
+        "events": [encode(event) for event in events],
+        "notes": privacy_notes(run, plan, spent, charged, copied) + _about_data(data),
+        "trials": run.trials,
+        "trials_law": run.trials_law,
+        "epsilon_with_tuning": _with_tuning(events, plan.delta, run.trials, run.trials_law),
+        **({"individual": individual_block(plan.budgets, by_budget)} if plan.budgets is not None else {}),
+    }
+
+
+def _attack(events: Sequence[DpEvent]) -> dict[str, float | None]:
+    """μ, its regret and the best attack, of the least protected group; None where nothing is known of them."""
+    found = [attack(event) for event in events]
+    known = [one for one in found if one is not None]
+    if not known or len(known) < len(found):
+        return dict.fromkeys(NO_BOUND.plain())
+    return max(known, key=lambda one: (one.tpr, one.mu)).plain()
+
+
+def _with_tuning(
+    events: Sequence[DpEvent], delta: float, trials: int, law: str | None
+) -> dict[str, float | None] | None:
+    """ε of the least protected group with the choice among the trials included; None where there was no choice."""
+    if not events or (trials == 1 and law is None):
+        return None
+    found = [tuned_epsilons(event, delta, trials, law) for event in events]
+    worst: dict[str, float | None] = {}
+    for name in ACCOUNTANTS:
+        values = [one[name] for one in found]
+        worst[name] = None if None in values else _finite(max(value for value in values if value is not None))
+    return worst
+
+
+def _about_data(notes: Sequence[str]) -> list[str]:
+    """Of a task's notes, those that may go with the model."""
+    return [f"data: {note}" for note in notes if COUNTED_WITHOUT_NOISE not in note]
+
+
+def individual_block(budgets: "Budgets", by_budget: Sequence[dict[str, float | None]]) -> dict[str, Any]:
+    """What each group of examples was promised and has spent."""
+    rows = zip(budgets.epsilons, budgets.sizes, budgets.rates, budgets.scales, by_budget, strict=True)
+    return {
+        "method": budgets.method,
+        "membership": budgets.membership,
+        "groups": [
+            {
+                "target": target,
+                "examples": size,
+                "sample_rate": rate,
+                "clip_scale": scale,
+                "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
+            }
+            for target, size, rate, scale, spent in rows
+        ],
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None  # JSON has no infinity
+
+
+def privacy_notes(
+    run: "RunConfig", plan: "Plan", spent: dict[str, float | None], charged: int, copied: bool = False
+) -> list[str]:
+    """What a reader of ε must know, in sentences."""
+    notes = [
+        f"the unit of privacy is one example: neighbouring data sets differ in one ({plan.neighbouring})"
+    ]
+    if plan.sampling == "poisson":
+        notes.append("batches are drawn by Poisson sampling, as the accountants assume")
+    notes += plan.caveats()
+    notes += _unbounded(spent)
+    decided = spent.get(plan.accountant)
+    if decided is not None and NO_PROTECTION < decided < math.inf:
+        notes.append(
+            f"epsilon = {decided:.4g} protects nobody: it lets an adversary's odds grow by a factor of e^{decided:.4g}; "
+            "values of 10 and less are usual"
+        )
+    if plan.noise_multiplier > 0:
+        notes.append(describe(run.privacy.secure))
+    if run.privacy.noise_seed is not None:
+        notes.append(
+            "sampling and noise were drawn from a fixed seed: the guarantee holds only while that seed is secret, and it "
+            "stands in this record; a copy of this run shares its samples, and the two epsilons do not add up"
+        )
+    if copied:
+        notes.append(COPIED)
+    if charged > plan.steps:
+        notes.append(
+            f"{charged - plan.steps} steps were charged twice: they were run again after an interruption with another "
+            "runtime, and with fresh noise"
+        )
+    notes.append(_tuned(run.trials, run.trials_law))
+    if run.task.held_out:
+        notes.append(
+            f"the last {run.task.held_out} rows of the training file are the dev set (task.held_out): nothing is learnt from "
+            "them and nothing protects them; what the metrics say of them is public"
+        )
+    notes.append("the dev set, on which the metrics are computed, is taken to be public, and so is N")
+    if run.privacy.release != "strict":
+        notes.append(
+            'the lines marked "not_private" in metrics.jsonl, the SHA-256 of the training data, times, sizes and what '
+            "details.data_notes counted on the training data are outside the guarantee: keep them to yourself"
+        )
+    return notes
+
+
+def _unbounded(spent: dict[str, float | None]) -> list[str]:
+    """What it means where accountants find no finite ε. gdp bounds nothing, finite or not."""
+    bounds = {name: value for name, value in spent.items() if value is not None and name != "gdp"}
+    infinite = [name for name, value in bounds.items() if not math.isfinite(value)]
+    finite = [f"{name} {value:.4f}" for name, value in bounds.items() if math.isfinite(value)]
+    if not infinite:
+        return []
+    if not finite:
+        return ["epsilon has no finite value: there is no guarantee to speak of"]
+    return [
+        f"{', '.join(infinite)} found no finite epsilon, which is a limit of its arithmetic and not of the mechanism: "
+        f"{', '.join(finite)} is an upper bound on its own"
+    ]
+
+
+def _tuned(trials: int, law: str | None) -> str:
+    if law is not None:
+        chosen = f"the best of a {law} number of trials, {trials} on average"
+    else:
+        chosen = "no other trial was declared" if trials == 1 else f"chosen from {trials} configurations"
+    return f"{chosen}; {_TUNING}"
+
+
+def declare_trials(summary: dict[str, Any], trials: int, law: str | None = None) -> bool:
+    """Let a finished run say that it was chosen from more configurations than it knew of. Returns whether it is news.
+
+    How many were tried is known when the last one has ended, and the best of them is finished then. Fewer is no news: what
+    was tried stays tried.
+    """
+    privacy = summary["privacy"]
+    before = int(privacy.get("trials") or 1)
+    if trials < before or (trials, law) == (before, privacy.get("trials_law")):
+        return False
+    privacy["trials"], privacy["trials_law"] = trials, law
+    # older records hold no events
+    if events := privacy.get("events"):
+        privacy["epsilon_with_tuning"] = _with_tuning(
+            [decode(e) for e in events], privacy["delta"], trials, law
+        )
+    privacy["notes"] = [_tuned(trials, law) if _TUNING in note else note for note in privacy["notes"]]
+    return True

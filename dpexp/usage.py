@@ -1,0 +1,120 @@
+"""What a command tells of itself: its help, its groups and their choices, and where the files of choices are."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+MOST_LISTED = 40  # choices of a group in the help
+_TAKE_A_WORD = frozenset(  # Hydra's own options
+    ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p")
+)
+
+
+def conf_dir() -> Path:
+    """The folder of configuration files: inside the installed wheel, or at the top of a checkout."""
+    package = Path(__file__).resolve().parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def options_last(words: list[str]) -> list[str]:
+    """The words of a command with what sets a value first: the parser takes those from one place alone."""
+    settings = [
+        not word.startswith("-") and before not in _TAKE_A_WORD and ("=" in word or word.startswith("~"))
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+    pairs = list(zip(words, settings, strict=True))
+    return [word for word, sets in pairs if sets] + [word for word, sets in pairs if not sets]
+
+
+def print_out(text: str) -> None:
+    """To standard output, whose reader may have left (``| head``)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes when it ends
+
+
+def help_text(config_name: str, purpose: str) -> str:
+    """What ``--help`` prints of a command whose function says its `purpose`."""
+    lines = [
+        f"python -m dpexp.{config_name} [GROUP=CHOICE ...] [KEY=VALUE ...] [-m]",
+        "",
+        purpose.strip(),
+        "",
+    ]
+    header, groups = _header(config_name), groups_of(config_name)
+    if header:
+        lines += [*header, ""]
+    if "task" in groups:
+        of_task = "the task's at its scale: conf/task_at_scale"
+        groups = {"task": groups["task"], "model": of_task, "optim": of_task} | groups
+    if groups:
+        lines.append("Groups [and their defaults]:")
+    for group, choice in groups.items():
+        default = {"???": "required", None: "none"}.get(choice, choice)
+        lines += [f"  {group} [{default}]", f"      {_summary(group)}"]
+    lines += ["", "Settings besides (??? = required):"] if groups else ["Settings (??? = required):"]
+    lines += [f"  {line}" for line in _own_settings(config_name)]
+    lines += [
+        "",
+        "  --cfg job    show every setting and its value",
+        "  -m           run a grid: KEY=VALUE,VALUE",
+        "  --config-dir FOLDER    add your own presets: FOLDER/experiment/NAME.yaml",
+    ]
+    return "\n".join(lines)
+
+
+def _header(config_name: str) -> list[str]:
+    """The comment that a primary configuration begins with: examples, and the settings used most."""
+    lines = (conf_dir() / f"{config_name}.yaml").read_text(encoding="utf-8").splitlines()
+    return [
+        line.removeprefix("#").removeprefix(" ")
+        for line in itertools.takewhile(lambda x: x.startswith("# "), lines)
+    ]
+
+
+def _summary(group: str) -> str:
+    """The choices of a group; where there are very many, how many there are of each family."""
+    names = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    if len(names) <= MOST_LISTED:
+        return ", ".join(names)
+    families = Counter(name.partition("_")[0] for name in names)
+    some = ", ".join(f"{family}_... ({count})" for family, count in families.items())
+    return f"{len(names)} files in conf/{group}: {some}; for example {names[0]}"
+
+
+def _own_settings(config_name: str) -> Iterator[str]:
+    """The lines of a primary configuration that set values, with their comments."""
+    shown = False
+    for line in (conf_dir() / f"{config_name}.yaml").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith((" ", "#")):
+            shown = not line.startswith(("defaults:", "hydra:"))
+        if shown and line and not line.startswith("#"):
+            yield line
+
+
+def groups_of(config_name: str) -> dict[str, str | None]:
+    """The groups that a primary configuration composes, each with its default ("???" where one must be chosen)."""
+    defaults = cast(
+        "list[Any]", OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{config_name}.yaml").defaults)
+    )
+    return {
+        group.removeprefix("optional "): choice
+        for entry in defaults
+        if isinstance(entry, dict)
+        for group, choice in entry.items()
+        if group != "task_at_scale" and not group.startswith(("hydra", "override "))
+    }
+
+
+def choices_of(group: str) -> str:
+    """The choices of a group, in words."""
+    return ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))

@@ -1,0 +1,196 @@
+"""Each mistake that a person made when they tried this out: one sentence that says what is wrong and what to do."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpexp import usage
+from dpexp.config import compose
+from dpexp.durable import make_folder
+from dpexp.errors import UserError
+from dpexp.schemas import DataConfig, TaskConfig
+from dpexp.tasks.tables import find_tables
+
+ROOT = Path(__file__).parents[1]
+DEMO = ["task=sst2", "scale=demo", "clip=flat"]
+OWN = [
+    "task=text_classification",
+    "scale=own",
+    "clip=flat",
+    "data.train=r.csv",
+    "data.text=t",
+    "data.label=l",
+]
+DECLARED = [*OWN, "data.num_examples=100", "task.labels=[a,b]"]
+
+SETTINGS = [
+    ([*DEMO, "seed=12345678901234567890123"], "seed=12345678901234567890123 is too large"),
+    ([*DEMO, "clip.clip_norm=1e300"], "must be between 1e-18 and 1e+18"),
+    ([*DEMO, "clip.clip_norm=1e-300"], "must be between 1e-18 and 1e+18"),
+    ([*DEMO, "runtime.threads=1000000"], "runtime.threads=1000000 must be at most"),
+    ([*DEMO, "optim.learning_rate=1"], "did you mean optim.lr?"),
+    ([*DEMO, "learning_rate=1"], "did you mean optim.lr?"),
+    ([*DEMO, "max_grad_norm=1"], "did you mean clip.clip_norm?"),
+    (["task=sst2", "scale=demo", "clip=flat,perlayer"], "needs -m"),
+    ([*OWN, "task.labels=[a,b]"], "give data.num_examples=N"),
+    ([*OWN, "data.num_examples=100"], "task.labels=[a,b] (the classes"),
+    ([*DECLARED, "data.label=t"], "name one column twice"),
+    ([*DECLARED, "data.text_pair=t"], "name one column twice"),
+    ([*DECLARED, "task.labels=[a,'']"], "has 1 empty names"),
+    ([*DECLARED, "task.labels=[a,a]"], "names a class twice"),
+    (
+        ["task=images", "clip=flat", "data.train=f"],
+        "data.num_examples=N (the number of rows) and task.labels",
+    ),
+    ([*DEMO, "model=custom"], "not given: model.factory"),
+    (["task=custom", "scale=own", "clip=flat", "model=minilm"], "not given: task.factory"),
+    ([*DECLARED, "peft=lora", "model.trainable=bias"], "both say which parameters train"),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"), SETTINGS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_setting_that_cannot_be_meant_gets_one_sentence(overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError) as raised:
+        compose(overrides)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_public_is_read_from_the_file_where_nothing_is_private() -> None:
+    assert compose([*OWN, "clip=nonprivate", "privacy=none"]).task.labels == []
+
+
+def test_the_sizes_of_a_scale_are_not_put_on_another_model() -> None:
+    assert "hidden_size" in compose(DEMO).model.config
+    chosen = compose([*DEMO, "model=gpt2_tiny", "model.config.n_layer=3"]).model.config
+    assert chosen == {"n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 256}
+
+
+@pytest.mark.parametrize("peft", ["lora", "bitfit", "head"])
+def test_the_settings_for_own_data_go_with_any_way_to_fine_tune(peft: str) -> None:
+    run = compose([*DECLARED, f"peft={peft}"])
+    assert run.model.trainable == "all"
+    assert compose(DECLARED).model.trainable == "bias"
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "epochs"), [(12, 4, 100), (100, 32, 96), (10_000, 1024, 31), (10**6, 4096, 1.2)]
+)
+def test_the_settings_for_own_data_follow_from_its_size(rows: int, batch: int, epochs: float) -> None:
+    run = compose([*DECLARED, f"data.num_examples={rows}"])
+    assert (run.optim.batch_size, run.optim.epochs) == (batch, epochs)
+    steps = epochs * rows / batch
+    assert 280 <= steps <= 320
+
+
+ROWS = "text,label\n"
+FILES = [
+    (
+        "".join(f"film {i},{i / 7}\n" for i in range(60)),
+        "60 distinct values in 60 rows, as numbers or texts do",
+    ),
+    ("a film,a\nanother,\nthird,b\n", "line 3: column label holds no label"),
+    ("a film,a\nanother,nan\nthird,b\n", "line 3: column label holds no label"),
+    ("a film,a\nanother,a\n", "holds one class alone"),
+]
+
+
+@pytest.mark.parametrize(("rows", "says"), FILES, ids=["numbers", "empty", "nan", "one"])
+def test_a_column_that_holds_no_classes_is_told_and_not_quoted(tmp_path: Path, rows: str, says: str) -> None:
+    from dpexp.tasks.classification import _classes
+    from dpexp.tasks.tables import columns_of
+
+    (tmp_path / "r.csv").write_text(ROWS + rows)
+    task, data = TaskConfig(name="text_classification"), DataConfig(train=str(tmp_path / "r.csv"))
+    found = find_tables(task, data, "small")
+    with pytest.raises(UserError) as raised:
+        _classes(task, found, columns_of(task, data))
+    assert says in str(raised.value)
+    assert "film" not in str(raised.value)
+
+
+def test_texts_that_are_all_empty_are_refused(tmp_path: Path) -> None:
+    from dpexp.models.tokenizer import demo_tokenizer
+    from dpexp.tasks import build_task
+
+    (tmp_path / "r.csv").write_text(ROWS + '"",a\n" ",b\n')
+    task = TaskConfig(name="text_classification", num_examples={"small": None})
+    data = DataConfig(train=str(tmp_path / "r.csv"), cache=str(tmp_path))
+    with pytest.raises(UserError, match="column text is empty in all 2 rows"):
+        build_task(task, data, "small", demo_tokenizer(), 0)
+
+
+def test_a_row_of_a_file_without_a_header_is_not_quoted(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text("a very private sentence that somebody wrote,x\nb,y\n")
+    data = DataConfig(train=str(tmp_path / "r.csv"))
+    with pytest.raises(UserError, match=r"no column text and no column label; the columns are \(a text\), x"):
+        find_tables(TaskConfig(name="text_classification"), data, "small")
+
+
+@pytest.mark.parametrize("place", ["file/below", "file", "/dev/null/x", "/proc/x"])
+def test_a_folder_that_cannot_be_made_names_its_setting(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    folder = Path(place) if place.startswith("/") else tmp_path / place
+    with pytest.raises(UserError, match=r"can't be made .*: choose another one with runtime\.runs_dir"):
+        make_folder(folder, "runtime.runs_dir")
+
+
+# The help, and the words of a command
+
+
+def test_the_help_names_the_model_the_optimiser_the_usual_settings_and_examples() -> None:
+    text = usage.help_text("train", "")
+    for part in (
+        "model [",
+        "minilm",
+        "optim [",
+        "adamw",
+        "privacy.epsilon=",
+        "optim.lr=",
+        "optim.batch_size=",
+        "optim.epochs=",
+    ):
+        assert part in text
+    assert text.count("python -m dpexp.train") >= 4, "three examples and the usage"
+    assert "84 files in conf/experiment" in text or "files in conf/experiment: bu2023_... (" in text
+    assert len(text) < 6000
+
+
+@pytest.mark.parametrize(
+    ("words", "ordered"),
+    [
+        ("task=a -m clip=b", "task=a clip=b -m"),
+        ("--config-dir x task=a", "task=a --config-dir x"),
+        ("task=a --config-dir x=y clip=b", "task=a clip=b --config-dir x=y"),
+        ("~a --info config b=c", "~a b=c --info config"),
+    ],
+)
+def test_settings_and_options_may_stand_in_any_order(words: str, ordered: str) -> None:
+    assert usage.options_last(words.split()) == ordered.split()
+
+
+@pytest.mark.slow
+def test_help_whose_reader_leaves_ends_quietly() -> None:
+    command = f"{sys.executable} -m dpexp.account --help | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_says_how_to_go_on(tmp_path: Path) -> None:
+    from dpexp.training import interrupt
+
+    code = (
+        "import os, signal, sys; from dpexp.training.interrupt import end_like_ctrl_c; end_like_ctrl_c()\n"
+        "try: os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
+        "except KeyboardInterrupt: sys.exit(130)"
+    )
+    assert interrupt.SIGNALS == (signal.SIGINT, signal.SIGTERM)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, check=False, timeout=120)
+    assert done.returncode == 130
