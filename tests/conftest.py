@@ -1,8 +1,12 @@
 """What every test gets: no network, few threads, and nothing written outside its own folder."""
 
+import hashlib
+import itertools
 import os
+import secrets
 import sys
 
+import hypothesis
 import pytest
 from absl import logging as absl_logging
 
@@ -24,6 +28,28 @@ absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
 # processes that a parallel run starts know the folder too.
 if given := os.environ.pop("DPEXP_DATA", None):
     os.environ["DPEXP_TEST_DATA"] = given
+
+
+# The same examples in every run: what fails here fails for the next one too. More examples: HYPOTHESIS_PROFILE=explore.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(autouse=True)
+def same_keys(request, monkeypatch):
+    """Keys and salts that this process draws are a function of the test: a statistic does not fail by an unlucky draw.
+
+    A process that a test starts draws its own.
+    """
+    count = itertools.count()
+
+    def token_bytes(nbytes=None):
+        seed = f"{request.node.nodeid} {next(count)}".encode()
+        return hashlib.shake_256(seed).digest(32 if nbytes is None else nbytes)
+
+    monkeypatch.setattr(secrets, "token_bytes", token_bytes)
+    monkeypatch.setattr(secrets, "token_hex", lambda nbytes=None: token_bytes(nbytes).hex())
 
 
 @pytest.fixture(autouse=True)
