@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpexp.clipping.operations import SPREAD, Formula, formula_for, in_autocast, spreads
+from dpexp.clipping.operations import SPREAD, formula_for, spreads
 from dpexp.clipping.taps import Recorder
-from dpexp.clipping.uses import Slot, Template, Use, Value, ValueSlot
+from dpexp.clipping.uses import Formula, Slot, Template, Use, Value, ValueSlot, in_autocast
 
 # of `following.Followed`, which dispatches to this module
 Values = Sequence[Any]

@@ -1,19 +1,17 @@
-"""One use of parameters: an operation in which values computed from parameters meet the batch."""
+"""One use of parameters: an operation in which values computed from parameters meet the batch, and what a formula for it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from dpexp.clipping.contributions import Contribution, Outer, Pulled
-
-if TYPE_CHECKING:
-    from dpexp.clipping.operations.base import Formula
+from dpexp.clipping.contributions.numerics import by_example
 
 
 class Slot(int):
@@ -99,6 +97,55 @@ class _PullBack:
         return torch.stack(rows).to(grads.dtype)
 
 
+class Formula:
+    """How an operation's output gradient becomes the per-example gradients of the values it was given. Stateless.
+
+    Attributes:
+        label: shown in the coverage table; None for a function of which nothing is known.
+        autocast: whether autocast runs the operation in 16 bits.
+        names: of the operation's arguments, in their order. The first one is mapped row by row.
+    """
+
+    label: str | None = None
+    autocast = False
+    names: tuple[str, ...] = ()
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the given arguments by name."""
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
+    def main(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the argument that is mapped row by row; None where there is none."""
+        return self.bind(args, kwargs).get(self.names[0]) if self.names else None
+
+    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+        """Tell whether the formula is right for these arguments."""
+        return True
+
+    def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
+        """Return the positions and keywords of the arguments that the gradients depend on; None for all of them."""
+        given = self.bind(args, kwargs)
+        wanted = self.reads({name for name, item in given.items() if is_one_of(item, values)})
+        return {i for i, name in enumerate(self.names[: len(args)]) if name in wanted} | wanted
+
+    def reads(self, valued: set[str]) -> set[str]:
+        """Return the arguments that the gradients of the arguments ``valued`` depend on."""
+        return {self.names[0]} if "weight" in valued else set()
+
+    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, Contribution]:
+        """Find the per-example gradients of the values ``wanted``, by their index."""
+        slots = arrived.slots.items()
+        return {slot: self.gradient(name, arrived) for name, slot in slots if slot in wanted}
+
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+        """Find the per-example gradients of the argument ``name``."""
+        raise NotImplementedError
+
+    def repeat(self, use: Use, values: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Tensor:
+        """Compute the tapped tensor again, from other values."""
+        return use.call(values, saved)
+
+
 class Template:
     """An operation and its arguments, with a slot in the place of each tensor.
 
@@ -115,6 +162,7 @@ class Template:
     ):
         self.formula, self.func, self.args, self.kwargs, self.nested = formula, func, args, kwargs, nested
         self.given = formula.bind(args, kwargs)
+        self.slots = {name: int(item) for name, item in self.given.items() if isinstance(item, ValueSlot)}
 
 
 @dataclass(eq=False)
@@ -169,7 +217,8 @@ class Use:
         """Find the per-example gradients of the parameters ``names``; ``saved`` and ``gy`` are example-major."""
         wanted = {i for i, value in enumerate(self.values) if not names.isdisjoint(value.reached)}
         found: dict[str, Contribution] = {}
-        for i, of_value in self.formula.per_example(self, saved, gy, num_examples, wanted).items():
+        arrived = Arrival(self, saved, gy, num_examples)
+        for i, of_value in self.formula.per_example(arrived, wanted).items():
             for name, gradient in self.values[i].per_parameter(of_value, names):
                 found[name] = found[name].merge(gradient) if name in found else gradient
         return found
@@ -208,3 +257,55 @@ class Use:
         """Return the autocast state in which the operation ran."""
         device, dtype = self.autocast or ("cpu", torch.bfloat16)
         return torch.autocast(device, dtype=dtype, enabled=self.autocast is not None)
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """What reached a use in back-propagation; the rows of one example are adjacent in all of it.
+
+    Attributes:
+        use: the operation and its arguments.
+        saved: what was saved of them.
+        gy: gradient of the sum of losses with respect to the output.
+        num_examples: B; may be 0.
+    """
+
+    use: Use
+    saved: tuple[Tensor, ...]
+    gy: Tensor
+    num_examples: int
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """The arguments that were computed from parameters, and which of the use's values each is."""
+        return self.use.template.slots
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """Return an argument that is no tensor."""
+        return self.use.template.given.get(name, default)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return an argument that was saved."""
+        return self.saved[self.use.template.given[name]]
+
+    def value(self, name: str) -> Tensor:
+        """Return an argument that was computed from parameters."""
+        return self.use.values[self.slots[name]].leaf
+
+    def rows(self, name: str) -> Tensor:
+        """Return a saved argument as ``[B, positions, features]``."""
+        return by_example(self.tensor(name), self.num_examples, 1)
+
+    def output_gradient(self, dims: int) -> Tensor:
+        """Return the output gradient as ``[B, positions, …]`` with ``dims`` dimensions of features."""
+        return by_example(self.gy, self.num_examples, dims)
+
+
+def is_one_of(item: Any, tensors: Sequence[Tensor]) -> bool:
+    """Tell whether ``item`` is, not equals, one of the tensors."""
+    return any(item is t for t in tensors)
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """Return ``x`` as autocast hands it to a matrix product, which leaves float64 as it is."""
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))

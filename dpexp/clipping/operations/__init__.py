@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpexp.clipping.operations.base import Formula, in_autocast
 from dpexp.clipping.operations.conv import Convolution, TransposedConvolution
 from dpexp.clipping.operations.linear import AddedProduct, Linear, Product
 from dpexp.clipping.operations.lookup import Embedding, Indexed
 from dpexp.clipping.operations.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from dpexp.clipping.operations.others import AnyFunction, Spread, spreads
+from dpexp.clipping.uses import Formula
 
 FORMULAS: dict[Any, Formula] = {
     F.linear: Linear(),
@@ -60,4 +60,4 @@ def formula_for(
     return ANY_FUNCTION
 
 
-__all__ = ["ANY_FUNCTION", "FORMULAS", "SPREAD", "Formula", "formula_for", "in_autocast", "spreads"]
+__all__ = ["ANY_FUNCTION", "FORMULAS", "SPREAD", "formula_for", "spreads"]

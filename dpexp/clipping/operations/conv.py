@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from dpexp.clipping.contributions import Contribution, Conv, Dense, Geometry, Outer
 from dpexp.clipping.contributions.numerics import by_example, wide
-from dpexp.clipping.operations.base import Formula, is_one_of
-
-if TYPE_CHECKING:
-    from dpexp.clipping.uses import Use
+from dpexp.clipping.uses import Arrival, Formula, is_one_of
 
 
 class Convolution(Formula):
@@ -31,38 +28,29 @@ class Convolution(Formula):
             and not any(is_one_of(t, others) for t in batched)
         )
 
-    def gradient(
-        self,
-        name: str,
-        use: Use,
-        given: dict[str, Any],
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-    ) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+        gy, count = arrived.gy, arrived.num_examples
         if name == "bias":
             # sums of the output gradient over all positions of an example
-            per_row = gy.flatten(2).sum(2, dtype=wide(gy.dtype))
-            return Dense(by_example(per_row, num_examples, 1).sum(1))
-        return self.weight(
-            saved[given["input"]], gy, use.values[given["weight"]].leaf.shape, given, num_examples
-        )
+            return Dense(by_example(gy.flatten(2).sum(2, dtype=wide(gy.dtype)), count, 1).sum(1))
+        shape, options = arrived.value("weight").shape, arrived.use.template.given
+        return self.weight(arrived.tensor("input"), gy, shape, options, count)
 
     def weight(
-        self, x: Tensor, gy: Tensor, shape: Sequence[int], given: dict[str, Any], num_examples: int
+        self, x: Tensor, gy: Tensor, shape: Sequence[int], options: dict[str, Any], count: int
     ) -> Contribution:
-        """Find the per-example gradients of the weight."""
+        """Find the per-example gradients of a weight of this shape, for ``count`` examples."""
         kernel = tuple(shape[2:])
-        dims = len(kernel)
-        stride, dilation = (several(given.get(option, 1), dims) for option in ("stride", "dilation"))
-        groups = given.get("groups", 1)
-        x, padding = explicit_padding(x, given.get("padding", 0), kernel, dilation)
+        stride, dilation = (several(options.get(o, 1), len(kernel)) for o in ("stride", "dilation"))
+        groups = options.get("groups", 1)
+        x, padding = explicit_padding(x, options.get("padding", 0), kernel, dilation)
         if groups == 1 and all(k == 1 for k in kernel) and not any(padding):
             for dim, step in enumerate(stride, start=2):
                 x = x[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else x
-            a, g = (by_example(t.movedim(1, -1), num_examples, 1) for t in (x, gy))
-            return Outer(a, g, shape)  # every pixel alone: a linear layer
-        return Conv(x, gy, shape, Geometry(stride, padding, dilation, groups), num_examples)
+            # every pixel alone: a linear layer
+            a, g = (by_example(t.movedim(1, -1), count, 1) for t in (x, gy))
+            return Outer(a, g, shape)
+        return Conv(x, gy, shape, Geometry(stride, padding, dilation, groups), count)
 
 
 class TransposedConvolution(Convolution):
@@ -72,18 +60,17 @@ class TransposedConvolution(Convolution):
     names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
     def weight(
-        self, x: Tensor, gy: Tensor, shape: Sequence[int], given: dict[str, Any], num_examples: int
+        self, x: Tensor, gy: Tensor, shape: Sequence[int], options: dict[str, Any], count: int
     ) -> Contribution:
         kernel = tuple(shape[2:])
-        dims = len(kernel)
         stride, dilation, padding = (
-            several(given.get(option, default), dims)
+            several(options.get(option, default), len(kernel))
             for option, default in (("stride", 1), ("dilation", 1), ("padding", 0))
         )
         sizes = zip(x.shape[2:], gy.shape[2:], kernel, stride, padding, dilation, strict=True)
         rest = tuple(out - ((n - 1) * s - 2 * p + d * (k - 1) + 1) for n, out, k, s, p, d in sizes)
-        geometry = Geometry(stride, padding, dilation, given.get("groups", 1), True, rest)
-        return Conv(x, gy, shape, geometry, num_examples)
+        geometry = Geometry(stride, padding, dilation, options.get("groups", 1), True, rest)
+        return Conv(x, gy, shape, geometry, count)
 
 
 def several(option: int | Sequence[int], dims: int) -> tuple[int, ...]:

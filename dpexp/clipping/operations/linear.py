@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from dpexp.clipping.contributions import Contribution, Dense, Outer
-from dpexp.clipping.contributions.numerics import by_example, wide
-from dpexp.clipping.operations.base import Formula, is_one_of
-
-if TYPE_CHECKING:
-    from dpexp.clipping.uses import Use
+from dpexp.clipping.contributions.numerics import wide
+from dpexp.clipping.uses import Arrival, Formula, is_one_of
 
 
 class Linear(Formula):
@@ -25,19 +22,10 @@ class Linear(Formula):
         rest = [item for name, item in given.items() if name != self.names[0]]
         return not is_one_of(given[self.names[0]], values) and not any(is_one_of(t, rest) for t in batched)
 
-    def gradient(
-        self,
-        name: str,
-        use: Use,
-        given: dict[str, Any],
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-    ) -> Contribution:
-        g = by_example(gy, num_examples, 1)
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
         if name == "bias":
-            return shift(g, use, given["bias"], num_examples)
-        return Outer(by_example(saved[given["input"]], num_examples, 1), g)
+            return shift(arrived)
+        return Outer(arrived.rows("input"), arrived.output_gradient(1))
 
 
 class Product(Linear):
@@ -50,16 +38,8 @@ class Product(Linear):
         matrix = given["weight"].dim() == 2 and given["input"].dim() >= 2
         return matrix and super().applies(given, values, batched)
 
-    def gradient(
-        self,
-        name: str,
-        use: Use,
-        given: dict[str, Any],
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-    ) -> Contribution:
-        return Outer(by_example(gy, num_examples, 1), by_example(saved[given["input"]], num_examples, 1))
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+        return Outer(arrived.output_gradient(1), arrived.rows("input"))
 
 
 class AddedProduct(Linear):
@@ -89,22 +69,14 @@ class AddedProduct(Linear):
             and not any(is_one_of(given[name], batched) for name in ("bias", "weight"))
         )
 
-    def gradient(
-        self,
-        name: str,
-        use: Use,
-        given: dict[str, Any],
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-    ) -> Contribution:
-        g = by_example(gy, num_examples, 1)
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
         if name == "bias":
-            return shift(g, use, given["bias"], num_examples)
-        return Outer(g, by_example(saved[given["input"]], num_examples, 1))
+            return shift(arrived)
+        return Outer(arrived.output_gradient(1), arrived.rows("input"))
 
 
-def shift(g: Tensor, use: Use, value: int, num_examples: int) -> Dense:
+def shift(arrived: Arrival) -> Dense:
     """Sum the output gradients ``[B, T, p]`` over the positions of each example."""
+    g = arrived.output_gradient(1)
     total = g.squeeze(1) if g.shape[1] == 1 else g.sum(1, dtype=wide(g.dtype))
-    return Dense(total.reshape(num_examples, *use.values[value].leaf.shape))
+    return Dense(total.reshape(arrived.num_examples, *arrived.value("bias").shape))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpexp.clipping.contributions import Contribution, Lookup
-from dpexp.clipping.contributions.numerics import by_example
-from dpexp.clipping.operations.base import Formula, is_one_of
-
-if TYPE_CHECKING:
-    from dpexp.clipping.uses import Use
+from dpexp.clipping.uses import Arrival, Formula, is_one_of
 
 
 class Embedding(Formula):
@@ -27,21 +23,11 @@ class Embedding(Formula):
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         return not any(given.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
 
-    def gradient(
-        self,
-        name: str,
-        use: Use,
-        given: dict[str, Any],
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-    ) -> Contribution:
-        ids, count = saved[given["input"]], use.values[given["weight"]].leaf.shape[0]
-        skipped = given.get("padding_idx")
-        ids = ids.reshape(num_examples, -1)
-        return Lookup(
-            ids, by_example(gy, num_examples, 1), count, None if skipped is None else skipped % count
-        )
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+        ids, count = arrived.tensor("input"), arrived.value("weight").shape[0]
+        skipped = arrived.option("padding_idx")
+        ids = ids.reshape(arrived.num_examples, -1)
+        return Lookup(ids, arrived.output_gradient(1), count, None if skipped is None else skipped % count)
 
 
 class Indexed(Embedding):
@@ -65,15 +51,7 @@ class Indexed(Embedding):
             and ids.dim() > 0
         )
 
-    def gradient(
-        self,
-        name: str,
-        use: Use,
-        given: dict[str, Any],
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-    ) -> Contribution:
-        ids, count = saved[given["input"]], use.values[given["weight"]].leaf.shape[0]
-        ids = torch.where(ids < 0, ids + count, ids).reshape(num_examples, -1)
-        return Lookup(ids, by_example(gy, num_examples, 1), count)
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+        ids, count = arrived.tensor("input"), arrived.value("weight").shape[0]
+        ids = torch.where(ids < 0, ids + count, ids).reshape(arrived.num_examples, -1)
+        return Lookup(ids, arrived.output_gradient(1), count)

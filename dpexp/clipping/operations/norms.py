@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,7 @@ from torch import Tensor
 
 from dpexp.clipping.contributions import Contribution, Dense
 from dpexp.clipping.contributions.numerics import by_example, wide
-from dpexp.clipping.operations.base import Formula, is_one_of
-from dpexp.clipping.uses import ValueSlot
-
-if TYPE_CHECKING:
-    from dpexp.clipping.uses import Use
+from dpexp.clipping.uses import Arrival, Formula, is_one_of
 
 
 class Normalisation(Formula):
@@ -34,21 +30,14 @@ class LayerNorm(Normalisation):
     label = "layer norm"
     names = ("input", "normalized_shape", "weight", "bias", "eps")
 
-    def gradient(
-        self,
-        name: str,
-        use: Use,
-        given: dict[str, Any],
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-    ) -> Contribution:
-        shape = tuple(given["normalized_shape"])
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+        shape = tuple(arrived.option("normalized_shape"))
         if name == "bias":
-            return Dense(by_example(gy, num_examples, len(shape)).sum(1, dtype=wide(gy.dtype)))
-        x = saved[given["input"]]
-        normalised = F.layer_norm(x.to(wide(x.dtype)), shape, None, None, given.get("eps", 1e-5))
-        return Dense(by_example(normalised.mul_(gy), num_examples, len(shape)).sum(1))
+            g = arrived.output_gradient(len(shape))
+            return Dense(g.sum(1, dtype=wide(g.dtype)))
+        x = arrived.tensor("input")
+        normalised = F.layer_norm(x.to(wide(x.dtype)), shape, None, None, arrived.option("eps", 1e-5))
+        return scaled(normalised, arrived, len(shape))
 
 
 class RMSNorm(Normalisation):
@@ -57,21 +46,13 @@ class RMSNorm(Normalisation):
     label = "rms norm"
     names = ("input", "normalized_shape", "weight", "eps")
 
-    def gradient(
-        self,
-        name: str,
-        use: Use,
-        given: dict[str, Any],
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-    ) -> Contribution:
-        shape, x = tuple(given["normalized_shape"]), saved[given["input"]]
-        dtype, eps = wide(x.dtype), given.get("eps")
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+        shape, x = tuple(arrived.option("normalized_shape")), arrived.tensor("input")
+        dtype, eps = wide(x.dtype), arrived.option("eps")
         # torch takes the smallest step of the wider dtype, too
         eps = torch.finfo(dtype).eps if eps is None else eps
         normalised = F.rms_norm(x.to(dtype), shape, None, eps)
-        return Dense(by_example(normalised.mul_(gy), num_examples, len(shape)).sum(1))
+        return scaled(normalised, arrived, len(shape))
 
 
 class GroupNorm(Normalisation):
@@ -80,23 +61,15 @@ class GroupNorm(Normalisation):
     label = "group norm"
     names: tuple[str, ...] = ("input", "num_groups", "weight", "bias", "eps")
 
-    def num_groups(self, given: dict[str, Any], x: Tensor) -> int:
+    def num_groups(self, arrived: Arrival) -> int:
         """Return how many groups of channels there are."""
-        return given["num_groups"]
+        return arrived.option("num_groups")
 
-    def per_example(
-        self, use: Use, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, wanted: set[int]
-    ) -> dict[int, Contribution]:
-        given = use.template.given
-        slots = {
-            name: int(item)
-            for name, item in given.items()
-            if isinstance(item, ValueSlot) and int(item) in wanted
-        }
-        x = saved[given["input"]] if "weight" in slots else gy
-        found = channel_gradients(
-            x, gy, self.num_groups(given, x), given.get("eps", 1e-5), num_examples, set(slots)
-        )
+    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, Contribution]:
+        slots = {name: slot for name, slot in arrived.slots.items() if slot in wanted}
+        x = arrived.tensor("input") if "weight" in slots else arrived.gy
+        eps, groups = arrived.option("eps", 1e-5), self.num_groups(arrived)
+        found = channel_gradients(x, arrived.gy, groups, eps, arrived.num_examples, set(slots))
         return {slots[name]: gradient for name, gradient in found.items()}
 
 
@@ -109,8 +82,8 @@ class InstanceNorm(GroupNorm):
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         return bool(given.get("use_input_stats", True)) and super().applies(given, values, batched)
 
-    def num_groups(self, given: dict[str, Any], x: Tensor) -> int:
-        return x.shape[1]
+    def num_groups(self, arrived: Arrival) -> int:
+        return arrived.gy.shape[1]
 
 
 class BatchNorm(Normalisation):
@@ -127,26 +100,23 @@ class BatchNorm(Normalisation):
     def reads(self, valued: set[str]) -> set[str]:
         return {"input", "running_mean", "running_var"} if "weight" in valued else set()
 
-    def gradient(
-        self,
-        name: str,
-        use: Use,
-        given: dict[str, Any],
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-    ) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+        gy, count = arrived.gy, arrived.num_examples
         dtype = wide(gy.dtype)
         gy = gy.flatten(2) if gy.dim() > 2 else gy.unsqueeze(2)
         shift = gy.sum(2, dtype=dtype)
         if name == "bias":
-            return Dense(by_example(shift, num_examples, 1).sum(1))
-        x, mean, variance = (
-            saved[given[part]].to(dtype) for part in ("input", "running_mean", "running_var")
-        )
-        rstd = (variance + given.get("eps", 1e-5)).rsqrt()
+            return Dense(by_example(shift, count, 1).sum(1))
+        parts = ("input", "running_mean", "running_var")
+        x, mean, variance = (arrived.tensor(part).to(dtype) for part in parts)
+        rstd = (variance + arrived.option("eps", 1e-5)).rsqrt()
         scale = ((x.reshape(gy.shape) * gy).sum(2) - mean * shift) * rstd
-        return Dense(by_example(scale, num_examples, 1).sum(1))
+        return Dense(by_example(scale, count, 1).sum(1))
+
+
+def scaled(normalised: Tensor, arrived: Arrival, dims: int) -> Dense:
+    """Sum normalised inputs times output gradients over the rows of each example; writes into ``normalised``."""
+    return Dense(by_example(normalised.mul_(arrived.gy), arrived.num_examples, dims).sum(1))
 
 
 def channel_gradients(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,7 @@ from torch import Tensor
 
 from dpexp.clipping.contributions import Contribution, Dense
 from dpexp.clipping.contributions.numerics import wide
-from dpexp.clipping.operations.base import Formula, is_one_of
-
-if TYPE_CHECKING:
-    from dpexp.clipping.uses import Use
+from dpexp.clipping.uses import Arrival, Formula, Use
 
 # Functions that broadcast their tensors against each other, by name without underscores; of operators also the reflected
 # ("radd") and the in-place form ("iadd").
@@ -43,10 +40,8 @@ class Spread(Formula):
 
     label = "broadcast"
 
-    def per_example(
-        self, use: Use, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, wanted: set[int]
-    ) -> dict[int, Contribution]:
-        leaf = use.values[0].leaf
+    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, Contribution]:
+        leaf, gy, num_examples = arrived.use.values[0].leaf, arrived.gy, arrived.num_examples
         g = gy.unflatten(0, (num_examples, -1)).sum(1, dtype=wide(gy.dtype))
         shape = (1,) * (gy.dim() - 1 - leaf.dim()) + tuple(leaf.shape[max(0, leaf.dim() - gy.dim() + 1) :])
         return {0: Dense(g.sum_to_size(num_examples, *shape).reshape(num_examples, *leaf.shape))}
@@ -62,13 +57,11 @@ class AnyFunction(Formula):
     def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
         return None
 
-    def per_example(
-        self, use: Use, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, wanted: set[int]
-    ) -> dict[int, Contribution]:
+    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, Contribution]:
+        use, gy, num_examples = arrived.use, arrived.gy, arrived.num_examples
         rows = gy.shape[0] // max(num_examples, 1)
-        split = [
-            s.unflatten(0, (num_examples, rows)) if b else s for s, b in zip(saved, use.batched, strict=True)
-        ]
+        saved = zip(arrived.saved, use.batched, strict=True)
+        split = [s.unflatten(0, (num_examples, rows)) if b else s for s, b in saved]
         leaves = tuple(value.leaf for value in use.values)
 
         def one(gradient: Tensor, *of_rows: Tensor) -> tuple[Tensor, ...]:
@@ -79,6 +72,3 @@ class AnyFunction(Formula):
         with use.in_autocast():
             grads = torch.func.vmap(one, in_dims=in_dims)(gy.unflatten(0, (num_examples, rows)), *split)
         return {i: Dense(g) for i, g in enumerate(grads) if i in wanted}
-
-
-__all__ = ["AnyFunction", "Spread", "is_one_of", "spreads"]
