@@ -1,0 +1,74 @@
+"""From torchrun's environment to a process group, and back to a clean end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dpexp.errors import UserError
+from dpexp.parallel.ranks import ALONE, Ranks
+
+# A rank waits so long for the others: while rank 0 reads the data, or one of them measures its engine.
+TIMEOUT = timedelta(minutes=30)
+_known: dict[int, Ranks] = {}
+
+
+def started_by_torchrun() -> int:
+    """How many processes torchrun (or what sets its environment variables) has started together; 1 without it."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
+
+
+@contextmanager
+def joined(device: str = "auto") -> Iterator[Ranks]:
+    """Join the other processes that torchrun has started, for as long as the context lasts; alone without torchrun.
+
+    A process group that exists already is used, and left alone. On GPUs, each process of a machine takes the one with its local
+    number.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+
+    Raises:
+        UserError: there are fewer GPUs than processes on this machine.
+    """
+    if dist.is_initialized():
+        yield current()
+        return
+    if started_by_torchrun() == 1:
+        yield ALONE
+        return
+    gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if gpu:
+        local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= there:
+            raise UserError(
+                f"process {local} of this machine finds {there} GPUs: start one process for each GPU (torchrun "
+                f"--nproc-per-node {max(1, there)}), or choose runtime.device=cpu"
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=TIMEOUT)
+    try:
+        yield current()
+    finally:
+        _known.clear()
+        dist.destroy_process_group()
+
+
+def current() -> Ranks:
+    """The processes of the default process group; `ALONE` where there is none.
+
+    The first call is for all processes together.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ALONE
+    world = id(dist.group.WORLD)
+    if world not in _known:
+        _known.clear()
+        _known[world] = Ranks.of()
+    return _known[world]

@@ -1,0 +1,170 @@
+"""The processes that train together, as each of them sees them.
+
+Ranks own whole examples, every rank can draw the sample and the noise of a step by itself, and rank 0 alone writes files. What
+is left to be said is little: sums of clipped gradients, one small message a step, and what rank 0 has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpexp.errors import UserError
+
+T = TypeVar("T")
+
+# as in DistributedDataParallel
+BUCKET_BYTES = 25 << 20
+
+
+class ToldElsewhere(UserError):
+    """An error that rank 0 has met and printed; the others end with it, and say nothing."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Some processes that work together, this one among them.
+
+    Args:
+        rank: of this process in the group, from 0.
+        size: how many there are.
+        group: what sums tensors where they are computed; None alone.
+        control: what passes small messages on the CPU; None alone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    control: Any = None
+
+    @classmethod
+    def of(cls, group: Any = None) -> Ranks:
+        """Take the processes of a process group; None: the default one.
+
+        Every process of the default group must call this, with the groups in the same order (`torch.distributed.new_group`).
+        """
+        group = dist.group.WORLD if group is None else group
+        if dist.get_world_size(group) == 1:
+            return cls()
+        members = dist.get_process_group_ranks(group)
+        gloo = "gloo" in dist.get_backend_config(group)
+        control = group if gloo else dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return cls(dist.get_rank(group), len(members), group, control)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are others."""
+        return self.size > 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes files: rank 0."""
+        return self.rank == 0
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Return what rank 0 gives; any value that can be pickled."""
+        if not self.several:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self.control, group_src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return what every rank gives, in the order of the ranks, on all of them."""
+        if not self.several:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def once(self, function: Callable[[], T]) -> T:
+        """Run a function on rank 0 alone, and return its result everywhere.
+
+        Raises:
+            UserError: what it raised there; the other ranks raise `ToldElsewhere`.
+        """
+        if not self.several:
+            return function()
+        if not self.writes:
+            failed, result = self.broadcast()
+            if failed is not None:
+                raise ToldElsewhere(failed)
+            return result
+        try:
+            result = function()
+        except BaseException as error:
+            self.broadcast((f"rank 0: {error}", None))
+            raise
+        self.broadcast((None, result))
+        return result
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raise `UserError` on all ranks unless they all give an equal value."""
+        found = self.gather(value)
+        if odd := [rank for rank, theirs in enumerate(found) if theirs != found[0]]:
+            raise UserError(
+                f"{what} of rank {odd[0]} differs from that of rank 0: {_short(found[odd[0]])}, and not {_short(found[0])}. All "
+                "processes of a run must be started with the same program, settings, data and libraries"
+            )
+
+    def any(self, flag: bool) -> bool:
+        """Tell whether the flag is set on any rank."""
+        if not self.several:
+            return flag
+        box = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
+        return bool(box.item())
+
+    @torch.no_grad()
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks, in place; the same tensors in the same order everywhere.
+
+        They travel in buckets, as those of DistributedDataParallel do. After it the ranks hold the same bits.
+        """
+        if not self.several:
+            return
+        for _, alike in groupby(tensors, lambda t: (t.dtype, t.device)):
+            for bucket in _buckets(list(alike)):
+                if len(bucket) == 1 and bucket[0].is_contiguous():
+                    dist.all_reduce(bucket[0], group=self.group)
+                    continue
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                dist.all_reduce(flat, group=self.group)
+                parts = flat.split([tensor.numel() for tensor in bucket])
+                for tensor, part in zip(bucket, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    @torch.no_grad()
+    def copy_(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite each tensor with rank 0's."""
+        for tensor in tensors if self.several else ():
+            whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+            dist.broadcast(whole, group=self.group, group_src=0)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+
+ALONE = Ranks()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    size = BUCKET_BYTES
+    for tensor in tensors:
+        if size + tensor.nbytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(tensor)
+        size += tensor.nbytes
+    return buckets
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "…"

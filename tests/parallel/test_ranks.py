@@ -1,0 +1,79 @@
+"""What processes tell each other."""
+
+from pathlib import Path
+
+import torch
+
+from dpexp.errors import UserError
+from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel.ranks import ToldElsewhere, _buckets
+from tests.parallel.pool import run_ranks
+
+
+def refusal(call, kind=UserError):
+    try:
+        call()
+    except kind as error:
+        return type(error), str(error)
+    return None
+
+
+def fail():
+    raise UserError("the disk is full")
+
+
+def talk(ranks: Ranks):
+    mine = float(ranks.rank + 1)
+    sums = [torch.full((3, 2), mine), torch.full((4,), mine, dtype=torch.float64), torch.full((2, 5), mine).T]
+    ranks.sum_(sums)
+    copied = torch.full((2, 3), mine).T
+    ranks.copy_([copied])
+    return {
+        "rank": ranks.rank,
+        "writes": ranks.writes,
+        "broadcast": ranks.broadcast({"from": ranks.rank}),
+        "gather": ranks.gather(ranks.rank),
+        "once": ranks.once(lambda: f"done by {ranks.rank}"),
+        "failed": refusal(lambda: ranks.once(fail)),
+        "agree": refusal(lambda: ranks.agree("the data", "abc")),
+        "differ": refusal(lambda: ranks.agree("the data", f"{ranks.rank} of it")),
+        "any": [ranks.any(ranks.rank == 1), ranks.any(False)],
+        "sums": [tensor.tolist() for tensor in sums],
+        "copied": copied.unique().tolist(),
+    }
+
+
+def test_what_ranks_tell_each_other(tmp_path: Path):
+    first, second = run_ranks(2, tmp_path, talk)
+    assert [first["rank"], second["rank"]] == [0, 1]
+    assert [first["writes"], second["writes"]] == [True, False]
+    assert first["failed"] == (UserError, "the disk is full")
+    assert second["failed"] == (ToldElsewhere, "rank 0: the disk is full")
+    for found in (first, second):
+        assert found["broadcast"] == {"from": 0}
+        assert found["gather"] == [0, 1]
+        assert found["once"] == "done by 0"
+        assert found["agree"] is None
+        assert "the data of rank 1 differs from that of rank 0" in found["differ"][1]
+        assert found["any"] == [True, False]
+        assert found["sums"] == [[[3.0, 3.0]] * 3, [3.0] * 4, [[3.0, 3.0]] * 5]
+        assert found["copied"] == [1.0]
+
+
+def test_alone_nothing_is_sent():
+    tensor = torch.ones(2)
+    ALONE.sum_([tensor])
+    ALONE.copy_([tensor])
+    ALONE.agree("anything", object())
+    assert tensor.tolist() == [1.0, 1.0]
+    assert (ALONE.gather(3), ALONE.broadcast(4), ALONE.once(lambda: 5)) == ([3], 4, 5)
+    assert ALONE.any(True)
+    assert not ALONE.any(False)
+    assert ALONE.writes
+    assert not ALONE.several
+
+
+def test_buckets_hold_everything_in_order():
+    tensors = [torch.zeros(n) for n in (10, 7 << 20, 5, 1 << 20, 3)]
+    buckets = _buckets(tensors)
+    assert [[len(t) for t in bucket] for bucket in buckets] == [[10], [7 << 20], [5, 1 << 20, 3]]
