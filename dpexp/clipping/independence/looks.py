@@ -1,10 +1,4 @@
-"""The proof that what one example gets out of a model does not depend on the other examples, also where autograd sees nothing.
-
-Weighted losses prove whose gradient is whose (`layouts`). A statistic under ``no_grad``, a quantisation with one scale per
-tensor, an expert's capacity or a padding that changes results moves values and no gradient. So the forward is run again with the
-same weights on other batches, and what an example gets out of it must stay equal to rounding: with half of the batch gone, with
-the other rows replaced, after another batch went before, with more padding. And no buffer may become a function of the batch.
-"""
+"""When a clipper looks whether examples influence each other through values, and what it makes of that."""
 
 from __future__ import annotations
 
@@ -16,10 +10,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpexp.clipping.foreign import refuse_foreign
-from dpexp.clipping.look import Look
-from dpexp.clipping.padding import positional_names
-from dpexp.clipping.replay import Replay, changed
+from dpexp.clipping.independence.foreign import refuse_foreign
+from dpexp.clipping.independence.look import Look
+from dpexp.clipping.independence.padding import positional_names
+from dpexp.clipping.independence.replay import Replay, changed
 from dpexp.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.replay import Inputs, Replay, changed
+from dpexp.clipping.independence.replay import Inputs, Replay, changed
 
 FIXED = (
     "Pad every batch to one length and say so: task.pad_to in a configuration, attach(..., fixed_length=True) in code (every "

@@ -1,0 +1,136 @@
+"""Other batches that one example can stand in, made of the same examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping.independence.replay import Inputs, changed
+
+# of inputs whose batch dimension the shapes leave open
+READINGS = 12
+
+# which dimension of every input is the batch; None: shared by all
+Reading = Sequence[int | None]
+
+# (example, whether its floating-point values are scaled) for every place of a batch
+Rows = list[tuple[int, bool]]
+
+
+@dataclass
+class Variant:
+    """Another batch. ``same``: (place before, place here) of the examples that must get the same; ``first``: what goes before."""
+
+    when: str
+    rows: Rows
+    same: list[tuple[int, int]]
+    first: Rows | None = None
+
+
+class Batches:
+    """The batches of one forward.
+
+    Args:
+        inputs: of the forward.
+        num_examples: B.
+        rows_per_example: adjacent rows of each.
+    """
+
+    def __init__(self, inputs: Inputs, num_examples: int, rows_per_example: int):
+        self.inputs, self.examples, self.multiple = inputs, num_examples, rows_per_example
+
+    def variants(self) -> list[Variant]:
+        """Return the batches in which examples must get what they got."""
+        num = self.examples
+        if num == 1:
+            beside = [(0, False), (0, True)]
+            return [
+                Variant("when another example stands beside it", beside, [(0, 0)]),
+                Variant("after another batch", [(0, False)], [(0, 0)], first=[(0, True)]),
+            ]
+        cut = (num + 1) // 2
+        front, back = list(range(cut)), list(range(cut, num))
+        replaced, alone = "when the other rows of the batch are replaced", "when a part of the batch is gone"
+        # neighbours, mirror images and other regular partners should not stay together
+        order = torch.randperm(num, generator=torch.Generator().manual_seed(20221201)).tolist()
+        kept = sorted(order[:cut]), sorted(order[cut:])
+        mixed: list[Rows] = []
+        for own in kept:
+            others = iter(own * 2)
+            mixed.append([(i, False) if i in own else (next(others), True) for i in range(num)])
+        whole = [(i, False) for i in range(num)]
+        return [
+            Variant(alone, whole[:cut], [(i, i) for i in front]),
+            Variant(alone, whole[cut:], [(i, i - cut) for i in back]),
+            Variant(replaced, mixed[0], [(i, i) for i in kept[0]]),
+            Variant(replaced, mixed[1], [(i, i) for i in kept[1]]),
+            Variant("after another batch", whole, [(i, i) for i in range(num)], mixed[0]),
+        ]
+
+    def readings(self) -> Iterator[tuple[Reading, bool]]:
+        """Yield readings of the inputs, the likeliest first, and whether the shapes themselves suggest them."""
+        parts = [(*self._possible(part), None) for part in self._parts()]
+        readings = [list(r) for r in product(*parts) if any(axis is not None for axis in r)]
+        readings.sort(key=lambda r: sum(axes.index(a) for axes, a in zip(parts, r, strict=True)))
+        for sure in (True, False):
+            for reading in readings[:READINGS]:
+                shared = any(axes == (0, None) and a is None for axes, a in zip(parts, reading, strict=True))
+                if shared != sure:
+                    yield reading, sure
+
+    def _parts(self) -> list[Any]:
+        found: list[Any] = []
+        changed(self.inputs, lambda name, part: found.append(part), self._is_list)
+        return found
+
+    def plain_reading(self) -> Reading | None:
+        """Return the reading of which the shapes leave no doubt; None where they do."""
+        parts = [self._possible(part) for part in self._parts()]
+        if not any(parts) or any(axes not in ((), (0,)) for axes in parts):
+            return None
+        return [0 if axes else None for axes in parts]
+
+    def made(self, reading: Reading, rows: Rows, scale: float) -> Inputs:
+        """Make a batch; ``scale``: factor of floating-point inputs in the rows that replace others."""
+        axes = iter(reading)
+        places = [i * self.multiple + m for i, _ in rows for m in range(self.multiple)]
+        scaled = [other for _, other in rows for _ in range(self.multiple)]
+
+        def take(name: str, part: Any) -> Any:
+            axis = next(axes)
+            if axis is None:
+                return part
+            if not isinstance(part, Tensor):
+                return type(part)(part[i] for i in places)
+            taken = part.index_select(axis, torch.tensor(places, device=part.device))
+            if part.is_floating_point() and not _is_mask(part):
+                factor = torch.tensor([scale if s else 1.0 for s in scaled], device=part.device)
+                taken = taken * factor.to(part).reshape([-1 if d == axis else 1 for d in range(part.dim())])
+            return taken
+
+        return changed(self.inputs, take, self._is_list)
+
+    def _possible(self, part: Any) -> tuple[int, ...]:
+        rows = self.examples * self.multiple
+        if self._is_list(part):
+            return (0,)
+        if not isinstance(part, Tensor):
+            return ()
+        return tuple(axis for axis in (0, 1) if part.dim() > axis and part.shape[axis] == rows)
+
+    def _is_list(self, value: Any) -> bool:
+        """Whether a list has one entry for each row."""
+        if not isinstance(value, list | tuple) or len(value) != self.examples * self.multiple:
+            return False
+        if all(isinstance(item, Tensor) for item in value):
+            return not all(item.dim() and item.shape[0] == len(value) for item in value)
+        return all(isinstance(item, str | int | float) for item in value)
+
+
+def _is_mask(part: Tensor) -> bool:
+    return bool(((part == 0) | (part == 1) | ~part.isfinite()).all())

@@ -1,0 +1,122 @@
+"""Comparing what examples got out of a model in two batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping.dataflow import tensors_in
+from dpexp.clipping.independence.batches import Variant
+
+# numbers of one output that are compared; of larger ones every n-th feature
+LARGE = 1 << 22
+# largest difference, relative to the largest number that an example gets: of 32 bits and more, and of 16
+ROUNDING, ROUNDING_16 = 1e-4, 0.05
+
+
+class Comparison:
+    """Compares outputs of the same model.
+
+    Args:
+        num_examples: B of the first batch.
+        rows_per_example: adjacent rows of each.
+        low: whether the numbers have 16 bits.
+    """
+
+    def __init__(self, num_examples: int, rows_per_example: int, low: bool):
+        self.examples, self.multiple = num_examples, rows_per_example
+        self.tolerance = ROUNDING_16 if low else ROUNDING
+        # by output, the dimension that was found to be the batch
+        self._axes: dict[int, int] = {}
+
+    def of(self, variant: Variant) -> Callable[..., bool | None]:
+        """Return what tells whether two tensors differ for an example of ``variant``; None where they have no rows."""
+        count, count_here = self.examples * self.multiple, len(variant.rows) * self.multiple
+        pairs = [
+            (i * self.multiple + m, j * self.multiple + m)
+            for i, j in variant.same
+            for m in range(self.multiple)
+        ]
+
+        def differs(a: Tensor, b: Tensor, leaf: int | None = None) -> bool | None:
+            known = None if leaf is None else self._axes.get(leaf)
+            verdicts = []
+            for axis, times in _batch_axes(a, b, count, count_here, known):
+                for strided in (False, True) if times > 1 else (False,):
+                    rows = [_rows(t, axis, n, strided) for t, n in ((a, count), (b, count_here))]
+                    verdict = self.unequal(*(r[[p[k] for p in pairs]] for k, r in enumerate(rows)))
+                    verdicts.append(verdict)
+                if leaf is not None and count != count_here and not all(verdicts):
+                    self._axes[leaf] = axis
+            return None if not verdicts else all(verdicts)
+
+        return differs
+
+    def unequal(self, a: Tensor, b: Tensor) -> bool:
+        """Whether two ``[rows, …]`` differ by more than rounding in any row."""
+        a, b = (t.reshape(t.shape[0], -1).to(torch.promote_types(t.dtype, torch.float32)) for t in (a, b))
+        if not a.numel():
+            return False
+        known = a.isfinite()
+        if not torch.equal(known, b.isfinite()):
+            return True
+        a, b = torch.where(known, a, 0.0), torch.where(known, b, 0.0)
+        size = a.abs().amax(1)
+        size = torch.maximum(size, 1e-3 * size.max())
+        return bool(((a - b).abs().amax(1) > self.tolerance * size).any())
+
+
+def same_buffer(before: Tensor, now: Tensor | None) -> bool:
+    """Tell whether a buffer is what it was, to rounding."""
+    if now is None or now.shape != before.shape:
+        return False
+    if before.is_floating_point():
+        return torch.allclose(now, before, rtol=1e-5, atol=1e-7, equal_nan=True)
+    return torch.equal(now, before)
+
+
+def outputs(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors of what a module takes or gives."""
+    return [t for t in tensors_in(value) if t.is_floating_point() and t.layout == torch.strided]
+
+
+def thin(leaf: Tensor) -> Tensor:
+    """Return a copy of an output, of a very large one every n-th feature."""
+    if leaf.numel() > LARGE and leaf.dim() > 2:
+        leaf = leaf[..., :: -(-leaf.numel() // LARGE)]
+    return leaf.detach().clone()
+
+
+def _batch_axes(
+    a: Tensor, b: Tensor, count: int, count_here: int, known: int | None
+) -> list[tuple[int, int]]:
+    """The dimensions of two outputs that may be the batch, and how many rows each row of the batch has there."""
+    if a.dim() != b.dim():
+        return []
+    fits = [
+        (axis, a.shape[axis] // count)
+        for axis in range(a.dim())
+        if a.shape[axis] and a.shape[axis] % count == 0 and b.shape[axis] == a.shape[axis] // count * count_here
+        and a.shape[:axis] + a.shape[axis + 1 :] == b.shape[:axis] + b.shape[axis + 1 :]
+    ]  # fmt: skip
+    if count != count_here:
+        return fits
+    if known is not None:
+        return [(axis, times) for axis, times in fits if axis == known]
+    likely = [
+        [fit for fit in fits if fit[1] == 1 and fit[0] < 2],
+        [fit for fit in fits if fit[1] == 1],
+        [fit for fit in fits if fit[0] == 0],
+    ]
+    return next((tier for tier in likely if tier), [])
+
+
+def _rows(tensor: Tensor, axis: int, count: int, strided: bool) -> Tensor:
+    """``[count, …]`` of an output whose rows of one example are adjacent, or ``count`` apart."""
+    major = tensor.movedim(axis, 0)
+    if strided:
+        return major.unflatten(0, (-1, count)).transpose(0, 1)
+    return major.unflatten(0, (count, -1))

@@ -1,0 +1,218 @@
+"""One look at one forward: is what an example gets the same in other batches, and which module is the first to differ?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.independence.batches import Batches, Reading, Variant
+from dpexp.clipping.independence.blame import first_module
+from dpexp.clipping.independence.comparison import Comparison, outputs, same_buffer, thin
+from dpexp.clipping.independence.padding import FIXED, Padding
+from dpexp.clipping.independence.replay import Inputs, Replay
+from dpexp.errors import UserError
+
+# factor of floating-point inputs in rows that are replaced
+SCALE = 3.0
+
+MIXES = (
+    "mixes examples: what an example gets out of it changes {when}, though no gradient shows it (a statistic under no_grad, one "
+    "quantisation scale for the whole batch, a running statistic, an expert's capacity, attention that goes by the batch). "
+    "This voids any guarantee. {way}"
+)
+WAY = (
+    "Compute it for each example alone, or freeze it before training, on public data. (An input that all examples share, and "
+    "that has as many rows as the batch, looks like this too: use another batch size)"
+)
+WRITTEN = (
+    "its forward writes what depends on the batch into the {kind} {what!r} (running statistics, an observer's range, a cache). "
+    "That is no noisy sum, and reaches later steps, checkpoints and exports as it is. Freeze it before training, on public data "
+    "(eval() of this module, observers off), or use a module that keeps nothing"
+)
+
+
+@dataclass
+class Difference:
+    """What an example got was another thing: in which runs, and how their tensors are compared."""
+
+    when: str
+    way: str
+    runs: tuple[list[Inputs], list[Inputs]]
+    differs: Callable[[Tensor, Tensor], bool | None]
+
+
+class Look:
+    """Runs one forward again on other batches.
+
+    Args:
+        replay: the forward.
+        num_examples: B.
+        rows_per_example: adjacent rows of each.
+        autocast: whether to compute in 16 bits where the forward did.
+
+    Attributes:
+        told: whether the outputs depended on the examples at all; zero weights of a new head hide everything behind them.
+        compared: whether anything could be compared, and `failure` why not, in words.
+    """
+
+    def __init__(self, replay: Replay, num_examples: int, rows_per_example: int, autocast: bool):
+        self.replay, self.autocast = replay, autocast
+        self.examples, self.multiple = num_examples, rows_per_example
+        self.told = self.compared = False
+        self.failure = "no input has the size of the batch"
+        low = any(torch.finfo(p.dtype).bits < 32 for p in replay.model.parameters() if p.is_floating_point())
+        self.batches = Batches(replay.inputs, num_examples, rows_per_example)
+        self.comparison = Comparison(num_examples, rows_per_example, low or autocast)
+
+    def run(self, padding: bool) -> None:
+        """Look, with more padding too if asked for.
+
+        Raises:
+            UserError: names the first module that mixes examples, or writes them into a buffer.
+        """
+        before = _fingerprints(self.replay.model)
+        try:
+            self.once, self.twice, self.buffers = self._results([self.replay.inputs] * 2)
+        except Exception as error:
+            self.failure = _told(error)
+            return
+        for name, value in _fingerprints(self.replay.model).items():
+            if not torch.allclose(value, before[name], rtol=0, atol=0, equal_nan=True):
+                owner, _, local = name.rpartition(".")
+                raise UserError(f"{self._name(owner)}: {WRITTEN.format(kind='parameter', what=local)}")
+        found: list[Difference] | None = None
+        for reading, sure in self.batches.readings():
+            if found is not None and not sure:
+                break
+            tried = self._tried(reading)
+            found = found if tried is None else tried[:1]
+            if tried == []:
+                break
+        if found is None:
+            found = self._tried_without_resizing()
+        self.compared = found is not None
+        if not found and self.compared and padding:
+            found = self._padded()
+        if found:
+            self._refuse(found[0])
+
+    # -- other batches ------------------------------------------------------------------------------------------------
+
+    def _tried(self, reading: Reading, resize: bool = True) -> list[Difference] | None:
+        """Differences under one reading of the inputs; None where the model does not run or nothing can be compared.
+
+        Raises:
+            UserError: a buffer depends on the batch.
+        """
+        try:
+            return self._differences(reading, resize)
+        except UserError:
+            raise
+        except Exception as error:
+            self.failure = _told(error)
+            return None
+
+    def _tried_without_resizing(self) -> list[Difference] | None:
+        """For models that run with one size of the batch only, where the shapes leave no doubt."""
+        reading = self.batches.plain_reading()
+        return None if reading is None else self._tried(reading, resize=False)
+
+    def _differences(self, reading: Reading, resize: bool) -> list[Difference]:
+        for variant in self.batches.variants():
+            resized = len(variant.rows) != self.examples
+            if resized and (self.replay.by_chance or not resize):
+                continue
+            differs = self.comparison.of(variant)
+            before = self.once if variant.first is None else self.twice
+            for scale in (SCALE, 1.0):
+                here = [
+                    self.batches.made(reading, rows, scale) for rows in (variant.first, variant.rows) if rows
+                ]
+                try:
+                    results = self._results(here)
+                except Exception:
+                    if scale == 1.0:
+                        raise
+                    continue
+                if scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in results[1]):
+                    break
+            pairs = list(zip(before, results[1], strict=True))
+            verdicts = [differs(a, b, leaf) for leaf, (a, b) in enumerate(pairs)]
+            if all(verdict is None for verdict in verdicts):
+                raise ValueError("no output has the size of the batch")
+            if any(verdicts):
+                runs = [self.replay.inputs] * len(here), here
+                return [Difference(variant.when, WAY, runs, differs)]
+            self._compare_buffers(results[2], resized)
+            if not resized and variant.first is None:
+                others = set(range(self.examples)) - {j for _, j in variant.same}
+                rest = self.comparison.of(Variant("", variant.rows, [(j, j) for j in others]))
+                self.told |= any(rest(a, b, leaf) for leaf, (a, b) in enumerate(pairs))
+        return []
+
+    def _results(
+        self, batches: list[Inputs]
+    ) -> tuple[list[Tensor], list[Tensor], dict[tuple[str, str], Any]]:
+        """Outputs of the first batch and of the second one after it, and the buffers after the first."""
+        found = []
+        with self.replay.begun(self.autocast):
+            for number, batch in enumerate(batches):
+                found.append([thin(leaf) for leaf in outputs(self.replay.run(batch))])
+                if number == 0:
+                    buffers = {
+                        (name, key): (b.detach().clone(), key not in module._non_persistent_buffers_set)
+                        for name, module in self.replay.model.named_modules()
+                        for key, b in module._buffers.items()
+                        if b is not None
+                    }
+        return found[0], found[-1], buffers
+
+    # -- comparing ----------------------------------------------------------------------------------------------------
+
+    def _compare_buffers(self, here: dict[tuple[str, str], Any], resized: bool) -> None:
+        for place, (before, persistent) in self.buffers.items():
+            # the shape of what is not kept may go by the size of the batch
+            kept = persistent or not resized
+            if kept and not same_buffer(before, here.get(place, (None, True))[0]):
+                raise UserError(f"{self._name(place[0])}: {WRITTEN.format(kind='buffer', what=place[1])}")
+
+    # -- padding ------------------------------------------------------------------------------------------------------
+
+    def _padded(self) -> list[Difference]:
+        plan = Padding.of(self.replay, self.examples * self.multiple)
+        for short, long, differs in plan.pairs(self.comparison.unequal) if plan is not None else ():
+            try:
+                results = [self._results([batch])[0] for batch in (short(), long())]
+            except Exception:
+                # longer than the model can read, or a length that it does not take
+                continue
+            if any(differs(a, b) for a, b in zip(*results, strict=True)):
+                return [Difference("when its batch is padded further", FIXED, ([short()], [long()]), differs)]
+        return []
+
+    # -- naming -------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, difference: Difference) -> None:
+        name = first_module(self.replay, self.autocast, difference.runs, difference.differs)
+        raise UserError(f"{self._name(name)}: {MIXES.format(when=difference.when, way=difference.way)}")
+
+    def _name(self, name: str) -> str:
+        module = self.replay.model.get_submodule(name)
+        return f"{name or '(root)'} ({type(module).__name__})"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _fingerprints(model: nn.Module) -> dict[str, Tensor]:
+    """Two numbers for each parameter: a forward that writes to one, again and again, changes them."""
+    return {
+        name: torch.stack([p.detach().sum(), p.detach().abs().amax()])
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and p.numel()
+    }
