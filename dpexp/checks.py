@@ -263,10 +263,12 @@ def _model(run: RunConfig) -> Iterator[str]:
         )
     if model.pooling != "own" and run.task.kind != "text_classification":
         yield f"model.pooling={model.pooling}: task={run.task.name} is no classification of text; leave it at own"
+    if model.head != "linear" and model.pooling == "own":
+        yield f"model.head={model.head} is a head on what is pooled: set model.pooling=mean (or cls)"
     if model.frozen_features and (
         model.pooling == "own" or (model.trainable != "head" and peft.name != "head")
     ):
-        yield "model.frozen_features=true trains a linear head alone: set model.pooling=mean (or cls) and model.trainable=head"
+        yield "model.frozen_features=true trains a head alone: set model.pooling=mean (or cls) and model.trainable=head"
     sizes = {"lora": "rank", "rgp": "rank", "adapters": "rank", "top2": "blocks", "prefix": "prefix_length"}
     if (size := sizes.get(peft.name)) is not None and getattr(peft, size) < 1:
         yield f"peft.{size}={getattr(peft, size)} must be 1 or more: nothing would train"

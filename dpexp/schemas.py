@@ -104,6 +104,8 @@ class ModelConfig:
     attention_dropout: float | None = None
     # classifiers of text: the architecture's own head, or a linear one on the first position or on the mean of all
     pooling: str = "own"  # own | cls | mean
+    # on what is pooled: one linear layer, the same without its bias, or RoBERTa's two layers (dense, tanh, linear)
+    head: str = "linear"  # linear | unbiased | dense
     frozen_features: bool = (
         False  # with trainable=head: what the frozen encoder makes of each text is computed once
     )
@@ -284,8 +286,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.source": ("auto", "files", "hub", "demo"),
     "task.generation.cut": ("end", "start"),
     "task.generation.when": ("end", "always", "never"),
-    "model.family": ("hf", "minilm", "smollm2", "random_hf", "cnn", "wide_resnet", "timm", "random_timm", "custom"),
+    "model.family": ("hf", "minilm", "mpnet", "smollm2", "random_hf", "cnn", "wide_resnet", "timm", "random_timm", "custom"),
     "model.pooling": ("own", "cls", "mean"),
+    "model.head": ("linear", "unbiased", "dense"),
     "model.trainable": ("all", "attention+head", "bias", "head"),
     "clip.groups": ("flat", "layer", "block"),
     "clip.allocation": ("global", "equal_budget", "weighted"),

@@ -85,7 +85,7 @@ def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
 
     learner = bundle
     if run.model.frozen_features:
-        task, learner = freeze(task, bundle, run.data, device)
+        task, learner = freeze(task, bundle, run.data, device, run.runtime.precision)
 
     # What is guaranteed.
     batch = run.optim.batch_size

@@ -139,7 +139,7 @@ def build_model(
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a decoder's cache of keys and values serves generation only
         weights = None if model.retrain else source
-        network = _network(config, weights, head, model.pooling)
+        network = _network(config, weights, head, model)
         network.train()
         if head == "causal_lm":
             check_causal(network)
@@ -156,12 +156,12 @@ def build_model(
     )
 
 
-def _network(config: Any, weights: Source | None, head: str, pooling: str) -> nn.Module:
+def _network(config: Any, weights: Source | None, head: str, model: ModelConfig) -> nn.Module:
     """With the head that the architecture has, or, for a classifier of text, on what is pooled of the encoder."""
-    if pooling == "own":
+    if model.pooling == "own":
         return random_network(config, head) if weights is None else pretrained_network(config, weights, head)
     if head != "classifier":
-        raise UserError(f"model.pooling={pooling} is for classifiers of text: leave it at own")
+        raise UserError(f"model.pooling={model.pooling} is for classifiers of text: leave it at own")
     from dpexp.models.pooling import PooledClassifier, encoder_arguments
 
     arguments = encoder_arguments(config)
@@ -170,15 +170,17 @@ def _network(config: Any, weights: Source | None, head: str, pooling: str) -> nn
         if weights is None
         else pretrained_network(config, weights, "encoder", **arguments)
     )
-    return PooledClassifier(encoder, pooling)
+    return PooledClassifier(encoder, model.pooling, model.head)
 
 
 def _locate(model: ModelConfig, scale: str) -> Source | None:
     """Where the weights are; None for a random network."""
     if model.family == "random_hf":
         return None
-    if model.family not in ("hf", "minilm", "smollm2"):
-        raise UserError(f"model.family={model.family} is unknown: choose hf, minilm, smollm2 or random_hf")
+    if model.family not in ("hf", "minilm", "mpnet", "smollm2"):
+        raise UserError(
+            f"model.family={model.family} is unknown: choose hf, minilm, mpnet, smollm2 or random_hf"
+        )
     source = locate(model)
     if scale == "demo" and source.is_remote:
         raise UserError(

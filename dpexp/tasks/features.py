@@ -1,4 +1,4 @@
-"""Training a linear head on features of a frozen encoder, which are computed once.
+"""Training a head on features of a frozen encoder, which are computed once.
 
 With the encoder frozen, what it makes of an example never changes, and depends on this example and on public weights alone. So it
 is computed once, without dropout, and kept; the head is then trained like any other model, with every way to clip and every
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from dpexp.errors import UserError
 from dpexp.tasks.base import Progress, Task
 from dpexp.tasks.classification import Examples, TextClassification
+from dpexp.training.evaluation import autocast
 
 if TYPE_CHECKING:
     from dpexp.models import ModelBundle
@@ -117,15 +118,16 @@ class FrozenFeatures(Task):
 
 
 def freeze(
-    task: Task, bundle: ModelBundle, data: DataConfig, device: torch.device
+    task: Task, bundle: ModelBundle, data: DataConfig, device: torch.device, precision: str = "fp32"
 ) -> tuple[FrozenFeatures, ModelBundle]:
     """Compute the features of all splits, or take them from the cache.
 
     Args:
         task: of texts.
-        bundle: a `dpexp.models.pooling.PooledClassifier` whose linear layer alone trains.
+        bundle: a `dpexp.models.pooling.PooledClassifier` whose head alone trains.
         data: its cache is where features lie; they are private like the texts they come from, and for their owner alone.
         device: where to compute.
+        precision: of the encoder's pass: fp32, bf16 or fp16. The features are kept as float32.
 
     Returns:
         The task on features, and the head as the model to train. It is the head of ``bundle``, which is whole when it is trained.
@@ -138,13 +140,13 @@ def freeze(
         raise UserError(
             "model.frozen_features=true needs a text classification, and model.pooling=cls or mean"
         )
-    if bundle.trainable != ["classifier.weight", "classifier.bias"]:
+    if not all(name.startswith("classifier.") for name in bundle.trainable):
         raise UserError("model.frozen_features=true trains the head alone: set model.trainable=head")
     cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser() / "features"
     model.to(device)
-    weights = _weights_hash(model)
+    weights = _weights_hash(model) + ("" if precision == "fp32" else f" {precision}")
     values = {
-        split: _cached(cache, f"{weights} {_content_hash(rows)}", model, task, rows, device)
+        split: _cached(cache, f"{weights} {_content_hash(rows)}", model, task, rows, device, precision)
         for split, rows in task.splits.items()
     }
     head = nn.Sequential(model.get_submodule("dropout"), model.get_submodule("classifier"))
@@ -153,7 +155,9 @@ def freeze(
 
 
 @torch.no_grad()
-def features_of(model: nn.Module, task: TextClassification, rows: Examples, device: torch.device) -> Tensor:
+def features_of(
+    model: nn.Module, task: TextClassification, rows: Examples, device: torch.device, precision: str = "fp32"
+) -> Tensor:
     """What the head reads, `[rows, d]` float32 on the CPU. Texts of one length go together, so that none is padded."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -166,13 +170,14 @@ def features_of(model: nn.Module, task: TextClassification, rows: Examples, devi
                 chosen = alike[start : start + BATCH]
                 batch = task.collate([rows[i] for i in chosen])
                 inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
-                values = model.pooled(**inputs).float().cpu()  # type: ignore[operator]
+                with autocast(precision, device):
+                    values = model.pooled(**inputs).float().cpu()  # type: ignore[operator]
                 found = torch.empty(len(rows), values.shape[1]) if found is None else found
                 found[torch.from_numpy(chosen)] = values
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return torch.zeros(0, model.classifier.in_features) if found is None else found  # type: ignore[union-attr,arg-type]
+    return torch.zeros(0, model.config.hidden_size) if found is None else found  # type: ignore[union-attr,arg-type]
 
 
 def _cached(
@@ -182,6 +187,7 @@ def _cached(
     task: TextClassification,
     rows: Examples,
     device: torch.device,
+    precision: str,
 ) -> Tensor:
     key = hashlib.sha256(json.dumps([FORMAT, content]).encode()).hexdigest()
     path = cache / f"{key}.safetensors"
@@ -192,7 +198,7 @@ def _cached(
     except (OSError, SafetensorError, KeyError):
         pass  # not there, or not readable: made anew
     log.info("features of %d texts are being computed; later runs read them from %s", len(rows), cache)
-    values = features_of(model, task, rows, device)
+    values = features_of(model, task, rows, device, precision)
     try:
         _save(path, values)
     except OSError as error:

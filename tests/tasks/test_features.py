@@ -42,8 +42,11 @@ def task(own: TaskConfig, settings: DataConfig) -> Task:
     return build_task(own, settings, "small", model().tokenizer, 0)
 
 
-def test_losses_and_gradients_are_those_with_the_encoder_in_place(task: Task, settings: DataConfig) -> None:
-    whole = model()
+@pytest.mark.parametrize("head", ["linear", "unbiased", "dense"])
+def test_losses_and_gradients_are_those_with_the_encoder_in_place(
+    head: str, task: Task, settings: DataConfig
+) -> None:
+    whole = model(head=head)
     small, learner = features.freeze(task, whole, settings, CPU)
     whole.model.eval()
     expected = task.losses(whole.model, task.collate(list(task.train)))
@@ -107,8 +110,22 @@ def test_what_is_no_frozen_linear_head_is_refused(task: Task, settings: DataConf
         features.freeze(task, model(pooling="own"), settings, CPU)
 
 
-@pytest.mark.parametrize("clip", ["flat", "adaptive_perlayer", "nonprivate"])
-def test_a_private_run_with_every_kind_of_clipping_and_the_exported_model(clip: str, tmp_path: Path) -> None:
+def test_another_precision_has_features_of_its_own(task: Task, settings: DataConfig) -> None:
+    exact, _ = features.freeze(task, model(), settings, CPU)
+    rounded, _ = features.freeze(task, model(), settings, CPU, "bf16")
+    again, _ = features.freeze(task, model(), settings, CPU)
+    assert not torch.equal(exact.train.values, rounded.train.values)
+    torch.testing.assert_close(exact.train.values, rounded.train.values, rtol=0.05, atol=0.05)
+    assert torch.equal(exact.train.values, again.train.values)
+
+
+@pytest.mark.parametrize(
+    ("clip", "head"),
+    [("flat", "linear"), ("adaptive_perlayer", "dense"), ("perlayer", "dense"), ("nonprivate", "unbiased")],
+)
+def test_a_private_run_with_every_kind_of_clipping_and_the_exported_model(
+    clip: str, head: str, tmp_path: Path
+) -> None:
     from rich.console import Console
 
     from dpexp.models.pooling import load_pooled
@@ -116,6 +133,7 @@ def test_a_private_run_with_every_kind_of_clipping_and_the_exported_model(clip: 
     privacy = ["privacy=none"] if clip == "nonprivate" else []
     run = compose(
         ["task=sst2", "scale=demo", f"clip={clip}", *privacy, "model.pooling=mean", "model.frozen_features=true",
+         f"model.head={head}",
          "model.trainable=head", "optim.epochs=null", "optim.steps=3", f"data.cache={tmp_path}", "runtime=cpu"]
     )  # fmt: skip
     folder = tmp_path / "run"
