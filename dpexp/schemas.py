@@ -163,6 +163,9 @@ class ScheduleConfig:
     period: float | None = None  # epochs
     end_ratio: float | None = None  # sigma_end / sigma_0
     updates_per_epoch: int = 1
+    condition: float | None = None  # kappa = M/mu, of a loss that is M-smooth and mu-PL
+    # dEER/dsigma² in equal parts of the run, measured on public data
+    influences: list[float] | None = None
 
 
 @dataclass
@@ -296,7 +299,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.sampling": ("poisson", "fixed", "shuffle"),
     "privacy.release": ("normal", "strict"),
     "accountant.name": ("rdp", "gdp", "prv", "pld"),
-    "schedule.name": ("constant", "time", "exponential", "step", "polynomial"),
+    "schedule.name": (
+        "constant", "time", "exponential", "step", "polynomial", "convergence_rate", "influence", "privacy_utility",
+        "privacy_utility_convex",
+    ),
     "individual.name": ("none", "sampling", "scaling"),
     "optim.name": ("adadp", "adam", "adamw", "sgd"),
     "optim.lr_schedule": ("constant", "linear", "cosine"),

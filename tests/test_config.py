@@ -351,6 +351,8 @@ DEFAULTS = {
     "schedule.period": None,
     "schedule.end_ratio": None,
     "schedule.updates_per_epoch": 1,
+    "schedule.condition": None,
+    "schedule.influences": None,
     "optim.name": "adam",
     "optim.lr": 0.001,
     "optim.betas": [0.9, 0.999],

@@ -12,6 +12,17 @@ step         k^⌊t/period⌋, 0 < k < 1                                the revi
 polynomial   (1 - e)·(1 - t/period)^k + e, e = σ_end/σ_0, k > 0     from t = period on e; the review says t < period only
 ===========  =====================================================  ====================================================
 
+Those of section 3.1.3, which follow from how fast the loss falls; s = t·N/B is the number of steps so far, and κ the
+condition number M/μ of a loss that is M-smooth and μ-PL (derived in ``docs/methods/noise_over_time.md``):
+
+======================  ===========================  ====================================================================
+convergence_rate        (1 - 1/κ)^(s/4)              Hong et al. 2022: the least upper bound of the excess risk
+influence               (q_0/q_p)^(1/4)              the same for measured influences q_p = ∂EER/∂σ², of equal parts of
+                                                     the run
+privacy_utility         (1 - 1/(2κ))^(s/2)           Fay et al. 2023: σ ∝ a bound of the gradient's norm, under PL
+privacy_utility_convex  (1 + k·t)^(-1/2)             the same for a loss that is convex only
+======================  ===========================  ====================================================================
+
 "Epochs so far" are whole ones unless ``updates_per_epoch`` says otherwise: the noise is the same throughout an epoch, and
 a run of E epochs has at most E different multipliers. An epoch is 1/q = N/B steps.
 
@@ -22,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from types import MappingProxyType
@@ -60,6 +71,31 @@ def polynomial(t: float, decay_rate: float, period: float, end_ratio: float) -> 
     return float((1 - end_ratio) * left**decay_rate + end_ratio)
 
 
+def convergence_rate(t: float, condition: float, steps_per_epoch: float) -> float:
+    """Hong et al. 2022, section 4: the step s weighs γ^(T-s) in the bound of the excess risk, γ = 1 - 1/κ, and the noise that
+    makes the bound least under a budget Σ 1/σ_s² is σ_s² ∝ γ^(-(T-s)/2)."""
+    return float((1 - 1 / condition) ** (t * steps_per_epoch / 4))
+
+
+def influence(t: float, influences: Sequence[float], epochs: float) -> float:
+    """The same for any influences q of the noise on the excess risk: σ² ∝ q^(-1/2) (Hong et al. 2022, section 3).
+
+    ``influences``: of equal parts of the run, in its order; measured on public data, for nothing pays for them here."""
+    part = min(len(influences) - 1, math.floor(t / epochs * len(influences) + _ROUNDING))
+    return float((influences[0] / influences[part]) ** 0.25)
+
+
+def privacy_utility(t: float, condition: float, steps_per_epoch: float) -> float:
+    """Fay et al. 2023, data-independent: with η = 1/(2M) and σ = ‖∇F‖/√d the excess loss shrinks by 1 - 1/(2κ) in every
+    step, and its root bounds ‖∇F‖."""
+    return float((1 - 1 / (2 * condition)) ** (t * steps_per_epoch / 2))
+
+
+def privacy_utility_convex(t: float, decay_rate: float) -> float:
+    """The same where the loss is convex: its excess falls like 1/(1 + t/τ), τ = 4M·R²/excess_0; k = 1/τ, in epochs."""
+    return (1 + decay_rate * t) ** -0.5
+
+
 SCHEDULES: MappingProxyType[str, tuple[Callable[..., float], tuple[str, ...]]] = MappingProxyType(
     {
         "constant": (constant, ()),
@@ -67,6 +103,10 @@ SCHEDULES: MappingProxyType[str, tuple[Callable[..., float], tuple[str, ...]]] =
         "exponential": (exponential, ("decay_rate",)),
         "step": (step, ("decay_rate", "period")),
         "polynomial": (polynomial, ("decay_rate", "period", "end_ratio")),
+        "convergence_rate": (convergence_rate, ("condition",)),
+        "influence": (influence, ("influences",)),
+        "privacy_utility": (privacy_utility, ("condition",)),
+        "privacy_utility_convex": (privacy_utility_convex, ("decay_rate",)),
     }
 )
 """name -> (f, the parameters of `Schedule` that f takes after t)."""
@@ -79,14 +119,17 @@ class Schedule:
     """A schedule with its parameters; None where it has no such parameter.
 
     ``decay_rate`` is k; ``period`` counts epochs (polynomial: None for the length of the run); ``end_ratio`` is
-    σ_end/σ_0; ``updates_per_epoch`` says how often the noise may change within an epoch. Raises `UserError` for a
-    schedule or a parameter that does not exist, is missing, or lies outside its range."""
+    σ_end/σ_0; ``condition`` is κ; ``influences`` are those of equal parts of the run; ``updates_per_epoch`` says how
+    often the noise may change within an epoch. Raises `UserError` for a schedule or a parameter that does not exist, is
+    missing, or lies outside its range."""
 
     name: str = "constant"
     decay_rate: float | None = None
     period: float | None = None
     end_ratio: float | None = None
     updates_per_epoch: int = 1
+    condition: float | None = None
+    influences: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, value: Schedule | str | Mapping[str, Any]) -> Schedule:
@@ -98,11 +141,15 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
             raise UserError(f"schedule={self.name} is not a choice; choices: {', '.join(SCHEDULES)}")
+        if self.influences is not None:
+            object.__setattr__(self, "influences", tuple(float(q) for q in self.influences) or None)
         takes = self._takes()
         for name, holds, words in (
             ("decay_rate", self._rate_holds(), "above 0 and below 1" if self.name == "step" else "above 0"),
             ("period", self.period is None or 0 < self.period < math.inf, "a number of epochs above 0"),
             ("end_ratio", self.end_ratio is None or 0 < self.end_ratio <= 1, "above 0 and at most 1"),
+            ("condition", self.condition is None or 1 < self.condition < math.inf, "above 1"),
+            ("influences", all(0 < q < math.inf for q in self.influences or ()), "numbers above 0"),
         ):
             value = getattr(self, name)
             if value is None and name in takes and (name, self.name) != ("period", "polynomial"):
@@ -126,6 +173,10 @@ class Schedule:
         values = {name: getattr(self, name) for name in takes}
         if "period" in values and self.period is None:
             values["period"] = max(steps * sample_rate, _ROUNDING)
+        if "condition" in values:
+            values["steps_per_epoch"] = 1 / sample_rate
+        if "influences" in values:
+            values["epochs"] = max(steps * sample_rate, _ROUNDING)
         value = function(self.epochs(step, sample_rate), **values)
         if not value >= _SMALLEST_FACTOR:
             raise UserError(
@@ -137,9 +188,9 @@ class Schedule:
     def plain(self) -> str | dict[str, Any]:
         """The name, and what differs from the defaults where anything does."""
         changed = {
-            field.name: getattr(self, field.name)
+            field.name: list(value) if isinstance(value, tuple) else value
             for field in fields(self)
-            if getattr(self, field.name) != field.default
+            if (value := getattr(self, field.name)) != field.default
         }
         return self.name if set(changed) <= {"name"} else changed
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 from dp_accounting import ComposedDpEvent
 from hypothesis import given, settings
@@ -23,12 +24,21 @@ DECAYS = {
     "exponential": {"name": "exponential", "decay_rate": 0.1},
     "step": {"name": "step", "decay_rate": 0.6, "period": 2},
     "polynomial": {"name": "polynomial", "decay_rate": 3, "period": 5, "end_ratio": 0.2},
+    "convergence_rate": {"name": "convergence_rate", "condition": 50},
+    "influence": {"name": "influence", "influences": [1.0, 2.0, 16.0]},
+    "privacy_utility": {"name": "privacy_utility", "condition": 50},
+    "privacy_utility_convex": {"name": "privacy_utility_convex", "decay_rate": 0.5},
 }
 FORMULAS = {  # Monir et al., section 3.1.1, with σ_0 = 10, written out again
     "time": lambda t: 10 / (1 + 0.5 * t),
     "exponential": lambda t: 10 * math.e ** (-0.1 * t),
     "step": lambda t: 10 * 0.6 ** (t // 2),
     "polynomial": lambda t: (10 - 2) * (1 - t / 5) ** 3 + 2 if t < 5 else 2,
+    # section 3.1.3; an epoch is 20 steps, the run has 6.5 of them
+    "convergence_rate": lambda t: 10 * 0.98 ** (20 * t / 4),
+    "influence": lambda t: 10 / (1, 2, 16)[int(t / 6.5 * 3)] ** 0.25,
+    "privacy_utility": lambda t: 10 * 0.99 ** (20 * t / 2),
+    "privacy_utility_convex": lambda t: 10 / math.sqrt(1 + 0.5 * t),
 }
 
 
@@ -78,7 +88,11 @@ any_decay = st.one_of(
     st.builds(Schedule, st.just("exponential"), st.floats(1e-3, 0.3)),
     st.builds(Schedule, st.just("step"), st.floats(0.8, 0.99), periods.filter(lambda p: p > 1)),
     st.builds(Schedule, st.just("polynomial"), rates, st.none() | periods, st.floats(0.01, 1)),
-)
+    st.builds(Schedule, st.just("convergence_rate"), condition=st.floats(100, 1e5)),
+    st.builds(Schedule, st.just("privacy_utility"), condition=st.floats(100, 1e5)),
+    st.builds(Schedule, st.just("privacy_utility_convex"), rates),
+    st.builds(Schedule, st.just("influence"), influences=st.lists(st.floats(0.01, 10), min_size=1, max_size=9).map(sorted)),
+)  # fmt: skip
 
 
 @settings(deadline=None, max_examples=150)
@@ -212,6 +226,11 @@ def test_a_ledger_charges_each_step_with_its_own_noise_and_twice_what_was_repeat
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"name": "convergence_rate"}, "not given: schedule.condition, which schedule=convergence_rate needs"),
+        ({"name": "privacy_utility", "condition": 1.0}, "condition=1.0 must be above 1"),
+        ({"name": "influence"}, "not given: schedule.influences"),
+        ({"name": "influence", "influences": []}, "not given: schedule.influences"),
+        ({"name": "influence", "influences": [1.0, 0.0]}, "must be numbers above 0"),
         ({"name": "linear"}, r"schedule=linear.*choices: constant, time"),
         ({"name": "time"}, r"not given: schedule.decay_rate, which schedule=time needs"),
         ({"name": "time", "decay_rate": 0}, "decay_rate=0 must be above 0"),
@@ -249,3 +268,87 @@ def test_the_pure_functions_can_be_used_alone():
 def test_the_steps_of_constant_noise_are_not_counted_one_by_one():
     assert factor_counts(CONSTANT, 10**15, 10**15, 0.01) == ((1.0, 10**15),)
     assert factor_counts(CONSTANT, 0, 10, 0.01) == ()
+
+
+CONDITION, STEPS = 30.0, 80
+QUADRATIC = np.geomspace(1 / CONDITION, 1.0, 12)  # curvatures: M = 1, mu = 1/kappa; d = 12
+
+
+def excess_risk(sigmas):
+    """EER of gradient descent with step 1/M on ½ Σ h_i θ_i² from θ = 1, exactly: bias and variance of each coordinate."""
+    mean, variance = np.ones(12), np.zeros(12)
+    for sigma in sigmas:
+        mean, variance = (1 - QUADRATIC) * mean, (1 - QUADRATIC) ** 2 * variance + sigma**2
+    return 0.5 * float(QUADRATIC @ (mean**2 + variance))
+
+
+def risk_bound(sigmas):
+    """ERUB: a step multiplies the excess by at most 1 - 1/κ and adds d·σ²/(2M) (docs/methods/noise_over_time.md)."""
+    excess = 0.5 * QUADRATIC.sum()
+    for sigma in sigmas:
+        excess = (1 - 1 / CONDITION) * excess + 12 * sigma**2 / 2
+    return excess
+
+
+def scaled(factors, budget=1e4):
+    """The noise of this shape that costs Σ 1/σ² = budget."""
+    return np.asarray(factors) * math.sqrt(np.sum(np.asarray(factors) ** -2.0) / budget)
+
+
+def test_the_convergence_rate_schedule_makes_the_bound_least_and_the_bound_holds():
+    schedule = Schedule("convergence_rate", condition=CONDITION, updates_per_epoch=STEPS)
+    best = scaled([schedule.factor(step, STEPS, 1 / STEPS) for step in range(STEPS)])
+    rng = np.random.default_rng(0)
+    others = [scaled(np.ones(STEPS)), scaled(best[::-1])]
+    others += [scaled(best * np.exp(0.1 * rng.standard_normal(STEPS))) for _ in range(50)]
+    for sigmas in [best, *others]:
+        assert excess_risk(sigmas) <= risk_bound(sigmas)
+        assert risk_bound(best) <= risk_bound(sigmas)
+    # Of these the gradients of the bound along the budget's surface vanish at the best: equal q_t·σ_t⁴
+    influence = (1 - 1 / CONDITION) ** np.arange(STEPS - 1, -1, -1)
+    assert influence * best**4 == pytest.approx(influence[0] * best[0] ** 4)
+
+
+def test_measured_influences_beat_the_bound_where_they_are_known():
+    """q_s = ∂EER/∂σ_s² of the quadratic itself, in place of that of its bound."""
+    powers = np.arange(STEPS - 1, -1, -1)[:, None]
+    influences = 0.5 * (QUADRATIC * (1 - QUADRATIC) ** (2 * powers)).sum(1)
+    schedule = Schedule("influence", influences=tuple(influences), updates_per_epoch=STEPS)
+    sigmas = scaled([schedule.factor(step, STEPS, 1 / STEPS) for step in range(STEPS)])
+    bound = Schedule("convergence_rate", condition=CONDITION, updates_per_epoch=STEPS)
+    by_bound = scaled([bound.factor(step, STEPS, 1 / STEPS) for step in range(STEPS)])
+    assert excess_risk(sigmas) < excess_risk(by_bound) < excess_risk(scaled(np.ones(STEPS)))
+
+
+def test_noise_at_the_gradients_norm_is_the_best_ratio_and_its_bound_holds():
+    """σ = ‖∇F‖/√d and η = 1/(2M) minimise (1/σ) / E[decrease], and the excess then shrinks by 1 - 1/(2κ)."""
+    norm, dimension = 3.0, 12
+
+    def ratio(sigma, step_size):
+        decrease = step_size * norm**2 - 0.5 * step_size**2 * (norm**2 + dimension * sigma**2)
+        return 1 / sigma / decrease if decrease > 0 else math.inf
+
+    best = ratio(norm / math.sqrt(dimension), 0.5)
+    grid = [
+        (norm / math.sqrt(dimension) * a, 0.5 * b)
+        for a in np.geomspace(0.2, 5, 41)
+        for b in np.geomspace(0.2, 3, 41)
+    ]
+    assert all(best <= ratio(*point) + 1e-12 for point in grid)
+
+    mean, variance = np.ones(12), np.zeros(12)
+    first = excess = 0.5 * QUADRATIC.sum()
+    for step in range(STEPS):
+        assert excess <= first * (1 - 1 / (2 * CONDITION)) ** step * (1 + 1e-12)
+        squared = float(QUADRATIC**2 @ (mean**2 + variance))  # E‖∇F‖²
+        mean, variance = (1 - QUADRATIC / 2) * mean, (1 - QUADRATIC / 2) ** 2 * variance + squared / 12 / 4
+        excess = 0.5 * float(QUADRATIC @ (mean**2 + variance))
+
+
+def test_both_theories_give_the_same_decay_of_a_badly_conditioned_loss():
+    """(1 - 1/κ)^(1/4) and (1 - 1/(2κ))^(1/2) are both e^(-1/(4κ)) up to 1/κ²."""
+    hong, fay = (
+        Schedule(name, condition=1e4).factor(2000, 10**4, 1e-3)
+        for name in ("convergence_rate", "privacy_utility")
+    )
+    assert hong == pytest.approx(fay, rel=1e-4) == pytest.approx(math.exp(-2000 / 4e4), rel=1e-4)
