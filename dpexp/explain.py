@@ -209,8 +209,8 @@ def _measure(layers: list[Layer], arguments: ExplainArguments) -> list[str]:
             if layer.sample is None:
                 found.append("loop")
                 continue
-            contribution = layer.sample(arguments.batch)
-            found.append(choose(contribution, "measured", arguments.memory_cap_mib << 20, cache))
+            per_example = layer.sample(arguments.batch)
+            found.append(choose(per_example, "measured", arguments.memory_cap_mib << 20, cache))
     return found
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from dpexp import native
 from dpexp.clipping import attach
-from dpexp.clipping.contributions import Conv, Geometry
+from dpexp.clipping.gradients import Conv, Geometry
 from dpexp.errors import UserError
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 

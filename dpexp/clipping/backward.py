@@ -16,10 +16,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from dpexp.clipping.contributions import Lookup, Tied, numerics
-from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.distributed import LateSum
 from dpexp.clipping.engines import Engine
+from dpexp.clipping.gradients import Lookup, Tied, kept, merge, numerics
+from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import LOOPED, loop_over_examples
 from dpexp.clipping.remembered import Methods
@@ -88,8 +88,8 @@ class _Step:
         self.sq_norms = list(self.all_norms)  # views
         self.sums: Sums = {}
         self.factor: dict[int, Bounded] = {}
-        self.kept: dict[int, dict[str, Contribution]] = {}
-        self.pending: dict[str, list[Contribution]] = {}
+        self.kept: dict[int, dict[str, PerExampleGradient]] = {}
+        self.pending: dict[str, list[PerExampleGradient]] = {}
         self.expected = dict.fromkeys(self.params, 0)
         for use in visit.uses:
             for name in use.names:
@@ -134,7 +134,7 @@ class _Step:
 
     # -- norms, and sums of complete groups ---------------------------------------------------------------------------
 
-    def _per_example(self, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> dict[str, Contribution]:
+    def _per_example(self, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> dict[str, PerExampleGradient]:
         names = {name for name in use.names if name not in self.looped}
         if not names:
             return {}
@@ -156,9 +156,9 @@ class _Step:
             else:
                 self._measure(name)
 
-    def _merged(self, name: str, fused: bool) -> tuple[Contribution, str]:
+    def _merged(self, name: str, fused: bool) -> tuple[PerExampleGradient, str]:
         """All uses of a parameter as one, and the method for its norms."""
-        merged = reduce(lambda a, b: a.merge(b), self.pending.pop(name))
+        merged = reduce(merge, self.pending.pop(name))
         method = self.methods.choose(merged, self.engine.norm, fused)
         self.methods.of_parameter[name] = method
         return merged, method
@@ -175,7 +175,7 @@ class _Step:
         )
         self.sq_norms[k].add_(merged.sq_norms(method, keep, self.methods.scratch))
         if not self.engine.second_pass:
-            self.kept.setdefault(k, {})[name] = merged.kept() if keep else merged
+            self.kept.setdefault(k, {})[name] = kept(merged) if keep else merged
 
     def _finish(self, k: int, name: str) -> None:
         """The last parameter of a group has arrived: its norms, the group's factors and its own sum in one go.
@@ -243,7 +243,7 @@ class _Step:
 
     def _add_weighted(self, name: str) -> None:
         factors, keep = self.factor[self.group_of[name]]
-        gradient = reduce(lambda a, b: a.merge(b), self.pending.pop(name))
+        gradient = reduce(merge, self.pending.pop(name))
         self._add(name, (gradient if keep is None else gradient.mask(keep)).weighted_sum(factors))
 
     def _add(self, name: str, value: Tensor) -> None:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from dpexp.clipping.contributions.base import Contribution
-from dpexp.clipping.contributions.scratch import Scratch
+from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.scratch import Scratch
 
 Mode = Literal["measured", "rule", "ghost", "instantiate", "loop"]
 MODES: tuple[Mode, ...] = ("measured", "rule", "ghost", "instantiate", "loop")
@@ -22,14 +22,14 @@ LARGE = 64 << 20  # bytes of one example's gradient that are slow to write and r
 
 
 def choose(
-    contribution: Contribution,
+    per_example: PerExampleGradient,
     mode: str,
     cap_bytes: int,
     cache: dict[Any, str],
     fused: bool = False,
     scratch: Scratch | None = None,
 ) -> str:
-    """The name of a norm method of ``contribution``.
+    """The name of a norm method of ``per_example``.
 
     Args:
         mode: "measured" times every method that fits, the second of two runs, once for a kind, shapes, dtype
@@ -47,18 +47,18 @@ def choose(
     if mode not in MODES:
         raise ValueError(f"choice={mode!r} is not known; choose {', '.join(MODES)}")
     if mode in ("ghost", "instantiate", "loop"):
-        return contribution.resolve(mode)
-    methods = affordable(contribution, cap_bytes)
-    if len(methods) > 1 and (mode == "rule" or small(contribution)):
-        return by_rule(contribution, methods)
-    methods = promising(contribution, methods, fused)
+        return per_example.resolve(mode)
+    methods = affordable(per_example, cap_bytes)
+    if len(methods) > 1 and (mode == "rule" or small(per_example)):
+        return by_rule(per_example, methods)
+    methods = promising(per_example, methods, fused)
     if len(methods) == 1:
         return methods[0]
-    key = (*(_coarse(part) for part in contribution.signature()), fused)
+    key = (*(_coarse(part) for part in per_example.signature()), fused)
     if key not in cache:
         if torch.compiler.is_compiling():  # a clock has no place in a graph
-            return by_rule(contribution, methods)
-        cache[key] = fastest(contribution, methods, fused, scratch)
+            return by_rule(per_example, methods)
+        cache[key] = fastest(per_example, methods, fused, scratch)
     return cache[key]
 
 
@@ -70,71 +70,69 @@ def _coarse(part: Hashable) -> Hashable:
     return octave if part < 1.5 * octave else octave + octave // 2
 
 
-def affordable(contribution: Contribution, cap_bytes: int) -> list[str]:
+def affordable(per_example: PerExampleGradient, cap_bytes: int) -> list[str]:
     """Methods whose memory for one example is within the cap; the leanest one where there is none."""
-    need = {method: contribution.workspace(method) for method in contribution.methods()}
+    need = {method: per_example.workspace(method) for method in per_example.methods()}
     fitting = [method for method, size in need.items() if size <= cap_bytes]
     return fitting or [min(need, key=lambda method: need[method])]
 
 
-def promising(contribution: Contribution, methods: list[str], fused: bool) -> list[str]:
+def promising(per_example: PerExampleGradient, methods: list[str], fused: bool) -> list[str]:
     """Without those that cannot win: trying a method costs its time and, for a moment, its memory."""
-    summing = contribution.cost("instantiate").flops
+    summing = per_example.cost("instantiate").flops
     flops = {
-        m: contribution.cost(m).flops + (summing if fused and not contribution.instantiates(m) else 0)
+        m: per_example.cost(m).flops + (summing if fused and not per_example.instantiates(m) else 0)
         for m in methods
     }
     fewest = min(flops.values())
     lean = [m for m in methods if flops[m] <= HOPELESS_FLOPS * fewest]
-    free = [
-        m for m in lean if not contribution.instantiates(m) and FREE * contribution.cost(m).flops < summing
-    ]
+    free = [m for m in lean if not per_example.instantiates(m) and FREE * per_example.cost(m).flops < summing]
     if free:
         return free
-    gradient = contribution.shape.numel() * contribution.dtype.itemsize
-    if gradient > LARGE and any(not contribution.instantiates(m) and flops[m] <= 2 * fewest for m in lean):
-        lean = [m for m in lean if not contribution.instantiates(m)]
+    gradient = per_example.shape.numel() * per_example.dtype.itemsize
+    if gradient > LARGE and any(not per_example.instantiates(m) and flops[m] <= 2 * fewest for m in lean):
+        lean = [m for m in lean if not per_example.instantiates(m)]
     return lean
 
 
-def by_rule(contribution: Contribution, methods: list[str]) -> str:
+def by_rule(per_example: PerExampleGradient, methods: list[str]) -> str:
     """The ghost norm where its Gram matrices take less space than the gradients (``2T² < pd``), else
     instantiation.
 
     For embeddings, the gradients are the rows that an example touched, not the whole table.
     """
-    instantiated = contribution.resolve("instantiate")
+    instantiated = per_example.resolve("instantiate")
     if instantiated not in methods:
         instantiated = next((m for m in methods if m in ("loop", "segments")), methods[0])
-    ghost_floats = contribution.cost("ghost").floats
-    prefers_ghost = "ghost" in methods and ghost_floats < contribution.cost("instantiate").floats
+    ghost_floats = per_example.cost("ghost").floats
+    prefers_ghost = "ghost" in methods and ghost_floats < per_example.cost("instantiate").floats
     return "ghost" if prefers_ghost else instantiated
 
 
-def small(contribution: Contribution) -> bool:
+def small(per_example: PerExampleGradient) -> bool:
     """Whether any method will do."""
-    return contribution.cost("instantiate").flops < SMALL
+    return per_example.cost("instantiate").flops < SMALL
 
 
 def fastest(
-    contribution: Contribution, methods: list[str], fused: bool, scratch: Scratch | None = None
+    per_example: PerExampleGradient, methods: list[str], fused: bool, scratch: Scratch | None = None
 ) -> str:
     """Time the methods, warm."""
     times: dict[str, float] = {}
     for method in methods:
-        task = _task(contribution, method, fused, scratch)
-        cold = _seconds(task, contribution.device)
+        task = _task(per_example, method, fused, scratch)
+        cold = _seconds(task, per_example.device)
         hopeless = times and cold > HOPELESS * min(times.values())
-        times[method] = cold if hopeless else _seconds(task, contribution.device)
+        times[method] = cold if hopeless else _seconds(task, per_example.device)
     return min(times, key=lambda method: times[method])
 
 
 def _task(
-    contribution: Contribution, method: str, fused: bool, scratch: Scratch | None
+    per_example: PerExampleGradient, method: str, fused: bool, scratch: Scratch | None
 ) -> Callable[[], object]:
     if fused:
-        return lambda: contribution.norms_and_sum(method, lambda norms, _: torch.ones_like(norms), scratch)
-    return lambda: contribution.sq_norms(method, scratch=scratch)
+        return lambda: per_example.norms_and_sum(method, lambda norms, _: torch.ones_like(norms), scratch)
+    return lambda: per_example.sq_norms(method, scratch=scratch)
 
 
 def _seconds(task: Callable[[], object], device: torch.device) -> float:

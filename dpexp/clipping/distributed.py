@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpexp.clipping.contributions import Contribution
+from dpexp.clipping.gradients import PerExampleGradient
 from dpexp.errors import UserError
 
 SHARDING = ("FSDPModule", "FullyShardedDataParallel")  # by name: importing them takes a second
@@ -18,17 +18,17 @@ SHARDING = ("FSDPModule", "FullyShardedDataParallel")  # by name: importing them
 class LateSum:
     """A clipped sum that touches few rows of a table: formed when it is delivered, straight into an existing gradient."""
 
-    contribution: Contribution
+    per_example: PerExampleGradient
     factors: Tensor
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """Form the sum."""
-        return self.contribution.weighted_sum(self.factors).to(dtype)
+        return self.per_example.weighted_sum(self.factors).to(dtype)
 
     def add_to(self, gradient: Tensor) -> None:
         """Add the sum to ``gradient`` in place."""
-        if gradient.dtype == self.contribution.dtype and gradient.is_contiguous():
-            self.contribution.weighted_sum(self.factors, out=gradient)
+        if gradient.dtype == self.per_example.dtype and gradient.is_contiguous():
+            self.per_example.weighted_sum(self.factors, out=gradient)
         else:
             gradient += self.tensor(gradient.dtype)
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import layouts
-from dpexp.clipping.contributions import numerics
 from dpexp.clipping.coverage import CoverageRow
 from dpexp.clipping.distributed import LateSum
+from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
 from dpexp.errors import UserError
 

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from dpexp.clipping.choice import choose
-from dpexp.clipping.contributions import Contribution, Scratch
-from dpexp.clipping.contributions.pages import give_back_freed_memory
+from dpexp.clipping.gradients import PerExampleGradient, Scratch
+from dpexp.clipping.gradients.pages import give_back_freed_memory
 
 
 class ByRepr(dict[Any, str]):
@@ -48,7 +48,7 @@ class Methods:
         # by exact shapes: to ask `choose` costs as much as a small layer
         self._recent: dict[Hashable, str] = {}
 
-    def choose(self, gradient: Contribution, mode: str, fused: bool) -> str:
+    def choose(self, gradient: PerExampleGradient, mode: str, fused: bool) -> str:
         """Return the norm method for a per-example gradient; see `choice.choose`."""
         key = (gradient.signature(), gradient.shape, fused)
         method = self._recent.get(key)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import layouts
-from dpexp.clipping.contributions import Contribution
-from dpexp.clipping.contributions.numerics import wide
-from dpexp.clipping.contributions.pages import give_back_freed_memory
+from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.gradients.numerics import wide
+from dpexp.clipping.gradients.pages import give_back_freed_memory
 from dpexp.clipping.meeting import NATIVE, SHARED
 from dpexp.clipping.remembered import ByRepr
 from dpexp.clipping.taps import ForwardPass, Visit
@@ -335,7 +335,7 @@ def _kind(use: Use) -> Hashable:
 
 def per_example(
     use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, visit: Visit, names: set[str]
-) -> dict[str, Contribution]:
+) -> dict[str, PerExampleGradient]:
     """Find the per-example gradients of a use whose layout is known."""
     rows = visit.rows
     major = tuple(

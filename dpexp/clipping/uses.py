@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dpexp.clipping.contributions import Contribution, Outer, Pulled
-from dpexp.clipping.contributions.numerics import by_example
+from dpexp.clipping.gradients import Outer, PerExampleGradient, Pulled, merge
+from dpexp.clipping.gradients.numerics import by_example
 
 
 class Slot(int):
@@ -36,7 +36,9 @@ class Value:
     reached: dict[str, nn.Parameter]
     graph: Tensor | None = None
 
-    def per_parameter(self, of_value: Contribution, names: set[str]) -> Iterator[tuple[str, Contribution]]:
+    def per_parameter(
+        self, of_value: PerExampleGradient, names: set[str]
+    ) -> Iterator[tuple[str, PerExampleGradient]]:
         """Pull the per-example gradients of the value back to those of the parameters ``names``."""
         for name, param in self.reached.items():
             if name not in names:
@@ -132,12 +134,12 @@ class Formula:
         """Return the arguments that the gradients of the arguments ``valued`` depend on."""
         return {self.names[0]} if "weight" in valued else set()
 
-    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, Contribution]:
+    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, PerExampleGradient]:
         """Find the per-example gradients of the values ``wanted``, by their index."""
         slots = arrived.slots.items()
         return {slot: self.gradient(name, arrived) for name, slot in slots if slot in wanted}
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         """Find the per-example gradients of the argument ``name``."""
         raise NotImplementedError
 
@@ -213,14 +215,14 @@ class Use:
 
     def per_example(
         self, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, names: set[str]
-    ) -> dict[str, Contribution]:
+    ) -> dict[str, PerExampleGradient]:
         """Find the per-example gradients of the parameters ``names``; ``saved`` and ``gy`` are example-major."""
         wanted = {i for i, value in enumerate(self.values) if not names.isdisjoint(value.reached)}
-        found: dict[str, Contribution] = {}
+        found: dict[str, PerExampleGradient] = {}
         arrived = Arrival(self, saved, gy, num_examples)
         for i, of_value in self.formula.per_example(arrived, wanted).items():
             for name, gradient in self.values[i].per_parameter(of_value, names):
-                found[name] = found[name].merge(gradient) if name in found else gradient
+                found[name] = merge(found[name], gradient) if name in found else gradient
         return found
 
     def plain_gradients(self, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ class Layer:
         p, d: outputs and inputs of one position; an embedding has d rows of width p. ``p * d`` is the number of weights.
         groups: of a convolution; d counts the inputs of one group.
         tied: the name of an earlier layer with the same weight, or None.
-        sample: makes a random per-example gradient of this layer for B examples (a `Contribution`), for measuring
+        sample: makes a random per-example gradient of this layer for B examples (a `PerExampleGradient`), for measuring
             norm methods; None where the clipping engine has none but its per-example loop.
     """
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dpexp.clipping.contributions import Contribution, Lookup, Outer
+from dpexp.clipping.gradients import Lookup, Outer, PerExampleGradient
 from dpexp.clipping.operations import FORMULAS
 from dpexp.clipping.operations.conv import Convolution
 from dpexp.reproduce.complexity import Layer
@@ -178,7 +178,7 @@ class _Watch(TorchFunctionMode):
         d: int,
         groups: int = 1,
         name: str | None = None,
-        sample: Callable[[int], Contribution] | None = None,
+        sample: Callable[[int], PerExampleGradient] | None = None,
         part: str = "",
     ) -> None:
         self._calls[id(weight)] += 1
@@ -207,15 +207,15 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> li
 # Random per-example gradients for measurements, of the very classes that the clipping engine uses.
 
 
-def _products(T: int, p: int, d: int) -> Callable[[int], Contribution]:
+def _products(T: int, p: int, d: int) -> Callable[[int], PerExampleGradient]:
     return lambda batch: Outer(torch.randn(batch, T, d), torch.randn(batch, T, p))
 
 
-def _lookups(T: int, p: int, d: int) -> Callable[[int], Contribution]:
+def _lookups(T: int, p: int, d: int) -> Callable[[int], PerExampleGradient]:
     return lambda batch: Lookup(torch.randint(d, (batch, T)), torch.randn(batch, T, p), d)
 
 
-def _images(module: nn.Module, x: torch.Size, y: torch.Size) -> Callable[[int], Contribution]:
+def _images(module: nn.Module, x: torch.Size, y: torch.Size) -> Callable[[int], PerExampleGradient]:
     assert isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED))
     dims = len(module.kernel_size)
     plain = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
@@ -224,7 +224,7 @@ def _images(module: nn.Module, x: torch.Size, y: torch.Size) -> Callable[[int], 
     assert isinstance(formula, Convolution)
     options = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
 
-    def sample(batch: int) -> Contribution:
+    def sample(batch: int) -> PerExampleGradient:
         inputs, gradients = (torch.randn(batch * size[0], *size[1:]) for size in (x, y))
         return formula.weight(inputs, gradients, module.weight.shape, options, batch)
 

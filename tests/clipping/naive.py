@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.contributions import Contribution
+from dpexp.clipping.gradients import PerExampleGradient, merge
 from dpexp.clipping.sites import find_sites, install, uninstall
 from dpexp.clipping.taps import ForwardPass, Recorder, Visit
 from dpexp.clipping.uses import Use
@@ -40,21 +40,21 @@ def nonlinear_loss(y: Tensor, probe: Tensor) -> Tensor:
     return (y * probe + (y - probe).square() / 2).sum()
 
 
-def contributions_of(
+def per_examples_of(
     module: nn.Module,
     x: Tensor,
     probe: Tensor,
     num_examples: int,
     names: set[str] | None = None,
     loss_fn: LossFn = nonlinear_loss,
-) -> dict[str, Contribution]:
+) -> dict[str, PerExampleGradient]:
     """As the engine does it: parameters are followed to the operations that use them."""
-    found: dict[str, Contribution] = {}
+    found: dict[str, PerExampleGradient] = {}
 
     def collect(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         with torch.no_grad():
             for name, gradient in use.per_example(saved, gy, num_examples, set(use.names)).items():
-                found[name] = found[name].merge(gradient) if name in found else gradient
+                found[name] = merge(found[name], gradient) if name in found else gradient
 
     with uses_of(module, x, names) as (recorder, y):
         parts = [
@@ -87,8 +87,8 @@ def uses_of(module: nn.Module, x: Tensor, names: set[str] | None = None) -> Iter
         module.requires_grad_(True)
 
 
-def assert_exact(contribution: Contribution, grads: Tensor, rtol: float = 1e-9) -> None:
-    """Everything a contribution can be asked for, by every method, against instantiated gradients ``[B, *shape]``."""
+def assert_exact(per_example: PerExampleGradient, grads: Tensor, rtol: float = 1e-9) -> None:
+    """Everything that per-example gradients can be asked for, by every method, against instantiated gradients ``[B, *shape]``."""
     close = torch.testing.assert_close
     examples = grads.shape[0]
     scale = grads.abs().max().item() if grads.numel() else 1.0
@@ -98,38 +98,38 @@ def assert_exact(contribution: Contribution, grads: Tensor, rtol: float = 1e-9) 
     factors = torch.rand(examples, generator=torch.Generator().manual_seed(0), dtype=grads.dtype)
     weighted = torch.tensordot(factors, grads, 1)
 
-    assert contribution.shape == grads.shape[1:]
-    assert contribution.num_examples == examples
-    close(contribution.instantiate(), grads, **tolerance)
-    close(contribution.weighted_sum(None), grads.sum(0), **tolerance)
-    close(contribution.weighted_sum(factors), weighted, **tolerance)
+    assert per_example.shape == grads.shape[1:]
+    assert per_example.num_examples == examples
+    close(per_example.instantiate(), grads, **tolerance)
+    close(per_example.weighted_sum(None), grads.sum(0), **tolerance)
+    close(per_example.weighted_sum(factors), weighted, **tolerance)
     base = torch.ones(grads.shape[1:], dtype=grads.dtype)
-    returned = contribution.weighted_sum(factors, out=base)
+    returned = per_example.weighted_sum(factors, out=base)
     assert returned is base
     close(base, 1 + weighted, **tolerance)
-    for method in contribution.methods():
-        close(contribution.sq_norms(method), norms, **norm_tolerance)
+    for method in per_example.methods():
+        close(per_example.sq_norms(method), norms, **norm_tolerance)
 
         def factors_of(some: Tensor, where: slice, factors: Tensor = factors) -> Tensor:
             assert some.shape == factors[where].shape
             return factors[where]
 
-        found, total = contribution.norms_and_sum(method, factors_of)
+        found, total = per_example.norms_and_sum(method, factors_of)
         close(found, norms, **norm_tolerance)
         close(total, weighted, **tolerance)
         base = torch.ones(grads.shape[1:], dtype=grads.dtype)
-        contribution.norms_and_sum(method, factors_of, out=base)
+        per_example.norms_and_sum(method, factors_of, out=base)
         close(base, 1 + weighted, **tolerance)
-        close(contribution.sq_norms(method, keep=True), norms, **norm_tolerance)
-        close(contribution.weighted_sum(factors), weighted, **tolerance)
-        close(contribution.weighted_sum(None), grads.sum(0), **tolerance)
-        contribution.drop_kept()
-        assert contribution.cost(method).flops >= 0
-        assert contribution.workspace(method) >= 0
+        close(per_example.sq_norms(method, keep=True), norms, **norm_tolerance)
+        close(per_example.weighted_sum(factors), weighted, **tolerance)
+        close(per_example.weighted_sum(None), grads.sum(0), **tolerance)
+        per_example.drop_kept()
+        assert per_example.cost(method).flops >= 0
+        assert per_example.workspace(method) >= 0
     keep = torch.arange(examples) % 2 == 0
-    masked = contribution.mask(keep)
+    masked = per_example.mask(keep)
     close(masked.weighted_sum(factors), torch.tensordot(factors * keep, grads, 1), **tolerance)
     for method in masked.methods():
         close(masked.sq_norms(method), norms * keep, **norm_tolerance)
-    assert contribution.nbytes >= 0
-    hash(contribution.signature())
+    assert per_example.nbytes >= 0
+    hash(per_example.signature())

@@ -8,7 +8,7 @@ import torch
 from dpexp import native
 from dpexp.clipping import choice
 from dpexp.clipping.choice import choose
-from dpexp.clipping.contributions import Conv, Dense, Geometry, Lookup, Outer, Tied
+from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Tied
 
 CAP = 1 << 30
 
@@ -68,8 +68,8 @@ def test_the_cap_excludes_what_does_not_fit_into_it():
 def test_measurements_are_remembered_by_shape(monkeypatch: pytest.MonkeyPatch):
     calls = []
 
-    def measured(contribution, methods, fused, scratch):
-        calls.append((contribution.signature(), fused))
+    def measured(per_example, methods, fused, scratch):
+        calls.append((per_example.signature(), fused))
         return methods[-1]
 
     monkeypatch.setattr(choice, "fastest", measured)

@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpexp.clipping import cost
-from dpexp.clipping.contributions import Conv, Dense, Geometry, Outer
-from dpexp.clipping.contributions.grams import HALVES_FROM
+from dpexp.clipping.gradients import Conv, Dense, Geometry, Outer
+from dpexp.clipping.gradients.grams import HALVES_FROM
 
 B, T, p, d = 3, 5, 7, 11
 

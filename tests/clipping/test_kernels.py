@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from dpexp.clipping.contributions import Outer
+from dpexp.clipping.gradients import Outer
 
 pytest.importorskip("triton", reason="torch was installed without Triton")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.clipping.refusals import refusal
-from tests.clipping.naive import assert_exact, contributions_of, naive_per_example
+from tests.clipping.naive import assert_exact, per_examples_of, naive_per_example
 
 fast = settings(max_examples=20, deadline=None)
 
@@ -37,11 +37,11 @@ def check(module: nn.Module, x: Tensor, num_examples: int | None = None, rtol: f
     with torch.no_grad():
         probe = normal(*module(x).shape, seed=1)
     expected = naive_per_example(module, nonlinear, x, probe, num_examples)
-    found = contributions_of(module, x, probe, num_examples, loss_fn=nonlinear)
+    found = per_examples_of(module, x, probe, num_examples, loss_fn=nonlinear)
     assert found.keys() == expected.keys()
     for name, grads in expected.items():
         assert_exact(found[name], grads, rtol)
-        alone = contributions_of(module, x, probe, num_examples, {name}, nonlinear)
+        alone = per_examples_of(module, x, probe, num_examples, {name}, nonlinear)
         assert alone.keys() == {name}
         torch.testing.assert_close(alone[name].weighted_sum(None), grads.sum(0), rtol=1e-7, atol=1e-7)
 
@@ -125,7 +125,7 @@ def test_channels_last():
     x = normal(3, 4, 5, 5).float().contiguous(memory_format=torch.channels_last)
     module = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
     probe = normal(3, 6, 3, 3).float().contiguous(memory_format=torch.channels_last)
-    weight = contributions_of(module, x, probe, 3, {"weight"})["weight"]
+    weight = per_examples_of(module, x, probe, 3, {"weight"})["weight"]
     expected = weight.instantiate().square().flatten(1).sum(1)
     for method in weight.methods():
         norms, total = weight.norms_and_sum(method, lambda norms, _: torch.ones_like(norms))
@@ -152,7 +152,7 @@ def test_pixels_only_where_they_are_few(shape: tuple[int, int]):
     few = shape[0] * shape[1] <= 400
     module = nn.Conv2d(2, 2, 1, groups=2).double()
     x = normal(1, 2, *shape)
-    weight = contributions_of(module, x, x, 1)["weight"]
+    weight = per_examples_of(module, x, x, 1)["weight"]
     assert ("pixel" in weight.methods()) == few
 
 
@@ -262,9 +262,9 @@ def test_low_precision_inputs_give_float32_norms(module: nn.Module, shape: tuple
     module = module.float()
     with torch.no_grad():
         probe = normal(*module(x.float()).shape, seed=1)
-    double = contributions_of(module.double(), x.double(), probe, 3)
+    double = per_examples_of(module.double(), x.double(), probe, 3)
     with torch.autocast("cpu", torch.bfloat16):
-        low = contributions_of(module.float(), x.float(), probe.float(), 3)
+        low = per_examples_of(module.float(), x.float(), probe.float(), 3)
     for name in double:
         exact = double[name].sq_norms("instantiate")
         for method in low[name].methods():

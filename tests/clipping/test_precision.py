@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpexp.clipping import attach
-from dpexp.clipping.contributions import Conv, Dense, Geometry, Lookup, Outer, Pulled, Tied, numerics
-from dpexp.clipping.contributions.scratch import Scratch
 from dpexp.clipping.engines import ENGINES
+from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Pulled, Tied, merge, numerics
+from dpexp.clipping.gradients.scratch import Scratch
 from dpexp.errors import UserError
 from tests.clipping.cancelling import KINDS, PATTERNS, Case, Terms, case, terms
 
@@ -105,7 +105,7 @@ def test_the_examples_are_what_they_are_built_for(pattern: str):
     assert expected[0] <= gradient / magnitude <= expected[1]
 
 
-def contributions(a: Tensor, g: Tensor) -> list:
+def per_examples(a: Tensor, g: Tensor) -> list:
     """Every kind, with gradients made of the terms ``a`` ``[B, T, d]`` and ``g`` ``[B, T, p]``; T is a square."""
     examples, count, d = a.shape
     side, p = int(count**0.5), g.shape[2]
@@ -118,11 +118,11 @@ def contributions(a: Tensor, g: Tensor) -> list:
         Geometry((1, 1), (1, 1), (1, 1), 2), examples,
     )  # fmt: skip
     centred = Pulled(outer, lambda rows: rows - rows.mean(2, keepdim=True), (p, d))
-    rows = Dense(a[:, 0]).merge(Dense(-a[:, -1]))
+    rows = merge(Dense(a[:, 0]), Dense(-a[:, -1]))
     tied = Tied(outer, Lookup(ids % p, a * -g.gather(2, (ids % p).unsqueeze(2)), p))
     return [
         outer,
-        Outer(a, g).merge(Outer(-a, g + 1e-5 * g)),
+        merge(Outer(a, g), Outer(-a, g + 1e-5 * g)),
         conv,
         grouped,
         Lookup(ids, g, 5),
@@ -142,15 +142,15 @@ def test_a_norm_bounds_what_the_weighted_sum_adds(index: int, pattern: str, dtyp
     a, g = (torch.stack([getattr(t, name) for t in built]) for name in "ag")
     a[2], g[2] = (torch.randn(16, n, generator=generator, dtype=torch.float64) for n in (6, 5))
     a, g = a.to(dtype), g.to(dtype)
-    contribution, exact = contributions(a, g)[index], contributions(a.double(), g.double())[index]
+    per_example, exact = per_examples(a, g)[index], per_examples(a.double(), g.double())[index]
     true = exact.instantiate().flatten(1).norm(dim=1)
-    for method in contribution.methods():
+    for method in per_example.methods():
         for scratch in (Scratch(), Scratch(1 << 10)):
-            norms = contribution.sq_norms(method, scratch=scratch).sqrt()
+            norms = per_example.sq_norms(method, scratch=scratch).sqrt()
             for i in range(3):
                 factors = torch.zeros(3, dtype=norms.dtype)
                 factors[i] = 0.1 / norms[i] if norms[i] else 1.0
-                added = contribution.weighted_sum(factors).double().norm()
+                added = per_example.weighted_sum(factors).double().norm()
                 assert added <= 0.1 * (1 + ALLOWED), (method, i)
             if index not in (1, 5):  # those are built to cancel for every example
                 tolerance = 1e-9 if dtype == torch.float64 else 1e-5
@@ -169,7 +169,7 @@ def test_gradients_that_cancel_keep_their_norm():
 def test_a_reused_dense_layer_is_summed_use_by_use():
     """A second back-propagation adds both uses one after the other: the norm of their sum must allow for that."""
     rows = torch.randn(1, 1000) * 1e4
-    both = Dense(rows).merge(Dense(-rows * (1 + 1e-7)))
+    both = merge(Dense(rows), Dense(-rows * (1 + 1e-7)))
     factor = 1e-3 / both.sq_norms("instantiate").sqrt()
     added = Dense(rows).weighted_sum(factor) + Dense(-rows * (1 + 1e-7)).weighted_sum(factor)
     assert added.double().norm() <= 1e-3 * (1 + ALLOWED)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpexp.clipping import cost
-from dpexp.clipping.contributions import Conv, Geometry, Lookup, Outer
+from dpexp.clipping.gradients import Conv, Geometry, Lookup, Outer
 from dpexp.errors import UserError
 from dpexp.reproduce import architectures, complexity_tables
 from dpexp.reproduce.architectures import build
@@ -56,15 +56,15 @@ def test_layers_cost_what_their_gradients_say():
     grouped = Conv(torch.zeros(B, 4, 6, 6), torch.zeros(B, 8, 4, 4), (8, 2, 3, 3), geometry, B)
     lookup = Lookup(torch.zeros(B, 5, dtype=torch.long), torch.zeros(B, 5, 3), 7)
     outer = Outer(torch.zeros(B, 5, 7), torch.zeros(B, 5, 3))
-    for layer, contribution in (
+    for layer, per_example in (
         (Layer("", "convolution", 16, 8, 18, groups=2), grouped),
         (Layer("", "embedding", 5, 3, 7), lookup),
         (Layer("", "linear", 5, 3, 7), outer),
     ):
-        expected = contribution.cost("ghost")
+        expected = per_example.cost("ghost")
         assert value(TIME["3"], layer, B) == expected.flops
         assert value(SPACE["3"], layer, B) == expected.floats == B * layer.ghost
-        assert B * layer.instantiation == contribution.instantiate().numel()
+        assert B * layer.instantiation == per_example.instantiate().numel()
 
 
 def test_groups_move_the_rule():

@@ -104,7 +104,9 @@ def test_exposures_come_from_audits_and_audits_fill_nothing_else(tmp_path: Path)
     context = Context(tmp_path)
     document = context.document("table-li-9")
     assert document.status == "small 2/6"
-    assert document.paragraphs[1].startswith("**Our runs.** scale=small: supports for a part of the claim, 1 of 3")
+    assert document.paragraphs[1].startswith(
+        "**Our runs.** scale=small: supports for a part of the claim, 1 of 3"
+    )
     shown = {(row["row"], row["column"]): row for row in document.rows if row.get("n")}
     assert set(shown) == {("ε = 3", "r = 10"), ("non-private", "r = 10")}
     row = shown["ε = 3", "r = 10"]

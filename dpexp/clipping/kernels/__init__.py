@@ -1,1 +1,1 @@
-"""Kernels for GPUs, each with a plain torch twin in `dpexp.clipping.contributions`."""
+"""Kernels for GPUs, each with a plain torch twin in `dpexp.clipping.gradients`."""

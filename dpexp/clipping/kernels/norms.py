@@ -93,7 +93,7 @@ def _outer(
 
 
 def ghost_norms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """``<a aᵀ, g gᵀ>`` for every example, and the same of absolute values (see `dpexp.clipping.contributions.rounding`).
+    """``<a aᵀ, g gᵀ>`` for every example, and the same of absolute values (see `dpexp.clipping.gradients.rounding`).
 
     Args:
         a: ``[B, T, d]``, any strides, float32 or 16 bits.

@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpexp.clipping.contributions import Contribution, Conv, Dense, Geometry, Outer
-from dpexp.clipping.contributions.numerics import by_example, wide
+from dpexp.clipping.gradients import Conv, Dense, Geometry, Outer, PerExampleGradient
+from dpexp.clipping.gradients.numerics import by_example, wide
 from dpexp.clipping.uses import Arrival, Formula, is_one_of
 
 
@@ -28,7 +28,7 @@ class Convolution(Formula):
             and not any(is_one_of(t, others) for t in batched)
         )
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         gy, count = arrived.gy, arrived.num_examples
         if name == "bias":
             # sums of the output gradient over all positions of an example
@@ -38,7 +38,7 @@ class Convolution(Formula):
 
     def weight(
         self, x: Tensor, gy: Tensor, shape: Sequence[int], options: dict[str, Any], count: int
-    ) -> Contribution:
+    ) -> PerExampleGradient:
         """Find the per-example gradients of a weight of this shape, for ``count`` examples."""
         kernel = tuple(shape[2:])
         stride, dilation = (several(options.get(o, 1), len(kernel)) for o in ("stride", "dilation"))
@@ -61,7 +61,7 @@ class TransposedConvolution(Convolution):
 
     def weight(
         self, x: Tensor, gy: Tensor, shape: Sequence[int], options: dict[str, Any], count: int
-    ) -> Contribution:
+    ) -> PerExampleGradient:
         kernel = tuple(shape[2:])
         stride, dilation, padding = (
             several(options.get(option, default), len(kernel))

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dpexp.clipping.contributions import Contribution, Dense, Outer
-from dpexp.clipping.contributions.numerics import wide
+from dpexp.clipping.gradients import Dense, Outer, PerExampleGradient
+from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.uses import Arrival, Formula, is_one_of
 
 
@@ -22,7 +22,7 @@ class Linear(Formula):
         rest = [item for name, item in given.items() if name != self.names[0]]
         return not is_one_of(given[self.names[0]], values) and not any(is_one_of(t, rest) for t in batched)
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         if name == "bias":
             return shift(arrived)
         return Outer(arrived.rows("input"), arrived.output_gradient(1))
@@ -38,7 +38,7 @@ class Product(Linear):
         matrix = given["weight"].dim() == 2 and given["input"].dim() >= 2
         return matrix and super().applies(given, values, batched)
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         return Outer(arrived.output_gradient(1), arrived.rows("input"))
 
 
@@ -69,7 +69,7 @@ class AddedProduct(Linear):
             and not any(is_one_of(given[name], batched) for name in ("bias", "weight"))
         )
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         if name == "bias":
             return shift(arrived)
         return Outer(arrived.output_gradient(1), arrived.rows("input"))

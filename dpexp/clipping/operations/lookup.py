@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpexp.clipping.contributions import Contribution, Lookup
+from dpexp.clipping.gradients import Lookup, PerExampleGradient
 from dpexp.clipping.uses import Arrival, Formula, is_one_of
 
 
@@ -23,7 +23,7 @@ class Embedding(Formula):
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         return not any(given.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         ids, count = arrived.tensor("input"), arrived.value("weight").shape[0]
         skipped = arrived.option("padding_idx")
         ids = ids.reshape(arrived.num_examples, -1)
@@ -51,7 +51,7 @@ class Indexed(Embedding):
             and ids.dim() > 0
         )
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         ids, count = arrived.tensor("input"), arrived.value("weight").shape[0]
         ids = torch.where(ids < 0, ids + count, ids).reshape(arrived.num_examples, -1)
         return Lookup(ids, arrived.output_gradient(1), count)

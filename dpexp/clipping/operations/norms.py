@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpexp.clipping.contributions import Contribution, Dense
-from dpexp.clipping.contributions.numerics import by_example, wide
+from dpexp.clipping.gradients import Dense, PerExampleGradient
+from dpexp.clipping.gradients.numerics import by_example, wide
 from dpexp.clipping.uses import Arrival, Formula, is_one_of
 
 
@@ -30,7 +30,7 @@ class LayerNorm(Normalisation):
     label = "layer norm"
     names = ("input", "normalized_shape", "weight", "bias", "eps")
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         shape = tuple(arrived.option("normalized_shape"))
         if name == "bias":
             g = arrived.output_gradient(len(shape))
@@ -46,7 +46,7 @@ class RMSNorm(Normalisation):
     label = "rms norm"
     names = ("input", "normalized_shape", "weight", "eps")
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         shape, x = tuple(arrived.option("normalized_shape")), arrived.tensor("input")
         dtype, eps = wide(x.dtype), arrived.option("eps")
         # torch takes the smallest step of the wider dtype, too
@@ -65,7 +65,7 @@ class GroupNorm(Normalisation):
         """Return how many groups of channels there are."""
         return arrived.option("num_groups")
 
-    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, Contribution]:
+    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, PerExampleGradient]:
         slots = {name: slot for name, slot in arrived.slots.items() if slot in wanted}
         x = arrived.tensor("input") if "weight" in slots else arrived.gy
         eps, groups = arrived.option("eps", 1e-5), self.num_groups(arrived)
@@ -100,7 +100,7 @@ class BatchNorm(Normalisation):
     def reads(self, valued: set[str]) -> set[str]:
         return {"input", "running_mean", "running_var"} if "weight" in valued else set()
 
-    def gradient(self, name: str, arrived: Arrival) -> Contribution:
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         gy, count = arrived.gy, arrived.num_examples
         dtype = wide(gy.dtype)
         gy = gy.flatten(2) if gy.dim() > 2 else gy.unsqueeze(2)
@@ -121,7 +121,7 @@ def scaled(normalised: Tensor, arrived: Arrival, dims: int) -> Dense:
 
 def channel_gradients(
     x: Tensor, gy: Tensor, groups: int, eps: float, num_examples: int, names: set[str]
-) -> dict[str, Contribution]:
+) -> dict[str, PerExampleGradient]:
     """Find the per-example gradients of scale and shift, ``[B, C]`` each.
 
     The rows are folded into the channels, ``[1, R * C, positions]`` with R * groups groups: the library's own

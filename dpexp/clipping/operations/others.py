@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpexp.clipping.contributions import Contribution, Dense
-from dpexp.clipping.contributions.numerics import wide
+from dpexp.clipping.gradients import Dense, PerExampleGradient
+from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.uses import Arrival, Formula, Use
 
 # Functions that broadcast their tensors against each other, by name without underscores; of operators also the reflected
@@ -40,7 +40,7 @@ class Spread(Formula):
 
     label = "broadcast"
 
-    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, Contribution]:
+    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, PerExampleGradient]:
         leaf, gy, num_examples = arrived.use.values[0].leaf, arrived.gy, arrived.num_examples
         g = gy.unflatten(0, (num_examples, -1)).sum(1, dtype=wide(gy.dtype))
         shape = (1,) * (gy.dim() - 1 - leaf.dim()) + tuple(leaf.shape[max(0, leaf.dim() - gy.dim() + 1) :])
@@ -57,7 +57,7 @@ class AnyFunction(Formula):
     def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
         return None
 
-    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, Contribution]:
+    def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, PerExampleGradient]:
         use, gy, num_examples = arrived.use, arrived.gy, arrived.num_examples
         rows = gy.shape[0] // max(num_examples, 1)
         saved = zip(arrived.saved, use.batched, strict=True)

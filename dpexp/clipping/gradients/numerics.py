@@ -1,4 +1,4 @@
-"""Small numerical pieces that every contribution shares: dtypes, squared norms, products, scaling.
+"""Small numerical pieces that all per-example gradients share: dtypes, squared norms, products, scaling.
 
 Norms and weighted sums decide the guarantee: both are computed in float32 at least, whatever the model computes in.
 """
@@ -81,7 +81,7 @@ def unit(dtype: torch.dtype) -> float:
 def full_precision(operation: str, device: torch.device) -> Iterator[None]:
     """Inside, float32 is multiplied as float32: no TF32, no bfloat16, whatever the model itself may use.
 
-    A norm that is off by 2^-11 makes a contribution that is too large by as much.
+    A norm that is off by 2^-11 makes a clipped gradient that is too large by as much.
 
     Args:
         operation: "matmul" or "conv".

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpexp import native
-from dpexp.clipping.contributions import (
+from dpexp.clipping.gradients import (
     Conv,
     Dense,
     Geometry,
@@ -25,7 +26,7 @@ from dpexp.clipping.contributions import (
     merge,
     numerics,
 )
-from dpexp.clipping.contributions.grams import gram_norms
+from dpexp.clipping.gradients.grams import gram_norms
 from tests.clipping.naive import assert_exact
 
 sizes = st.integers(1, 4)
@@ -70,7 +71,7 @@ def test_outer(examples: int, positions: int, p: int, d: int):
 @given(sizes, sizes, sizes)
 def test_outer_of_several_calls(first: int, second: int, third: int):
     calls = [(normal(3, t, 4, seed=t), normal(3, t, 2, seed=10 + t)) for t in (first, second, third)]
-    merged = Outer(*calls[0]).merge(Outer(*calls[1])).merge(Outer(*calls[2]))
+    merged = reduce(merge, [Outer(*call) for call in calls[:3]])
     assert isinstance(merged, Outer)
     assert_exact(merged, sum(naive_outer(*call) for call in calls))
 
@@ -104,9 +105,9 @@ def test_chunks_under_the_cap_change_nothing():
     assert [(s.start, s.stop) for s in seen] == [(0, 2), (2, 4), (4, 6), (6, 7)]
     torch.testing.assert_close(norms, grads.square().sum((1, 2)))
     torch.testing.assert_close(total, torch.tensordot(norms, grads, 1))
-    contribution = Outer(a, g)
-    contribution.sq_norms("instantiate", keep=True, scratch=two_at_a_time)
-    torch.testing.assert_close(contribution.weighted_sum(norms), torch.tensordot(norms, grads, 1))
+    per_example = Outer(a, g)
+    per_example.sq_norms("instantiate", keep=True, scratch=two_at_a_time)
+    torch.testing.assert_close(per_example.weighted_sum(norms), torch.tensordot(norms, grads, 1))
 
 
 @fast
@@ -144,10 +145,10 @@ def test_tied_head(examples: int, heads: int, lookups: int, rows: int, d: int, p
     h, gh = normal(examples, heads, d), normal(examples, heads, rows, seed=1)
     ids, ge = indices(rows, examples, lookups), normal(examples, lookups, d, seed=2)
     expected = naive_outer(h, gh) + naive_lookup(ids, ge, rows, padding)
-    tied = Outer(h, gh).merge(Lookup(ids, ge, rows, padding))
+    tied = merge(Outer(h, gh), Lookup(ids, ge, rows, padding))
     assert isinstance(tied, Tied)
     assert_exact(tied, expected)
-    again = tied.merge(Outer(h, gh)).merge(Lookup(ids, ge, rows, padding)).merge(tied)
+    again = reduce(merge, [tied, Outer(h, gh), Lookup(ids, ge, rows, padding), tied])
     assert isinstance(again, Tied)
     assert_exact(again, 3 * expected)
 
@@ -209,8 +210,8 @@ def everything(examples: int) -> list:
 
 @pytest.mark.parametrize("index", range(6))
 def test_empty_batch(index: int):
-    contribution = everything(0)[index]
-    assert_exact(contribution, torch.zeros(0, *contribution.shape, dtype=torch.float64))
+    per_example = everything(0)[index]
+    assert_exact(per_example, torch.zeros(0, *per_example.shape, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("index", range(6))
@@ -329,14 +330,14 @@ def test_norms_and_sums_of_16_bit_inputs_are_float32(index: int, low: torch.dtyp
         pulled = Pulled(outer, lambda grads: 2 * grads, (5, 4))
         return [outer, lookup, Tied(outer, lookup), Dense(dense.to(dtype)), conv, pulled]
 
-    contribution, exact = build(low)[index], build(torch.float64)[index]
+    per_example, exact = build(low)[index], build(torch.float64)[index]
     factors = torch.tensor([0.3, 1.0, 1e-3])
-    rtol = 2e-2 if isinstance(contribution, Conv) else 1e-5
-    for method in contribution.methods():
-        norms = contribution.sq_norms(method)
+    rtol = 2e-2 if isinstance(per_example, Conv) else 1e-5
+    for method in per_example.methods():
+        norms = per_example.sq_norms(method)
         assert norms.dtype == torch.float32
         torch.testing.assert_close(norms.double(), exact.sq_norms(method), rtol=rtol, atol=rtol)
-    total, expected = contribution.weighted_sum(factors), exact.weighted_sum(factors.double())
+    total, expected = per_example.weighted_sum(factors), exact.weighted_sum(factors.double())
     torch.testing.assert_close(total.double(), expected, rtol=3e-2, atol=3e-2)
 
 
@@ -350,8 +351,8 @@ def test_float16_factors_neither_overflow_nor_vanish():
 def test_mixed_dtypes_meet_in_the_lower_one():
     a, g = normal(3, 2, 4).bfloat16(), normal(3, 2, 5, seed=1).float()
     low = Outer(a, g.bfloat16())
-    for contribution in (Outer(a, g), Outer(a.float(), g.bfloat16())):
-        torch.testing.assert_close(contribution.sq_norms("ghost"), low.sq_norms("ghost"))
+    for per_example in (Outer(a, g), Outer(a.float(), g.bfloat16())):
+        torch.testing.assert_close(per_example.sq_norms("ghost"), low.sq_norms("ghost"))
     assert numerics.align(a, g.half())[0].dtype == torch.float32
 
 

@@ -7,15 +7,15 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from dpexp.clipping.contributions import numerics
-from dpexp.clipping.contributions.base import Contribution
-from dpexp.clipping.contributions.lookup import Lookup
-from dpexp.clipping.contributions.outer import Outer
-from dpexp.clipping.contributions.scratch import Scratch
 from dpexp.clipping.cost import Cost
+from dpexp.clipping.gradients import numerics
+from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.lookup import Lookup
+from dpexp.clipping.gradients.outer import Outer
+from dpexp.clipping.gradients.scratch import Scratch
 
 
-class Tied(Contribution):
+class Tied(PerExampleGradient):
     """The sum of a matrix product's and a lookup's gradients of the same ``[V, d]`` parameter.
 
     The squared norm is that of the head plus that of the embedding plus twice their inner product, which is

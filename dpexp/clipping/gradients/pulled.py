@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from dpexp.clipping.contributions import numerics
-from dpexp.clipping.contributions.base import Contribution
 from dpexp.clipping.cost import Cost
+from dpexp.clipping.gradients import numerics
+from dpexp.clipping.gradients.base import PerExampleGradient
 
 
-class Pulled(Contribution):
+class Pulled(PerExampleGradient):
     """Per-example gradients of what was used, pulled back through a transformation that all examples share.
 
     Because it is the same linear map for all, the weighted sum needs only one pull-back; norms need one per
@@ -24,7 +24,7 @@ class Pulled(Contribution):
         shape: of the parameter.
     """
 
-    def __init__(self, inner: Contribution, pull: Callable[[Tensor], Tensor], shape: Sequence[int]):
+    def __init__(self, inner: PerExampleGradient, pull: Callable[[Tensor], Tensor], shape: Sequence[int]):
         super().__init__(shape, inner.num_examples, inner.dtype, inner.device)
         self.inner, self.pull = inner, pull
         self.looped, self.without_gradients = inner.looped, frozenset()

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping import cost
-from dpexp.clipping.contributions import numerics
-from dpexp.clipping.contributions.base import Contribution
-from dpexp.clipping.contributions.grams import gram_norms
-from dpexp.clipping.contributions.pages import fresh
-from dpexp.clipping.contributions.scratch import Scratch
 from dpexp.clipping.cost import Cost
+from dpexp.clipping.gradients import numerics
+from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.grams import gram_norms
+from dpexp.clipping.gradients.pages import fresh
+from dpexp.clipping.gradients.scratch import Scratch
 
 
-class Outer(Contribution):
+class Outer(PerExampleGradient):
     """A sum over positions of outer products, as every linear layer has it.
 
     "ghost" multiplies two Gram matrices, "instantiate" forms the gradients, "loop" one at a time; on a GPU, "fused_ghost" and

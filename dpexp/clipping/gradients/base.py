@@ -10,21 +10,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dpexp.clipping.contributions import numerics, rounding
-from dpexp.clipping.contributions.pages import fresh
-from dpexp.clipping.contributions.scratch import SHARED, Scratch
 from dpexp.clipping.cost import Cost
+from dpexp.clipping.gradients import numerics, rounding
+from dpexp.clipping.gradients.pages import fresh
+from dpexp.clipping.gradients.scratch import SHARED, Scratch
 
 FactorsOf = Callable[[Tensor, slice], Tensor]
 
 
-class Contribution(ABC):
+class PerExampleGradient(ABC):
     """Per-example gradients of ONE parameter from one or several calls of its module.
 
     A kind writes `methods`, `cost`, `workspace`, `_gradients` (some examples, instantiated) and
     `_weighted_sum`; it writes `_norms` where it knows norms without gradients, and `_magnitudes` where its weighted sum
     adds up other numbers than the gradients it instantiates. All the rest follows here.
-    What a contribution holds is detached from any graph; the caller switches autocast off.
+    What it holds is detached from any graph; the caller switches autocast off.
 
     Attributes:
         shape: of the parameter.
@@ -86,12 +86,12 @@ class Contribution(ABC):
         found = self._magnitudes()
         return self.sq_norms("instantiate") if found is None else found
 
-    def select(self, examples: Tensor) -> Contribution:
+    def select(self, examples: Tensor) -> PerExampleGradient:
         """The same of some examples (their indices); for kinds with methods that do not instantiate."""
         raise NotImplementedError(f"{type(self).__name__} does not select")
 
     @abstractmethod
-    def mask(self, keep: Tensor) -> Contribution:
+    def mask(self, keep: Tensor) -> PerExampleGradient:
         """The same with zero gradients for the examples where ``keep`` (``[B]``, bool) is False.
 
         For examples with NaN or Inf: a factor of zero is not enough, because 0 * NaN is NaN.
@@ -115,7 +115,7 @@ class Contribution(ABC):
         ask for ghost norms of a whole model.
 
         Raises:
-            ValueError: the contribution has no such method.
+            ValueError: it has no such method.
         """
         methods = self.methods()
         if method in methods:
@@ -229,18 +229,6 @@ class Contribution(ABC):
         if self.num_examples == 0:
             return self._zeros(0, *self.shape)
         return self._instantiate(self.resolve("instantiate"), SHARED)
-
-    def merge(self, other: Contribution) -> Contribution:
-        """Both calls used the parameter: per-example gradients add, and norms include the cross terms."""
-        from dpexp.clipping.contributions.merge import merge
-
-        return merge(self, other)
-
-    def kept(self) -> Contribution:
-        """What ``sq_norms(keep=True)`` kept, without the activations that it was made of; else the contribution itself."""
-        from dpexp.clipping.contributions.dense import Dense
-
-        return self if self._kept is None else Dense(self._kept)
 
     def drop_kept(self) -> None:
         """Free the gradients that ``sq_norms(keep=True)`` kept."""

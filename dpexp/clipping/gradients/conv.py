@@ -15,11 +15,11 @@ from torch import Tensor
 
 from dpexp import native
 from dpexp.clipping import cost
-from dpexp.clipping.contributions import numerics
-from dpexp.clipping.contributions.base import Contribution
-from dpexp.clipping.contributions.grams import gram_norms
-from dpexp.clipping.contributions.scratch import Scratch
 from dpexp.clipping.cost import Cost
+from dpexp.clipping.gradients import numerics
+from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.grams import gram_norms
+from dpexp.clipping.gradients.scratch import Scratch
 
 PIXELS_AT_MOST = 400  # above this many padded input pixels their Gram matrix costs more than it saves
 
@@ -36,7 +36,7 @@ class Geometry:
     output_padding: tuple[int, ...] = ()
 
 
-class Conv(Contribution):
+class Conv(PerExampleGradient):
     """Per-example weight gradients of a convolution.
 
     "loop" is the library's own weight gradient, one example at a time. "cores" is the same with the examples spread over

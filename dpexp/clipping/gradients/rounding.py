@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpexp.clipping.contributions.numerics import unit
+from dpexp.clipping.gradients.numerics import unit
 
 # All in units of u, measured with products of float32 matrices on CPUs; the guarantee's own 1e-6 is another 16 u.
 #

@@ -7,13 +7,13 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from dpexp.clipping.contributions import numerics
-from dpexp.clipping.contributions.base import Contribution
-from dpexp.clipping.contributions.scratch import SHARED, Scratch
 from dpexp.clipping.cost import Cost
+from dpexp.clipping.gradients import numerics
+from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.scratch import SHARED, Scratch
 
 
-class Lookup(Contribution):
+class Lookup(PerExampleGradient):
     """An embedding's per-example gradients: row v is the sum of the output gradients where the index is v.
 
     Norms never need a V x d tensor per example. "ghost" multiplies the Gram matrix of the output gradients

@@ -1,16 +1,16 @@
-"""Adding the per-example gradients of two uses of one parameter."""
+"""Per-example gradients out of others: the sum of two uses of one parameter, and what a norm method has instantiated."""
 
 from __future__ import annotations
 
-from dpexp.clipping.contributions.base import Contribution
-from dpexp.clipping.contributions.dense import Dense
-from dpexp.clipping.contributions.lookup import Lookup
-from dpexp.clipping.contributions.outer import Outer
-from dpexp.clipping.contributions.tied import Tied
+from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.dense import Dense
+from dpexp.clipping.gradients.lookup import Lookup
+from dpexp.clipping.gradients.outer import Outer
+from dpexp.clipping.gradients.tied import Tied
 
 
-def merge(first: Contribution, second: Contribution) -> Contribution:
-    """One contribution whose per-example gradients are the sums of both.
+def merge(first: PerExampleGradient, second: PerExampleGradient) -> PerExampleGradient:
+    """Return one object whose per-example gradients are the sums of both.
 
     Matrix products and lookups, in any mixture, merge without being instantiated. Everything else is
     instantiated and added: ``B`` times the parameter's size.
@@ -38,5 +38,10 @@ def merge(first: Contribution, second: Contribution) -> Contribution:
     return Tied(outer, lookup) if outer and lookup else (outer or lookup)  # type: ignore[return-value]
 
 
-def _parts(contribution: Contribution) -> tuple[Contribution, ...]:
-    return (contribution.outer, contribution.lookup) if isinstance(contribution, Tied) else (contribution,)
+def _parts(per_example: PerExampleGradient) -> tuple[PerExampleGradient, ...]:
+    return (per_example.outer, per_example.lookup) if isinstance(per_example, Tied) else (per_example,)
+
+
+def kept(per_example: PerExampleGradient) -> PerExampleGradient:
+    """Return what ``sq_norms(keep=True)`` kept, without the activations that it was made of; else the object itself."""
+    return per_example if per_example._kept is None else Dense(per_example._kept)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpexp.clipping.contributions import numerics
-from dpexp.clipping.contributions.scratch import Scratch
+from dpexp.clipping.gradients import numerics
+from dpexp.clipping.gradients.scratch import Scratch
 
 HALVES_FROM = (
     128  # positions from which computing three quarters of a symmetric matrix beats computing all of it

@@ -6,13 +6,13 @@ from collections.abc import Hashable, Iterator
 
 from torch import Tensor
 
-from dpexp.clipping.contributions import numerics, rounding
-from dpexp.clipping.contributions.base import Contribution
-from dpexp.clipping.contributions.scratch import Scratch
 from dpexp.clipping.cost import Cost
+from dpexp.clipping.gradients import numerics, rounding
+from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.scratch import Scratch
 
 
-class Dense(Contribution):
+class Dense(PerExampleGradient):
     """Instantiated per-example gradients.
 
     Args:

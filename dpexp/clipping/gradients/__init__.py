@@ -1,0 +1,27 @@
+"""The algebra of per-example gradients, one file per way in which a parameter can be used."""
+
+from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.conv import Conv, Geometry
+from dpexp.clipping.gradients.dense import Dense
+from dpexp.clipping.gradients.formula import formula_holds
+from dpexp.clipping.gradients.lookup import Lookup
+from dpexp.clipping.gradients.merge import kept, merge
+from dpexp.clipping.gradients.outer import Outer
+from dpexp.clipping.gradients.pulled import Pulled
+from dpexp.clipping.gradients.scratch import Scratch
+from dpexp.clipping.gradients.tied import Tied
+
+__all__ = [
+    "Conv",
+    "Dense",
+    "Geometry",
+    "Lookup",
+    "Outer",
+    "PerExampleGradient",
+    "Pulled",
+    "Scratch",
+    "Tied",
+    "formula_holds",
+    "kept",
+    "merge",
+]
