@@ -7,14 +7,18 @@ page with everything; ``list`` shows all names.
 import argparse
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import dpexp
 from dpexp.errors import UserError
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
+from dpexp.usage import shipped
 
+RESULTS = Path("results")
 _KEEP = Path(__file__).resolve().parent.parent / "scripts" / "keep_record.py"
 
 
@@ -22,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Render what is asked for. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m dpexp.report", description=__doc__)
     parser.add_argument("name", nargs="+", help="table-he-2, figure-li-3, tables, figures, all, report, list")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="default: %(default)s")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--run", action="store_true", help="first run what has no record, at --scale")
     parser.add_argument(
         "--scale", default="small", choices=("small", "paper"), help="of --run; default: %(default)s"
@@ -45,6 +49,9 @@ def _render(given: argparse.Namespace) -> int:
         print("\n".join([*catalogue.builders(), *catalogue.ALIASES, *catalogue.GROUPS, "report"]))
         return 0
     wants_page = "report" in given.name
+    if given.results == RESULTS and not RESULTS.exists() and not _KEEP.exists():
+        shutil.copytree(shipped("results"), RESULTS)
+        print(f"{RESULTS}: made here, with the records that travel with dpexp {dpexp.__version__}")
     names = catalogue.resolve([name for name in given.name if name != "report"])
     context = Context(given.results, given.show_unclean)
     if given.run:
@@ -61,6 +68,8 @@ def _render(given: argparse.Namespace) -> int:
 
 def _fill(name: str, context: Context, scale: str) -> None:
     """Run the commands that a target misses and keep their records; a run that fails is named, and the rest go on."""
+    if not _KEEP.exists():
+        raise UserError("--run keeps records of committed code alone: run it from a checkout of dpexp")
     folder = Path(os.environ.get("DPEXP_RUNS", "runs"))
     commands = catalogue.missing_commands(name, context, scale)
     if not commands:

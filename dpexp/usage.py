@@ -19,9 +19,14 @@ _TAKE_A_WORD = frozenset(  # Hydra's own options
 
 
 def conf_dir() -> Path:
-    """The folder of configuration files: inside the installed wheel, or at the top of a checkout."""
+    """The folder of configuration files."""
+    return shipped("conf")
+
+
+def shipped(name: str) -> Path:
+    """A file or folder that travels with the code: inside the installed wheel, or at the top of a checkout."""
     package = Path(__file__).resolve().parent
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+    return package / name if (package / name).exists() else package.parent / name
 
 
 def options_last(words: list[str]) -> list[str]:

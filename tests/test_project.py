@@ -114,24 +114,45 @@ def test_no_file_names_a_package_index():
         assert not re.search(r"https?://|file://|--index-url|--find-links", (ROOT / name).read_text()), name
 
 
-@pytest.mark.slow
-def test_the_wheel_carries_conf(tmp_path):
-    """Built without isolation where the build backend is installed, else as pip does it."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The unpacked wheel. Built without isolation where the build backend is installed, else as pip does it."""
+    folder = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)],
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        archive.extractall(tmp_path / "site")
-    expected = {f"dpexp/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
-    assert expected <= names
-    assert not [name for name in names if name.startswith(("tests/", "conf/", "runs/"))]
-    code = "from dpexp.config import *; print(conf_dir(), compose(['task=sst2', 'clip=flat']).model.name)"
+    (archive,) = folder.glob("*.whl")
+    with zipfile.ZipFile(archive) as opened:
+        opened.extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_what_the_commands_need(wheel):
+    names = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.is_file()}
+    travels = ("conf/**/*.yaml", "results/paper/*.csv", "results/runs/*.json", "results/bench/*.json")
+    assert {f"dpexp/{path.relative_to(ROOT)}" for pattern in travels for path in ROOT.glob(pattern)} <= names
+    assert not [name for name in names if name.startswith(("tests/", "conf/", "runs/", "results/"))]
+    (entry,) = wheel.glob("*.dist-info/entry_points.txt")
+    assert "dpexp = dpexp.__main__:main" in entry.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["account", "noise_multiplier=1.07", "sample_rate=0.0243", "steps=10", "delta=1e-5"], "epsilon pld"),
+        (["report", "table-he-2"], "table-he-2: written to results/tables/table-he-2"),
+        (["train", "task=sst2", "scale=demo", "--cfg", "job"], "num_examples:"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_installed_wheel_works_in_an_empty_folder(wheel, tmp_path, words, said):
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "dpexp", *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(wheel)},
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.stdout.split() == [str(tmp_path / "site" / "dpexp" / "conf"), "roberta_base"], done.stderr
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout

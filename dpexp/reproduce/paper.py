@@ -13,8 +13,9 @@ from pathlib import Path
 
 from dpexp.checks import did_you_mean
 from dpexp.errors import UserError
+from dpexp.usage import shipped
 
-FOLDER = Path(__file__).resolve().parents[2] / "results" / "paper"
+FOLDER = shipped("results/paper")
 PAPERS = {
     "he2023": "He et al. (ICLR 2023)",
     "bu2023": "Bu et al. (ICML 2023)",

@@ -1,0 +1,67 @@
+"""``dpexp COMMAND ...``: every command by one name; ``dpexp train ...`` is ``python -m dpexp.train ...``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+import dpexp
+from dpexp import completion
+from dpexp.usage import print_out
+
+COMMANDS = {
+    "train": "train, evaluate, write a record; -m for grids",
+    "account": "ε of a noise multiplier under every accountant, or the noise for an ε",
+    "report": "tables and figures beside the papers'; report run FOLDER shows a run of your own",
+    "explain": "how each layer of a model is clipped, and what every implementation costs",
+    "bench": "speed and memory of engines relative to training without privacy",
+    "audit": "a lower bound on ε from attacks",
+    "conform": "which libraries clip which models exactly",
+    "demo": "the main job in a minute, on embedded data",
+    "native": "build the optional C++ kernels",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command as ``python -m`` would. Returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name, rest = (words[0], words[1:]) if words else ("--help", [])
+    if name in ("-h", "--help", "help"):
+        print_out(_usage())
+    elif name in ("-V", "--version"):
+        print_out(f"dpexp {dpexp.__version__}")
+    elif name == "completion":
+        return completion.main(rest)
+    elif name in COMMANDS:
+        sys.argv[1:] = rest
+        runpy.run_module(f"dpexp.{name}", run_name="__main__", alter_sys=True)
+    else:
+        from dpexp.checks import did_you_mean
+
+        print(
+            f"error: {name} is no command{did_you_mean(name, [*COMMANDS, 'completion'])}",
+            file=sys.stderr,
+        )
+        return 2
+    return 0
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name.ljust(width)}{purpose}" for name, purpose in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"dpexp {dpexp.__version__}: differentially private deep learning",
+            "",
+            "dpexp COMMAND [SETTINGS ...]     dpexp COMMAND --help",
+            "",
+            *lines,
+            "",
+            'eval "$(dpexp completion bash)" completes commands, settings and choices with the tab key (also: zsh, fish)',
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What the tab key offers: commands, groups and their choices, settings.
+
+The shells call ``dpexp completion words ...`` for every tab, so nothing heavy is imported here: choices are names of files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+SHELLS = {
+    "bash": """\
+_dpexp() {
+  local line="${COMP_LINE:0:COMP_POINT}"
+  local word="${line##* }"
+  mapfile -t COMPREPLY < <(dpexp completion words "$line" 2>/dev/null)
+  # readline replaces only what follows the last "="
+  [[ "$word" == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*=}"}"}")
+  [[ "${COMPREPLY[*]}" == *= ]] && compopt -o nospace
+}
+complete -o default -F _dpexp dpexp""",
+    "zsh": """\
+_dpexp() { local -a found; found=("${(@f)$(dpexp completion words "$BUFFER" 2>/dev/null)}"); compadd -S '' -a found }
+compdef _dpexp dpexp""",
+    "fish": """\
+complete -c dpexp -f -a '(dpexp completion words (commandline -cp) 2>/dev/null)'""",
+}
+FILES = (
+    "account",
+    "audit",
+    "bench",
+    "conform",
+    "explain",
+    "train",
+)  # commands with settings of the form KEY=VALUE
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``dpexp completion SHELL`` prints what the shell must evaluate; ``dpexp completion words LINE`` prints candidates."""
+    if len(arguments) == 2 and arguments[0] == "words":
+        print("\n".join(candidates(arguments[1])))
+        return 0
+    if len(arguments) == 1 and arguments[0] in SHELLS:
+        print(SHELLS[arguments[0]])
+        return 0
+    print(f"error: give a shell: dpexp completion {'|'.join(SHELLS)}", file=sys.stderr)
+    return 2
+
+
+def candidates(line: str) -> list[str]:
+    """The whole words that the last word of a command line may become.
+
+    Args:
+        line: all up to the cursor, the name of the program first.
+    """
+    words = line.split(" ")
+    last, given = words[-1], [word for word in words[1:-1] if word]
+    if not given:
+        from dpexp.__main__ import COMMANDS
+
+        return _starting(last, [*COMMANDS, "completion"])
+    command = given[0]
+    if command == "report":
+        return _starting(last, _targets())
+    if command not in FILES:
+        return []
+    from dpexp.usage import conf_dir, groups_of
+
+    groups = [*groups_of(command), *(["model", "optim"] if command == "train" else [])]
+    name, sets, value = last.partition("=")
+    if sets and name in groups:
+        before, comma, begun = value.rpartition(",")  # a grid: task=sst2,mn
+        choices = sorted(path.stem for path in (conf_dir() / name).glob("*.yaml"))
+        return [f"{name}={before}{comma}{choice}" for choice in _starting(begun, choices)]
+    if sets:
+        return []
+    return _starting(last, [f"{key}=" for key in dict.fromkeys([*groups, *_settings(command, conf_dir())])])
+
+
+def _starting(word: str, choices: Sequence[str]) -> list[str]:
+    return [choice for choice in choices if choice.startswith(word)]
+
+
+def _targets() -> list[str]:
+    """Names of ``dpexp report``, as far as files tell."""
+    found = {"run", "list", "tables", "figures", "all", "report"}
+    for file in Path("results").glob("*/*.md"):
+        if file.parent.name in ("tables", "figures"):
+            found.add(file.stem)
+    return sorted(found)
+
+
+def _settings(command: str, folder: Path) -> Iterator[str]:
+    """Dotted names: from the schemas for what trains, and from the primary file for the others."""
+    if command == "train":
+        from dpexp.schemas import RunConfig
+
+        yield from _fields(RunConfig, "")
+    for line in (folder / f"{command}.yaml").read_text(encoding="utf-8").splitlines():
+        if (match := re.match(r"([a-z_]+):", line)) and match[1] not in ("defaults", "hydra"):
+            yield match[1]
+
+
+def _fields(schema: Any, prefix: str) -> Iterator[str]:
+    for field in dataclasses.fields(schema):
+        inner: Any = field.default_factory
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            yield from _fields(inner, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name

@@ -1,0 +1,69 @@
+"""``dpexp COMMAND`` and what the tab key offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dpexp.__main__ import COMMANDS, main
+from dpexp.completion import SHELLS, candidates
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in COMMANDS)
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["acount"]) == 2
+    assert "did you mean account?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_a_module_that_runs(name: str) -> None:
+    from importlib.util import find_spec
+
+    assert find_spec(f"dpexp.{name}") is not None
+
+
+def test_a_command_is_run_as_by_python_m(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["account", "noise_multiplier=1", "sample_rate=1", "steps=1", "delta=1e-5", "format=json"]
+    both = [
+        subprocess.run([sys.executable, "-m", *start, *words[1:]], capture_output=True, text=True, check=True)
+        for start in (["dpexp", words[0]], ["dpexp.account"])
+    ]
+    assert both[0].stdout == both[1].stdout != ""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("dpexp tr", ["train"]),
+        ("dpexp train task=sst", ["task=sst2", "task=sst2_infilling"]),
+        ("dpexp train clip=flat,perb", ["clip=flat,perblock"]),
+        ("dpexp train clip.clip_", ["clip.clip_norm="]),
+        ("dpexp train mod", ["model=", "model.name=", "model.family="]),
+        ("dpexp account noise", ["noise_multiplier="]),
+        ("dpexp train optim.lr=", []),
+        ("dpexp report ru", ["run", "runs"]),
+    ],
+)
+def test_the_tab_key(line: str, expected: list[str]) -> None:
+    found = candidates(line)
+    assert expected == found or (len(expected) > 2 and set(expected) <= set(found))
+
+
+def test_completion_is_quick_to_start() -> None:
+    """No heavy library is imported between the key and the answer."""
+    code = "import sys; from dpexp.completion import candidates; candidates('dpexp train t'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "hydra", "transformers", "numpy"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_prints_what_a_shell_evaluates(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "dpexp completion words" in capsys.readouterr().out
