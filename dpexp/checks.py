@@ -12,13 +12,14 @@ from dpexp.durable import flattened
 from dpexp.errors import UserError
 from dpexp.privacy.schedules import SCHEDULES, Schedule
 from dpexp.schemas import CHOICES, RunConfig
+from dpexp.training.low_pass import check_low_pass
 
 TRIALS_LAWS = ("geometric", "logarithmic", "poisson")
 DELTA_RULES = ("half_over_n", "n_pow_-1.1")
 
 _POSITIVE = (
-    "optim.lr", "optim.eps", "optim.tolerance", "optim.batch_size", "optim.epochs", "optim.steps", "clip.clip_norm",
-    "clip.init_threshold",
+    "optim.lr", "optim.eps", "optim.floor", "optim.tolerance", "optim.batch_size", "optim.epochs", "optim.steps",
+    "clip.clip_norm", "clip.init_threshold",
     "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.pad_to", "task.generation.max_target",
     "task.generation.num_beams", "task.generation.examples", "data.max_length",
     "data.num_examples", "runtime.eval_batch_size", "runtime.threads", "engine.memory_cap_mib", "trials",
@@ -140,6 +141,17 @@ def _numbers(run: RunConfig) -> Iterator[str]:
         yield f"runtime.threads={run.runtime.threads} must be at most {_THREADS}: more than the processor's cores never helps"
     if len(run.optim.betas) != 2 or not all(0 <= beta < 1 for beta in run.optim.betas):
         yield f"optim.betas={run.optim.betas} must be two numbers in [0, 1)"
+    if not 0 < run.optim.kappa <= 1:
+        yield f"optim.kappa={run.optim.kappa} must be above 0 and at most 1"
+    if run.optim.name == "doppler":
+        try:
+            check_low_pass(run.optim.filter_a, run.optim.filter_b)
+        except UserError as error:
+            yield str(error)
+    if run.optim.uniform_average and run.optim.ema_decay:
+        yield "optim.uniform_average and optim.ema_decay are two averages of the weights: set one of them to false or 0"
+    if run.optim.name in ("adam_bc", "adamw_bc", "disk") and run.peft.name == "rgp":
+        yield f"optim={run.optim.name} needs the gradients of what it moves, and peft=rgp moves other tensors: choose another"
     if len(run.optim.ratios) != 2 or not 0 < run.optim.ratios[0] < 1 < run.optim.ratios[1] < math.inf:
         yield f"optim.ratios={run.optim.ratios} must be two numbers, one below 1 (above 0) and one above"
 

@@ -196,6 +196,12 @@ class OptimConfig:
     warmup_ratio: float = 0.0
     # of the average of the weights that is evaluated and exported; 0 = the weights themselves
     ema_decay: float = 0.0
+    uniform_average: bool = False  # the mean of all steps' weights instead
+    floor: float = 1e-8  # adam_bc, adamw_bc: of the second moment without the noise
+    base: str = "adam"  # doppler, disk: the optimiser behind the filter
+    filter_a: list[float] = field(default_factory=lambda: [-0.9])  # doppler: of the filtered past
+    filter_b: list[float] = field(default_factory=lambda: [0.1])  # doppler: of the gradients
+    kappa: float = 0.7  # disk: the weight of the newest gradient
     batch_size: float = 1024.0  # B, the expected size of a logical batch
     epochs: float | None = None  # exactly one of epochs and steps
     steps: int | None = None
@@ -304,7 +310,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "privacy_utility_convex",
     ),
     "individual.name": ("none", "sampling", "scaling"),
-    "optim.name": ("adadp", "adam", "adamw", "sgd"),
+    "optim.name": (
+        "adadp", "adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "disk", "doppler", "lamb", "sgd",
+    ),
+    "optim.base": ("adagrad", "adam", "adamw", "lamb", "sgd"),
     "optim.lr_schedule": ("constant", "linear", "cosine"),
     "peft.name": ("full", "lora", "prefix", "rgp", "top2", "bitfit", "head", "adapters"),
     "peft.carriers": ("weights", "history"),

@@ -1,4 +1,5 @@
-"""Averages of the weights over the steps, as De et al. 2022 (section 4.3) evaluate them.
+"""Averages of the weights over the steps: exponential, as De et al. 2022 (section 4.3) evaluate them, or of all steps alike, as
+in the last line of Algorithm 1 of Li et al. 2022.
 
 An average of released weights is post-processing: it costs no privacy.
 """
@@ -21,21 +22,21 @@ def decay_at(step: int, decay: float) -> float:
 
 
 class Averages:
-    """Exponential moving averages of tensors that an optimiser moves.
+    """Averages of tensors that an optimiser moves.
 
     Args:
         tensors: on their device; the averages begin as copies of them.
-        decay: in [0, 1).
+        decay: of an exponential average, in [0, 1); None: the mean (1/t)·Σ θ_s of the results of all steps s = 1 … t.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], decay: float):
+    def __init__(self, tensors: Sequence[Tensor], decay: float | None):
         self.tensors, self.decay = list(tensors), decay
         self.values = [tensor.detach().clone() for tensor in self.tensors]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """The tensors after step `step` (0-based) join the averages."""
-        share = 1 - decay_at(step, self.decay)
+        share = 1 / (step + 1) if self.decay is None else 1 - decay_at(step, self.decay)
         torch._foreach_lerp_(self.values, [tensor.detach() for tensor in self.tensors], share)
 
     @contextmanager
@@ -64,7 +65,7 @@ class Averages:
         """
         if [value.shape for value in values] != [value.shape for value in self.values]:
             raise UserError(
-                "the checkpoint's averages (optim.ema_decay) do not fit the model: start again with another seed, or delete the "
+                "the checkpoint's averages do not fit the model: start again with another seed, or delete the "
                 "run's folder"
             )
         for mine, value in zip(self.values, values, strict=True):

@@ -97,8 +97,8 @@ class Trainer:
         self.model = bundle.model.to(device).train()
         self.optimizer = build_optimizer(run.optim, rgp.moved_tensors(self.model))
         rgp.follow(self.model, self.optimizer)
-        decay = run.optim.ema_decay
-        self.averages = Averages(rgp.moved_tensors(self.model), decay) if decay else None
+        decay = None if run.optim.uniform_average else run.optim.ema_decay
+        self.averages = None if decay == 0 else Averages(rgp.moved_tensors(self.model), decay)
         self.decisions = state.Decisions(folder / "decisions.json", record.device_name(device))
         self.machine = state.Decisions(state.machine_file(), state.machine_name(device))
         self.code = record.code_hash()

@@ -2,21 +2,41 @@
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dpexp.errors import UserError
 from dpexp.training.adadp import ADADP
+from dpexp.training.adam_bc import AdamBC
+from dpexp.training.filters import DiSK, Doppler
 
 if TYPE_CHECKING:
     from dpexp.config import OptimConfig
 
+FILTERS = ("doppler", "disk")
+OPTIMIZERS = (
+    "adadp", "adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "disk", "doppler", "lamb", "sgd",
+)  # fmt: skip
+
 
 def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """An optimiser (torch's own, or ADADP) on the noisy, averaged `p.grad`: post-processing, whatever it does with it."""
+    """An optimiser on the noisy, averaged `p.grad`: post-processing, whatever it does with it.
+
+    Raises:
+        UserError: there is no such optimiser, its settings make none, or its library is missing.
+    """
     parameters = list(parameters)
+    if optim.name in FILTERS:
+        base = build_optimizer(replace(optim, name=optim.base), parameters)
+        return (
+            Doppler(base, optim.filter_a, optim.filter_b)
+            if optim.name == "doppler"
+            else DiSK(base, optim.kappa)
+        )
+    betas = (float(optim.betas[0]), float(optim.betas[1]))
     if optim.name == "sgd":
         return torch.optim.SGD(
             parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay
@@ -26,13 +46,37 @@ def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch
         return kind(
             parameters,
             lr=optim.lr,
-            betas=(float(optim.betas[0]), float(optim.betas[1])),
+            betas=betas,
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
+    if optim.name in {"adam_bc", "adamw_bc"}:
+        return AdamBC(
+            parameters, optim.lr, betas, optim.floor, optim.weight_decay, decoupled=optim.name == "adamw_bc"
+        )
+    if optim.name == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=optim.lr, weight_decay=optim.weight_decay, eps=optim.eps)
+    if optim.name == "lamb":
+        return _lamb()(
+            parameters,
+            lr=optim.lr,
+            betas=betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            max_grad_norm=None,
+        )
     if optim.name == "adadp":
         return ADADP(parameters, optim.lr, optim.tolerance, (float(optim.ratios[0]), float(optim.ratios[1])))
-    raise UserError(f"optim.name={optim.name!r} is not known: choose adadp, adam, adamw or sgd")
+    raise UserError(f"optim.name={optim.name!r} is not known: choose one of {', '.join(OPTIMIZERS)}")
+
+
+def _lamb() -> Any:
+    """timm's, without its own clipping of the whole gradient."""
+    try:
+        from timm.optim.lamb import Lamb
+    except ImportError:
+        raise UserError("optim=lamb is timm's: pip install timm, or choose another optimiser") from None
+    return Lamb
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: str, warmup_ratio: float) -> float:

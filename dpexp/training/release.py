@@ -126,6 +126,11 @@ class Release:
         add_gaussian_([counts], noise["counts"], generator=self._generator("counts", step, attempt))
         return counts
 
+    def stds(self, step: int) -> dict[int, float]:
+        """Standard deviation of the noise in the sum of each parameter's gradients, by ``id(p)``."""
+        groups = zip(self.clipper.groups, self.noise(step)["gradients"], strict=True)
+        return {id(p): std for group, std in groups for p in group.params.values()}
+
     def _gradients(self) -> list[Tensor]:
         """The clipper leaves a tensor for every parameter, zeros where nothing arrived."""
         return [p.grad for p in self.parameters if p.grad is not None]

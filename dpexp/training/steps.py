@@ -140,6 +140,8 @@ class Steps:
         self.sums, self.attempt = self._no_sums(), attempt
         if self.clipper is not None:
             self.clipper.thresholds = self.policy.values
+        if hasattr(self._mover, "ahead"):
+            self._mover.ahead()
         pieces = physical_batches(self.sampler.draw(step, attempt), length, size)
         self._left = max(1, len(pieces))
         return pieces
@@ -188,6 +190,8 @@ class Steps:
     def clear(self) -> None:
         """Drop the gradients, and with them a step that is not taken yet."""
         self.piece = None
+        if hasattr(self._mover, "back"):
+            self._mover.back()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -204,6 +208,7 @@ class Steps:
                 self.attempt = self.release.next_attempt(step)
                 return False
             counts = self.release.add_noise(step, self.attempt, raw)
+            self._tell_noise(step)
         torch._foreach_div_(self.gradients, self.expected_batch)
         self.optimizer.step()
         if counts is not None:
@@ -212,6 +217,17 @@ class Steps:
         if self.on_taken is not None:
             self.on_taken()
         return True
+
+    def _tell_noise(self, step: int) -> None:
+        """An optimiser that corrects for the noise is told how much of it is in each mean gradient: a public number."""
+        if hasattr(self._mover, "tell_noise"):
+            stds = self.release.stds(step) if self.release is not None else {}
+            self._mover.tell_noise({number: std / self.expected_batch for number, std in stds.items()})
+
+    @property
+    def _mover(self) -> Any:
+        """The optimiser itself, where something guards it."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _no_sums(self) -> Sums:
         num_groups = len(self.clipper.groups) if self.clipper is not None else 0
