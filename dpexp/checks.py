@@ -20,6 +20,7 @@ DELTA_RULES = ("half_over_n", "n_pow_-1.1")
 _POSITIVE = (
     "optim.lr", "optim.eps", "optim.floor", "optim.tolerance", "optim.batch_size", "optim.epochs", "optim.steps",
     "clip.clip_norm", "clip.init_threshold",
+    "clip.norm_factor", "clip.norm_bound",
     "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.pad_to", "task.generation.max_target",
     "task.generation.num_beams", "task.generation.examples", "data.max_length",
     "data.num_examples", "runtime.eval_batch_size", "runtime.threads", "engine.memory_cap_mib", "trials",
@@ -224,6 +225,11 @@ def _clipping(run: RunConfig) -> Iterator[str]:
         yield "clip.rule=none bounds nothing, so no noise can hide an example: use abadi, automatic, or clip=nonprivate"
     if not clip.private and clip.adaptive:
         yield "clip.adaptive=true spends privacy budget on quantiles, and this run has none: use a private clip"
+    if clip.adaptive and clip.follows == "norm" and not clip.norm_factor * clip.norm_bound > 1:
+        yield (
+            f"clip.norm_factor={clip.norm_factor:g} times clip.norm_bound={clip.norm_bound:g} must be above 1: thresholds could "
+            "only fall otherwise"
+        )
     if clip.adaptive:
         if not 0 < clip.target_quantile < 1:
             yield f"clip.target_quantile={clip.target_quantile} must be in (0, 1)"

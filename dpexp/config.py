@@ -242,8 +242,20 @@ def _register(config_name: str, schema: type) -> None:
 def _neutralise(run: RunConfig) -> None:
     if not run.clip.adaptive:
         neutral = type(run.clip)()
-        for name in ("init_threshold", "target_quantile", "quantile_lr", "quantile_budget", "rescale"):
+        for name in (
+            "init_threshold",
+            "target_quantile",
+            "quantile_lr",
+            "quantile_budget",
+            "rescale",
+            "follows",
+        ):
             setattr(run.clip, name, getattr(neutral, name))
+    names = [] if run.clip.adaptive and run.clip.follows == "norm" else ["norm_factor", "norm_bound"]
+    if not run.clip.adaptive or run.clip.follows == "norm":
+        names += ["target_quantile", "quantile_lr", "quantile_update"]
+    for name in names:
+        setattr(run.clip, name, getattr(type(run.clip)(), name))
     if run.schedule.name in SCHEDULES:
         schedule, takes = type(run.schedule)(run.schedule.name), SCHEDULES[run.schedule.name][1]
         for name in (*takes, *(["updates_per_epoch"] if takes else [])):

@@ -125,6 +125,10 @@ class ClipConfig:
     adaptive: bool = False
     target_quantile: float = 0.5
     quantile_lr: float = 0.3
+    quantile_update: str = "geometric"
+    follows: str = "quantile"  # what adaptive thresholds follow: a quantile of the norms, or their mean
+    norm_factor: float = 1.0  # alpha: C_k over the mean norm
+    norm_bound: float = 2.0  # beta: a norm counts at most so many C_k in the mean
     quantile_budget: float = 0.0  # r, the share of the privacy budget that the quantiles cost
     rescale: bool = True
     allocation: str = "global"
@@ -301,7 +305,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.trainable": ("all", "attention+head", "bias", "head"),
     "clip.groups": ("flat", "layer", "block"),
     "clip.allocation": ("global", "equal_budget", "weighted"),
-    "clip.rule": ("abadi", "automatic", "none"),
+    "clip.rule": ("abadi", "automatic", "normalized", "none"),
+    "clip.quantile_update": ("geometric", "arithmetic"),
+    "clip.follows": ("quantile", "norm"),
     "privacy.sampling": ("poisson", "fixed", "shuffle"),
     "privacy.release": ("normal", "strict"),
     "accountant.name": ("rdp", "gdp", "prv", "pld"),

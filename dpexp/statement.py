@@ -80,7 +80,9 @@ def privacy_block(
         "sample_rate": plan.sample_rate,
         "steps": charged,
         "sampling": plan.sampling,
-        "released": ["gradients", "counts"] if adaptive else ["gradients"],
+        "released": ["gradients", "norms" if run.clip.follows == "norm" else "counts"]
+        if adaptive
+        else ["gradients"],
         "neighbouring": plan.neighbouring,
         **_attack(events),
         "events": [encode(event) for event in events],

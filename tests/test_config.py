@@ -331,6 +331,8 @@ DEFAULTS = {
     "clip.adaptive": False,
     "clip.target_quantile": 0.5,
     "clip.quantile_lr": 0.3,
+    "clip.quantile_update": "geometric",
+    "clip.follows": "quantile",
     "clip.quantile_budget": 0.0,
     "clip.rescale": True,
     "clip.allocation": "global",

@@ -62,7 +62,7 @@ def attach(
         model: any module; its trainable parameters (``requires_grad``) at this moment are clipped, the others are left alone.
         groups: ``"flat"``, ``"layer"``, ``"block"`` or ``{"name": ["param.name", ...], ...}`` (see `groups.build_groups`).
         clip_norm: the total threshold C (then ``C_k = C / sqrt(K)``), or a sequence of K thresholds.
-        rule: ``"abadi"``, ``"automatic"`` (gamma 0.01) or ``"none"``.
+        rule: ``"abadi"``, ``"automatic"`` (gamma 0.01), ``"normalized"`` (no gamma) or ``"none"``.
         engine: see `engines.ENGINES`.
         max_clip_scale: upper bound of ``clip_scale`` in `Clipper.backward`; the sensitivity rests on it.
         rows_per_example: the model sees this many adjacent rows of each example; ``losses`` stays ``[B]``.

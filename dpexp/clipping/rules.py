@@ -21,8 +21,13 @@ def abadi(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
 
 
 def automatic(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
-    """``C / (||g|| + gamma)`` with gamma = 0.01 (automatic clipping, Bu et al. 2022b)."""
+    """``C / (||g|| + gamma)`` with gamma = 0.01 (AUTO-S, the stable form of automatic clipping, Bu et al. 2022b)."""
     return thresholds / (sq_norms.sqrt() + AUTOMATIC_GAMMA)
+
+
+def normalized(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
+    """``C / ||g||`` (AUTO-V, automatic clipping without gamma, Bu et al. 2022b). A zero gradient has the factor 0."""
+    return (sq_norms.rsqrt() * thresholds).masked_fill_(sq_norms == 0, 0.0)
 
 
 def none(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
@@ -30,4 +35,4 @@ def none(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
     return torch.ones_like(sq_norms)
 
 
-RULES: dict[str, Rule] = {"abadi": abadi, "automatic": automatic, "none": none}
+RULES: dict[str, Rule] = {"abadi": abadi, "automatic": automatic, "normalized": normalized, "none": none}

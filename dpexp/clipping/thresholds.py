@@ -23,6 +23,7 @@ class FixedThresholds:
     """The thresholds never move."""
 
     adaptive = False
+    bounds: Tensor | None = None  # `[K]`, of the norms that are summed; None: norms are counted
 
     def __init__(self, thresholds: Tensor):
         self.estimates = thresholds.detach().clone()
@@ -54,6 +55,8 @@ class QuantileThresholds(FixedThresholds):
         floor: no estimate falls below it (a collapsed threshold could not recover its scale).
         rescale_to: the equivalent global threshold C; ``C_k`` becomes ``C * C_k / sqrt(sum_j C_j²)`` (App. A.1).
             None: the estimates themselves are the thresholds.
+        arithmetic: ``C_k <- C_k - lr * (b_k - q)`` instead, the gradient step of Andrew et al. 2019: lr is then in the unit of
+            the norms, and as many steps lead from 1 to 2 as from 100 to 101.
     """
 
     adaptive = True
@@ -65,6 +68,7 @@ class QuantileThresholds(FixedThresholds):
         lr: float,
         floor: float,
         rescale_to: float | None = None,
+        arithmetic: bool = False,
     ):
         super().__init__(initial)
         if not 0.0 < target_quantile < 1.0:
@@ -74,6 +78,7 @@ class QuantileThresholds(FixedThresholds):
         if not floor > 0:
             raise UserError(f"threshold_floor={floor} must be positive")
         self.target_quantile, self.lr, self.floor, self.rescale_to = target_quantile, lr, floor, rescale_to
+        self.arithmetic = arithmetic
         self.estimates.clamp_(min=floor)
 
     @property
@@ -86,5 +91,49 @@ class QuantileThresholds(FixedThresholds):
         """``noisy_fraction``: ``[K]`` noisy fractions of examples at or below their estimate."""
         # a share lies in [0, 1]; noise beyond that (tiny batches, many groups) must not make one step a runaway
         share = noisy_fraction.to(self.estimates).clamp(-1.0, 2.0)
-        step = torch.exp(-self.lr * (share - self.target_quantile))
-        self.estimates = (self.estimates * step).clamp(min=self.floor, max=CEILING)
+        step = -self.lr * (share - self.target_quantile)
+        moved = self.estimates + step if self.arithmetic else self.estimates * torch.exp(step)
+        self.estimates = moved.clamp(min=self.floor, max=CEILING)
+
+
+class NormThresholds(FixedThresholds):
+    """Thresholds in proportion to the mean norm of the last step (van der Veen et al. 2018).
+
+    ``C_k <- factor * m_k`` with ``m_k`` the noisy mean of the norms, each of which counts at most ``bounds = bound * C_k``.
+
+    Args:
+        initial: ``[K]`` first thresholds, positive.
+        factor: the paper's alpha.
+        bound: the paper's beta; factor * bound is how much a threshold can rise in one step.
+        floor: no threshold falls below it.
+        rescale_to: see `QuantileThresholds`.
+    """
+
+    adaptive = True
+
+    def __init__(
+        self, initial: Tensor, factor: float, bound: float, floor: float, rescale_to: float | None = None
+    ):
+        super().__init__(initial)
+        if not (factor > 0 and math.isfinite(factor * bound) and factor * bound > 1):
+            raise UserError(
+                f"norm_factor={factor} times norm_bound={bound} must be above 1: thresholds could only fall otherwise"
+            )
+        self.factor, self.bound, self.floor, self.rescale_to = factor, bound, floor, rescale_to
+        self.estimates.clamp_(min=floor)
+
+    @property
+    def values(self) -> Tensor:
+        if self.rescale_to is None:
+            return self.estimates
+        return self.rescale_to * self.estimates / self.estimates.norm()
+
+    @property
+    def bounds(self) -> Tensor:  # type: ignore[override]
+        """``[K]``, of the norms that are summed."""
+        return self.bound * self.estimates
+
+    def update(self, noisy_means: Tensor) -> None:
+        """``noisy_means``: ``[K]`` noisy means of the bounded norms."""
+        means = torch.minimum(noisy_means.to(self.estimates), self.bounds)
+        self.estimates = (self.factor * means).clamp(min=self.floor, max=CEILING)

@@ -100,6 +100,30 @@ def centred_counts(norms: Tensor, estimates: Tensor) -> Tensor:
     return below.sum(1).to(torch.float64).sub(norms.shape[1] / 2)
 
 
+def centred_norms(norms: Tensor, bounds: Tensor) -> Tensor:
+    """Σ_i (min(norm_ki, D_k) - D_k/2) for every group, D_k the bound of its norms.
+
+    One example more or less moves the sum of a group by at most D_k/2, half of what it would move the sum of the bounded norms
+    themselves (van der Veen et al. 2018). In units of D_k the vector has the sensitivity √K/2 of the centred counts, so that
+    noise σ_b·D_k has the same event.
+
+    Args:
+        norms: `[K, B]` per-example norms, B may be 0. A NaN counts as D_k.
+        bounds: `[K]`, D_k.
+
+    Returns:
+        `[K]`, float64.
+    """
+    limits = bounds.to(norms.device, torch.float64).unsqueeze(1)
+    bounded = torch.minimum(norms.to(torch.float64).nan_to_num(nan=torch.inf), limits)
+    return (bounded - limits / 2).sum(1)
+
+
+def noisy_means(noisy_sums: Tensor, bounds: Tensor, expected_batch: float) -> Tensor:
+    """The estimated mean of the bounded norms: noisy centred sum / expected batch + D_k/2."""
+    return noisy_sums / expected_batch + bounds.to(noisy_sums) / 2
+
+
 def noisy_fractions(noisy_counts: Tensor, expected_batch: float) -> Tensor:
     """b̃_k, the estimated share of examples whose norm is at most C_k: noisy centred count / expected batch + 1/2.
 

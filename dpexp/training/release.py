@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping import Clipper
-from dpexp.clipping.thresholds import FixedThresholds, QuantileThresholds
+from dpexp.clipping.thresholds import FixedThresholds, NormThresholds, QuantileThresholds
 from dpexp.errors import UserError
 from dpexp.privacy.fingerprint import fingerprint, fingerprint_of_facts
 from dpexp.privacy.ledger import Ledger
@@ -56,14 +56,19 @@ class Release:
         self.parameters = [p for group in clipper.groups for p in group.params.values()]
 
     def noise(self, step: int) -> dict[str, Any]:
-        """Standard deviations of a step: `gradients`, one per group, and `counts`, None where none are released.
+        """Standard deviations of a step: `gradients`, one per group, and `counts`, None where none are released; where
+        norms are summed, one per group.
 
         Raises:
             UserError: more noise than its grid is fine enough for.
         """
         check_multiplier(self.plan.sigma_new(step), sum(self.sizes) + len(self.sizes))
         stds = noise_stds(self.policy.values, self.sizes, self.plan.sigma_new(step), self.allocation)
-        counts = self.plan.sigma_b(step, len(self.sizes)) if self.policy.adaptive else None
+        counts: float | list[float] | None = None
+        if self.policy.adaptive:
+            counts = self.plan.sigma_b(step, len(self.sizes))
+            if (bounds := self.policy.bounds) is not None:
+                counts = (counts * bounds.double().cpu()).tolist()
         return {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
 
     def likely_attempt(self, step: int, facts: dict[str, Any]) -> int:
@@ -123,7 +128,9 @@ class Release:
         add_gaussian_(self._gradients(), stds, generator=self._generator("gradients", step, attempt))
         if noise["counts"] is None:
             return None
-        add_gaussian_([counts], noise["counts"], generator=self._generator("counts", step, attempt))
+        each = isinstance(noise["counts"], list)
+        tensors = list(counts.split(1)) if each else [counts]
+        add_gaussian_(tensors, noise["counts"], generator=self._generator("counts", step, attempt))
         return counts
 
     def stds(self, step: int) -> dict[int, float]:
@@ -148,10 +155,15 @@ def build_policy(clip: "ClipConfig", num_groups: int) -> FixedThresholds:
     start = clip.clip_norm / math.sqrt(num_groups)
     if not clip.adaptive:
         return FixedThresholds(torch.full((num_groups,), start))
+    first = torch.full((num_groups,), start if clip.init_threshold is None else clip.init_threshold)
+    rescale_to = clip.clip_norm if clip.rescale else None
+    if clip.follows == "norm":
+        return NormThresholds(first, clip.norm_factor, clip.norm_bound, clip.threshold_floor, rescale_to)
     return QuantileThresholds(
-        torch.full((num_groups,), start if clip.init_threshold is None else clip.init_threshold),
+        first,
         clip.target_quantile,
         clip.quantile_lr,
         clip.threshold_floor,
-        clip.clip_norm if clip.rescale else None,
+        rescale_to,
+        arithmetic=clip.quantile_update == "arithmetic",
     )

@@ -27,7 +27,7 @@ from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
 from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
-from dpexp.privacy.sensitivity import noisy_fractions
+from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
 from dpexp.training.batching import Sampler, physical_batches
 from dpexp.training.release import Release
 from dpexp.training.state import Decisions
@@ -212,7 +212,12 @@ class Steps:
         torch._foreach_div_(self.gradients, self.expected_batch)
         self.optimizer.step()
         if counts is not None:
-            self.policy.update(noisy_fractions(counts, self.expected_batch))
+            bounds = self.policy.bounds
+            self.policy.update(
+                noisy_fractions(counts, self.expected_batch)
+                if bounds is None
+                else noisy_means(counts, bounds, self.expected_batch)
+            )
         self.taken += 1
         if self.on_taken is not None:
             self.on_taken()

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from dpexp.clipping import Report
 from dpexp.clipping.thresholds import FixedThresholds
-from dpexp.privacy.sensitivity import centred_counts
+from dpexp.privacy.sensitivity import centred_counts, centred_norms
 
 
 @dataclass
 class Sums:
     """The sums of one step besides those of the gradients, before any noise."""
 
-    counts: Tensor  # [K] centred counts, float64
+    counts: Tensor  # [K] what the thresholds follow: centred counts, or centred sums of norms; float64
     norms: Tensor  # [K] sums of the norms, float64
     clipped: Tensor  # [K] how many examples were clipped, float64
     loss: Tensor  # sum of the losses
@@ -32,7 +32,11 @@ class Sums:
         self.drawn += len(losses)
         self.loss += losses.detach().sum().to(self.loss)
         if report is not None:
-            self.counts += centred_counts(report.norms, policy.estimates).to(self.counts)
+            bounds = policy.bounds
+            if bounds is None:
+                self.counts += centred_counts(report.norms, policy.estimates).to(self.counts)
+            else:
+                self.counts += centred_norms(report.norms, bounds).to(self.counts)
             self.norms += report.norms.sum(1).to(self.norms)
             self.clipped += report.clipped.to(self.clipped)
             if self.every is not None:

@@ -10,9 +10,11 @@ from dpexp.errors import UserError
 from dpexp.privacy.sensitivity import (
     ALLOCATIONS,
     centred_counts,
+    centred_norms,
     noise_scales,
     noise_stds,
     noisy_fractions,
+    noisy_means,
     sensitivity,
 )
 
@@ -98,6 +100,29 @@ def test_one_example_moves_every_centred_count_by_exactly_a_half(num_groups, num
     estimates = torch.rand(num_groups, generator=generator)
     moved = centred_counts(norms, estimates) - centred_counts(norms[:, 1:], estimates)
     assert moved.abs().tolist() == [0.5] * num_groups
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 20), st.integers(0, 2**31))
+def test_one_example_moves_a_centred_sum_of_norms_by_at_most_half_its_bound(num_groups, num_examples, seed):
+    generator = torch.Generator().manual_seed(seed)
+    norms = 3 * torch.rand(num_groups, num_examples, generator=generator)
+    norms[0, 0] = float("nan")
+    bounds = torch.rand(num_groups, generator=generator) + 0.1
+    moved = (centred_norms(norms, bounds) - centred_norms(norms[:, 1:], bounds)).abs()
+    assert (moved <= bounds.double() / 2 * (1 + 1e-9)).all()
+    assert moved[0] == pytest.approx(float(bounds[0]) / 2)
+    by_hand = [
+        sum(min(x, float(d)) for x in row) for row, d in zip(norms[:, 1:].tolist(), bounds, strict=True)
+    ]
+    means = (
+        noisy_means(centred_norms(norms[:, 1:], bounds), bounds, num_examples - 1)
+        if num_examples > 1
+        else None
+    )
+    if means is not None:
+        assert (means * (num_examples - 1)).tolist() == pytest.approx(by_hand, rel=1e-6)
+    assert centred_norms(torch.zeros(num_groups, 0), bounds).tolist() == [0.0] * num_groups
 
 
 def test_counts_do_not_depend_on_how_the_batch_is_cut():
