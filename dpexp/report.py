@@ -1,7 +1,7 @@
 """``python -m dpexp.report NAME``: a table or figure of a paper beside our own numbers, from the committed records.
 
 Names: ``table-he-2``, ``figure-li-3``, ``accounting-li``, ``coverage``, …; ``tables``, ``figures``, ``all``; ``report`` is the
-page with everything; ``list`` shows all names.
+page with everything; ``list`` shows all names. ``run FOLDER [FOLDER ...]`` shows runs of one's own (`dpexp.own_run`).
 """
 
 import argparse
@@ -10,9 +10,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import dpexp
+from dpexp import own_run
 from dpexp.errors import UserError
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
@@ -24,6 +27,9 @@ _KEEP = Path(__file__).resolve().parent.parent / "scripts" / "keep_record.py"
 
 def main(arguments: list[str] | None = None) -> int:
     """Render what is asked for. Returns the exit status."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["run"]:
+        return _guarded(own_run.main, words[1:])
     parser = argparse.ArgumentParser(prog="python -m dpexp.report", description=__doc__)
     parser.add_argument("name", nargs="+", help="table-he-2, figure-li-3, tables, figures, all, report, list")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
@@ -36,9 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="show records without provenance or of uncommitted code, marked",
     )
-    given = parser.parse_args(arguments)
+    return _guarded(_render, parser.parse_args(words))
+
+
+def _guarded(act: Callable[[Any], int], given: Any) -> int:
+    """The exit status of a function that may not like what it is given."""
     try:
-        return _render(given)
+        return act(given)
     except (UserError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,322 @@
+"""``python -m dpexp.report run FOLDER [FOLDER ...]``: runs of one's own beside each other, as a page and pictures.
+
+A folder of `dpexp.train` shows everything below. One of `PrivacyEngine` or of the Trainer has a ledger and no log of losses or
+norms: it shows ε and the speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpexp.durable import read_json
+from dpexp.errors import UserError
+from dpexp.privacy import accountants
+from dpexp.privacy.events import composed, decode, decode_groups
+from dpexp.reproduce.drawing import draw, lines
+from dpexp.usage import shipped
+
+POINTS = 12  # moments of a run at which ε is computed
+MOST_GROUPS = 12  # of thresholds and norms that are drawn, spread over the model
+NOT_PRIVATE = "not private: computed from the training data without noise"
+
+
+@dataclass
+class OwnRun:
+    """What the files of a run say.
+
+    Attributes:
+        name: short, of its folder.
+        summary: of a finished run, else empty.
+        settings: what was asked for.
+        released, private: lines of `metrics.jsonl`, without and with data that no noise covers.
+        events: of the ledger's lines, as JSON, in order, with the time of each.
+        delta: None where it is not known.
+    """
+
+    name: str
+    folder: Path
+    summary: dict[str, Any]
+    settings: dict[str, Any]
+    released: list[dict[str, Any]] = field(default_factory=list)
+    private: list[dict[str, Any]] = field(default_factory=list)
+    events: list[tuple[str, float]] = field(default_factory=list)
+    delta: float | None = None
+
+    @property
+    def accountant(self) -> str:
+        """The one that decided the noise."""
+        chosen = self.summary.get("privacy", {}).get("accountant") or self.settings.get("accountant") or "rdp"
+        return str(chosen.get("name", "rdp") if isinstance(chosen, dict) else chosen)
+
+    @cached_property
+    def epsilons(self) -> tuple[list[int], dict[str, list[float]]]:
+        """ε under each accountant after some of the charges, evenly spread, the last one included.
+
+        Returns:
+            Numbers of charges, and for each accountant as many values; of the least protected group, where groups differ.
+        """
+        total = len(self.events)
+        moments = sorted({max(1, round(total * (i + 1) / POINTS)) for i in range(POINTS)}) if total else []
+        found: dict[str, list[float]] = {}
+        if self.delta is None:
+            return [], found
+        for moment in moments:
+            counts = Counter(event for event, _ in self.events[:moment])
+            spent = [
+                accountants.epsilons(composed((event, count) for event, count in each), self.delta)
+                for each in zip(
+                    *(_of_groups(encoded, count) for encoded, count in counts.items()), strict=True
+                )
+            ]
+            for name in spent[0]:
+                values = [group[name] for group in spent]
+                found.setdefault(name, []).append(max(float("nan") if v is None else v for v in values))
+        return moments, found
+
+    def series(self, name: str, private: bool = False) -> tuple[list[int], list[Any]]:
+        """Steps and values of the lines that have a value of this name."""
+        found = [
+            (line["step"], line[name])
+            for line in (self.private if private else self.released)
+            if name in line
+        ]
+        return [step for step, _ in found], [value for _, value in found]
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m dpexp.report run", description=__doc__)
+    parser.add_argument(
+        "folder", nargs="+", type=Path, help="of a run: it holds ledger.jsonl or summary.json"
+    )
+    parser.add_argument("--out", type=Path, help="default: FOLDER/report of one run, ./report of several")
+    parser.add_argument("--released", action="store_true", help="leave out what is not private")
+    given = parser.parse_args(arguments)
+    runs = [read(folder) for folder in given.folder]
+    out = given.out or (runs[0].folder / "report" if len(runs) == 1 else Path("report"))
+    print(f"written to {write(runs, out, released=given.released)}")
+    return 0
+
+
+def read(folder: Path) -> OwnRun:
+    """Read the folder of a run, unfinished ones too.
+
+    Raises:
+        UserError: it is no folder of a run.
+    """
+    beside = folder.with_name(f"{folder.name}.privacy")  # of Hugging Face's Trainer
+    if not (folder / "ledger.jsonl").exists() and (beside / "ledger.jsonl").exists():
+        folder = beside
+    summary = read_json(folder / "summary.json") or {}
+    settings = _settings(folder) or read_json(folder / "run.json") or {}
+    events = list(_charges(folder / "ledger.jsonl"))
+    if not (summary or events or settings):
+        raise UserError(
+            f"{folder} is no folder of a run: give one that holds ledger.jsonl or summary.json, "
+            "runs/TASK/SIGNATURE/seed0 for example"
+        )
+    logged = list(_json_lines(folder / "metrics.jsonl"))
+    delta = summary.get("privacy", {}).get("delta") or settings.get("delta")
+    return OwnRun(
+        name="/".join(folder.resolve().parts[-3:]),
+        folder=folder,
+        summary=summary,
+        settings=settings,
+        released=[line for line in logged if not line.get("not_private")],
+        private=[line for line in logged if line.get("not_private")],
+        events=events,
+        delta=delta if isinstance(delta, float | int) and delta > 0 else None,
+    )
+
+
+def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
+    """Write ``index.html`` and its pictures. Returns the page.
+
+    Args:
+        runs: at least one.
+        out: a folder; made where it does not exist.
+        released: leave out what no noise covers.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        parts = [
+            _table(runs),
+            *(part for name, part in _figures(runs, out) if not (released and name in PRIVATE)),
+        ]
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}") from error
+    if released:
+        for name in PRIVATE:
+            (out / f"{name}.png").unlink(missing_ok=True)
+    style = shipped("reproduce").joinpath("site.css").read_text(encoding="utf-8")
+    title = html.escape(" and ".join(run.name for run in runs))
+    page = out / "index.html"
+    body = "\n".join(parts)
+    page.write_text(
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{style}\n'
+        f"img {{max-width: 100%}}</style>\n<main>\n<h1>{title}</h1>\n{body}\n</main>\n</html>\n",
+        encoding="utf-8",
+    )
+    return page
+
+
+def _of_groups(encoded: str, count: int) -> list[tuple[Any, int]]:
+    """An event for each group of examples with a budget of its own, each with its count."""
+    record = json.loads(encoded)
+    groups = decode_groups(record)
+    return [(event, count) for event in (groups.events if groups is not None else [decode(record)])]
+
+
+def _charges(path: Path) -> Iterator[tuple[str, float]]:
+    """Events and times of a ledger. Its signature is not checked: a finished run has deleted the key."""
+    for line in _json_lines(path):
+        if "event" in line:
+            yield json.dumps(line["event"], sort_keys=True), float(line.get("time", 0.0))
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file that are complete; a torn last one is what a crash leaves."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+PRIVATE = {"loss": f"training loss ({NOT_PRIVATE})", "norms": f"mean norm of each group ({NOT_PRIVATE})"}
+PUBLIC = {
+    "epsilon": "ε of everything charged so far, by each accountant",
+    "dev": "on the dev set, which is public",
+    "thresholds": "clipping thresholds (released through noise)",
+    "throughput": "examples per second, of the expected batch",
+}
+
+
+def _figures(runs: list[OwnRun], out: Path) -> Iterator[tuple[str, str]]:
+    """Draw what there is of each picture. Yields its name and its part of the page."""
+    for name, what in (PUBLIC | PRIVATE).items():
+        series = [
+            (_label(runs, run, label), x, y)
+            for run in runs
+            for label, x, y in _SERIES[name](run)
+            if len(x) and not (name == "epsilon" and len(runs) > 2 and label != run.accountant)
+        ]
+        if not series:
+            continue
+        log = name in ("thresholds", "norms")
+        (out / f"{name}.png").write_bytes(draw(partial(_plot, series, log))[1])
+        yield (
+            name,
+            f'<section>\n<h2>{html.escape(what)}</h2>\n<img src="{name}.png" alt="{html.escape(what)}">\n</section>',
+        )
+
+
+def _plot(series: list[tuple[str, list[float], list[float]]], log: bool, axes: Any) -> None:
+    lines(axes[0], series, markers=len(series[0][1]) <= POINTS)
+    axes[0].set_xlabel("step")
+    if log:
+        axes[0].set_yscale("log")
+
+
+def _label(runs: list[OwnRun], run: OwnRun, label: str) -> str:
+    return label if len(runs) == 1 else f"{run.name} {label}".strip()
+
+
+def _epsilon_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]:
+    steps, found = run.epsilons
+    for name, values in found.items():
+        kept = [(x, y) for x, y in zip(steps, values, strict=True) if y == y and y != float("inf")]
+        label = f"{name} (not a guarantee)" if name == "gdp" else name
+        yield label, [x for x, _ in kept], [y for _, y in kept]
+
+
+def _dev_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]:
+    steps, values = run.series("dev")
+    for name in values[0] if values else ():
+        if name in ("loss", "accuracy", "bleu"):
+            yield f"dev {name}", steps, [value.get(name) for value in values]
+
+
+def _group_series(run: OwnRun, name: str, private: bool) -> Iterator[tuple[str, list[int], list[float]]]:
+    steps, values = run.series(name, private)
+    number = len(values[0]) if values else 0
+    names = run.summary.get("details", {}).get("groups") or range(number)
+    for k in range(0, number, -(-number // MOST_GROUPS) or 1):
+        yield f"group {names[k]}", steps, [value[k] for value in values]
+
+
+def _loss_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]:
+    steps, values = run.series("loss", private=True)
+    yield "loss", steps, values
+
+
+def _throughput_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]:
+    """From the times of the charges: each step is charged just before it is taken."""
+    batch = run.settings.get("expected_batch_size") or run.settings.get("optim", {}).get("batch_size")
+    times = [time for _, time in run.events]
+    taken = [(i + 1, b - a) for i, (a, b) in enumerate(zip(times, times[1:], strict=False)) if b > a]
+    if batch:
+        yield "examples/s", [i for i, _ in taken], [batch / seconds for _, seconds in taken]
+
+
+_SERIES: dict[str, Any] = {
+    "epsilon": _epsilon_series,
+    "dev": _dev_series,
+    "thresholds": partial(_group_series, name="thresholds", private=False),
+    "throughput": _throughput_series,
+    "loss": _loss_series,
+    "norms": partial(_group_series, name="mean_norms", private=True),
+}
+
+
+def _table(runs: list[OwnRun]) -> str:
+    """The runs beside each other, a column for each."""
+    rows: dict[str, list[str]] = {}
+    for number, run in enumerate(runs):
+        for name, value in _facts(run).items():
+            rows.setdefault(name, [""] * len(runs))[number] = value
+    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
+    body = "\n".join(
+        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(v)}</td>' for v in values)}</tr>"
+        for name, values in rows.items()
+    )
+    return f"<table>\n<tr><th></th>{head}</tr>\n{body}\n</table>"
+
+
+def _facts(run: OwnRun) -> dict[str, str]:
+    summary, facts = run.summary, {"status": run.summary.get("status", "unfinished")}
+    for name in ("task", "model", "clip", "scale", "seed"):
+        if name in summary:
+            facts[name] = str(summary[name])
+    facts["charges in the ledger"] = str(len(run.events))
+    if run.delta is not None:
+        facts["δ"] = f"{run.delta:.3g}"
+    steps, spent = run.epsilons
+    if steps:
+        facts |= {f"ε ({name})": f"{values[-1]:.4f}" for name, values in spent.items()}
+    facts |= {name: f"{value:.4g}" for name, value in summary.get("metrics", {}).items()}
+    for name, value in summary.get("performance", {}).items():
+        facts[name] = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return facts

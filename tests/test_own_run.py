@@ -1,0 +1,84 @@
+"""A page about one's own runs, from the files that a run writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+
+from dpexp.own_run import PRIVATE, main, read
+from dpexp.privacy.ledger import Ledger
+from dpexp.report import main as report
+
+STEPS, DELTA, EVENT = 5, 1e-5, PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
+
+
+def _run(folder: Path, *, key: bytes = b"k" * 32, charges: int = STEPS) -> Path:
+    """The folder of an interrupted run, without the training."""
+    folder.mkdir(parents=True)
+    ledger = Ledger(folder / "ledger.jsonl", key)
+    for step in range(charges):
+        ledger.begin_step(step, EVENT, f"{step}")
+    (folder / "config.yaml").write_text("{optim: {batch_size: 10}, accountant: {name: pld}}")
+    lines = [
+        line
+        for step in range(1, charges + 1)
+        for line in (
+            {"step": step, "lr": 0.1, "thresholds": [0.5, 0.2 * step]},
+            {"step": step, "not_private": True, "loss": 1 / step, "mean_norms": [3.0, 4.0]},
+        )
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 6, "lo')  # torn by a crash
+    (folder / "summary.json").write_text(json.dumps({"privacy": {"delta": DELTA}, "task": "mnist"}))
+    return folder
+
+
+def test_epsilon_is_that_of_the_ledger(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a")
+    steps, found = read(folder).epsilons
+    assert steps == [1, 2, 3, 4, 5]
+    expected = Ledger(folder / "ledger.jsonl", b"k" * 32).epsilons(DELTA)
+    assert {name: values[-1] for name, values in found.items()} == pytest.approx(expected)
+    assert all(values == sorted(values) for values in found.values())
+
+
+def test_a_run_is_a_page_with_its_pictures(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a")
+    assert report(["run", str(folder)]) == 0
+    page = (folder / "report" / "index.html").read_text()
+    for name in ("epsilon", "thresholds", "loss", "norms"):
+        assert f'src="{name}.png"' in page
+        assert (folder / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert page.count("not private: computed") == 4  # heading and description of two pictures
+    assert "unfinished" in page
+
+
+def test_what_is_not_private_can_be_left_out(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a")
+    main([str(folder)])
+    main([str(folder), "--released"])
+    page = (folder / "report" / "index.html").read_text()
+    assert "not private" not in page
+    assert not [name for name in PRIVATE if (folder / "report" / f"{name}.png").exists()]
+
+
+def test_runs_stand_beside_each_other(tmp_path: Path) -> None:
+    folders = [_run(tmp_path / name / "seed0", charges=n) for name, n in (("a", 5), ("b", 3), ("c", 2))]
+    assert main([*map(str, folders), "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert "<td>5</td><td>3</td><td>2</td>" in page
+    assert read(folders[0]).accountant == "pld"
+
+
+def test_a_trainer_s_folder_is_found_beside_its_output(tmp_path: Path) -> None:
+    _run(tmp_path / "out.privacy")
+    (tmp_path / "out").mkdir()
+    assert len(read(tmp_path / "out").events) == STEPS
+
+
+def test_another_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(["run", str(tmp_path)]) == 2
+    assert "is no folder of a run" in capsys.readouterr().err
