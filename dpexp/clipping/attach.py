@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import distributed
-from dpexp.clipping.backward import Sums, clipped_sums
+from dpexp.clipping.backward import Factors, Sums, clipped_sums
 from dpexp.clipping.coverage import CoverageRow, coverage_table
 from dpexp.clipping.dataflow import entered, inside_reentrant_checkpoint, tensors_in
+from dpexp.clipping.deferred import DeferredStep, Measured
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine, engine_named
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
@@ -22,10 +23,11 @@ from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.refusals import refuse_couplings
 from dpexp.clipping.remembered import Methods
+from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.sites import CUT, SITE, find_sites, install, uninstall
 from dpexp.clipping.survey import Survey
-from dpexp.clipping.taps import REENTRANT, Recorder, Visit
+from dpexp.clipping.taps import REENTRANT, ForwardPass, Recorder, Visit
 from dpexp.errors import UserError
 
 
@@ -37,10 +39,12 @@ class Report:
         norms: ``[K, B]`` per-example gradient norms of each group before clipping, at least float32, detached. NaN or Inf where
             an example's gradient was not finite (it contributed nothing).
         clipped: ``[K]`` how many examples had a norm above their threshold.
+        input_gradients: of the roots' inputs (`Roots`): what a stage of a pipeline sends to the one before.
     """
 
     norms: Tensor
     clipped: Tensor
+    input_gradients: tuple[Tensor | None, ...] = ()
 
 
 def attach(
@@ -167,14 +171,86 @@ class Clipper:
         Raises:
             UserError: before any gradient is written.
         """
+        self._check_losses(losses)
+        return self.backward_from(Roots.of_losses(losses, loss_scale), clip_scale, loss_scale=loss_scale)
+
+    def backward_from(
+        self, roots: Roots, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
+    ) -> Report:
+        """As `backward`, from the losses or from what a stage of a pipeline handed on; see `Roots`.
+
+        The gradients of the roots' inputs are in the report.
+        """
         if not self._attached:
             raise UserError("this clipper is detached: call attach() again")
-        self._check_losses(losses)
         distributed.check_reducer(self._reducer)
         self._check_coverage()
-        thresholds = self._checked_thresholds()
-        num_examples = losses.shape[0]
+        thresholds, num_examples = self._checked_thresholds(), roots.num_examples
         scale = _checked_scale(clip_scale, num_examples, self.max_clip_scale, thresholds)
+        factors = self._factors(thresholds, scale, loss_scale)
+        sums: Sums = {}
+        arrived: tuple[Tensor | None, ...] = ()
+        self._independence.begin(roots, self._params.values())
+        if num_examples == 0:
+            sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
+            if isinstance(self._backend, OpacusBackend):
+                self._backend.forget()
+        else:
+            sq, sums, arrived = self._backend.clipped_sums(roots, factors, loss_scale)
+        self._independence.check(num_examples)
+        report = self._report(sq, thresholds, scale, loss_scale, arrived)
+        distributed.deliver(self._reducer, self._params, sums)
+        return report
+
+    def measure(
+        self,
+        roots: Roots,
+        clip_scale: Tensor | None = None,
+        *,
+        loss_scale: float = 1.0,
+        parked: bool = False,
+    ) -> Measured:
+        """Find norms now, and sum later, with norms that others have a part in: flat clipping over stages.
+
+        Args:
+            roots, clip_scale, loss_scale: see `backward_from`.
+            parked: instantiate what is held for the sums, and hold it in the host's memory.
+
+        Raises:
+            UserError: as `backward`; the batch is empty, or the engine is opacus.
+        """
+        if not isinstance(self._backend, TapBackend) or not roots.num_examples:
+            raise UserError(
+                "norms without sums need engine='auto' (or another of the tapped ones) and a batch"
+            )
+        self._check_coverage()
+        thresholds = self._checked_thresholds()
+        scale = _checked_scale(clip_scale, roots.num_examples, self.max_clip_scale, thresholds)
+        self._independence.begin(roots, self._params.values())
+        step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), parked)
+        self._independence.check(roots.num_examples)
+
+        def finish(sq_norms: Tensor) -> Report:
+            sq, sums = step.finish(sq_norms * loss_scale**2)
+            distributed.deliver(self._reducer, self._params, sums)
+            return self._report(sq, thresholds, scale, loss_scale, ())
+
+        return Measured(step, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
+
+    def last_forward(self) -> ForwardPass:
+        """Return the forward of the model that ended last, for `Roots`, where several wait for their backward.
+
+        Raises:
+            UserError: it used no parameter, or the model has not run.
+        """
+        last = self._backend.recorder.last() if isinstance(self._backend, TapBackend) else None
+        if last is None:
+            raise UserError(
+                "the attached model has not run with gradients, or used none of its trainable parameters"
+            )
+        return last
+
+    def _factors(self, thresholds: Tensor, scale: Tensor | None, loss_scale: float) -> Factors:
         rule, values = RULES[self.rule], thresholds.tolist()
 
         def factors(k: int, sq_norms: Tensor, examples: slice = slice(None)) -> Tensor:
@@ -188,20 +264,19 @@ class Clipper:
             # 0/0 where both the norm and the threshold vanish: an example without a budget contributes nothing
             return result if scale is None else result.nan_to_num(nan=0.0)
 
-        sums: Sums = {}
-        self._independence.begin(losses, self._params.values())
-        if num_examples == 0:
-            sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
-            if isinstance(self._backend, OpacusBackend):
-                self._backend.forget()
-        else:
-            sq, sums = self._backend.clipped_sums(losses, factors, loss_scale)
-        self._independence.check(num_examples)
+        return factors
+
+    def _report(
+        self,
+        sq: Tensor,
+        thresholds: Tensor,
+        scale: Tensor | None,
+        loss_scale: float,
+        arrived: tuple[Tensor | None, ...],
+    ) -> Report:
         norms = (sq / loss_scale**2).clamp(min=0).sqrt().detach()
         limits = thresholds.to(norms)[:, None] * (1.0 if scale is None else scale.to(norms))
-        report = Report(norms, (norms > limits).sum(dim=1))
-        distributed.deliver(self._reducer, self._params, sums)
-        return report
+        return Report(norms, (norms > limits).sum(dim=1), arrived)
 
     def detach(self) -> None:
         """Give the model back exactly as it was."""
@@ -348,10 +423,18 @@ class TapBackend:
         for module, _ in self.sites:
             uninstall(module)
 
-    def clipped_sums(self, losses: Tensor, factors: Any, grad_scale: float) -> tuple[Tensor, Sums]:
-        """Compute squared norms ``[K, B]`` and the clipped sums."""
-        visit = Visit(self.recorder, losses, self.rows_per_example, grad_scale)
-        return clipped_sums(visit, self.survey, self.methods, self.groups, self.engine, factors)
+    def clipped_sums(
+        self, roots: Roots, factors: Factors, grad_scale: float
+    ) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
+        """Compute squared norms ``[K, B]``, the clipped sums, and the gradients of the roots' inputs."""
+        visit = Visit(self.recorder, roots, self.rows_per_example)
+        sq, sums = clipped_sums(visit, self.survey, self.methods, self.groups, self.engine, factors)
+        return sq, sums, visit.input_gradients
+
+    def measured(self, roots: Roots, factors: Factors, parked: bool) -> DeferredStep:
+        """Compute squared norms ``[K, B]``, and hold what the sums need."""
+        visit = Visit(self.recorder, roots, self.rows_per_example)
+        return DeferredStep(visit, self.survey, self.methods, self.groups, self.engine, factors, parked)
 
     def state(self) -> dict[str, Any]:
         """Return what is known, as JSON."""

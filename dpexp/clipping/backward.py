@@ -10,7 +10,8 @@ Gradients are never written to ``p.grad`` here: a refusal, at any point, leaves 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 
 import torch
@@ -39,7 +40,7 @@ def clipped_sums(
     """Compute the norms and the clipped sums of one ``clipper.backward``.
 
     Args:
-        visit: the graph behind the losses.
+        visit: the graph behind the roots.
         survey: what is known of the model; it is completed first.
         methods: how norms are found.
         groups: K of them.
@@ -50,21 +51,34 @@ def clipped_sums(
     Returns:
         squared norms ``[K, B]`` (of the scaled losses) and the clipped sums by parameter name.
     """
-    # nothing here is differentiated, and 16 bits belong to the model's forward alone
-    with torch.no_grad(), torch.autocast(visit.losses.device.type, enabled=False):
+    with examined(visit, survey, groups, engine):
+        return Step(visit, survey, methods, groups, engine, factors).run()
+
+
+@contextmanager
+def examined(visit: Visit, survey: Survey, groups: list[Group], engine: Engine) -> Iterator[None]:
+    """Complete what is known of the model first, and take note of the pass afterwards.
+
+    Inside, nothing is differentiated, and 16 bits belong to the model's forward alone.
+    """
+    with torch.no_grad(), torch.autocast(visit.roots.device.type, enabled=False):
         params = {name: p for group in groups for name, p in group.params.items()}
         try:
             if engine.name == "loop":
                 survey.looped.update(params)
             survey.look(visit, params)
-            step = _Step(visit, survey, methods, groups, engine, factors)
-            return step.run()
+            yield
         finally:
             survey.finish(visit)
 
 
-class _Step:
-    """The visits that form norms and sums."""
+class Step:
+    """The visits that form norms and sums.
+
+    Args:
+        deferred: factors come later, from elsewhere (`deferred.py`): `measure` forms no sum, and whatever the sums need is held
+            until `finish`.
+    """
 
     def __init__(
         self,
@@ -74,16 +88,18 @@ class _Step:
         groups: list[Group],
         engine: Engine,
         factors: Factors,
+        deferred: bool = False,
     ):
+        self.layout, self.deferred = survey.layout, deferred
         self.visit, self.survey, self.methods = visit, survey, methods
         self.groups, self.engine, self.factors = groups, engine, factors
         self.looped = set(survey.looped)
         self.num_examples = visit.num_examples
         self.group_of = {name: k for k, group in enumerate(groups) for name in group.params}
         self.params = {name: p for group in groups for name, p in group.params.items()}
-        accumulate = torch.promote_types(visit.losses.dtype, torch.float32)
+        accumulate = torch.promote_types(visit.roots.dtype, torch.float32)
         self.all_norms = torch.zeros(
-            len(groups), self.num_examples, dtype=accumulate, device=visit.losses.device
+            len(groups), self.num_examples, dtype=accumulate, device=visit.roots.device
         )
         self.sq_norms = list(self.all_norms)  # views
         self.sums: Sums = {}
@@ -98,17 +114,25 @@ class _Step:
             sum(self.expected[name] for name in group.params if name not in self.looped) for group in groups
         ]
         self.early = [
-            len(visit.passes) == 1 and not engine.second_pass and not (set(group.params) & self.looped)
+            len(visit.passes) == 1
+            and not (engine.second_pass or deferred)
+            and not (set(group.params) & self.looped)
             for group in groups
         ]
 
     def run(self) -> tuple[Tensor, Sums]:
         """Run the visits; see `clipped_sums`."""
+        self.measure()
+        return self.finish()
+
+    def measure(self) -> Tensor:
+        """Find the squared norms, ``[K, B]``; unless `deferred`, groups that are complete are summed on the way."""
         outside = [name for name in self.params if name not in self.looped]
         native = self.visit.back_propagate(
             self._record,
             retain=bool(self.looped) or self.engine.second_pass,
             params=[self.params[name] for name in outside],
+            inputs=True,
         )
         late = [name for name, g in zip(outside, native, strict=True) if g is not None]
         if late:
@@ -123,6 +147,22 @@ class _Step:
         if self.looped:
             self.methods.of_parameter |= dict.fromkeys(self.looped, LOOPED)
             self._loop()
+        if self.deferred:
+            for name in list(self.pending):
+                self._measure(name)
+        return self.all_norms
+
+    def finish(self, sq_norms: Tensor | None = None) -> tuple[Tensor, Sums]:
+        """Sum what is not summed yet.
+
+        Args:
+            sq_norms: ``[K, B]``, what decides the factors of a deferred step, in place of its own norms.
+        """
+        if sq_norms is not None:
+            self.all_norms = sq_norms.to(self.all_norms)
+            self.sq_norms = list(self.all_norms)
+        if self.deferred and self.looped:
+            self._loop_again()
         for k in range(len(self.groups)):
             if k not in self.factor:
                 self._flush(k)
@@ -138,7 +178,7 @@ class _Step:
         names = {name for name in use.names if name not in self.looped}
         if not names:
             return {}
-        return per_example(use, saved, gy, self.survey.layout[id(use)], self.visit, names)
+        return per_example(use, saved, gy, self.layout[id(use)], self.visit, names)
 
     def _record(self, owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         found = self._per_example(use, saved, gy)
@@ -271,19 +311,32 @@ class _Step:
             if name in self.looped
         }
         looped = {name: self.params[name] for name in names}
-        for i, gradients in loop_over_examples(self.visit, looped, retain=self.engine.second_pass):
+        retain = self.engine.second_pass or self.deferred
+        for i, gradients in loop_over_examples(self.visit, looped, retain=retain):
             for name, g in gradients.items():
                 norms = self.sq_norms[self.group_of[name]]
                 norms[i] += numerics.squared_norms(g.unsqueeze(0)).squeeze(0).to(norms.dtype)
-                if not bool(self.visit.losses[i].isfinite()):
+                if not self.visit.roots.is_finite(i):
                     norms[i] = torch.nan
-            for k in {self.group_of[name] for name in gradients}:
+            for k in {self.group_of[name] for name in gradients} if not self.deferred else ():
                 factor, keep = self._bounded_factors(k, self.sq_norms[k])
                 if keep is None or keep[i]:
                     for name in [n for n in gradients if self.group_of[n] == k]:
                         sums[name] += factor[i].to(sums[name].dtype) * gradients[name]
-        for name, total in sums.items():
+        for name, total in sums.items() if not self.deferred else ():
             self._add(name, total)
+
+    def _loop_again(self) -> None:
+        """The sums of a deferred step, where no formula covers a parameter: factors are known now."""
+        looped = {name: self.params[name] for name in self.params if name in self.looped}
+        bounded = {
+            k: self._bounded_factors(k, self.sq_norms[k]) for k in {self.group_of[name] for name in looped}
+        }
+        for i, gradients in loop_over_examples(self.visit, looped, retain=self.engine.second_pass):
+            for name, g in gradients.items():
+                factor, keep = bounded[self.group_of[name]]
+                if keep is None or keep[i]:
+                    self._add(name, factor[i].to(g.dtype) * g)
 
 
 def _joined(chunks: list[Bounded]) -> Bounded | None:

@@ -14,8 +14,8 @@ from typing import Any
 from weakref import WeakSet
 
 import torch._functorch.config
-from torch import Tensor
 
+from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 
 _config: Any = torch._functorch.config
@@ -43,7 +43,7 @@ def release_buffers(holder: Any) -> None:
 
 
 @contextmanager
-def used_again(losses: Tensor) -> Iterator[None]:
+def used_again(roots: Roots) -> Iterator[None]:
     """Around a back-propagation that is not the last one.
 
     torch refuses it for every graph that was compiled with donated buffers, and for those that were compiled without while the
@@ -54,7 +54,7 @@ def used_again(losses: Tensor) -> Iterator[None]:
     """
     compiling = "torch._functorch._aot_autograd.runtime_wrappers" in sys.modules
     held = None
-    if compiling and hasattr(_config, "donated_buffer") and not _any_donated(losses):
+    if compiling and hasattr(_config, "donated_buffer") and not _any_donated(roots):
         held, _config.donated_buffer = _config.donated_buffer, False
     try:
         yield
@@ -71,9 +71,9 @@ def used_again(losses: Tensor) -> Iterator[None]:
             _config.donated_buffer = held
 
 
-def _any_donated(losses: Tensor) -> bool:
-    """Whether a compiled graph behind the losses overwrites what its forward saved."""
-    waiting, seen = [losses.grad_fn], set()
+def _any_donated(roots: Roots) -> bool:
+    """Whether a compiled graph behind the roots overwrites what its forward saved."""
+    waiting, seen = roots.nodes, set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -20,7 +20,7 @@ def loop_over_examples(
     """Yield each example's index and its own gradients, by name where there are any.
 
     Args:
-        visit: of the graph behind the losses.
+        visit: of the graph behind the roots.
         params: of which gradients are wanted.
         retain: keep the graph after the last example.
 
@@ -40,7 +40,7 @@ def loop_over_examples(
                 for name, g in use.plain_gradients(finite, _finite(gy), wanted).items():
                     into[name] = into[name] + g if name in into else g
 
-        one = torch.zeros_like(visit.losses)
+        one = torch.zeros(visit.num_examples, dtype=visit.roots.dtype, device=visit.roots.device)
         one[i] = 1.0
         last = i == visit.num_examples - 1 and not retain
         native = visit.back_propagate(collect, retain=not last, weights=one, params=list(params.values()))

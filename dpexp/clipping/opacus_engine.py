@@ -20,6 +20,7 @@ from dpexp.clipping.coverage import CoverageRow
 from dpexp.clipping.distributed import LateSum
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
+from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 
 ATTACHED = "_dpexp_clipper"
@@ -92,8 +93,13 @@ class OpacusBackend:
                     delattr(p, leftover)
 
     def clipped_sums(
-        self, losses: Tensor, factors: Any, grad_scale: float
-    ) -> tuple[Tensor, dict[str, Tensor | LateSum]]:
+        self, roots: Roots, factors: Any, grad_scale: float
+    ) -> tuple[Tensor, dict[str, Tensor | LateSum], tuple[Tensor | None, ...]]:
+        losses = roots.tensors[0]
+        if roots.owner is not None or not isinstance(losses, Tensor):
+            raise UserError(
+                "engine='opacus' clips from losses alone, not in a stage of a pipeline: use engine='opacus_improved' or 'auto'"
+            )
         per_example = self._per_example_gradients(losses, grad_scale)
         norms: list[Tensor] = []
         sums: dict[str, Tensor | LateSum] = {}
@@ -111,7 +117,7 @@ class OpacusBackend:
                 rows = gradient.to(numerics.wide(gradient.dtype)).contiguous()
                 sums[name] = numerics.combine(rows, factor).to(param.dtype)
             norms.append(sq)
-        return torch.stack(norms), sums
+        return torch.stack(norms), sums, ()
 
     def forget(self) -> None:
         """Drop what a forward pass left that is never back-propagated: Opacus would take it for a second use."""

@@ -186,6 +186,7 @@ class Survey:
         forms sums can then free the graph as it goes, and the first step needs no more memory than the others.
         """
         observed: list[dict[tuple[int, str], Signature]] = []
+        entered: list[list[Signature | None]] = []
         dtypes: dict[int, torch.dtype] = {}
         row_weights = layouts.weights(visit.num_examples, layouts.SIGNED)
         for weights in (None, row_weights) if pending else (None,):
@@ -202,7 +203,13 @@ class Survey:
                         seen[id(use), layouts.UNSEEN] = layouts.signature(gy, layouts.ROWS, gy.shape[0])
 
             asked = list(params.values()) if not observed else []
-            native = visit.back_propagate(look, retain=True, weights=weights, params=asked)
+            native = visit.back_propagate(look, retain=True, weights=weights, params=asked, inputs=True)
+            entered.append(
+                [
+                    None if g is None else layouts.signature(g, layouts.ROWS, visit.rows)
+                    for g in visit.input_gradients
+                ]
+            )
             self.looped |= {n for n, g in zip(params, native, strict=False) if g is not None}
             del native
             observed.append(seen)
@@ -210,6 +217,7 @@ class Survey:
         if not pending:
             return
         by_row = row_weights.repeat_interleave(visit.rows // visit.num_examples)
+        _check_inputs(visit, entered, by_row)
         uses = {id(use): use for use in visit.uses}
         self._find_examples_alone(observed, dtypes, set(row_weights.tolist()))
         for identity, found in pending.items():
@@ -295,7 +303,7 @@ class Survey:
 
     def _check_formulas(self, visit: Visit, unproven: set[int]) -> None:
         """Compare each formula's weighted sum with what autograd says of its operation; a wrong one is left to the loop."""
-        weights = layouts.weights(visit.num_examples, layouts.SIGNED).to(visit.losses.device)
+        weights = layouts.weights(visit.num_examples, layouts.SIGNED).to(visit.roots.device)
         by_row = weights.repeat_interleave(visit.rows // visit.num_examples)
 
         def check(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
@@ -310,6 +318,19 @@ class Survey:
 
         visit.back_propagate(check, retain=True)
         give_back_freed_memory()
+
+
+def _check_inputs(visit: Visit, entered: list[list[Signature | None]], by_row: Tensor) -> None:
+    """Prove that the gradients which a stage hands to the one before it are rows of examples, too.
+
+    Raises:
+        UserError: they mix examples.
+    """
+    for leaf, plain, weighted in zip(visit.roots.inputs, *entered, strict=True):
+        if plain is None or weighted is None:
+            continue
+        if layouts.proven(plain, weighted, by_row, leaf.dtype) is False:
+            raise UserError(f"the input {list(leaf.shape)} of this stage: {MIXED}")
 
 
 def _sequence(visit: Visit) -> int:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from dpexp.clipping.dataflow import DataFlow
 from dpexp.clipping.donation import used_again
+from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Recorder:
         self.names = {id(p): name for name, p in params.items()}
         self.anchor = torch.zeros((), requires_grad=True)
         self.current: ForwardPass | None = None
+        # the one that ended last, for whoever backs several forwards in another order; its graph keeps it alive
+        self.last: Callable[[], ForwardPass | None] = lambda: None
         self.loose: ForwardPass | None = None
         self.alive: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self.visiting: Visit | None = None
@@ -105,6 +108,8 @@ class Recorder:
 
     def close(self) -> None:
         """End the root's forward."""
+        if self.current is not None:
+            self.last = weakref.ref(self.current)
         self.current, self.inside = None, 0
         self._stop_watching()
 
@@ -185,22 +190,24 @@ class Visit:
 
     Args:
         recorder: of the clipper.
-        losses: ``[B]`` with a graph.
+        roots: where it begins.
         rows_per_example: rows of the batch that belong to one example.
-        grad_scale: a factor of all gradients.
 
     Attributes:
         passes: forward passes that may be waiting for a backward over so many rows.
         arrived: those of them that a gradient has reached.
+        input_gradients: of the roots' inputs, from the last visit that asked for them.
     """
 
-    def __init__(self, recorder: Recorder, losses: Tensor, rows_per_example: int, grad_scale: float):
-        self.recorder, self.losses, self.grad_scale = recorder, losses, grad_scale
-        self.num_examples = losses.shape[0]
+    def __init__(self, recorder: Recorder, roots: Roots, rows_per_example: int):
+        self.recorder, self.roots = recorder, roots
+        self.num_examples = roots.num_examples
         self.rows = self.num_examples * rows_per_example
-        self.passes = [p for p in recorder.alive if not p.consumed and p.uses and p.may_have(self.rows)]
+        waiting = recorder.alive if roots.owner is None else [roots.owner]
+        self.passes = [p for p in waiting if not p.consumed and p.uses and p.may_have(self.rows)]
         self.uses = [use for owner in self.passes for use in owner.uses]
         self.arrived: set[ForwardPass] = set()
+        self.input_gradients: tuple[Tensor | None, ...] = ()
         self._on_use: OnUse | None = None
 
     def back_propagate(
@@ -210,6 +217,7 @@ class Visit:
         retain: bool,
         weights: Tensor | None = None,
         params: Sequence[Tensor] = (),
+        inputs: bool = False,
     ) -> list[Tensor | None]:
         """Visit every tap once.
 
@@ -218,16 +226,17 @@ class Visit:
             retain: keep the graph for another visit.
             weights: ``[B]`` factors of the losses; 1 where not given.
             params: what autograd is asked for besides.
+            inputs: ask for the gradients of the roots' inputs too; they are in `input_gradients` then.
 
         Returns:
             The gradients that reached ``params`` by ways that no tap covers.
         """
-        ones = torch.ones_like(self.losses) if weights is None else weights.to(self.losses)
+        leaves, tensors = self.roots.inputs if inputs else (), cast(Sequence[Tensor], self.roots.tensors)
         self.recorder.visiting, self._on_use = self, on_use
         try:
-            with used_again(self.losses) if retain else nullcontext():
+            with used_again(self.roots) if retain else nullcontext():
                 grads = torch.autograd.grad(
-                    self.losses, [self.recorder.anchor, *params], ones * self.grad_scale,
+                    tensors, [self.recorder.anchor, *params, *leaves], self.roots.weighted(weights),
                     retain_graph=retain, allow_unused=True,
                 )  # fmt: skip
         except RuntimeError as error:
@@ -241,7 +250,9 @@ class Visit:
             raise
         finally:
             self.recorder.visiting, self._on_use = None, None
-        return list(grads[1:])
+        if inputs:
+            self.input_gradients = grads[1 + len(params) :]
+        return list(grads[1 : 1 + len(params)])
 
     def arrive(self, owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         """Take an output gradient that has reached a tap."""

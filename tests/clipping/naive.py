@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.gradients import PerExampleGradient, merge
+from dpexp.clipping.roots import Roots
 from dpexp.clipping.sites import find_sites, install, uninstall
 from dpexp.clipping.taps import ForwardPass, Recorder, Visit
 from dpexp.clipping.uses import Use
@@ -61,7 +62,8 @@ def per_examples_of(
             loss_fn(rows_of(y, i, num_examples), rows_of(probe, i, num_examples)) for i in range(num_examples)
         ]
         losses = torch.stack(parts) if parts else y.flatten()[:0]
-        Visit(recorder, losses, x.shape[0] // max(1, num_examples), 1.0).back_propagate(collect, retain=False)
+        roots = Roots.of_losses(losses)
+        Visit(recorder, roots, x.shape[0] // max(1, num_examples)).back_propagate(collect, retain=False)
     return found
 
 

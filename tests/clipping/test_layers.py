@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.clipping.refusals import refusal
-from tests.clipping.naive import assert_exact, per_examples_of, naive_per_example
+from tests.clipping.naive import assert_exact, naive_per_example, per_examples_of
 
 fast = settings(max_examples=20, deadline=None)
 

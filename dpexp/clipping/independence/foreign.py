@@ -6,21 +6,22 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 
 
-def refuse_foreign(losses: Tensor, attached: Iterable[Tensor]) -> None:
+def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
     """Refuse losses behind which a trainable parameter of another module stands, like a head beside the attached model.
 
     Args:
-        losses: ``[B]`` with their graph, which is walked.
+        roots: the losses with their graph, which is walked.
         attached: the parameters that are clipped.
 
     Raises:
         UserError: names the first such parameter by its shape; its module is not known here.
     """
     own = {id(p) for p in attached}
-    waiting, seen = [losses.grad_fn], set()
+    waiting, seen = roots.nodes, set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -14,6 +14,7 @@ from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.padding import positional_names
 from dpexp.clipping.independence.replay import Replay, changed
+from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -75,14 +76,14 @@ class Independence:
         if self.due:
             self.waiting.append(Replay(self.model, args, kwargs))
 
-    def begin(self, losses: Tensor, attached: Iterable[Tensor]) -> None:
-        """A backward pass begins, and the graph of ``losses`` is still there.
+    def begin(self, roots: Roots, attached: Iterable[Tensor]) -> None:
+        """A backward pass begins, and the graph behind ``roots`` is still there.
 
         Raises:
             UserError: a trainable parameter outside of the attached model would get no gradient.
         """
         if self.due:
-            refuse_foreign(losses, attached)
+            refuse_foreign(roots, attached)
 
     def check(self, num_examples: int) -> None:
         """Look, where that is due, at the forwards that this backward pass may belong to.

@@ -1,0 +1,103 @@
+"""Norms now, sums later: what flat clipping needs where an example's norm is spread over the stages of a pipeline.
+
+He et al., section 4, name what a device can do until the norms of the others are there: retain what the sums need, offload
+per-example gradients to the host, or compute them again by a second back-propagation. Each is a `Step` that forms no sum: what
+the engine keeps is retained (book-keeping), parked, or, in an engine of two passes, the graph alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping.backward import Factors, Step, Sums, examined
+from dpexp.clipping.engines import Engine
+from dpexp.clipping.gradients import Dense, Lookup, PerExampleGradient, Tied
+from dpexp.clipping.groups import Group
+from dpexp.clipping.remembered import Methods
+from dpexp.clipping.survey import Survey
+from dpexp.clipping.taps import Visit
+
+if TYPE_CHECKING:
+    from dpexp.clipping.attach import Report
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A batch whose own norms are known.
+
+    Attributes:
+        step: holds what the sums need.
+        sq_norms: ``[K, B]``, of the gradients of this model's parameters.
+        input_gradients: of the roots' inputs.
+        finish: given the squared norms ``[K, B]`` that decide the factors, adds the clipped sums to ``p.grad``.
+    """
+
+    step: DeferredStep
+    sq_norms: Tensor
+    input_gradients: tuple[Tensor | None, ...]
+    finish: Callable[[Tensor], Report]
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of per-example gradients that went to the host, and that come back once."""
+        return self.step.parked_bytes
+
+
+class DeferredStep:
+    """A step in two halves: norms when it is made, sums in `finish`.
+
+    Args:
+        visit, survey, methods, groups, engine, factors: see `backward.clipped_sums`.
+        parked: hold instantiated per-example gradients on the host. Those of a lookup (an embedding) stay what they are,
+            activations: instantiated, each example's would be as large as the table.
+    """
+
+    def __init__(
+        self,
+        visit: Visit,
+        survey: Survey,
+        methods: Methods,
+        groups: list[Group],
+        engine: Engine,
+        factors: Factors,
+        parked: bool,
+    ):
+        if parked:
+            engine = replace(engine, second_pass=False, keep=True, always_keep=True)
+        self.visit, self.parked_bytes = visit, 0
+        with examined(visit, survey, groups, engine):
+            self._step = Step(visit, survey, methods, groups, engine, factors, deferred=True)
+            self.all_norms = self._step.measure()
+            self._home = {name: p.device for group in groups for name, p in group.params.items()}
+            if parked:
+                self._move(self._parked)
+
+    def finish(self, sq_norms: Tensor) -> tuple[Tensor, Sums]:
+        """Sum, under the factors of these squared norms ``[K, B]``. Returns them with the sums by parameter."""
+        with torch.no_grad(), torch.autocast(self.visit.roots.device.type, enabled=False):
+            self._move(self._back)
+            return self._step.finish(sq_norms)
+
+    def _move(self, to: Callable[[str, PerExampleGradient], PerExampleGradient]) -> None:
+        for held in self._step.kept.values():
+            for name in held:
+                held[name] = to(name, held[name])
+
+    def _parked(self, name: str, gradient: PerExampleGradient) -> PerExampleGradient:
+        if isinstance(gradient, Lookup | Tied):
+            return gradient
+        rows = gradient.instantiate()
+        self.parked_bytes += rows.nbytes
+        return Dense(rows.to(_HOST, copy=True))
+
+    def _back(self, name: str, gradient: PerExampleGradient) -> PerExampleGradient:
+        if isinstance(gradient, Dense) and gradient.grad.device != self._home[name]:
+            return Dense(gradient.grad.to(self._home[name]))
+        return gradient

@@ -1,0 +1,96 @@
+"""Per-device groups: consecutive blocks of a model, as the stages of a pipeline hold them (He et al., section 4).
+
+In one process they are groups like all others; with a process for each, every stage clips its own. Which parameter belongs to
+which device is decided here alone, so that both are the same mechanism, with the same noise.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dpexp.clipping.groups import trainable_parameters
+from dpexp.errors import UserError
+
+
+def blocks_of(model: nn.Module) -> tuple[str, int]:
+    """Find the repeated block: the name of the longest `ModuleList` or `Sequential` of one class, and its length.
+
+    Raises:
+        UserError: there is none.
+    """
+    found, length = None, 1
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            children = list(module)
+            if len(children) > length and len({type(child) for child in children}) == 1:
+                found, length = name, len(children)
+    if found is None:
+        raise UserError(
+            "per-device clipping needs a ModuleList or Sequential of at least two modules of one class to cut the model between; "
+            "this model has none: use clip=perlayer, or groups by a mapping"
+        )
+    return found, length
+
+
+def bounds(blocks: int, devices: int) -> list[int]:
+    """Where the blocks are cut: device k holds blocks ``bounds[k]`` to ``bounds[k + 1]``; sizes differ by one at most.
+
+    Raises:
+        UserError: there are more devices than blocks.
+    """
+    if not 1 <= devices <= blocks:
+        raise UserError(
+            f"clip.devices={devices}: this model has {blocks} blocks, and each device needs one at least"
+        )
+    return [k * blocks // devices for k in range(devices + 1)]
+
+
+def device_of(model: nn.Module, devices: int) -> dict[str, int]:
+    """Every name of every parameter -> its device. What stands before the blocks belongs to the first device, what
+    stands behind them to the last one.
+
+    Raises:
+        UserError: as `blocks_of` and `bounds`; a parameter that trains is used on two devices (tied embeddings).
+    """
+    prefix, count = blocks_of(model)
+    cuts = bounds(count, devices)
+    start = prefix + "." if prefix else ""
+    found: dict[str, int] = {}
+    seen = False
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        index, _, rest = name[len(start) :].partition(".")
+        if name.startswith(start) and index.isdigit() and rest:
+            found[name], seen = max(k for k in range(devices) if cuts[k] <= int(index)), True
+        else:
+            found[name] = devices - 1 if seen else 0
+    _refuse_tied(model, found)
+    return found
+
+
+def device_groups(model: nn.Module, devices: int) -> dict[str, list[str]]:
+    """Groups for `attach`: "device 0", "device 1", … with the parameters that train there.
+
+    Raises:
+        UserError: as `device_of`; nothing trains on a device.
+    """
+    where = device_of(model, devices)
+    groups: dict[str, list[str]] = {f"device {k}": [] for k in range(devices)}
+    for name in trainable_parameters(model):
+        groups[f"device {where[name]}"].append(name)
+    if idle := [name for name, params in groups.items() if not params]:
+        raise UserError(
+            f"nothing trains on {idle[0]} of {devices}: take fewer devices (clip.devices), or train parameters in every block"
+        )
+    return groups
+
+
+def _refuse_tied(model: nn.Module, where: dict[str, int]) -> None:
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        if param.requires_grad and where[other] != where[name]:
+            raise UserError(
+                f"{other} and {name} are one parameter (tied), used on devices {where[other]} and {where[name]}: its gradient is "
+                "a sum over devices, and no device alone knows its norm. Train with peft=lora, which leaves it frozen, or untie "
+                "it (model.config.tie_word_embeddings=false)"
+            )

@@ -1,0 +1,126 @@
+"""Where a back-propagation begins: at the losses, or at what a stage of a pipeline handed on and the gradients that came back.
+
+A schedule drives back-propagation stage by stage: a stage is given the gradients of its outputs, ``[B, …]`` with one row per
+example, and owes the gradients of its inputs. One loss per example is the special case ``[B]`` with gradients of one. Everything
+that the engine does, it does by weighting examples: a stage weights the rows of the gradients that arrive as one process weights
+its losses, so each stage proves its own rows, and the proof of a chain of stages is the chain of their proofs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from dpexp.errors import UserError
+
+if TYPE_CHECKING:
+    from dpexp.clipping.taps import ForwardPass
+
+
+@dataclass(frozen=True, eq=False)
+class Roots:
+    """What is differentiated, and with what.
+
+    Attributes:
+        tensors: losses ``[B]`` or outputs ``[rows, …]``, with a graph (or their edges in it).
+        gradients: one of the shape of each tensor; row i belongs to the example of row i.
+        num_examples: B.
+        inputs: leaves whose gradients the stage before wants.
+        owner: the forward that made the tensors, where several wait for their backward; None lets the engine find it.
+        values: what tells whether an example is finite, ``[rows, …]``: the losses, or the gradients that arrived.
+    """
+
+    tensors: tuple[Tensor | GradientEdge, ...]
+    gradients: tuple[Tensor, ...]
+    num_examples: int
+    inputs: tuple[Tensor, ...]
+    owner: ForwardPass | None
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def of_losses(
+        cls,
+        losses: Tensor,
+        scale: float = 1.0,
+        inputs: Sequence[Tensor] = (),
+        owner: ForwardPass | None = None,
+    ) -> Roots:
+        """Begin at one loss per example, ``[B]``; ``scale`` multiplies them (fp16)."""
+        ones = torch.full_like(losses.detach(), scale)
+        return cls((losses,), (ones,), len(losses), _leaves(inputs), owner, (losses.detach(),))
+
+    @classmethod
+    def of_outputs(
+        cls,
+        outputs: Sequence[Tensor | GradientEdge],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor] = (),
+        owner: ForwardPass | None = None,
+        rows_per_example: int = 1,
+    ) -> Roots:
+        """Begin at the outputs of a stage, ``[rows, …]``, with the gradients that the next stage has sent.
+
+        Raises:
+            UserError: a gradient has no row for every example, or none arrived.
+        """
+        pairs = [
+            (out, g)
+            for out, g in zip(outputs, gradients, strict=True)
+            if g is not None and (isinstance(out, GradientEdge) or out.requires_grad)
+        ]
+        if not pairs:
+            raise UserError("no gradient arrived at this stage's outputs: the losses do not depend on them")
+        tensors, arrived = zip(*pairs, strict=True)
+        rows = {g.shape[0] if g.dim() else 0 for g in arrived}
+        if len(rows) != 1 or min(rows) % rows_per_example:
+            raise UserError(
+                f"the gradients that arrived have the shapes {[list(g.shape) for g in arrived]}; the first dimension of all "
+                f"that a stage hands on must be the batch, {rows_per_example} rows per example"
+            )
+        return cls(tensors, arrived, min(rows) // rows_per_example, _leaves(inputs), owner, arrived)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.gradients[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest of the gradients' dtypes."""
+        dtype = self.gradients[0].dtype
+        for gradient in self.gradients[1:]:
+            dtype = torch.promote_types(dtype, gradient.dtype)
+        return dtype
+
+    @property
+    def nodes(self) -> list[Any]:
+        """Where the graph begins."""
+        return [t.node if isinstance(t, GradientEdge) else t.grad_fn for t in self.tensors]
+
+    def weighted(self, weights: Tensor | None) -> list[Tensor]:
+        """The gradients with the rows of each example multiplied by its weight, ``[B]``; of weight 0 nothing is left, NaN
+        included."""
+        if weights is None:
+            return list(self.gradients)
+        found = []
+        for gradient in self.gradients:
+            by_row = weights.to(gradient).repeat_interleave(gradient.shape[0] // self.num_examples)
+            by_row = by_row.view(-1, *[1] * (gradient.dim() - 1))
+            found.append(torch.where(by_row == 0, 0.0, gradient * by_row).to(gradient.dtype))
+        return found
+
+    def is_finite(self, example: int) -> bool:
+        """Whether the loss of an example, or the gradient that arrived for it, is finite."""
+        return all(
+            bool(value.unflatten(0, (self.num_examples, -1))[example].isfinite().all())
+            for value in self.values
+        )
+
+
+def _leaves(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)

@@ -1,0 +1,49 @@
+"""Tiny causal language models, whole or in stages, and a batch for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 50
+
+
+def language_model(kind: str, lora: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Four blocks; embeddings are tied where they are frozen. The same numbers in every process."""
+    torch.manual_seed(0)
+    tied = {"tie_word_embeddings": lora, "bos_token_id": None, "eos_token_id": None}
+    if kind == "gpt2":
+        small = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+        dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        model: nn.Module = GPT2LMHeadModel(GPT2Config(**small, **dropout, use_cache=False, **tied))
+    else:
+        small = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+        model = LlamaForCausalLM(LlamaConfig(**small, **heads, use_cache=False, **tied))
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["c_attn"] if kind == "gpt2" else ["q_proj", "v_proj"]
+        config = LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", fan_in_fan_out=kind == "gpt2")
+        model = get_peft_model(model, config)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(param, std=0.1)
+    return model.to(dtype).train()
+
+
+def batch_of(examples: int, length: int = 7, targets: int = 3, seed: int = 1) -> dict[str, Tensor]:
+    """Tokens, where targets are predicted, and targets, as `dpexp.tasks.generation` collates them."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(1, VOCABULARY, (examples, length), generator=draw),
+        "positions": torch.randint(0, length, (examples, targets), generator=draw).sort(1).values,
+        "targets": torch.randint(0, VOCABULARY, (examples, targets), generator=draw),
+    }
+
+
+def pieces_of(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Microbatches of one size."""
+    parts = {name: tensor.chunk(count) for name, tensor in batch.items()}
+    return [{name: tensors[i] for name, tensors in parts.items()} for i in range(count)]
