@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
+from dpexp.models.pooling import HEAD_SETTING
 from dpexp.tasks.base import Progress, Task
 from dpexp.tasks.classification import Examples, TextClassification
 from dpexp.training.evaluation import autocast
@@ -224,7 +225,8 @@ def _weights_hash(model: nn.Module) -> str:
     """Of what makes the features: the way to pool, and every tensor but the head's."""
     digest = hashlib.sha256(f"{type(model).__name__} {getattr(model, 'pooling', '')}".encode())
     config = model.config.to_diff_dict()  # type: ignore[union-attr,operator]
-    said = {key: value for key, value in config.items() if "drop" not in key}  # dropout is off here
+    # Dropout is off here, and the head reads what is computed.
+    said = {key: value for key, value in config.items() if "drop" not in key and key != HEAD_SETTING}
     digest.update(json.dumps(said, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         if not name.startswith("classifier."):

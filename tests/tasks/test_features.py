@@ -92,6 +92,8 @@ def test_they_are_computed_once_and_again_for_other_weights_or_texts(
     again, _ = features.freeze(task, model(), settings, CPU)
     assert len(calls) == 2
     assert torch.equal(first.train.values, again.train.values)
+    features.freeze(task, model(head="dense"), settings, CPU)  # another head reads the same
+    assert len(calls) == 2
     features.freeze(task, model(pooling="cls"), settings, CPU)
     assert len(calls) == 4
     changed = model()
