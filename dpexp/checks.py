@@ -23,13 +23,17 @@ _POSITIVE = (
     "clip.norm_factor", "clip.norm_bound",
     "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.pad_to", "task.generation.max_target",
     "task.generation.num_beams", "task.generation.examples", "data.max_length",
+    "search.objective_clip", "search.raise_by", "search.candidates", "search.window", "search.tries", "search.angle_high",
+    "search.angle_low",
     "data.num_examples", "runtime.eval_batch_size", "runtime.threads", "engine.memory_cap_mib", "trials",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "optim.weight_decay", "task.held_out", "task.augmentations", "task.image_size", "privacy.noise_multiplier", "peft.alpha",
-    "peft.prefix_hidden", "seed", "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every",
+    "peft.prefix_hidden", "search.growth", "search.armijo", "seed",
+    "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every",
 )  # fmt: skip
 _FRACTION = (  # in [0, 1)
+    "search.backtrack", "search.angle_memory", "search.shrink",
     "optim.momentum", "optim.warmup_ratio", "optim.ema_decay", "peft.dropout", "model.dropout", "model.attention_dropout",
 )  # fmt: skip
 
@@ -47,6 +51,7 @@ def check(run: RunConfig) -> None:
         *_privacy(run),
         *_schedule(run),
         *_individual(run),
+        *_search(run),
         *_clipping(run),
         *_length(run),
         *_model(run),
@@ -217,6 +222,39 @@ def _individual(run: RunConfig) -> Iterator[str]:
             f"individual.shares={shares} must be {len(budgets)} positive numbers that add up to 1, one for each of "
             "individual.epsilons (or give individual.groups, a file with the group of each example)"
         )
+
+
+def _search(run: RunConfig) -> Iterator[str]:
+    search, name = run.search, f"search={run.search.name}"
+    if search.name == "none":
+        return
+    if not run.clip.private:
+        yield f"{name} spends privacy budget, and clip={run.clip.name} has none: use a private clip"
+    if not 0 < search.share < 1:
+        yield f"search.share={search.share} must be in (0, 1): it is the share of each step's budget that pays for the search"
+    wanted = ("laplace", "exponential") if search.name == "noisymax" else ("above_threshold",)
+    if search.mechanism not in wanted:
+        yield f"search.mechanism={search.mechanism} is not how {name} works: choose {' or '.join(wanted)}"
+    if run.clip.adaptive or run.individual.name != "none":
+        yield f"{name} shares a step's budget with the gradient alone: take clip=flat or perlayer, and individual=none"
+    if run.clip.allocation != "global":
+        yield f"{name} weighs gradients by noise that is the same on every coordinate: leave clip.allocation=global"
+    if run.accountant.name != "rdp":
+        yield f"{name} moves its budget under a Rényi filter: use accountant=rdp"
+    optim = run.optim
+    if (
+        optim.name != "sgd"
+        or optim.momentum
+        or optim.weight_decay
+        or optim.lr_schedule != "constant"
+        or optim.warmup_ratio
+    ):
+        yield (
+            f"{name} finds the step size along the gradient itself: set optim=sgd optim.momentum=0 optim.weight_decay=0 "
+            "optim.lr_schedule=constant optim.warmup_ratio=0 (optim.lr is the largest step size at first)"
+        )
+    if run.peft.name == "rgp":
+        yield f"{name} moves the parameters that were measured, and peft=rgp moves others: choose another peft"
 
 
 def _clipping(run: RunConfig) -> Iterator[str]:

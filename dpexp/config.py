@@ -49,6 +49,7 @@ from dpexp.schemas import (
     RuntimeConfig,
     ScaleConfig,
     ScheduleConfig,
+    SearchConfig,
     TaskConfig,
     TrackerConfig,
 )
@@ -56,8 +57,8 @@ from dpexp.usage import choices_of, conf_dir, groups_of, help_text, options_last
 
 __all__ = [
     "AccountantConfig", "ClipConfig", "DataConfig", "EngineConfig", "IndividualConfig", "ModelConfig", "OptimConfig",
-    "PeftConfig", "PrivacyConfig", "RunConfig", "RuntimeConfig", "ScaleConfig", "ScheduleConfig", "TaskConfig", "TrackerConfig",
-    "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict",
+    "PeftConfig", "PrivacyConfig", "RunConfig", "RuntimeConfig", "ScaleConfig", "ScheduleConfig", "SearchConfig", "TaskConfig",
+    "TrackerConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict",
 ]  # fmt: skip
 
 VERSION_BASE = "1.3"
@@ -265,6 +266,8 @@ def _neutralise(run: RunConfig) -> None:
         run.individual = type(run.individual)()
     elif run.individual.groups is not None:
         run.individual.shares = []
+    if run.search.name == "none":
+        run.search = type(run.search)()
     if run.data.cache:
         run.data.cache = os.path.expanduser(run.data.cache)
 

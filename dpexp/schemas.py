@@ -184,6 +184,27 @@ class IndividualConfig:
 
 
 @dataclass
+class SearchConfig:
+    """Step sizes found within the budget (`dpexp.training.search`); `optim.lr` is the largest one at first."""
+
+    name: str = "none"
+    mechanism: str = "laplace"  # noisymax: laplace | exponential; noisybtls: above_threshold
+    share: float = 0.0  # s, of each step's budget
+    objective_clip: float = 1.0  # C_obj, of an example's loss
+    raise_by: float = 0.1  # γ, by which a budget rises after a failure
+    candidates: int = 10  # noisymax: step sizes above 0
+    window: int = 10  # noisymax: successes between two changes of the largest step size
+    growth: float = 0.1  # noisymax: how far it reaches beyond the best of them
+    tries: int = 10  # noisybtls: step sizes at most
+    backtrack: float = 0.5  # noisybtls: β, from one step size to the next
+    armijo: float = 1e-4  # noisybtls: α, the share of the slope that a step must fall by
+    angle_memory: float = 0.9  # noisybtls: ψ
+    angle_high: float = 1.1  # noisybtls: φ_max
+    angle_low: float = 0.9  # noisybtls: φ_min
+    shrink: float = 0.01  # noisybtls: ζ, of both thresholds
+
+
+@dataclass
 class OptimConfig:
     """The optimiser, its learning-rate schedule, and how long it runs."""
 
@@ -281,6 +302,7 @@ class RunConfig:
     accountant: AccountantConfig = field(default_factory=AccountantConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     individual: IndividualConfig = field(default_factory=IndividualConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -316,6 +338,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "privacy_utility_convex",
     ),
     "individual.name": ("none", "sampling", "scaling"),
+    "search.name": ("none", "noisymax", "noisybtls"),
+    "search.mechanism": ("laplace", "exponential", "above_threshold"),
     "optim.name": (
         "adadp", "adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "disk", "doppler", "lamb", "sgd",
     ),

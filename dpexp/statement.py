@@ -70,6 +70,8 @@ def privacy_block(
             "epsilon_with_tuning": None,
         }
     adaptive = plan.quantile_budget > 0
+    # of a course that a search chose, only the filter's budget is guaranteed
+    fixed = events if plan.search is None else ()
     return {
         "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
         "delta": plan.delta,
@@ -80,16 +82,18 @@ def privacy_block(
         "sample_rate": plan.sample_rate,
         "steps": charged,
         "sampling": plan.sampling,
-        "released": ["gradients", "norms" if run.clip.follows == "norm" else "counts"]
-        if adaptive
-        else ["gradients"],
+        "released": [
+            "gradients",
+            *(["norms" if run.clip.follows == "norm" else "counts"] if adaptive else []),
+            *(["step sizes"] if plan.search else []),
+        ],
         "neighbouring": plan.neighbouring,
-        **_attack(events),
+        **_attack(fixed),
         "events": [encode(event) for event in events],
         "notes": privacy_notes(run, plan, spent, charged, copied) + _about_data(data),
         "trials": run.trials,
         "trials_law": run.trials_law,
-        "epsilon_with_tuning": _with_tuning(events, plan.delta, run.trials, run.trials_law),
+        "epsilon_with_tuning": _with_tuning(fixed, plan.delta, run.trials, run.trials_law),
         **({"individual": individual_block(plan.budgets, by_budget)} if plan.budgets is not None else {}),
     }
 

@@ -20,6 +20,7 @@ from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.privacy.individual import draw_groups, read_groups
 from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
 from dpexp.privacy.plan import Plan, make_plan
+from dpexp.privacy.searches import SearchBudget
 from dpexp.sweeps import Result
 from dpexp.tasks import build_task
 from dpexp.tasks.features import freeze
@@ -157,7 +158,7 @@ def summarise(run: RunConfig, trainer: Trainer, outcome: Outcome, bundle: ModelB
     plan, ledger = trainer.plan, trainer.ledger
     spent, by_budget = {}, []
     if ledger is not None and plan is not None:
-        spent = ledger.epsilons(plan.delta)
+        spent = plan.guaranteed(ledger.epsilons(plan.delta))
         by_budget = ledger.epsilons_by_budget(plan.delta) if plan.budgets is not None else []
     charged = ledger.steps_charged if ledger is not None else 0
     return record.summarise(
@@ -214,6 +215,7 @@ def build_plan(
         allow_clt=run.accountant.allow_clt,
         schedule=asdict(run.schedule),
         individual=None if groups is None else (run.individual.name, run.individual.epsilons, groups),
+        search=None if run.search.name == "none" else SearchBudget(run.search.mechanism, run.search.share),
     )
 
 

@@ -26,6 +26,7 @@ from dp_accounting import (
 )
 
 from dpexp.errors import UserError
+from dpexp.privacy.mechanisms import OWN_EVENTS, noise_multiplier
 
 Releases = Mapping[tuple[float, float], int]
 """Poisson-sampled Gaussians: (sampling rate q, noise multiplier) -> how many times. All accountants work on
@@ -53,13 +54,17 @@ class GroupEvents:
     membership: str
 
 
-def step_event(sample_rate: float, noise_multipliers: Sequence[float]) -> DpEvent:
+def step_event(
+    sample_rate: float, noise_multipliers: Sequence[float], others: Sequence[DpEvent] = ()
+) -> DpEvent:
     """One step: everything that is released from one Poisson sample, composed *inside* the sampling.
+
+    ``others``: releases of the same sample that are not Gaussian (`dpexp.privacy.mechanisms`).
 
     Sampling each release by itself would claim that an example can be in the sample for the gradient and
     outside it for the counts, and reports too small an epsilon (see ``docs/privacy.md``)."""
-    gaussians = [GaussianDpEvent(float(sigma)) for sigma in noise_multipliers]
-    inner = gaussians[0] if len(gaussians) == 1 else ComposedDpEvent(gaussians)
+    parts = [*(GaussianDpEvent(float(sigma)) for sigma in noise_multipliers), *others]
+    inner = parts[0] if len(parts) == 1 else ComposedDpEvent(parts)
     return PoissonSampledDpEvent(float(sample_rate), inner)
 
 
@@ -112,6 +117,7 @@ def composed(counts: Iterable[tuple[DpEvent, int]]) -> DpEvent:
 def releases(event: DpEvent) -> Releases | None:
     """The event as Poisson-sampled Gaussians, or None where it holds anything else.
 
+    A search counts as the Gaussian that dominates it (`dpexp.privacy.mechanisms`).
     Gaussians that see the same sample are one Gaussian of multiplier (Σ 1/σ_i²)^(-1/2): scale each release
     by its own standard deviation, and together they are one vector of sensitivity (Σ 1/σ_i²)^(1/2) under
     unit noise. σ = 0 stands for a release without noise; what releases nothing (q = 0, no steps, infinite
@@ -201,7 +207,8 @@ def decode_groups(record: Mapping[str, Any]) -> GroupEvents | None:
 
 def decode(record: Mapping[str, Any]) -> DpEvent:
     """The inverse of `encode`. Raises `UserError` for what is not an event."""
-    kind = getattr(dp_accounting, str(record.get("type")), None)
+    name = str(record.get("type"))
+    kind = OWN_EVENTS.get(name) or getattr(dp_accounting, name, None)
     if not (isinstance(kind, type) and issubclass(kind, DpEvent)):
         raise UserError(f"{record.get('type')!r} is not an event of dp_accounting")
     try:
@@ -229,6 +236,8 @@ def _collect(event: DpEvent, count: int, counts: Counter[tuple[float, float]]) -
     seen: Counter[tuple[float, float]] = Counter()
     if isinstance(event, GaussianDpEvent):
         seen[1.0, float(event.noise_multiplier)] = 1
+    elif (dominating := noise_multiplier(event)) is not None:
+        seen[1.0, dominating] = 1
     elif not isinstance(event, PoissonSampledDpEvent) or not _collect(inner, 1, seen):
         return False
     if any(inner_q != 1 for inner_q, _ in seen):  # a sample of a sample is not one Gaussian

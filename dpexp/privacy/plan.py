@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,17 @@ from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.accountants import ACCOUNTANTS, check_delta
 from dpexp.privacy.calibration import calibrate
-from dpexp.privacy.events import GroupEvents, composed, fixed_size_event, neighbouring, step_event
+from dpexp.privacy.events import (
+    GroupEvents,
+    composed,
+    fixed_size_event,
+    neighbouring,
+    releases,
+    step_event,
+)
 from dpexp.privacy.individual import Budgets, solve
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
+from dpexp.privacy.searches import ORDERS, SearchBudget, filter_admits
 
 SAMPLINGS = ("poisson", "fixed", "shuffle")
 
@@ -48,10 +56,12 @@ class Plan:
     target_epsilon: float | None = None
     schedule: Schedule = CONSTANT
     budgets: Budgets | None = None  # of groups of examples, where not all have the same
+    search: SearchBudget | None = None  # of the step size, and how far the budgets were raised for it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", Schedule.of(self.schedule))  # `to_dict` gives it as plain values
         object.__setattr__(self, "budgets", Budgets.of(self.budgets))
+        object.__setattr__(self, "search", SearchBudget.of(self.search))
 
     @property
     def num_budgets(self) -> int:
@@ -69,6 +79,11 @@ class Plan:
         return self.sample_rate * self.num_examples
 
     @property
+    def _delta(self) -> float:
+        """δ of a statement about fixed steps; the filter of a search divides the whole δ among its orders."""
+        return self.delta if self.search is None else self.delta / ORDERS
+
+    @property
     def neighbouring(self) -> str:
         """Which data sets ε speaks of, in words."""
         return neighbouring(self.step_event(0))
@@ -80,6 +95,8 @@ class Plan:
     def sigma_new(self, step: int) -> float:
         """Noise multiplier of the gradient sum: the noise has standard deviation σ_new·S·γ_k (He et al.,
         eq. 3.1)."""
+        if self.search is not None:
+            return self.search.gradient_sigma(self.sigma(step))
         return self.sigma(step) / math.sqrt(1 - self.quantile_budget)
 
     def sigma_b(self, step: int, num_groups: int) -> float:
@@ -119,11 +136,40 @@ class Plan:
     def epsilon(self, steps: int | None = None, accountant: str | None = None) -> float:
         """ε after ``steps`` steps at the plan's δ, under the plan's accountant unless another one is
         named."""
-        return accountants.epsilon(self.event(steps), self.delta, accountant or self.accountant)
+        return accountants.epsilon(self.event(steps), self._delta, accountant or self.accountant)
 
     def epsilons(self, steps: int | None = None) -> dict[str, float | None]:
         """The same under every accountant."""
-        return accountants.epsilons(self.event(steps), self.delta)
+        return accountants.epsilons(self.event(steps), self._delta)
+
+    def raised(self, gradient_level: float, search_level: float) -> Plan:
+        """The plan as it stands after a search has raised its budgets (`dpexp.privacy.searches`)."""
+        assert self.search is not None
+        return replace(self, search=self.search.at(gradient_level, search_level))
+
+    def affords(self, spent: DpEvent, step: int) -> bool:
+        """Whether the step fits into the budget beside what the ledger holds; always, where no search moves it.
+
+        The filter of `dpexp.privacy.searches`."""
+        if self.search is None:
+            return True
+        planned = releases(self.raised(1.0, 1.0).event())
+        then = releases(composed([(spent, 1), (self.step_event(step), 1)]))
+        assert planned is not None
+        assert then is not None
+        return filter_admits(then, planned, self.delta)
+
+    def guaranteed(self, spent: dict[str, float | None]) -> dict[str, float | None]:
+        """ε that may be claimed, from what the ledger says.
+
+        Where a search chose the noise of later steps, the course that it took is no composition that was fixed beforehand. The
+        filter guarantees the budget as a whole, under Rényi DP alone."""
+        if self.search is None:
+            return spent
+        whole: dict[str, float | None] = dict.fromkeys(spent)
+        found = spent.get("rdp")
+        whole["rdp"] = None if found is None else max(found, self.raised(1.0, 1.0).epsilon(accountant="rdp"))
+        return whole
 
     def caveats(self) -> list[str]:
         """What a reader of ε must know beyond the numbers; each a sentence for the record."""
@@ -156,6 +202,11 @@ class Plan:
                 f"Budgets are individual ({self.budgets.method}): each group of examples has an epsilon of its own, and where one"
                 " number stands for all it is that of the least protected group. Who is in which group is taken to be public."
             )
+        if self.search is not None:
+            found.append(
+                "The search chose the noise of later steps by what earlier ones released. Epsilon is the budget of the Rényi "
+                "filter that ended the run, not that of the steps it took: no other accountant speaks of it."
+            )
         return found
 
     def fingerprint(self) -> str:
@@ -165,8 +216,9 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
         plain = asdict(self) | {"schedule": self.schedule.plain()}
-        if self.budgets is None:
-            del plain["budgets"]
+        for name in ("budgets", "search"):
+            if getattr(self, name) is None:
+                del plain[name]
         return plain
 
     def _event_at(self, sigma: float, budget: int | None) -> DpEvent:
@@ -174,8 +226,14 @@ class Plan:
         if self.budgets is not None:
             group = self.budgets.least_protected if budget is None else budget
             rate, scale = self.budgets.rates[group], self.budgets.scales[group]
+        if self.search is not None:
+            return _searching(rate, sigma, self.search)
         multipliers = _multipliers(sigma, self.quantile_budget, scale)
         return _sampled(self.sampling, self.num_examples, rate, multipliers)
+
+
+def _searching(rate: float, sigma: float, search: SearchBudget) -> DpEvent:
+    return step_event(rate, [search.gradient_sigma(sigma)], [search.event(sigma)])
 
 
 def _sampled(sampling: str, num_examples: int, rate: float, multipliers: Sequence[float]) -> DpEvent:
@@ -208,13 +266,15 @@ def make_plan(
     allow_clt: bool = False,
     schedule: Schedule | str | Mapping[str, Any] = CONSTANT,
     individual: tuple[str, Sequence[float], NDArray[np.int64]] | None = None,
+    search: SearchBudget | None = None,
 ) -> Plan:
     """A checked plan, with σ calibrated to ``epsilon`` unless ``noise_multiplier`` is given.
 
     ``num_examples`` N is public; ``expected_batch_size`` B gives q = B/N; ``delta`` is a number or a rule
     (see `resolve_delta`); ``quantile_budget`` r is the share of each step's budget for adaptive thresholds;
     ``schedule`` (its name, if it has no parameters) lets the noise change over time; ``individual``: method, ε of each
-    group and the group of each example (see `dpexp.privacy.individual`), in the place of ``epsilon``.
+    group and the group of each example (see `dpexp.privacy.individual`), in the place of ``epsilon``; ``search``: of the step
+    size (see `dpexp.privacy.searches`), whose raises shorten the run.
     Raises `UserError` for values that make no plan, and for the gdp accountant without ``allow_clt``: its ε
     is not a guarantee."""
     if num_examples < 1:
@@ -248,12 +308,18 @@ def make_plan(
         raise UserError("give either epsilon or noise_multiplier, not both and not neither")
     if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
         raise UserError(f"noise_multiplier={noise_multiplier} must be a number, 0 or larger")
+    if search is not None:
+        _check_search(accountant, sampling, quantile_budget, individual is not None)
+        if noise_multiplier == 0:
+            raise UserError("noise_multiplier=0 leaves a step-size search without a budget: give some noise")
     delta = resolve_delta(delta, num_examples)
     sample_rate = expected_batch_size / num_examples
     schedule = Schedule.of(schedule)
     counts = factor_counts(schedule, steps, steps, sample_rate)
 
     def make_event(rate: float, sigma: float, scale: float) -> DpEvent:
+        if search is not None:
+            return composed((_searching(rate, sigma * factor, search), count) for factor, count in counts)
         return composed(
             (
                 _sampled(sampling, num_examples, rate, _multipliers(sigma * factor, quantile_budget, scale)),
@@ -273,7 +339,10 @@ def make_plan(
     elif noise_multiplier is None:
         assert epsilon is not None
         noise_multiplier = calibrate(
-            lambda sigma: make_event(sample_rate, sigma, 1.0), epsilon, delta, accountant
+            lambda sigma: make_event(sample_rate, sigma, 1.0),
+            epsilon,
+            delta if search is None else delta / ORDERS,
+            accountant,
         )
     return Plan(
         num_examples=num_examples,
@@ -287,7 +356,23 @@ def make_plan(
         target_epsilon=epsilon,
         schedule=schedule,
         budgets=budgets,
+        search=search,
     )
+
+
+def _check_search(accountant: str, sampling: str, quantile_budget: float, individual: bool) -> None:
+    """Raises `UserError` where the filter of a search does not speak of the plan."""
+    if accountant != "rdp":
+        raise UserError(
+            f"a step-size search moves its budget under a Rényi filter, of which accountant={accountant} knows nothing: use rdp"
+        )
+    if sampling != "poisson":
+        raise UserError(f"a step-size search needs Poisson batches: drop sampling={sampling}")
+    if quantile_budget or individual:
+        raise UserError(
+            "a step-size search shares a step's budget with the gradient alone: take clip=flat or perlayer without adaptive "
+            "thresholds, and individual=none"
+        )
 
 
 def resolve_delta(rule: str | float, num_examples: int) -> float:

@@ -37,6 +37,18 @@ def renyi_epsilon(parts: Releases, delta: float) -> float:
     return epsilon
 
 
+def best_order(parts: Releases, delta: float) -> float:
+    """Find the order, of the usual ones, at which the composition has its least ε."""
+    return _minimum(parts, delta, _ORDERS)[1]
+
+
+def divergence(parts: Releases, order: float) -> float:
+    """Compute the Rényi divergence of the composition at one order; inf where something is released without noise."""
+    if any(sigma == 0 for _, sigma in parts):
+        return math.inf
+    return sum(count * float(_curve(q, sigma, (order,))[0]) for (q, sigma), count in parts.items())
+
+
 def _minimum(parts: Releases, delta: float, orders: tuple[float, ...]) -> tuple[float, float]:
     total = sum(
         (count * _curve(q, sigma, orders) for (q, sigma), count in parts.items()), np.zeros(len(orders))

@@ -26,6 +26,7 @@ from dpexp.training.interrupt import Interrupts
 from dpexp.training.optim import build_optimizer, learning_rate
 from dpexp.training.progress import Progress
 from dpexp.training.release import Release, build_policy
+from dpexp.training.search import StepSearch, build_search
 from dpexp.training.steps import Steps
 from dpexp.training.sums import Sums
 
@@ -105,6 +106,7 @@ class Trainer:
         self.ledger: Ledger | None = None
         self.clipper: Clipper | None = None
         self.policy = FixedThresholds(torch.zeros(0))
+        self.search: StepSearch | None = None
         release: Release | None = None
         if plan is not None:
             self.ledger = Ledger(folder / LEDGER, keys.run)
@@ -114,11 +116,16 @@ class Trainer:
                 plan, self.clipper, self.policy, self.ledger,
                 key=self.key, allocation=run.clip.allocation, secure=run.privacy.secure,
             )  # fmt: skip
+            if plan.search is not None:
+                self.search = build_search(
+                    run.search, release, self.model, self.losses_of,
+                    expected_batch=expected_batch, largest=run.optim.lr,
+                )  # fmt: skip
         self.stepper = Steps(
             self.model, self.optimizer,
             sampler=sampler, key=self.key, expected_batch=expected_batch, policy=self.policy, release=release,
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
-            clip_scales=clip_scales_of(plan, groups),
+            clip_scales=clip_scales_of(plan, groups), mover=self.search,
         )  # fmt: skip
         self.wall_before, self.started = 0.0, time.perf_counter()
         self.step_times: list[float] = []
@@ -157,6 +164,8 @@ class Trainer:
         self.policy.load_state_dict(checkpoint.thresholds)
         if self.averages is not None:
             self.averages.load_state(checkpoint.averages)
+        if self.search is not None:
+            self.search.load_state_dict(checkpoint.search)
         if self.ledger is not None:
             self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
         self.stepper.taken = checkpoint.step
@@ -189,6 +198,7 @@ class Trainer:
                 averages=self.averages.state() if self.averages is not None else [],
                 charges=seal.charges,
                 last_charge=seal.check,
+                search=self.search.state_dict() if self.search is not None else {},
             ),
         )
 
@@ -213,7 +223,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         saved_at = self.step
         with Interrupts() as interrupts:
-            while self.step < self.steps and not interrupts.requested:
+            while self.step < self.steps and self.affordable() and not interrupts.requested:
                 begun = time.perf_counter()
                 self.stepper.keep_norms = self._norms_due(self.step + 1)
                 sums = self._take_step(interrupts)
@@ -229,10 +239,16 @@ class Trainer:
                     saved_at = self.step
             if saved_at != self.step:
                 self.save()
-            if self.step < self.steps:
+            if self.step < self.steps and self.affordable():
                 return Outcome("interrupted", self.step, self.wall_s, metrics, self.performance())
         metrics = self.evaluate(progress, final=True)
         return Outcome("finished", self.step, self.wall_s, metrics, self.performance())
+
+    def affordable(self) -> bool:
+        """Whether the budget covers the next step: always, but where a search has raised what steps cost."""
+        if self.search is None or self.ledger is None:
+            return True
+        return self.search.release.plan.affords(self.ledger.event(), self.step)
 
     def evaluate(self, progress: Progress, *, final: bool = False) -> dict[str, float]:
         """Metrics on the public dev set; written down as released, because the weights are.
@@ -422,6 +438,9 @@ class Trainer:
             "lr": self.optimizer.param_groups[0]["lr"],
             "time_s": round(self.wall_s, 3),
         }
+        if self.search is not None:
+            released["lr"] = self.search.chosen
+            released["levels"] = [self.search.gradient_level, self.search.search_level]
         if self.policy.adaptive:
             released["thresholds"] = self.policy.values.tolist()
         self.metrics.write(self.step, released)

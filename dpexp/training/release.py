@@ -138,6 +138,10 @@ class Release:
         groups = zip(self.clipper.groups, self.noise(step)["gradients"], strict=True)
         return {id(p): std for group, std in groups for p in group.params.values()}
 
+    def generator(self, name: str, step: int, attempt: int) -> KeyedGenerator:
+        """The noise called `name` of a charged step; each name may be used once."""
+        return self._generator(name, step, attempt)
+
     def _gradients(self) -> list[Tensor]:
         """The clipper leaves a tensor for every parameter, zeros where nothing arrived."""
         return [p.grad for p in self.parameters if p.grad is not None]

@@ -82,6 +82,7 @@ class Checkpoint:
     charges: int = 0  # of the ledger that this state rests on, with the check of the last one
     last_charge: str = ""
     scheduler: dict[str, Any] = field(default_factory=dict)  # where the loop brought its own
+    search: dict[str, Any] = field(default_factory=dict)  # of the step size, where there is one
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

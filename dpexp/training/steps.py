@@ -42,6 +42,18 @@ class Steppable(Protocol):
         ...
 
 
+class Mover(Protocol):
+    """Moves the weights by the noisy mean gradient, and may release more of the same sample, as the plan says."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the next step depends on besides the weights."""
+        ...
+
+    def move(self, step: int, attempt: int, pieces: list[np.ndarray]) -> None:
+        """Take the step; `pieces` are the physical batches of its sample."""
+        ...
+
+
 class Steps:
     """Takes the steps of a run, one after the other.
 
@@ -56,6 +68,7 @@ class Steps:
         decisions: where what the engine measured is kept before the first release; a resumed run need not measure again.
         loss_scale: static, for fp16: a scale that reacted to an overflow would release, unnoised, that there was one.
         clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
+        mover: moves the weights in the place of the optimiser (`dpexp.training.search`).
         on_taken: called after each step.
 
     Raises:
@@ -76,13 +89,14 @@ class Steps:
         decisions: Decisions,
         loss_scale: float = 1.0,
         clip_scales: Tensor | None = None,
+        mover: Mover | None = None,
         on_taken: Callable[[], None] | None = None,
     ):
         refuse_processes()
         self.optimizer, self.sampler, self.key = optimizer, sampler, key
         self.expected_batch, self.policy, self.release = expected_batch, policy, release
         self.decisions, self.loss_scale, self.clip_scales = decisions, loss_scale, clip_scales
-        self.on_taken = on_taken
+        self.on_taken, self.mover = on_taken, mover
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         self.taken = 0
@@ -93,6 +107,7 @@ class Steps:
         self.piece: np.ndarray | None = None
         self._facts: dict[str, Any] = {}
         self._left = 0
+        self._drawn: list[np.ndarray] = []
 
     @property
     def clipper(self) -> Clipper | None:
@@ -122,6 +137,8 @@ class Steps:
         self.attempt = 0
         if self.release is not None:
             self._facts = {**facts, "step": step, "noise": self.release.noise(step)}
+            if self.mover is not None:
+                self._facts["mover"] = self.mover.facts()
             self.attempt = self.release.likely_attempt(step, self._facts)
         while self.taken == step:
             pieces = self.begin(step, self.attempt, size, length)
@@ -142,7 +159,7 @@ class Steps:
             self.clipper.thresholds = self.policy.values
         if hasattr(self._mover, "ahead"):
             self._mover.ahead()
-        pieces = physical_batches(self.sampler.draw(step, attempt), length, size)
+        pieces = self._drawn = physical_batches(self.sampler.draw(step, attempt), length, size)
         self._left = max(1, len(pieces))
         return pieces
 
@@ -210,7 +227,10 @@ class Steps:
             counts = self.release.add_noise(step, self.attempt, raw)
             self._tell_noise(step)
         torch._foreach_div_(self.gradients, self.expected_batch)
-        self.optimizer.step()
+        if self.mover is None:
+            self.optimizer.step()
+        else:
+            self.mover.move(step, self.attempt, self._drawn)
         if counts is not None:
             bounds = self.policy.bounds
             self.policy.update(
