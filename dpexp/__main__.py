@@ -17,6 +17,7 @@ COMMANDS = {
     "explain": "how each layer of a model is clipped, and what every implementation costs",
     "bench": "speed and memory of engines relative to training without privacy",
     "audit": "a lower bound on ε from attacks",
+    "pate": "teachers, noisy votes, a student: training without DP-SGD",
     "conform": "which libraries clip which models exactly",
     "demo": "the main job in a minute, on embedded data",
     "native": "build the optional C++ kernels",

@@ -1,0 +1,333 @@
+"""``python -m dpexp.pate task=mnist scale=small``: teachers on private shares, noisy votes on public images, a student."""
+
+import hashlib
+import hmac
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from dpexp import record
+from dpexp.checks import did_you_mean
+from dpexp.config import hydra_entry
+from dpexp.durable import flattened, read_json, write_json
+from dpexp.errors import UserError
+from dpexp.models import build_model, build_tokenizer
+from dpexp.models.images import FAMILIES
+from dpexp.privacy.accountants import ACCOUNTANTS
+from dpexp.privacy.events import encode
+from dpexp.privacy.fingerprint import fingerprint
+from dpexp.privacy.individual import draw_groups, read_groups
+from dpexp.privacy.keys import LEDGER, delete_key, open_keys
+from dpexp.privacy.ledger import Ledger
+from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
+from dpexp.privacy.pate import METHODS, VotePlan, plan_votes
+from dpexp.privacy.plan import resolve_delta
+from dpexp.privacy.sampling import PoissonSampler
+from dpexp.schemas import (
+    AccountantConfig,
+    DataConfig,
+    IndividualConfig,
+    ModelConfig,
+    PeftConfig,
+    PrivacyConfig,
+    RuntimeConfig,
+    ScaleConfig,
+    TaskConfig,
+)
+from dpexp.sweeps import Result
+from dpexp.tasks import Task, build_task
+from dpexp.train import choose_device
+from dpexp.training.state import disk_errors, exclusive
+from dpexp.training.teachers import learn, neighbour_votes, predictions, share_out, teacher_votes
+
+NEIGHBOURS = "add or remove one example; N is public and stays: its slot in the teachers' data is empty"
+
+
+@dataclass
+class VotesConfig:
+    """How votes are made and spent; the values stand in ``conf/pate.yaml``."""
+
+    method: str = "uniform"
+    teachers: int = 250
+    queries: int = 100
+    precision: int = 0
+    neighbours: int = 50
+    rate: float = 0.1
+    teacher_epochs: int = 20
+    student_epochs: int = 40
+    lr: float = 1e-3
+    batch_size: int = 32
+
+
+@dataclass
+class PateConfig:
+    """The settings of ``conf/pate.yaml``: those of a run that PATE has, and its own."""
+
+    task: TaskConfig = field(default_factory=TaskConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    accountant: AccountantConfig = field(default_factory=AccountantConfig)
+    individual: IndividualConfig = field(default_factory=IndividualConfig)
+    pate: VotesConfig = field(default_factory=VotesConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    seed: int = 0
+
+
+@hydra_entry("pate", PateConfig)
+def main(run: PateConfig) -> dict[str, float]:
+    """Train teachers, ask them, train a student on their noisy answers, record. A finished run is shown again."""
+    check(run)
+    folder = Path(run.runtime.runs_dir) / "pate" / run.task.name / _signature(run) / f"seed{run.seed}"
+    console = Console(highlight=False, soft_wrap=True)
+    with disk_errors(folder), exclusive(folder):
+        summary = read_json(folder / "summary.json") or pate(run, folder, console)
+        delete_key(folder)
+    show(summary, console)
+    console.print(f"record: {folder / 'summary.json'}", markup=False)
+    return Result(summary["metrics"], run.task.metric)
+
+
+def check(run: PateConfig) -> None:
+    """Refuse settings that make no sense together.
+
+    Raises:
+        UserError: the first of them, with the way out.
+    """
+    votes, groups = run.pate, run.individual
+    if votes.method not in METHODS:
+        raise UserError(f"pate.method={votes.method} is not a choice{did_you_mean(votes.method, METHODS)}")
+    if run.task.kind != "image_classification":
+        raise UserError(
+            f"pate asks about images, and task={run.task.name} has none: take task=mnist or cifar10"
+        )
+    if run.model.family not in FAMILIES:
+        raise UserError(f"model={run.model.name} sees no images: take model=cnn_mnist, for example")
+    if run.accountant.name == "gdp" and not run.accountant.allow_clt:
+        raise UserError("accountant=gdp is an approximation and no guarantee: choose rdp, prv or pld")
+    several = bool(groups.epsilons)
+    if several == (run.privacy.epsilon is not None):
+        raise UserError(
+            "give either privacy.epsilon, or individual.epsilons for groups of examples (with privacy.epsilon=null), not both"
+        )
+    if several != (votes.method in ("upsampling", "weighting")):
+        raise UserError(
+            f"pate.method={votes.method} has {'one budget' if several else 'groups with budgets of their own'}: "
+            + (
+                "take upsampling or weighting, or privacy.epsilon"
+                if several
+                else "give individual.epsilons and individual.shares (or individual.groups), and privacy.epsilon=null"
+            )
+        )
+    for name in ("teachers", "queries", "neighbours", "teacher_epochs", "student_epochs", "batch_size"):
+        if getattr(votes, name) < 1:
+            raise UserError(f"pate.{name}={getattr(votes, name)} must be 1 or more")
+    if votes.lr <= 0:
+        raise UserError(f"pate.lr={votes.lr} must be above 0")
+
+
+def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
+    """The whole run. Returns its summary."""
+    begun = time.perf_counter()
+    if (folder / LEDGER).exists():
+        raise UserError(
+            f"{folder} holds a ledger and no record: an earlier run was cut off after its votes were charged. Change the seed, "
+            "or move the folder away and count its epsilon too"
+        )
+    settings, device = asdict(run), choose_device(run.runtime.device)
+    if run.runtime.threads:
+        torch.set_num_threads(run.runtime.threads)
+    inputs = build_tokenizer(run.model, scale=run.scale.name)
+    task = build_task(run.task, run.data, run.scale.name, inputs, run.seed)
+    votes, classes = run.pate, len(task.labels)
+    if votes.queries >= len(task.dev):
+        raise UserError(
+            f"pate.queries={votes.queries} leaves none of the {len(task.dev)} public images to measure the student on: ask fewer"
+        )
+
+    # Who has which budget, and what the answers cost.
+    groups = budget_groups(run, task.num_examples)
+    budgets = list(run.individual.epsilons) or [float(run.privacy.epsilon or 0)]
+    apart = votes.method == "weighting"
+    teachers = teachers_of(votes.teachers, np.bincount(groups, minlength=len(budgets)), apart=apart)
+    plan = plan_votes(
+        votes.method, budgets,
+        teachers=teachers, queries=votes.queries, delta=resolve_delta(run.privacy.delta, task.num_examples),
+        accountant=run.accountant.name, precision=votes.precision, rate=votes.rate,
+    )  # fmt: skip
+    console.print(
+        f"{votes.method}: noise {plan.sigma:.4g} on each count, {votes.queries} queries, an example moves them by √2 times "
+        f"{', '.join(f'{move:.4g}' for move in plan.moves)}",
+        markup=False,
+    )
+
+    # Private: votes. Nothing of them is kept before the charge is on the disk.
+    keys = open_keys(folder, run.privacy.noise_seed, f"{_signature(run)} {run.seed}")
+    questions = task.collate([task.dev[i] for i in range(votes.queries)])
+
+    def make(seed: int) -> nn.Module:
+        return build_model(
+            run.model, PeftConfig(), head=task.head, num_labels=classes, scale=run.scale.name,
+            seed=run.seed * 100_003 + seed, tokenizer=inputs, image_shape=task.image_shape,
+        ).model  # fmt: skip
+
+    fitting: dict[str, Any] = {"lr": votes.lr, "batch_size": votes.batch_size, "device": device}
+    if votes.method == "knn":
+        counts = _neighbours(task, questions["pixel_values"], votes, keys.draws)
+    else:
+        copies = [int(move) if votes.method == "upsampling" else 1 for move in plan.moves]
+        shares = share_out(groups, copies, teachers, run.seed, apart=apart)
+        weights = np.repeat(plan.moves, teachers).tolist() if apart else [1.0] * sum(teachers)
+        with console.status("teachers") as status:
+            counts = teacher_votes(
+                make,
+                lambda network, share, seed: learn(
+                    network, task, share, epochs=votes.teacher_epochs, seed=run.seed * 100_003 + seed, **fitting
+                ),
+                shares, weights, questions["pixel_values"], classes, device,
+                lambda number: status.update(f"teacher {number} of {sum(teachers)}"),
+            )  # fmt: skip
+    ledger = Ledger(folder / LEDGER, keys.run)
+    released = release(counts, plan, ledger, keys.draws, {"config": settings}, groups)
+
+    # Public: the student.
+    student = learn(
+        make(-1), task, range(votes.queries),
+        labels=released, split="dev", epochs=votes.student_epochs, seed=run.seed, **fitting,
+    )  # fmt: skip
+    rest = range(votes.queries, len(task.dev))
+    truth = np.asarray([task.dev[i].label for i in range(len(task.dev))])
+    images = task.collate([task.dev[i] for i in rest])["pixel_values"]
+    metrics = {
+        run.task.metric: float((predictions(student, images, device) == truth[votes.queries :]).mean()),
+        "answers_right": float((released == truth[: votes.queries]).mean()),
+    }
+    torch.save(student.state_dict(), folder / "student.pt")
+    summary = {
+        "task": run.task.name, "model": run.model.name, "clip": "none", "engine": "none", "scale": run.scale.name,
+        "data": {"source": task.data.source, "name": task.data.name, "rows": task.data.rows, "sha256": task.data.sha256},
+        "privacy": privacy_block(plan, ledger, run),
+        "metrics": metrics,
+        "performance": {"device": record.device_name(device)},
+        "seed": run.seed, "versions": record.versions(), "git": record.git_state(), "command": record.command_line(),
+        "wall_s": round(time.perf_counter() - begun, 3), "status": "finished",
+        "details": {"config": settings, "teachers": teachers, "data_notes": task.data.notes, "method": "pate"},
+    }  # fmt: skip
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def budget_groups(run: PateConfig, num_examples: int) -> np.ndarray:
+    """`[N]`, which budget each example has, from 0. Public."""
+    individual = run.individual
+    if not individual.epsilons:
+        return np.zeros(num_examples, np.int64)
+    if individual.groups is not None:
+        return read_groups(individual.groups, num_examples, len(individual.epsilons))
+    if len(individual.shares) != len(individual.epsilons):
+        raise UserError(
+            f"individual.shares={list(individual.shares)} must be one for each of individual.epsilons={list(individual.epsilons)}"
+        )
+    return draw_groups(num_examples, individual.shares, run.seed)
+
+
+def teachers_of(total: int, sizes: np.ndarray, *, apart: bool) -> list[int]:
+    """n_j: as many teachers for each group as it has of the examples; all in one number where they are not kept apart."""
+    if not apart:
+        return [total]
+    borders = np.round(np.cumsum(sizes) / sizes.sum() * total).astype(int)
+    return np.diff(borders, prepend=0).tolist()
+
+
+def release(
+    counts: np.ndarray,
+    plan: VotePlan,
+    ledger: Ledger,
+    key: bytes,
+    facts: dict[str, Any],
+    groups: np.ndarray,
+) -> np.ndarray:
+    """Charge all answers, then add their noise.
+
+    Returns:
+        ``[Q]``, the class with the most noisy votes for each query.
+    """
+    noisy = torch.from_numpy(counts).clone()
+    found = fingerprint(key, facts | {"sigma": plan.sigma}, [noisy])
+    membership = hashlib.sha256(groups.astype("<i8").tobytes()).hexdigest()
+    attempt = ledger.begin_step(0, plan.charge(membership), found)
+    use = f"noise of votes {found} {attempt}"
+    add_gaussian_([noisy], plan.sigma, generator=KeyedGenerator(hmac.digest(key, use.encode(), "sha256")))
+    return noisy.argmax(1).numpy()
+
+
+def privacy_block(plan: VotePlan, ledger: Ledger, run: PateConfig) -> dict[str, Any]:
+    """What the record says of privacy; ε is that of the ledger, of the least protected group."""
+    by_group = ledger.epsilons_by_budget(plan.delta)
+    block: dict[str, Any] = {
+        "epsilon": ledger.epsilons(plan.delta), "delta": plan.delta, "accountant": plan.accountant,
+        "noise_multiplier": plan.sigma / (max(plan.moves) * 2**0.5), "sigma_new": None, "sigma_b": None,
+        "sample_rate": plan.rate, "steps": plan.queries, "sampling": "poisson" if plan.rate < 1 else "none",
+        "released": ["answers to queries"], "neighbouring": NEIGHBOURS,
+        "events": [encode(event) for event in ledger.events()],
+        "notes": [
+            "the unit of privacy is one example",
+            "the first images of the dev set are public queries, the student is measured on the others",
+            "answers are charged independently of the votes: no data-dependent bound is used",
+        ],
+    }  # fmt: skip
+    if run.individual.epsilons:
+        block["notes"].append("who is in which group is taken to be public")
+        block["individual"] = {
+            "method": plan.method,
+            "groups": [
+                {"target": target, "moves": move, "epsilon": spent}
+                for target, move, spent in zip(plan.epsilons, plan.moves, by_group, strict=True)
+            ],
+        }
+    if run.privacy.noise_seed is not None:
+        block["notes"].append("the noise is from a fixed seed: the guarantee holds only while it is secret")
+    return block
+
+
+def show(summary: dict[str, Any], console: Console) -> None:
+    """The numbers that matter."""
+    metrics, privacy = summary["metrics"], summary["privacy"]
+    lines = [f"{name:<15} {value:.4f}" for name, value in metrics.items()]
+    for name in ACCOUNTANTS:
+        value = privacy["epsilon"][name]
+        decides = "  (decides)" if name == privacy["accountant"] else ""
+        lines.append(f"{'ε ' + name:<15} {'-' if value is None else format(value, '.4f')}{decides}")
+    for number, group in enumerate(privacy.get("individual", {}).get("groups", []), start=1):
+        lines.append(
+            f"  group {number}: target {group['target']:g}, spent {group['epsilon'][privacy['accountant']]:.4f}"
+        )
+    console.print("\n".join(lines), markup=False)
+
+
+def _neighbours(task: Task, questions: Tensor, votes: VotesConfig, key: bytes) -> np.ndarray:
+    private = task.collate([task.train[i] for i in range(task.num_examples)])
+    sampler = PoissonSampler(task.num_examples, votes.rate, key)
+    return neighbour_votes(
+        private["pixel_values"].flatten(1), private["labels"].numpy(), questions.flatten(1), len(task.labels),
+        votes.neighbours, sampler.draw,
+    )  # fmt: skip
+
+
+def _signature(run: PateConfig) -> str:
+    """Ten hex characters of everything that changes the result, but for the seed."""
+    ignored = ("seed", "data.root", "data.cache", "runtime.runs_dir", "runtime.threads")
+    kept = {key: value for key, value in flattened(asdict(run)) if key not in ignored}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:10]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Votes of teachers: Algorithms 1 and 2 as derived, what one example moves, and the events that are charged for it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from dpexp.config import compose
+from dpexp.errors import UserError
+from dpexp.pate import PateConfig, check, release, teachers_of
+from dpexp.privacy.accountants import epsilon
+from dpexp.privacy.ledger import Ledger
+from dpexp.privacy.pate import plan_votes, upsampling, weights
+from dpexp.training.teachers import neighbour_votes, share_out
+
+KEY = b"k" * 32
+
+
+def test_upsampling_is_the_least_whole_ratio():
+    """Algorithm 1: scale by 10^p, divide by the greatest common divisor."""
+    assert upsampling([1.0, 2.0, 3.0], 0) == [1, 2, 3]
+    assert upsampling([0.5, 0.75], 2) == [2, 3]
+    assert upsampling([1.0, 10.0, 20.0], 2) == [1, 10, 20]
+    with pytest.raises(UserError, match="nothing at 0 decimals"):
+        upsampling([0.1, 1.0], 0)
+
+
+def test_weights_are_proportional_to_budgets_and_keep_the_sum_of_votes():
+    """Algorithm 2 as derived. As the review prints it, two groups of equal budgets get weights in the ratio of their sizes."""
+    found = weights([1.0, 2.0, 3.0], [34, 43, 23])
+    assert found[1] / found[0] == pytest.approx(2)
+    assert found[2] / found[0] == pytest.approx(3)
+    assert np.dot(found, [34, 43, 23]) == pytest.approx(100)
+    assert weights([2.0, 2.0], [90, 10]) == pytest.approx([1.0, 1.0])
+
+
+def gaussian_epsilon_by_hand(mu, delta):
+    """The smallest ε with Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ) = δ (Balle & Wang 2018)."""
+    return brentq(
+        lambda e: norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu) - delta, 1e-6, 200
+    )
+
+
+@pytest.mark.parametrize("method", ["uniform", "upsampling", "weighting"])
+def test_every_group_spends_at_most_its_budget(method):
+    budgets = [1.0, 2.0, 3.0] if method != "uniform" else [2.0]
+    plan = plan_votes(method, budgets, teachers=[34, 43, 23], queries=200, delta=1e-5, accountant="pld")
+    for group, (target, spent) in enumerate(zip(budgets, plan.spent(), strict=True)):
+        # √2·m_j/σ for each of 200 answers, in closed form
+        mu = math.sqrt(2 * 200) * plan.moves[group] / plan.sigma
+        assert spent == pytest.approx(gaussian_epsilon_by_hand(mu, 1e-5), rel=1e-4)
+        assert spent <= target
+        if method != "upsampling":
+            assert spent > 0.99 * target
+    assert max(s / t for s, t in zip(plan.spent(), budgets, strict=True)) > 0.99
+
+
+def test_private_neighbours_are_charged_inside_the_sampling():
+    plan = plan_votes("knn", [1.5], teachers=[1], queries=50, delta=1e-5, rate=0.1)
+    one = PoissonSampledDpEvent(0.1, GaussianDpEvent(plan.sigma / math.sqrt(2)))
+    assert plan.spent()[0] == pytest.approx(epsilon(SelfComposedDpEvent(one, 50), 1e-5), rel=1e-9)
+    assert 1.48 < plan.spent()[0] <= 1.5
+
+
+@pytest.mark.parametrize(("copies", "apart"), [([1, 2, 3], False), ([1, 1, 1], True)])
+def test_an_example_reaches_as_many_teachers_as_it_is_charged_for(copies, apart):
+    groups = np.repeat([0, 1, 2], [34, 43, 23])
+    shares = share_out(groups, copies, [4, 5, 3], 7, apart=apart)
+    assert len(shares) == 12
+    seen = np.zeros(100, int)
+    for share in shares:
+        assert len(set(share.tolist())) == len(share)
+        seen[share] += 1
+    assert seen.tolist() == np.asarray(copies)[groups].tolist()
+    if apart:
+        assert [set(groups[share].tolist()) for share in shares] == [{0}] * 4 + [{1}] * 5 + [{2}] * 3
+    assert teachers_of(12, np.array([34, 43, 23]), apart=True) == [4, 5, 3]
+
+
+def test_one_example_moves_the_votes_of_neighbours_by_at_most_root_two():
+    """Leave one out, every example, against votes that are counted naively."""
+    rng = np.random.default_rng(0)
+    points, labels = torch.from_numpy(rng.normal(size=(30, 3))), rng.integers(0, 3, 30)
+    queries = torch.from_numpy(rng.normal(size=(8, 3)))
+
+    def votes(members):
+        return neighbour_votes(points, labels, queries, 3, 5, lambda number: members)
+
+    everyone = votes(np.arange(30))
+    for q in range(8):
+        nearest = ((points - queries[q]) ** 2).sum(1).argsort()[:5]
+        assert everyone[q].tolist() == np.bincount(labels[nearest], minlength=3).tolist()
+    moved = [np.linalg.norm(everyone - votes(np.delete(np.arange(30), i)), axis=1).max() for i in range(30)]
+    assert max(moved) == pytest.approx(math.sqrt(2))
+    assert votes(np.arange(3)).sum(1).tolist() == [3.0] * 8
+
+
+def test_answers_are_charged_before_their_noise_and_groups_each_with_their_own(tmp_path):
+    plan = plan_votes("weighting", [1.0, 3.0], teachers=[5, 5], queries=6, delta=1e-5)
+    ledger, groups = Ledger(tmp_path / "ledger.jsonl", KEY), np.repeat([0, 1], 50)
+    counts = np.zeros((6, 3))
+    counts[np.arange(6), [0, 1, 2, 0, 1, 2]] = 1e9
+    assert release(counts, plan, ledger, KEY, {}, groups).tolist() == [0, 1, 2, 0, 1, 2]
+    assert [found["rdp"] for found in ledger.epsilons_by_budget(1e-5)] == pytest.approx(plan.spent())
+    # the same votes again are the same release; others are charged anew
+    release(counts, plan, ledger, KEY, {}, groups)
+    assert ledger.steps_charged == 1
+    release(counts + 1, plan, ledger, KEY, {}, groups)
+    assert ledger.steps_charged == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["pate.method=weighting"], "one budget|give individual.epsilons"),
+        (["individual.epsilons=[1,2]", "privacy.epsilon=null"], "take upsampling or weighting"),
+        (["pate.method=votes"], "pate.method=votes is not a choice"),
+        (["task=sst2"], "has none: take task=mnist"),
+        (["pate.teachers=0"], r"pate\.teachers=0 must be 1 or more"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(UserError, match=message):
+        check(compose(changes, "pate", PateConfig))
+
+
+def test_a_group_without_teachers_and_copies_beyond_the_teachers_are_refused():
+    with pytest.raises(UserError, match="no teacher of its own"):
+        plan_votes("weighting", [1.0, 2.0], teachers=[3, 0], queries=5, delta=1e-5)
+    with pytest.raises(UserError, match="puts an example into 20 teachers, and there are 10"):
+        plan_votes("upsampling", [1.0, 20.0], teachers=[10], queries=5, delta=1e-5, precision=0)
