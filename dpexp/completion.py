@@ -35,6 +35,7 @@ FILES = (
     "bench",
     "conform",
     "explain",
+    "pate",
     "train",
 )  # commands with settings of the form KEY=VALUE
 

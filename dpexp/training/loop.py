@@ -125,7 +125,7 @@ class Trainer:
             self.model, self.optimizer,
             sampler=sampler, key=self.key, expected_batch=expected_batch, policy=self.policy, release=release,
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
-            clip_scales=clip_scales_of(plan, groups), mover=self.search,
+            clip_scales=clip_scales_of(plan, groups), search=self.search,
         )  # fmt: skip
         self.wall_before, self.started = 0.0, time.perf_counter()
         self.step_times: list[float] = []

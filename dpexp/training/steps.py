@@ -42,7 +42,7 @@ class Steppable(Protocol):
         ...
 
 
-class Mover(Protocol):
+class Search(Protocol):
     """Moves the weights by the noisy mean gradient, and may release more of the same sample, as the plan says."""
 
     def facts(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Steps:
         decisions: where what the engine measured is kept before the first release; a resumed run need not measure again.
         loss_scale: static, for fp16: a scale that reacted to an overflow would release, unnoised, that there was one.
         clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
-        mover: moves the weights in the place of the optimiser (`dpexp.training.search`).
+        search: moves the weights in the place of the optimiser (`dpexp.training.search`).
         on_taken: called after each step.
 
     Raises:
@@ -89,14 +89,14 @@ class Steps:
         decisions: Decisions,
         loss_scale: float = 1.0,
         clip_scales: Tensor | None = None,
-        mover: Mover | None = None,
+        search: Search | None = None,
         on_taken: Callable[[], None] | None = None,
     ):
         refuse_processes()
         self.optimizer, self.sampler, self.key = optimizer, sampler, key
         self.expected_batch, self.policy, self.release = expected_batch, policy, release
         self.decisions, self.loss_scale, self.clip_scales = decisions, loss_scale, clip_scales
-        self.on_taken, self.mover = on_taken, mover
+        self.on_taken, self.search = on_taken, search
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         self.taken = 0
@@ -137,8 +137,8 @@ class Steps:
         self.attempt = 0
         if self.release is not None:
             self._facts = {**facts, "step": step, "noise": self.release.noise(step)}
-            if self.mover is not None:
-                self._facts["mover"] = self.mover.facts()
+            if self.search is not None:
+                self._facts["search"] = self.search.facts()
             self.attempt = self.release.likely_attempt(step, self._facts)
         while self.taken == step:
             pieces = self.begin(step, self.attempt, size, length)
@@ -227,10 +227,10 @@ class Steps:
             counts = self.release.add_noise(step, self.attempt, raw)
             self._tell_noise(step)
         torch._foreach_div_(self.gradients, self.expected_batch)
-        if self.mover is None:
+        if self.search is None:
             self.optimizer.step()
         else:
-            self.mover.move(step, self.attempt, self._drawn)
+            self.search.move(step, self.attempt, self._drawn)
         if counts is not None:
             bounds = self.policy.bounds
             self.policy.update(

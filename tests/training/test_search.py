@@ -110,7 +110,7 @@ def test_gradients_at_the_same_weights_are_averaged_by_their_information(tmp_pat
         levels.append(search.release.plan.search.gradient_level)
         move(*arguments)
 
-    trainer.stepper.mover = type("Watched", (), {"facts": search.facts, "move": staticmethod(watched)})()
+    trainer.stepper.search = type("Watched", (), {"facts": search.facts, "move": staticmethod(watched)})()
     trainer.steps = 3
     train(trainer)
     # level 1, then what is missing to 1.5 and to 2.25
