@@ -55,7 +55,7 @@ def _dealt(examples: np.ndarray, number: int) -> list[np.ndarray]:
 def learn(
     network: nn.Module,
     task: "Task",
-    examples: Sequence[int],
+    examples: Sequence[int] | np.ndarray,
     *,
     labels: np.ndarray | None = None,
     split: str = "train",
