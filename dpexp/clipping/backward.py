@@ -20,7 +20,7 @@ from torch import Tensor
 from dpexp.clipping.distributed import LateSum
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.gradients import Lookup, Tied, kept, merge, numerics
-from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import LOOPED, loop_over_examples
 from dpexp.clipping.remembered import Methods
@@ -105,6 +105,8 @@ class Step:
         self.sums: Sums = {}
         self.factor: dict[int, Bounded] = {}
         self.kept: dict[int, dict[str, PerExampleGradient]] = {}
+        # norms of a group that may have to be measured again, once the whole group's are known
+        self.doubts: dict[int, list[Doubt]] = {}
         self.pending: dict[str, list[PerExampleGradient]] = {}
         self.expected = dict.fromkeys(self.params, 0)
         for use in visit.uses:
@@ -196,26 +198,32 @@ class Step:
             else:
                 self._measure(name)
 
-    def _merged(self, name: str, fused: bool) -> tuple[PerExampleGradient, str]:
-        """All uses of a parameter as one, and the method for its norms."""
-        merged = reduce(merge, self.pending.pop(name))
+    def _chosen(self, name: str, merged: PerExampleGradient, fused: bool) -> str:
+        """The norm method; ``fused``: gradients that it has in hand are there for the sum, too."""
         method = self.methods.choose(merged, self.engine.norm, fused)
         self.methods.of_parameter[name] = method
-        return merged, method
+        return method
 
     def _measure(self, name: str) -> None:
         """All uses of a parameter have arrived: add its squared norms to its group's."""
         k = self.group_of[name]
-        merged, method = self._merged(name, fused=False)
+        merged = reduce(merge, self.pending.pop(name))
         size = self.num_examples * merged.shape.numel() * merged.dtype.itemsize
-        keep = (
-            self.engine.keep
-            and merged.instantiates(method)
-            and (self.engine.always_keep or size <= merged.nbytes)
-        )
-        self.sq_norms[k].add_(merged.sq_norms(method, keep, self.methods.scratch))
+        light = self.engine.keep and (self.engine.always_keep or size <= merged.nbytes)
+        method = self._chosen(name, merged, fused=light)
+        keep = light and merged.instantiates(method)
+        # a second pass keeps nothing that could be measured later
+        doubts = None if self.engine.second_pass else self.doubts.setdefault(k, [])
+        self.sq_norms[k].add_(merged.sq_norms(method, keep, self.methods.scratch, doubts))
         if not self.engine.second_pass:
             self.kept.setdefault(k, {})[name] = kept(merged) if keep else merged
+
+    def _settle(self, k: int) -> None:
+        """Measure again what cancels so much that it matters in the norms of group k."""
+        doubts = self.doubts.pop(k, [])
+        surely = self.sq_norms[k] - sum(doubt.excess for doubt in doubts)
+        for doubt in doubts:
+            self.sq_norms[k].add_(doubt.settled(surely) - doubt.bounds)
 
     def _finish(self, k: int, name: str) -> None:
         """The last parameter of a group has arrived: its norms, the group's factors and its own sum in one go.
@@ -224,7 +232,9 @@ class Step:
         """
         for other in [n for n in self.groups[k].params if n in self.pending and n != name]:
             self._measure(other)
-        merged, method = self._merged(name, fused=True)
+        self._settle(k)
+        merged = reduce(merge, self.pending.pop(name))
+        method = self._chosen(name, merged, fused=True)
         if isinstance(merged, Lookup | Tied):
             self.pending[name] = [merged]
             self._measure(name)
@@ -247,6 +257,7 @@ class Step:
         """Factors, then the weighted sums of one group; what the group held is released."""
         for name in [n for n in self.groups[k].params if n in self.pending]:
             self._measure(name)
+        self._settle(k)
         factors, keep = bounded or self._bounded_factors(k, self.sq_norms[k])
         self.factor[k] = factors, keep
         held = self.kept.pop(k, {})
@@ -305,6 +316,7 @@ class Step:
         for group in sorted({self.group_of[name] for name in names}):
             for name in [n for n in self.groups[group].params if n in self.pending]:
                 self._measure(name)
+            self._settle(group)
         sums = {
             name: torch.zeros_like(p, dtype=numerics.wide(p.dtype))
             for name, p in self.params.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -130,7 +131,13 @@ class PerExampleGradient(ABC):
         """Whether the method has per-example gradients in hand, so that they can be kept or summed at once."""
         return self.resolve(method) not in self.without_gradients
 
-    def sq_norms(self, method: str, keep: bool = False, scratch: Scratch | None = None) -> Tensor:
+    def sq_norms(
+        self,
+        method: str,
+        keep: bool = False,
+        scratch: Scratch | None = None,
+        doubts: list[Doubt] | None = None,
+    ) -> Tensor:
         """``||g_i||²`` for every example: an upper bound of the square of the norm of what `weighted_sum` adds of it.
 
         The bound is above the norm by some units in the last place where the terms of a gradient do not cancel, and by
@@ -141,6 +148,7 @@ class PerExampleGradient(ABC):
             keep: hold on to the instantiated gradients (B times the parameter's size), so that `weighted_sum`
                 needs nothing but a matrix-vector product. Without effect for methods that do not instantiate.
             scratch: memory for gradients that are not kept.
+            doubts: gets what would be measured again because much of it cancels; the bounds are then far above such norms.
 
         Returns:
             ``[B]``, float32, or float64 for float64 inputs.
@@ -152,7 +160,7 @@ class PerExampleGradient(ABC):
         if method in self.without_gradients:
             squares, magnitudes = self._norms(method, scratch)
             if magnitudes is not None:
-                return self._bounded(squares, magnitudes, scratch)
+                return self._bounded(squares, magnitudes, scratch, doubts)
         elif keep:
             self._kept = self._instantiate(method, scratch)
             return numerics.squared_norms(self._kept)
@@ -241,7 +249,9 @@ class PerExampleGradient(ABC):
         norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method, scratch)]
         return norms[0] if len(norms) == 1 else torch.cat(norms)
 
-    def _bounded(self, squares: Tensor, magnitudes: Tensor, scratch: Scratch) -> Tensor:
+    def _bounded(
+        self, squares: Tensor, magnitudes: Tensor, scratch: Scratch, doubts: list[Doubt] | None
+    ) -> Tensor:
         """Upper bounds from norms without gradients. Those of gradients that cancel are measured again, one by one.
 
         Where a device would have to be waited for, the bound alone must do: norms of gradients that cancel are then
@@ -253,11 +263,10 @@ class PerExampleGradient(ABC):
         cancels = rounding.cancels(squares, magnitudes)
         if not bool(cancels.any()):
             return bounds
-        examples = cancels.nonzero().squeeze(1)
-        again = self.select(examples)._row_norms(self.resolve("instantiate"), scratch)
-        bounds[examples] = rounding.of_instantiated_norms(
-            again, magnitudes[examples], self._terms(), rounding.ORDINARY
-        )
+        doubt = Doubt(self, bounds, magnitudes, torch.where(cancels, bounds - squares, 0.0), scratch)
+        if doubts is None:
+            return doubt.settled()
+        doubts.append(doubt)
         return bounds
 
     def _replace(self, **fields: Any) -> Self:
@@ -305,3 +314,38 @@ class PerExampleGradient(ABC):
             return out.add_(numerics.combine(rows, factors))
         out.view(-1).addmv_(rows.view(rows.shape[0], out.numel()).t(), factors)
         return out
+
+
+@dataclass(eq=False)
+class Doubt:
+    """Squared norms without gradients that are far too large where much of a gradient cancels.
+
+    Attributes:
+        per_example: the gradients.
+        bounds: ``[B]``, of their squared norms.
+        magnitudes: ``[B]`` (see `rounding`).
+        excess: ``[B]``, by how much a bound may be too large; 0 where nothing cancels.
+        scratch: memory to measure again in.
+    """
+
+    per_example: PerExampleGradient
+    bounds: Tensor
+    magnitudes: Tensor
+    excess: Tensor
+    scratch: Scratch
+
+    def settled(self, total: Tensor | None = None) -> Tensor:
+        """Return the bounds, measured again where that changes the squared norms ``total`` that they are a part of.
+
+        Args:
+            total: ``[B]``, of a whole group; None where the gradients are a group of their own.
+        """
+        matters = self.excess > (0.0 if total is None else rounding.NEGLIGIBLE * total)
+        examples = matters.nonzero().squeeze(1)
+        if not len(examples):
+            return self.bounds
+        some, magnitudes = self.per_example.select(examples), self.magnitudes[examples]
+        again = some._row_norms(some.resolve("instantiate"), self.scratch)
+        bounds = self.bounds.clone()
+        bounds[examples] = rounding.of_instantiated_norms(again, magnitudes, some._terms(), rounding.ORDINARY)
+        return bounds

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
-from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
 from dpexp.clipping.gradients.scratch import Scratch
 
 
@@ -41,8 +41,15 @@ class Dense(PerExampleGradient):
     def nbytes(self) -> int:
         return self.grad.nbytes
 
-    def sq_norms(self, method: str, keep: bool = False, scratch: Scratch | None = None) -> Tensor:
-        norms = numerics.squared_norms(self.grad)  # kept in any case
+    def sq_norms(
+        self,
+        method: str,
+        keep: bool = False,
+        scratch: Scratch | None = None,
+        doubts: list[Doubt] | None = None,
+    ) -> Tensor:
+        # kept in any case
+        norms = numerics.squared_norms(self.grad)
         if self._of_parts is None:
             return norms
         return rounding.of_instantiated_norms(norms, self._of_parts, 1, rounding.ORDINARY)

@@ -28,6 +28,8 @@ from dpexp.clipping.gradients.numerics import unit
 GRAM = 32.0
 # ... so they are not trusted with m² of more than so many times the square of the norm, where that can be avoided.
 CANCELS = 6.0
+# In a group of many parameters, a bound that is too large by so much of the group's squared norm changes nothing.
+NEGLIGIBLE = 2**-24
 # A sum of T products is off by at most (1 + T/16) m, and 5 m ...
 SUM, SUM_BY_TERMS = 4.0, 1 / 16
 # ... unless the terms are built to be rounded all in one direction: by T/8 m. Where they don't cancel, libraries limit T,
