@@ -6,3 +6,6 @@ class UserError(ValueError):
 
     Entry points print it as one line, ``error: …``, and exit with status 2; no traceback is shown.
     """
+
+    told = False
+    """Whether another process of the run prints it."""

@@ -168,14 +168,18 @@ class Metrics:
         strict: see above.
         tracker: who else is told, or None.
         tell_all: hand the tracker what is not private too, under names that begin with ``not_private/``.
+        writes: False for a process that another one writes for.
     """
 
-    def __init__(self, path: Path, strict: bool, tracker: Any = None, tell_all: bool = False):
+    def __init__(
+        self, path: Path, strict: bool, tracker: Any = None, tell_all: bool = False, writes: bool = True
+    ):
         self.path, self.strict, self.tracker, self.tell_all = path, strict, tracker, tell_all
+        self.writes = writes
 
     def resume_at(self, step: int) -> None:
         """Drop the lines of steps after `step`: they are run again."""
-        if not self.path.exists():
+        if not self.writes or not self.path.exists():
             return
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -194,6 +198,8 @@ class Metrics:
             values: JSON values.
             released: False where the values depend on the private data in a way that no noise covers.
         """
+        if not self.writes:
+            return
         if self.strict:
             if not released:
                 return

@@ -271,6 +271,8 @@ class RuntimeConfig:
     checkpoint_every: int = 50  # steps; 0 = at the end alone
     log_every: int = 1  # steps
     runs_dir: str = "runs"
+    # how several processes share the work: none | ddp | fsdp (docs/many_processes.md)
+    parallel: str = "none"
 
 
 @dataclass
@@ -354,6 +356,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "engine.choice": ("measured", "rule", "ghost", "instantiate", "loop"),
     "runtime.precision": ("fp32", "bf16", "fp16"),
+    "runtime.parallel": ("none", "ddp"),
     "tracker.name": ("none", "wandb", "tensorboard"),
     "tracker.mode": ("offline", "online"),
     "scale.name": ("paper", "small", "demo", "own"),

@@ -1,5 +1,6 @@
 """``python -m dpexp.train task=sst2 clip=adaptive_perlayer``: train, evaluate, record."""
 
+import contextlib
 import math
 import re
 import sys
@@ -17,6 +18,7 @@ from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
 from dpexp.durable import write_atomic, write_json
 from dpexp.errors import UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
+from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.individual import draw_groups, read_groups
 from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
 from dpexp.privacy.plan import Plan, make_plan
@@ -38,35 +40,48 @@ INTERRUPTED = 130  # exit status after Ctrl-C
 @hydra_entry("train")
 def main(run: RunConfig) -> dict[str, float]:
     """Run to the end, or tell what a finished run found. Returns its metrics."""
+    refuse_misfits(run)
+    with joined(run.runtime.device) as ranks:
+        return run_together(run, ranks)
+
+
+def run_together(run: RunConfig, ranks: Ranks) -> dict[str, float]:
+    """Run on all processes that train together: rank 0 holds the folder, writes and speaks."""
     folder = run_folder(run)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, quiet=not ranks.writes)
     end_like_ctrl_c()
     try:
-        with disk_errors(folder), exclusive(folder):
-            known = record.finished_summary(folder)
-            if known is None:
-                with record.failures(run, folder):
-                    summary = train(run, folder, console)
-            else:
-                summary = known
-            if not run.privacy.keep_key:
+        with disk_errors(folder), contextlib.ExitStack() as held:
+
+            def begin() -> dict[str, Any] | None:
+                held.enter_context(exclusive(folder))
+                if known := record.finished_summary(folder):
+                    return known
+                held.enter_context(record.failures(run, folder))
+                return None
+
+            known = ranks.once(begin)
+            summary = train(run, folder, console, ranks) if known is None else known
+            if not run.privacy.keep_key and ranks.writes:
                 delete_key(folder)
     except KeyboardInterrupt:  # before the first step, after the last one, or a second time
         console.print(how_to_resume(folder), markup=False)
         sys.exit(INTERRUPTED)
     if known is None:
         return Result(summary["metrics"], run.task.metric)
-    if statement.declare_trials(summary, run.trials, run.trials_law):
+    if ranks.writes and statement.declare_trials(summary, run.trials, run.trials_law):
         write_json(folder / "summary.json", summary)
         write_card(summary, folder / "model")
     report_finished(summary, folder, console)
     return Result(summary["metrics"], run.task.metric)
 
 
-def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
+def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) -> dict[str, Any]:
     """Train one run from where its folder stands. Returns the summary; exits with 130 where it is interrupted."""
     settings = to_dict(run)
-    write_atomic(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    ranks.agree("the configuration", settings)
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    ranks.once(lambda: write_atomic(folder / "config.yaml", text))
     torch.set_flush_denormal(
         True
     )  # gradients of confident examples underflow, which makes a CPU a hundred times slower
@@ -77,34 +92,37 @@ def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
     # What is learnt from, and what learns.
     scale = run.scale.name
     tokenizer = build_tokenizer(run.model, scale=scale)
-    task = build_task(run.task, run.data, scale, tokenizer, run.seed)
-    bundle = build_model(
+    # what one process downloads or keeps in a cache, the others find there
+    task = ranks.first(lambda: build_task(run.task, run.data, scale, tokenizer, run.seed))
+    bundle = ranks.first(lambda: build_model(
         run.model, run.peft,
         head=task.head, num_labels=len(task.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
         image_shape=task.image_shape,
-    )  # fmt: skip
+    ))  # fmt: skip
+    ranks.agree("the data", task.data.sha256)
 
     learner = bundle
     if run.model.frozen_features:
-        task, learner = freeze(task, bundle, run.data, device, run.runtime.precision)
+        texts = task
+        task, learner = ranks.first(lambda: freeze(texts, bundle, run.data, device, run.runtime.precision))
 
     # What is guaranteed.
     batch = run.optim.batch_size
     steps = number_of_steps(run, task.num_examples)
     groups = budget_groups(run, task.num_examples)
     plan = build_plan(run, task.num_examples, steps, groups)
-    keys = open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}")
+    keys = ranks.once(lambda: open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}"))
     rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
     sampler = sampler_for(run.privacy.sampling, task.num_examples, batch, keys.draws, groups, rates)
 
-    with tracking(run, settings, folder) as tracker:
+    with tracking(run, settings, folder) if ranks.writes else contextlib.nullcontext() as tracker:
         metrics = record.Metrics(
-            folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run)
+            folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run), ranks.writes
         )
         trainer = Trainer(
             run, task, learner, plan,
             steps=steps, expected_batch=batch, sampler=sampler, keys=keys, signature=signature(run),
-            folder=folder, device=device, metrics=metrics, groups=groups,
+            folder=folder, device=device, metrics=metrics, groups=groups, ranks=ranks,
         )  # fmt: skip
         announce(run, trainer, folder, console)
         delta = plan.delta if plan else None
@@ -115,12 +133,29 @@ def train(run: RunConfig, folder: Path, console: Console) -> dict[str, Any]:
         sys.exit(INTERRUPTED)
 
     refuse_divergence(run, outcome)
-    summary = summarise(run, trainer, outcome, bundle)
+    summary = ranks.once(lambda: summarise(run, trainer, outcome, bundle))
     trainer.detach()
-    export(bundle, summary, folder / "model")
-    write_json(folder / "summary.json", summary)
+
+    def keep() -> None:
+        export(bundle, summary, folder / "model")
+        write_json(folder / "summary.json", summary)
+
+    ranks.once(keep)
     show(summary, folder, console)
     return summary
+
+
+def refuse_misfits(run: RunConfig) -> None:
+    """Refuse several processes for a runtime that knows of one.
+
+    Raises:
+        UserError: torchrun has started several.
+    """
+    if run.runtime.parallel == "none" and (started := started_by_torchrun()) > 1:
+        raise UserError(
+            f"torchrun has started {started} processes, and runtime.parallel=none is for one: choose runtime=ddp, or start "
+            "python -m dpexp.train without torchrun"
+        )
 
 
 def number_of_steps(run: RunConfig, num_examples: int) -> int:
@@ -248,6 +283,10 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
         f"steps: {trainer.steps}, expected batch {trainer.expected_batch:g}, "
         f"physical batch {trainer.physical_batch_size}, {record.device_name(trainer.device)}",
     ]
+    if trainer.ranks.several:
+        lines.append(
+            f"{trainer.ranks.size} processes share every batch (runtime.parallel={run.runtime.parallel})"
+        )
     if plan is None:
         lines.append("privacy: none")
     else:

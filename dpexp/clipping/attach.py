@@ -134,6 +134,8 @@ class Clipper:
         self._hooks.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
         self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
         self._attached = True
+        # whether a DistributedDataParallel around the model adds up over ranks in every backward pass
+        self.reduces = True
 
     @property
     def thresholds(self) -> Tensor:
@@ -183,7 +185,8 @@ class Clipper:
         """
         if not self._attached:
             raise UserError("this clipper is detached: call attach() again")
-        distributed.check_reducer(self._reducer)
+        reducer = self._reducer if self.reduces else None
+        distributed.check_reducer(reducer)
         self._check_coverage()
         thresholds, num_examples = self._checked_thresholds(), roots.num_examples
         scale = _checked_scale(clip_scale, num_examples, self.max_clip_scale, thresholds)
@@ -199,7 +202,7 @@ class Clipper:
             sq, sums, arrived = self._backend.clipped_sums(roots, factors, loss_scale)
         self._independence.check(num_examples)
         report = self._report(sq, thresholds, scale, loss_scale, arrived)
-        distributed.deliver(self._reducer, self._params, sums)
+        distributed.deliver(reducer, self._params, sums)
         return report
 
     def measure(

@@ -24,7 +24,9 @@ BUCKET_BYTES = 25 << 20
 
 
 class ToldElsewhere(UserError):
-    """An error that rank 0 has met and printed; the others end with it, and say nothing."""
+    """An error that rank 0 has met and prints; the others end with it, and say nothing."""
+
+    told = True
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,28 @@ class Ranks:
         self.broadcast((None, result))
         return result
 
+    def first(self, function: Callable[[], T]) -> T:
+        """Run a function on rank 0, and then on the others: they find what it has downloaded, or kept in a cache."""
+        if not self.several:
+            return function()
+        early = function() if self.writes else None
+        self.once(lambda: None)
+        return early if self.writes else function()  # type: ignore[return-value]
+
     def agree(self, what: str, value: Any) -> None:
-        """Raise `UserError` on all ranks unless they all give an equal value."""
+        """Raise `UserError` on all ranks unless they all give an equal value; of a dict, the first odd entry is named."""
         found = self.gather(value)
-        if odd := [rank for rank, theirs in enumerate(found) if theirs != found[0]]:
-            raise UserError(
-                f"{what} of rank {odd[0]} differs from that of rank 0: {_short(found[odd[0]])}, and not {_short(found[0])}. All "
-                "processes of a run must be started with the same program, settings, data and libraries"
-            )
+        odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        if odd is None:
+            return
+        theirs, ours = found[odd], found[0]
+        if isinstance(ours, dict):
+            name = next(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+            what, theirs, ours = f"{what} ({name})", theirs.get(name), ours.get(name)
+        raise UserError(
+            f"{what} of rank {odd} differs from that of rank 0: {_short(theirs)}, and not {_short(ours)}. All processes of a run "
+            "must be started with the same program, settings, data and libraries"
+        )
 
     def any(self, flag: bool) -> bool:
         """Tell whether the flag is set on any rank."""

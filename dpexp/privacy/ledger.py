@@ -16,7 +16,11 @@ is charged once. With any difference (code, runtime, data, state) the same noise
 reveal the difference of the two, so the step gets a new attempt number, from which fresh noise and a fresh
 sample follow, and is charged again.
 
-Where groups of examples have budgets of their own, the event of a line is one for each group (`events.GroupEvents`)."""
+Where groups of examples have budgets of their own, the event of a line is one for each group (`events.GroupEvents`).
+
+Several processes that train together have one ledger: rank 0 reads and writes the file, and every other rank keeps its own copy
+in memory, from the lines that rank 0 sends. It checks the signature of each, that it continues what it knows, and that it is the
+charge that it has computed itself; no rank goes on before all have done so."""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dp_accounting import DpEvent
 
@@ -37,6 +41,9 @@ from dpexp.durable import flush_file, flush_folder
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import GroupEvents, composed, decode, decode_groups, encode
+
+if TYPE_CHECKING:
+    from dpexp.parallel import Ranks
 
 _FIELDS = {"step": int, "attempt": int, "event": dict, "fingerprint": str, "time": float, "check": str}
 _DIGITS = 32
@@ -68,10 +75,12 @@ class Ledger:
 
     Reading tolerates a last line that was cut off: its step had not been applied yet, and is not charged (a
     last line that only lacks its line break is complete, and is). Anything else that is wrong raises
-    `UserError` with file and line."""
+    `UserError` with file and line.
 
-    def __init__(self, path: str | os.PathLike[str], key: bytes) -> None:
-        self.path = Path(path)
+    With ``ranks``, all of them make it together, with the same key, and all call `begin_step`."""
+
+    def __init__(self, path: str | os.PathLike[str], key: bytes, ranks: Ranks | None = None) -> None:
+        self.path, self.ranks = Path(path), ranks
         self._key = hmac.digest(key, b"ledger", "sha256")
         self._entries: dict[int, list[Entry]] = {}
         self._counts: Counter[str] = Counter()
@@ -141,7 +150,10 @@ class Ledger:
                 "longer be told. Restore individual.groups, or start a new run (another seed)"
             )
         entry = Entry(step, len(attempts), encoded, fingerprint)
-        self._append(entry)
+        if self.ranks is None:
+            self._append(entry)
+        else:
+            self._append_together(self.ranks, entry)
         return entry.attempt
 
     def event(self, budget: int = 0) -> DpEvent:
@@ -170,11 +182,14 @@ class Ledger:
         """ε of each group of examples under every accountant."""
         return [accountants.epsilons(self.event(budget), delta) for budget in range(self.num_budgets)]
 
-    def _read(self) -> None:
+    def _content(self) -> bytes:
         try:
-            content = self.path.read_bytes() if self.path.exists() else b""
+            return self.path.read_bytes() if self.path.exists() else b""
         except OSError as error:
             raise UserError(f"cannot read the ledger {self.path}: {error.strerror}") from None
+
+    def _read(self) -> None:
+        content = self._content() if self.ranks is None else self.ranks.once(self._content)
         lines = content.split(b"\n")
         unfinished = lines.pop()
         for number, line in enumerate(lines, start=1):
@@ -230,7 +245,18 @@ class Ledger:
         signed = self._checks[-1] + json.dumps(body, sort_keys=True)
         return hmac.digest(self._key, signed.encode(), "sha256").hex()[:_DIGITS]
 
-    def _append(self, entry: Entry) -> None:
+    def _append_together(self, ranks: Ranks, entry: Entry) -> None:
+        """Rank 0 writes; the others check what it has written, and each waits for all."""
+        line = ranks.once(lambda: self._append(entry))
+        if not ranks.writes:
+            self._take(line.encode(), self.steps_charged + 1)
+            if self._entries[entry.step][-1] != entry:
+                raise UserError(
+                    f"rank 0 has charged another step to {self.path} than rank {ranks.rank} has computed: {_WAY_OUT}"
+                )
+        ranks.agree("the ledger", self._checks[-1])
+
+    def _append(self, entry: Entry) -> str:
         record: dict[str, Any] = {
             "step": entry.step,
             "attempt": entry.attempt,
@@ -239,7 +265,8 @@ class Ledger:
             "time": time.time(),
         }
         record["check"] = self._sign(record)
-        line = ("\n" if self._line_break_missing else "") + json.dumps(record, allow_nan=False) + "\n"
+        signed = json.dumps(record, allow_nan=False)
+        line = ("\n" if self._line_break_missing else "") + signed + "\n"
         try:
             self._write(line.encode())
         except OSError as error:
@@ -249,6 +276,7 @@ class Ledger:
         self._size += len(line.encode())
         self._torn, self._line_break_missing = 0, False
         self._remember(entry, record["check"])
+        return signed
 
     def _write(self, line: bytes) -> None:
         new = not self.path.exists()

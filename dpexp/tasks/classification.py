@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpexp.errors import UserError
 from dpexp.metrics import METRICS, check_metric
+from dpexp.parallel.sharing import shared_out
 from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
 from dpexp.tasks.demo import DEMO_LABELS
 from dpexp.tasks.files import Table
@@ -215,11 +216,13 @@ class TextClassification(Task):
                 predicted = np.empty(len(examples), np.int64)
                 losses = np.empty(len(examples), np.float64)
                 longest_first = np.argsort(-examples.tokens.lengths, kind="stable")
-                for start in range(0, len(examples), batch_size):
-                    chosen = longest_first[start : start + batch_size]
-                    predicted[chosen], losses[chosen] = self._measure(
-                        model, device, [examples[i] for i in chosen]
-                    )
+                batches = [longest_first[at : at + batch_size] for at in range(0, len(examples), batch_size)]
+
+                def measure(chosen: np.ndarray, examples: Any = examples) -> tuple[np.ndarray, np.ndarray]:
+                    return self._measure(model, device, [examples[i] for i in chosen])
+
+                for chosen, measured in shared_out(batches, measure):
+                    predicted[chosen], losses[chosen] = measured
                     done += len(chosen)
                     if progress is not None:
                         progress(done, total)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from dpexp.durable import flush_file, write_atomic
+from dpexp.parallel.sharing import by_one, shared_out, writes
 
 if TYPE_CHECKING:
     from dpexp.schemas import GenerationConfig
@@ -63,19 +65,22 @@ def decode(
             already are not made again. A file of other weights, other settings or other data is begun anew.
         progress: called with the number of predictions done.
     """
-    search = {name: getattr(settings, name) for name in ("num_beams", "length_penalty", "max_target")}
-    head = {"weights": weights_hash(model), "settings": search, "contexts": _hash(contexts)}
-    done = _read(path, head) if path is not None else {}
+    terms = {name: getattr(settings, name) for name in ("num_beams", "length_penalty", "max_target")}
+    head = {"weights": weights_hash(model), "settings": terms, "contexts": _hash(contexts)}
+    done = by_one(partial(_read, path, head)) if path is not None else {}
     left = [i for i in range(len(contexts)) if i not in done]
     left.sort(key=lambda i: -len(contexts[i].prompt))  # longest first: a lack of memory shows at once
     size = max(1, rows // settings.num_beams)
-    for start in range(0, len(left), size):
-        chosen = left[start : start + size]
+
+    def search_for(chosen: Sequence[int]) -> list[Written]:
         if progress is not None:
             progress(len(done))
-        texts = beam_search(model, device, tokenizer, [contexts[i].prompt for i in chosen], settings)
+        return beam_search(model, device, tokenizer, [contexts[i].prompt for i in chosen], settings)
+
+    batches = [left[start : start + size] for start in range(0, len(left), size)]
+    for chosen, texts in shared_out(batches, search_for):
         done |= dict(zip(chosen, texts, strict=True))
-        if path is not None:
+        if path is not None and writes():
             _append(path, chosen, contexts, texts)
     if progress is not None:
         progress(len(done))

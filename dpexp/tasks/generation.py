@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
+from dpexp.parallel.sharing import by_one, shared_out
 from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
 from dpexp.tasks.decoding import Context, decode
 from dpexp.tasks.files import Table
@@ -214,13 +216,9 @@ class Generation(Task):
                 with torch.no_grad():
                     found = decode(model, device, self.tokenizer, asked, self.settings, batch_size, path, say)
                 done += len(asked)
-                scores = text.score(
-                    self.suite,
-                    [written.text for written in found],
-                    [context.references for context in asked],
-                    self.settings.metric_models,
-                    device,
-                )
+                texts, references = [written.text for written in found], [c.references for c in asked]
+                models = self.settings.metric_models
+                scores = by_one(partial(text.score, self.suite, texts, references, models, device))
                 metrics |= {name + suffix: value for name, value in scores.items()}
                 metrics["generated" + suffix] = float(len(asked))
                 metrics["unended" + suffix] = float(sum(not written.ended for written in found))
@@ -235,14 +233,19 @@ class Generation(Task):
     ) -> dict[str, float]:
         examples = self.splits[split]
         total, tokens, means, done = 0.0, 0, 0.0, 0
-        for chosen in _batches(examples, batch_size, EVALUATED_LOGITS // vocabulary(model)):
+
+        def measure(chosen: Sequence[int]) -> tuple[float, int, float]:
             batch = self.collate([examples[i] for i in chosen])
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             losses = token_losses(model, batch).double()
-            total += float(losses.sum())
             counts = (batch["targets"] != IGNORED).sum(1)
-            tokens += int(counts.sum())
-            means += float((losses.sum(1) / counts).sum())
+            return float(losses.sum()), int(counts.sum()), float((losses.sum(1) / counts).sum())
+
+        batches = list(_batches(examples, batch_size, EVALUATED_LOGITS // vocabulary(model)))
+        for chosen, (of_batch, its_tokens, its_means) in shared_out(batches, measure):
+            total += of_batch
+            tokens += its_tokens
+            means += its_means
             done += len(chosen)
             say(done)
         if not done:

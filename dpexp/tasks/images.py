@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dpexp.errors import UserError
 from dpexp.metrics import METRICS, check_metric
 from dpexp.models.images import ImageInputs
+from dpexp.parallel.sharing import shared_out
 from dpexp.tasks.augmentation import AUGMENTATIONS, augment, choices
 from dpexp.tasks.base import Progress, Task, check_num_examples
 from dpexp.tasks.image_files import Images
@@ -156,12 +157,16 @@ class ImageClassification(Task):
         model.eval()
         try:
             with torch.no_grad():
-                for start in range(0, total, batch_size):
-                    where = slice(start, min(start + batch_size, total))
+
+                def measure(where: slice) -> tuple[np.ndarray, np.ndarray]:
                     batch = self.collate([self.dev[i] for i in range(where.start, where.stop)])
                     logits = self._logits(model, batch["pixel_values"].to(device))
-                    predicted[where] = logits.argmax(1).cpu().numpy()
-                    losses[where] = _cross_entropy(logits, batch["labels"].to(device)).cpu().numpy()
+                    found = _cross_entropy(logits, batch["labels"].to(device))
+                    return logits.argmax(1).cpu().numpy(), found.cpu().numpy()
+
+                batches = [slice(at, min(at + batch_size, total)) for at in range(0, total, batch_size)]
+                for where, measured in shared_out(batches, measure):
+                    predicted[where], losses[where] = measured
                     if progress is not None:
                         progress(where.stop, total)
         finally:

@@ -69,7 +69,13 @@ def sampler_for(
     return ShuffleSampler(num_examples, max(1, round(expected_batch)), key)
 
 
-def physical_batches(indices: np.ndarray, length: Callable[[int], int] | None, size: int) -> list[np.ndarray]:
+def physical_batches(
+    indices: np.ndarray,
+    length: Callable[[int], int] | None,
+    size: int,
+    rank: int = 0,
+    ranks: int = 1,
+) -> list[np.ndarray]:
     """Cut a logical batch into physical ones of examples of similar length, so that little is padded.
 
     The step needs a sum over examples, and a sum has no order: sorting changes nothing but the rounding.
@@ -78,14 +84,17 @@ def physical_batches(indices: np.ndarray, length: Callable[[int], int] | None, s
         indices: `[n]` int64, the drawn examples; n may be 0.
         length: the length of an example, in tokens; None: the order of `indices`.
         size: examples per physical batch.
+        rank, ranks: which of how many processes this is. Shares are of nearly the same size and the same lengths, and no
+            process needs to be told which is its own.
 
     Returns:
-        Arrays that together hold `indices`; none for an empty batch. The longest examples come first, so that
-        a lack of memory shows at once.
+        Arrays that together hold `indices`, or the rank's share of them; none for an empty one. The longest examples
+        come first, so that a lack of memory shows at once.
     """
     if length is not None:
         lengths = np.array([length(int(i)) for i in indices], dtype=np.int64)
         indices = indices[np.argsort(-lengths, kind="stable")]
+    indices = indices[rank::ranks]
     return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 

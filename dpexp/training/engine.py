@@ -20,7 +20,8 @@ from torch.utils.data import default_collate
 from dpexp import native, record, statement
 from dpexp.clipping import attach
 from dpexp.errors import UserError
-from dpexp.privacy.keys import LEDGER, open_keys
+from dpexp.parallel.replicas import ranks_of, silent, unwrapped
+from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger, Seal
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.sampling import PoissonSampler
@@ -30,7 +31,7 @@ from dpexp.training.export import write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
 from dpexp.training.identity import data_identity, model_identity, recognise, refuse_other_ledgers
 from dpexp.training.release import Release, build_policy
-from dpexp.training.steps import Steps, refuse_processes
+from dpexp.training.steps import Steps
 
 
 class PrivacyEngine:
@@ -46,9 +47,13 @@ class PrivacyEngine:
     also by kill -9, and ends with the same weights; a folder of other data, another model or other settings is refused. Once
     nothing is left to do, `dpexp.privacy.keys.delete_key(folder)` makes the noise irretrievable.
 
+    Under torchrun the same script trains on all processes together, once it has called
+    `torch.distributed.init_process_group()`: each computes its share of every batch (docs/many_processes.md). The folder is
+    rank 0's; a run may go on with another number of processes.
+
     Args:
-        model: any module; its trainable parameters at this moment are clipped. Random weights need no fixed seed: a run that
-            goes on gets its first weights back.
+        model: any module, also inside DistributedDataParallel; its trainable parameters at this moment are
+            clipped. Random weights need no fixed seed: a run that goes on gets its first weights back.
         optimizer: of the trainable parameters.
         dataset: has a length N, which is public, and examples at 0 … N - 1; the unit of privacy is one of them.
         folder: of this run alone.
@@ -110,7 +115,8 @@ class PrivacyEngine:
         data_name: str | None = None,
         noise_seed: int | None = None,
     ):
-        refuse_processes()
+        model, wrapper = unwrapped(model)
+        self.ranks = ranks = ranks_of(wrapper)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise UserError(
                 f"a {type(dataset).__name__} has no length or no examples by number, and Poisson sampling needs both: give a "
@@ -153,29 +159,33 @@ class PrivacyEngine:
         self._open = ExitStack()
         self._open.callback(self._optimizer.release)
         try:
-            self._open.enter_context(state.exclusive(self.folder))
-            refuse_other_ledgers(self.folder)
-            self._keys = open_keys(self.folder, noise_seed)
+            self._keys = ranks.once(lambda: self._take_folder(noise_seed))
             key = self._keys.draws
-            self._identity = recognise(self.folder, self._settings(optimizer, data_name))
+            self._open.enter_context(silent(wrapper))
+            ranks.copy_([*model.parameters(), *model.buffers()])
+            settings = self._settings(optimizer, data_name)
+            ranks.agree("what is trained on what", settings)
+            self._identity = ranks.once(lambda: recognise(self.folder, settings))
             self.device = next(p for p in model.parameters() if p.requires_grad).device
-            self.ledger = Ledger(self.folder / LEDGER, self._keys.run)
+            self.ledger = Ledger(self.folder / LEDGER, self._keys.run, ranks if ranks.several else None)
             self.clipper = attach(model, groups, clip_norm, rule, engine, rows_per_example=rows_per_example)
+            self.clipper.reduces = False
             self._open.callback(self.clipper.detach)
             # rescaling a single threshold to C would undo its adaptation
             self._run.clip.rescale = len(self.clipper.groups) > 1
             self.policy = build_policy(self._run.clip, len(self.clipper.groups))
-            decisions = state.Decisions(self.folder / "decisions.json", record.device_name(self.device))
-            if (memory := decisions.get("engine")) is not None:
+            machine = record.device_name(self.device)
+            decisions = state.Decisions(self.folder / "decisions.json", machine, ranks=ranks)
+            if (memory := decisions.of_rank("engine")) is not None:
                 self.clipper.recall(memory)
             self._steps = Steps(
                 model, self._optimizer,
                 sampler=PoissonSampler(self.plan.num_examples, self.plan.sample_rate, key),
                 key=key, expected_batch=self.plan.expected_batch_size, policy=self.policy,
                 release=Release(self.plan, self.clipper, self.policy, self.ledger, key=key, allocation=allocation, secure=secure),
-                decisions=decisions, loss_scale=loss_scale, on_taken=_weakly(self._taken),
+                decisions=decisions, loss_scale=loss_scale, on_taken=_weakly(self._taken), ranks=ranks,
             )  # fmt: skip
-            if (self.folder / "checkpoint" / "latest.json").exists():
+            if ranks.once((self.folder / "checkpoint" / "latest.json").exists):
                 self.load()
             else:
                 self.save()  # the first weights: a run that is cut off early begins with them again
@@ -295,20 +305,18 @@ class PrivacyEngine:
         """Write a checkpoint, to the run's folder unless another one is given."""
         folder = folder or self.folder / "checkpoint"
         scheduler = self._optimizer.scheduler
+        checkpoint = state.Checkpoint(
+            step=self.steps_taken,
+            model=state.model_state(self.model),
+            optimizer=self._optimizer.optimizer.state_dict(),
+            thresholds=self.policy.state_dict(),
+            signature=self._identity,
+            scheduler={} if scheduler is None else scheduler.state_dict(),
+            charges=self.ledger.seal.charges,
+            last_charge=self.ledger.seal.check,
+        )
         with state.disk_errors(folder):
-            state.save_checkpoint(
-                folder,
-                state.Checkpoint(
-                    step=self.steps_taken,
-                    model=state.model_state(self.model),
-                    optimizer=self._optimizer.optimizer.state_dict(),
-                    thresholds=self.policy.state_dict(),
-                    signature=self._identity,
-                    scheduler={} if scheduler is None else scheduler.state_dict(),
-                    charges=self.ledger.seal.charges,
-                    last_charge=self.ledger.seal.check,
-                ),
-            )
+            self.ranks.once(lambda: state.save_checkpoint(folder, checkpoint))
 
     def load(self, folder: Path | None = None) -> None:
         """Go on from a checkpoint of this run: its last one, or that in another folder.
@@ -317,7 +325,7 @@ class PrivacyEngine:
             UserError: there is none, it is damaged or of another run, or the ledger has lost steps that it stands on.
         """
         folder = folder or self.folder / "checkpoint"
-        checkpoint = state.load_checkpoint(folder, self._identity)
+        checkpoint = self.ranks.once(lambda: state.load_checkpoint(folder, self._identity))
         if checkpoint is None:
             raise UserError(f"there is no checkpoint in {folder}")
         self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
@@ -330,7 +338,9 @@ class PrivacyEngine:
         self._steps.taken = checkpoint.step
 
     def write_card(self, folder: str | Path) -> None:
-        """Write PRIVACY.md, what is guaranteed about the training data, beside a saved model."""
+        """Write PRIVACY.md, what is guaranteed about the training data, beside a saved model; rank 0 does."""
+        if not self.ranks.writes:
+            return
         spent = self.ledger.epsilons(self.plan.delta)
         groups, charged = len(self.clipper.groups), self.ledger.steps_charged
         summary = {
@@ -371,7 +381,7 @@ class PrivacyEngine:
     def _taken(self) -> None:
         """After every step."""
         charged = self.ledger.steps_charged
-        if charged > self.ledger.next_step and charged != self._charged:
+        if charged > self.ledger.next_step and charged != self._charged and self.ranks.writes:
             warnings.warn(
                 f"step {self.steps_taken} was charged a second time: since the interruption something has changed (code, data, "
                 "machine, threads, physical batch size), and it drew a fresh sample and fresh noise. "
@@ -381,6 +391,11 @@ class PrivacyEngine:
         self._charged = charged
         if self.finished or (self.checkpoint_every and self.steps_taken % self.checkpoint_every == 0):
             self.save()
+
+    def _take_folder(self, noise_seed: int | None) -> Keys:
+        self._open.enter_context(state.exclusive(self.folder))
+        refuse_other_ledgers(self.folder)
+        return open_keys(self.folder, noise_seed)
 
     def _settings(self, optimizer: torch.optim.Optimizer, data_name: str | None) -> dict[str, Any]:
         """What must be the same in every session of a run."""

@@ -16,6 +16,8 @@ from dpexp.clipping import Clipper, attach
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
 from dpexp.models import rgp
+from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel.sharing import sharing
 from dpexp.privacy.keys import LEDGER, Keys
 from dpexp.privacy.ledger import Ledger, Seal
 from dpexp.training import state
@@ -69,6 +71,7 @@ class Trainer:
         device: where to compute.
         metrics: where lines go.
         groups: `[N]`, which budget each example has; None where all have the same.
+        ranks: the processes that train this run together; rank 0 holds the folder and writes.
 
     Raises:
         UserError: the model can't be clipped exactly, or the checkpoint is corrupt.
@@ -90,18 +93,21 @@ class Trainer:
         device: torch.device,
         metrics: record.Metrics,
         groups: np.ndarray | None = None,
+        ranks: Ranks = ALONE,
     ):
+        self.ranks = ranks
         self.run, self.task, self.plan = run, task, plan
         self.steps, self.expected_batch = steps, expected_batch
         self.keys, self.key, self.signature = keys, keys.draws, signature
         self.folder, self.device, self.metrics = folder, device, metrics
         self.model = bundle.model.to(device).train()
+        ranks.copy_([*self.model.parameters(), *self.model.buffers()])
         self.optimizer = build_optimizer(run.optim, rgp.moved_tensors(self.model))
         rgp.follow(self.model, self.optimizer)
         decay = None if run.optim.uniform_average else run.optim.ema_decay
         self.averages = None if decay == 0 else Averages(rgp.moved_tensors(self.model), decay)
-        self.decisions = state.Decisions(folder / "decisions.json", record.device_name(device))
-        self.machine = state.Decisions(state.machine_file(), state.machine_name(device))
+        self.decisions = state.Decisions(folder / "decisions.json", record.device_name(device), ranks=ranks)
+        self.machine = state.Decisions(state.machine_file(), state.machine_name(device), ranks=ranks)
         self.code = record.code_hash()
         self.ledger: Ledger | None = None
         self.clipper: Clipper | None = None
@@ -109,7 +115,7 @@ class Trainer:
         self.search: StepSearch | None = None
         release: Release | None = None
         if plan is not None:
-            self.ledger = Ledger(folder / LEDGER, keys.run)
+            self.ledger = Ledger(folder / LEDGER, keys.run, ranks if ranks.several else None)
             self.clipper = self._attach()
             self.policy = build_policy(run.clip, len(self.clipper.groups))
             release = Release(
@@ -125,7 +131,7 @@ class Trainer:
             self.model, self.optimizer,
             sampler=sampler, key=self.key, expected_batch=expected_batch, policy=self.policy, release=release,
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
-            clip_scales=clip_scales_of(plan, groups), search=self.search,
+            clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search,
         )  # fmt: skip
         self.wall_before, self.started = 0.0, time.perf_counter()
         self.step_times: list[float] = []
@@ -147,7 +153,7 @@ class Trainer:
             fixed_length=self.task.pad_to is not None,
             max_clip_scale=self.plan.max_clip_scale if self.plan is not None else 1.0,
         )
-        if (memory := self.decisions.get("engine")) is not None:
+        if (memory := self.decisions.of_rank("engine")) is not None:
             clipper.recall(memory)
         elif (choices := self.machine.get("choices")) is not None:
             clipper.recall({"choices": choices})  # two runs on one machine then add up in the same order
@@ -155,7 +161,9 @@ class Trainer:
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, where there is one."""
-        checkpoint = state.load_checkpoint(self.folder / "checkpoint", self.signature)
+        checkpoint = self.ranks.once(
+            lambda: state.load_checkpoint(self.folder / "checkpoint", self.signature)
+        )
         if checkpoint is None:
             self.metrics.resume_at(0)
             return
@@ -185,22 +193,20 @@ class Trainer:
                 f"model was exported, and the steps stay charged: lower optim.lr={self.run.optim.lr:g}"
             )
         seal = self.ledger.seal if self.ledger is not None else Seal(0, "")
-        state.save_checkpoint(
-            self.folder / "checkpoint",
-            state.Checkpoint(
-                step=self.step,
-                model=tensors,
-                optimizer=self.optimizer.state_dict(),
-                thresholds=self.policy.state_dict(),
-                signature=self.signature,
-                wall_s=self.wall_s,
-                timings=self.performance(),
-                averages=self.averages.state() if self.averages is not None else [],
-                charges=seal.charges,
-                last_charge=seal.check,
-                search=self.search.state_dict() if self.search is not None else {},
-            ),
+        checkpoint = state.Checkpoint(
+            step=self.step,
+            model=tensors,
+            optimizer=self.optimizer.state_dict(),
+            thresholds=self.policy.state_dict(),
+            signature=self.signature,
+            wall_s=self.wall_s,
+            timings=self.performance(),
+            averages=self.averages.state() if self.averages is not None else [],
+            charges=seal.charges,
+            last_charge=seal.check,
+            search=self.search.state_dict() if self.search is not None else {},
         )
+        self.ranks.once(lambda: state.save_checkpoint(self.folder / "checkpoint", checkpoint))
 
     @property
     def step(self) -> int:
@@ -223,7 +229,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         saved_at = self.step
         with Interrupts() as interrupts:
-            while self.step < self.steps and self.affordable() and not interrupts.requested:
+            while self.step < self.steps and self.affordable() and not self.ranks.any(interrupts.requested):
                 begun = time.perf_counter()
                 self.stepper.keep_norms = self._norms_due(self.step + 1)
                 sums = self._take_step(interrupts)
@@ -256,7 +262,8 @@ class Trainer:
         Predictions of a finished run are kept in the folder `predictions`.
         """
         runtime = self.run.runtime
-        with self.averages.in_place() if self.averages is not None else nullcontext():
+        averaged = self.averages.in_place() if self.averages is not None else nullcontext()
+        with averaged, sharing(self.ranks):
             metrics = evaluate(
                 self.task,
                 self.model,
@@ -297,6 +304,8 @@ class Trainer:
             "hardware": record.hardware(self.device),
             "physical_batch_size": self.physical_batch_size,
             "clipping_groups": self.num_groups,
+            "processes": self.ranks.size,
+            "parallel": self.run.runtime.parallel if self.ranks.several else "none",
             "thresholds": self.policy.values.tolist(),
             "choices": getattr(self.clipper, "choices", None),
             "plan": self.plan.to_dict() if self.plan is not None else None,
@@ -318,7 +327,8 @@ class Trainer:
             group["lr"] = learning_rate(step, self.steps, optim.lr, optim.lr_schedule, optim.warmup_ratio)
         try:
             for piece in self.stepper.pieces(self.physical_batch_size, self._facts(), self.task.length):
-                if interrupts.requested:
+                # several ranks stop together, behind the step
+                if interrupts.requested and not self.ranks.several:
                     self.stepper.clear()
                     return None
                 self.stepper.add(self.losses_of(piece))
@@ -346,7 +356,7 @@ class Trainer:
     def _shrink(self) -> None:
         """Take smaller physical batches. Nothing of this step has been released, so it can be begun again."""
         half = self.physical_batch_size // 2
-        if self.run.runtime.physical_batch_size != "auto" or not half:
+        if self.run.runtime.physical_batch_size != "auto" or not half or self.ranks.several:
             raise UserError(
                 f"out of memory with {self.physical_batch_size} examples at once; nothing of this step was released. "
                 + (f"Try runtime.physical_batch_size={half}" if half else "Take a smaller model")
@@ -399,6 +409,7 @@ class Trainer:
             self.device,
             self.expected_batch,
         )
+        size = min(self.ranks.gather(size))
         self.decisions.keep("physical_batch_size", size)
         return size
 

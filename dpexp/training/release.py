@@ -110,6 +110,9 @@ class Release:
             )
         charged = self.ledger.fingerprints(step)
         found = fingerprint(self.key, facts, [*self._gradients(), counts])
+        if self.ledger.ranks is not None:
+            # before anything is written: what some rank has not got is nobody's to release
+            self.ledger.ranks.agree(f"the sum of step {step}", found)
         if attempt < len(charged) and charged[attempt] != found:
             return False
         if self.ledger.begin_step(step, self.plan.charge(step), found) != attempt:

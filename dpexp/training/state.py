@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dpexp.durable import flush_file, flush_folder, make_folder, read_json, write_json
 from dpexp.errors import UserError
+from dpexp.parallel import ALONE, Ranks
 from dpexp.record import device_name
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -193,12 +194,16 @@ class Decisions:
     path: Path
     device: str
     values: dict[str, Any] = field(default_factory=dict)
+    ranks: Ranks = ALONE  # rank 0 reads and writes for all
 
     def __post_init__(self) -> None:
+        self.values = self.ranks.once(self._read)
+
+    def _read(self) -> dict[str, Any]:
         # Damaged or edited: measure again, which costs time and at most a second charge, never the guarantee.
         stored = read_json(self.path)
-        if stored.pop("check", None) == _checksum(stored) and stored.get("device") == self.device:
-            self.values = stored
+        known = stored.pop("check", None) == _checksum(stored) and stored.get("device") == self.device
+        return stored if known else {}
 
     def get(self, name: str) -> Any:
         """The decision called `name`, or None."""
@@ -208,7 +213,23 @@ class Decisions:
         """Write a decision down, durably; nothing happens where it stands there already."""
         if self.values.get(name) != value:
             self.values = {"device": self.device} | self.values | {name: value}
-            write_json(self.path, self.values | {"check": _checksum(self.values)})
+            if self.ranks.writes:
+                write_json(self.path, self.values | {"check": _checksum(self.values)})
+
+    def of_rank(self, name: str) -> Any:
+        """A decision that each rank makes for itself: this rank's, or rank 0's where there were fewer before."""
+        return self.get(_own(name, self.ranks.rank)) or self.get(name)
+
+    def keep_of_ranks(self, name: str, value: Any) -> None:
+        """Write down what each rank has decided; all call it."""
+        mine = self.get(_own(name, self.ranks.rank))
+        for rank, theirs in enumerate(self.ranks.gather(None if value == mine else value)):
+            if theirs is not None:
+                self.keep(_own(name, rank), theirs)
+
+
+def _own(name: str, rank: int) -> str:
+    return f"{name} of rank {rank}" if rank else name
 
 
 def _checksum(values: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from dpexp.clipping import Clipper, Report
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
+from dpexp.parallel import ALONE, Ranks
 from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
@@ -70,10 +71,12 @@ class Steps:
         clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
         search: moves the weights in the place of the optimiser (`dpexp.training.search`).
         on_taken: called after each step.
+        ranks: the processes that take the steps together. Each computes its share of every logical batch; the sums are added
+            up over ranks once, behind the last piece, and every rank then adds the same noise to the same sum.
 
     Raises:
-        UserError: there are several processes. Each would draw the same batch, and the sum of their sums would
-            hold every example several times, under noise for one.
+        UserError: there are several processes, and `ranks` does not know of them. Each would draw the same batch, and the sum
+            of their sums would hold every example several times, under noise for one.
     """
 
     def __init__(
@@ -91,8 +94,16 @@ class Steps:
         clip_scales: Tensor | None = None,
         search: Search | None = None,
         on_taken: Callable[[], None] | None = None,
+        ranks: Ranks = ALONE,
     ):
-        refuse_processes()
+        if not ranks.several:
+            refuse_processes()
+        elif search is not None:
+            raise UserError(
+                "a line search measures losses of the whole batch, and each of several processes has a share of it: start one "
+                "process, or choose an optimizer without a search"
+            )
+        self.ranks = ranks
         self.optimizer, self.sampler, self.key = optimizer, sampler, key
         self.expected_batch, self.policy, self.release = expected_batch, policy, release
         self.decisions, self.loss_scale, self.clip_scales = decisions, loss_scale, clip_scales
@@ -106,6 +117,7 @@ class Steps:
         self.attempt = 0
         self.piece: np.ndarray | None = None
         self._facts: dict[str, Any] = {}
+        self._told: tuple[Mapping[str, Any], dict[str, Any]] | None = None
         self._left = 0
         self._drawn: list[np.ndarray] = []
 
@@ -136,14 +148,14 @@ class Steps:
         step = self.taken
         self.attempt = 0
         if self.release is not None:
-            self._facts = {**facts, "step": step, "noise": self.release.noise(step)}
+            self._facts = {**self._of_all_ranks(facts), "step": step, "noise": self.release.noise(step)}
             if self.search is not None:
                 self._facts["search"] = self.search.facts()
             self.attempt = self.release.likely_attempt(step, self._facts)
         while self.taken == step:
             pieces = self.begin(step, self.attempt, size, length)
             for number, piece in enumerate(pieces):
-                self.seed(step, number)
+                self.seed(step, number * self.ranks.size + self.ranks.rank)
                 self.piece = piece
                 yield piece
             if not pieces:
@@ -159,7 +171,8 @@ class Steps:
             self.clipper.thresholds = self.policy.values
         if hasattr(self._mover, "ahead"):
             self._mover.ahead()
-        pieces = self._drawn = physical_batches(self.sampler.draw(step, attempt), length, size)
+        drawn = self.sampler.draw(step, attempt)
+        pieces = self._drawn = physical_batches(drawn, length, size, self.ranks.rank, self.ranks.size)
         self._left = max(1, len(pieces))
         return pieces
 
@@ -215,11 +228,12 @@ class Steps:
     def _take(self) -> bool:
         """Points 3 to 5. False where the sums are not those that this attempt was charged for: nothing is done then."""
         step, counts = self.taken, None
+        self._sum_over_ranks()
         if self.release is None:
             if self.loss_scale != 1.0:
                 torch._foreach_div_(self.gradients, self.loss_scale)
         else:
-            self.decisions.keep("engine", self.release.clipper.remember())
+            self.decisions.keep_of_ranks("engine", self.release.clipper.remember())
             raw = self.sums.counts.cpu()
             if not self.release.charge(step, self.attempt, self._facts, raw):
                 self.attempt = self.release.next_attempt(step)
@@ -254,6 +268,26 @@ class Steps:
         """The optimiser itself, where something guards it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
+    def _sum_over_ranks(self) -> None:
+        if not self.ranks.several:
+            return
+        if self.release is None:
+            # a parameter that nobody used stays without a gradient, as in one process
+            used = self.ranks.gather([p.grad is not None for p in self.parameters])
+            for parameter, anywhere in zip(self.parameters, map(any, zip(*used, strict=True)), strict=True):
+                if anywhere and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        self.ranks.sum_(self.gradients)
+        self.sums.sum_(self.ranks)
+
+    def _of_all_ranks(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """How many ranks, and on which machines, decides the order of additions: it makes a step what it is, to the last bit."""
+        if not self.ranks.several:
+            return facts
+        if self._told is None or self._told[0] != facts:
+            self._told = facts, {"ranks": self.ranks.gather(dict(facts))}
+        return self._told[1]
+
     def _no_sums(self) -> Sums:
         num_groups = len(self.clipper.groups) if self.clipper is not None else 0
         return Sums.none(num_groups, self.device, every=self.keep_norms)
@@ -264,6 +298,7 @@ def refuse_processes() -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise UserError(
-            f"{distributed.get_world_size()} processes train together, and private training is for one alone so far: each "
-            "would draw the same batch, and every example would count several times. Start one process"
+            f"{distributed.get_world_size()} processes train together, and this way of training knows of one alone: each would "
+            "draw the same batch, and every example would count several times. Use dpexp.PrivacyEngine in a loop of your own, or "
+            "python -m dpexp.train runtime=ddp; or start one process"
         )

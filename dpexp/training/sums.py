@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dpexp.clipping import Report
 from dpexp.clipping.thresholds import FixedThresholds
+from dpexp.parallel import Ranks
 from dpexp.privacy.sensitivity import centred_counts, centred_norms
 
 
@@ -41,3 +42,19 @@ class Sums:
             self.clipped += report.clipped.to(self.clipped)
             if self.every is not None:
                 self.every.append(report.norms.detach().float().cpu())
+
+    def sum_(self, ranks: Ranks) -> None:
+        """Add up what all ranks have, on all of them.
+
+        Centred counts are multiples of 1/2, so that no order of adding changes them.
+        """
+        if not ranks.several:
+            return
+        ours = torch.stack([self.loss.double(), torch.tensor(self.drawn).to(self.counts)])
+        together = torch.cat([self.counts, self.norms, self.clipped, ours])
+        ranks.sum_([together])
+        groups = len(self.counts)
+        self.counts, self.norms, self.clipped, (loss, drawn) = together.split([groups, groups, groups, 2])
+        self.loss, self.drawn = loss.to(self.loss), round(float(drawn))
+        if self.every is not None:
+            self.every = [norms for theirs in ranks.gather(self.every) for norms in theirs]

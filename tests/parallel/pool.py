@@ -1,5 +1,6 @@
 """A pair of processes (or more) that runs many cases: forked once, because importing the libraries takes longer than they do."""
 
+import io
 import os
 import traceback
 from collections.abc import Callable
@@ -26,7 +27,9 @@ def run_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments:
         torch.set_num_threads(1)
         try:
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-            answers[rank].put((None, function(current(), *arguments)))
+            # as bytes: tensors that are shared would end with this process
+            torch.save(function(current(), *arguments), answer := io.BytesIO())
+            answers[rank].put((None, answer.getvalue()))
         except BaseException:
             answers[rank].put((traceback.format_exc(), None))
         os._exit(0)  # no destructors of a forked interpreter
@@ -44,9 +47,10 @@ def run_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments:
                     if processes[rank].exitcode not in (None, 0):
                         raise AssertionError(f"rank {rank} was killed")
                     continue
-                failed, found[rank] = answers[rank].get()
+                failed, answer = answers[rank].get()
                 if failed is not None:
                     raise AssertionError(f"rank {rank}: {failed}")
+                found[rank] = torch.load(io.BytesIO(answer), weights_only=False)
                 waiting.discard(rank)
     finally:
         for process in processes:

@@ -1,0 +1,187 @@
+"""Several processes that hold the whole model: the same sample, sums, thresholds, ε and weights as one process."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dpexp import record
+from dpexp.clipping import attach
+from dpexp.errors import UserError
+from dpexp.parallel import Ranks
+from dpexp.training import release
+from dpexp.training.batching import physical_batches
+from tests.parallel.cases import Case, NumberedNoise, check_same, dataset, losses, made, run
+from tests.parallel.pool import run_ranks
+from tests.training.tiny import make_trainer, tiny_run, train, weights
+
+CASES = [
+    Case("mlp", "flat"),
+    Case("mlp", "adaptive", pieces=3),
+    Case("mlp", "layer", batch_size=1.0),  # most shares are empty, and some batches
+    Case("mlp", "flat", engine="opacus"),
+    Case("gpt2", "flat", pieces=3),
+    Case("gpt2", "adaptive", precision="bf16"),
+    Case("vit", "layer", engine="ghost"),
+    Case("llama", "adaptive", "lora", pieces=3),
+]  # fmt: skip
+
+
+def wrapped(model):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def found_by(ranks: Ranks, folder: Path, cases: list[Case]):
+    results = []
+    for number, case in enumerate(cases):
+        wrap = wrapped if number % 2 else None
+        results.append(run(case, folder / f"together-{case}", wrap, ranks=ranks.size))
+    return results
+
+
+def test_two_processes_are_one(tmp_path: Path):
+    alone = [run(case, tmp_path / f"alone-{case}") for case in CASES]
+    for results in run_ranks(2, tmp_path, found_by, tmp_path, CASES):
+        for case, found, expected in zip(CASES, results, alone, strict=True):
+            check_same(found, expected, case)
+
+
+def summed(ranks: Ranks, share: bool) -> list[torch.Tensor]:
+    case = Case("mlp")
+    model = made(case)
+    clipper = attach(model, clip_norm=0.5)
+    rows = torch.arange(12)[ranks.rank :: ranks.size] if share else torch.arange(12)
+    clipper.backward(losses(case, model, list(dataset("mlp")[rows])))
+    gradients = [p.grad for p in model.parameters()]
+    ranks.sum_(gradients)
+    return gradients
+
+
+def test_a_batch_that_every_process_computes_counts_double(tmp_path: Path):
+    """What happens where the loop knows nothing of the other processes, and why such a loop is refused."""
+    expected = summed(Ranks(), share=False)
+    for doubled in run_ranks(2, tmp_path, summed, False):
+        torch.testing.assert_close(doubled, [2 * g for g in expected])
+    for shared in run_ranks(2, tmp_path, summed, True):
+        torch.testing.assert_close(shared, expected)
+
+
+def test_shares_hold_every_example_once_and_are_of_one_size():
+    rng = torch.Generator().manual_seed(0)
+    for ranks in (1, 2, 3, 4):
+        for n in (0, 1, 2, 5, 11):
+            drawn = torch.randperm(50, generator=rng)[:n].numpy()
+            shares = [physical_batches(drawn, lambda i: i % 7, 2, rank, ranks) for rank in range(ranks)]
+            together = [int(i) for share in shares for piece in share for i in piece]
+            assert sorted(together) == sorted(drawn.tolist())
+            sizes = [sum(map(len, share)) for share in shares]
+            assert max(sizes) - min(sizes) <= 1
+            lengths = [[int(i) % 7 for piece in share for i in piece] for share in shares]
+            assert all(found == sorted(found, reverse=True) for found in lengths)
+
+
+def refusals(ranks: Ranks, folder: Path):
+    told = []
+    changes = [{"clip_norm": 0.5 + ranks.rank}, {"data_name": f"data {ranks.rank}"}]
+    for number, change in enumerate(changes):
+        with pytest.raises(UserError) as caught:
+            run(Case(), folder / f"refused-{number}", **change)
+        told.append(str(caught.value))
+    # one folder is one run, also of several processes
+    from dpexp import PrivacyEngine
+
+    def opened():
+        model = made(Case())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        return PrivacyEngine(
+            model,
+            optimizer,
+            dataset("mlp"),
+            folder=folder / "held",
+            batch_size=9,
+            steps=3,
+            noise_multiplier=1.0,
+            delta=1e-3,
+        )
+
+    with opened(), pytest.raises(UserError, match="in use"):
+        opened()
+    return told
+
+
+def test_processes_that_differ_are_refused(tmp_path: Path):
+    for rank, (clip_norm, data) in enumerate(run_ranks(2, tmp_path, refusals, tmp_path)):
+        assert (
+            "what is trained on what (clip_norm) of rank 1 differs from that of rank 0: 1.5, and not 0.5"
+            in clip_norm
+        )
+        assert "what is trained on what (data) of rank 1 differs" in data, rank
+
+
+def configured(ranks: Ranks, folder: Path, private: bool):
+    folder.mkdir(parents=True, exist_ok=True)
+    noise = NumberedNoise()
+    before, release.add_gaussian_ = release.add_gaussian_, noise
+    code, record.code_hash = record.code_hash, lambda: "c0de"
+    try:
+        metrics = record.Metrics(folder / "metrics.jsonl", strict=False, writes=ranks.writes)
+        run = tiny_run(private=private)
+        trainer = make_trainer(folder, run, model=made(Case("mlp")), ranks=ranks, metrics=metrics)
+        outcome = train(trainer)
+        return {
+            "weights": torch.from_numpy(weights(trainer)),
+            "metrics": outcome.metrics,
+            "thresholds": trainer.policy.values.tolist(),
+            "epsilon": trainer.ledger.epsilon(1e-3) if trainer.ledger is not None else None,
+        }
+    finally:
+        release.add_gaussian_, record.code_hash = before, code
+
+
+def first_part(ranks: Ranks, folder: Path, case: Case):
+    return run(case, folder, steps=4, ranks=ranks.size, checkpoint_every=2)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, monkeypatch):
+    """Begun by one, gone on by two, ended by one; the step that was cut off is charged twice, with a fresh sample."""
+    case = Case("mlp", "adaptive")
+    expected = run(case, tmp_path / "alone", steps=4)
+    folder = tmp_path / "handed on"
+    run(case, folder, steps=4, checkpoint_every=1)
+    # back to the beginning, as if the first session had been killed after it charged all steps
+    charged = (folder / "ledger.jsonl").read_text().splitlines()
+    assert len(charged) == 4
+    (folder / "checkpoint" / "latest.json").unlink()
+    again = run_ranks(2, tmp_path, first_part, folder, case)
+    assert [found["charged"] for found in again] == [8, 8]
+    assert again[0]["epsilon"] > expected["epsilon"]
+    for name, value in again[0]["weights"].items():
+        assert torch.equal(value, again[1]["weights"][name])
+    last = run(case, folder, steps=4, checkpoint_every=2)
+    for name, value in last["weights"].items():
+        assert torch.equal(value, again[0]["weights"][name])
+    assert os.listdir(folder / "checkpoint")
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_configured_run_is_the_same(tmp_path: Path, private: bool):
+    """`Trainer`: weights, thresholds, losses, metrics and files; with dropout off, which each rank draws for itself."""
+    expected = configured(Ranks(), tmp_path / "alone", private)
+    first, second = run_ranks(2, tmp_path, configured, tmp_path / "together", private)
+    for found in (first, second):
+        assert found["metrics"] == expected["metrics"]
+        assert found["epsilon"] == expected["epsilon"]
+        torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=3e-6)
+        assert found["thresholds"] == expected["thresholds"]
+    assert torch.equal(first["weights"], second["weights"])
+    lines = (tmp_path / "together" / "metrics.jsonl").read_text().splitlines()
+    before = (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == len(before)  # one record, not one of each process
+    for ours, theirs in zip(map(json.loads, lines), map(json.loads, before), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours.get("drawn") == theirs.get("drawn")
+        if "loss" in ours:
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
