@@ -40,7 +40,7 @@ def shared_out(items: Sequence[Item], work: Callable[[Item], Result]) -> Iterato
     for start in range(0, len(items), ranks.size):
         block = items[start : start + ranks.size]
         mine = work(block[ranks.rank]) if ranks.rank < len(block) else None
-        yield from zip(block, ranks.gather(mine), strict=False)  # type: ignore[misc]
+        yield from zip(block, ranks.gather(mine), strict=False)
 
 
 def by_one(work: Callable[[], Result]) -> Result:
