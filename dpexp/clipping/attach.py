@@ -185,8 +185,7 @@ class Clipper:
         """
         if not self._attached:
             raise UserError("this clipper is detached: call attach() again")
-        reducer = self._reducer if self.reduces else None
-        distributed.check_reducer(reducer)
+        distributed.check_reducer(self._reducing)
         self._check_coverage()
         thresholds, num_examples = self._checked_thresholds(), roots.num_examples
         scale = _checked_scale(clip_scale, num_examples, self.max_clip_scale, thresholds)
@@ -202,7 +201,7 @@ class Clipper:
             sq, sums, arrived = self._backend.clipped_sums(roots, factors, loss_scale)
         self._independence.check(num_examples)
         report = self._report(sq, thresholds, scale, loss_scale, arrived)
-        distributed.deliver(reducer, self._params, sums)
+        distributed.deliver(self._reducing, self._params, sums)
         return report
 
     def measure(
@@ -235,7 +234,7 @@ class Clipper:
 
         def finish(sq_norms: Tensor) -> Report:
             sq, sums = step.finish(sq_norms * loss_scale**2)
-            distributed.deliver(self._reducer, self._params, sums)
+            distributed.deliver(self._reducing, self._params, sums)
             return self._report(sq, thresholds, scale, loss_scale, ())
 
         return Measured(step, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
@@ -252,6 +251,10 @@ class Clipper:
                 "the attached model has not run with gradients, or used none of its trainable parameters"
             )
         return last
+
+    @property
+    def _reducing(self) -> Any:
+        return self._reducer if self.reduces else None
 
     def _factors(self, thresholds: Tensor, scale: Tensor | None, loss_scale: float) -> Factors:
         rule, values = RULES[self.rule], thresholds.tolist()
