@@ -210,13 +210,14 @@ class Clipper:
         clip_scale: Tensor | None = None,
         *,
         loss_scale: float = 1.0,
-        parked: bool = False,
+        held: str = "retained",
     ) -> Measured:
         """Find norms now, and sum later, with norms that others have a part in: flat clipping over stages.
 
         Args:
             roots, clip_scale, loss_scale: see `backward_from`.
-            parked: instantiate what is held for the sums, and hold it in the host's memory.
+            held: what the sums need is ``retained`` (what the engine keeps), ``parked`` (per-example gradients in the host's
+                memory) or computed ``again`` (a second back-propagation).
 
         Raises:
             UserError: as `backward`; the batch is empty, or the engine is opacus.
@@ -229,7 +230,7 @@ class Clipper:
         thresholds = self._checked_thresholds()
         scale = _checked_scale(clip_scale, roots.num_examples, self.max_clip_scale, thresholds)
         self._independence.begin(roots, self._params.values())
-        step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), parked)
+        step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), held)
         self._independence.check(roots.num_examples)
 
         def finish(sq_norms: Tensor) -> Report:
@@ -437,10 +438,10 @@ class TapBackend:
         sq, sums = clipped_sums(visit, self.survey, self.methods, self.groups, self.engine, factors)
         return sq, sums, visit.input_gradients
 
-    def measured(self, roots: Roots, factors: Factors, parked: bool) -> DeferredStep:
+    def measured(self, roots: Roots, factors: Factors, held: str) -> DeferredStep:
         """Compute squared norms ``[K, B]``, and hold what the sums need."""
         visit = Visit(self.recorder, roots, self.rows_per_example)
-        return DeferredStep(visit, self.survey, self.methods, self.groups, self.engine, factors, parked)
+        return DeferredStep(visit, self.survey, self.methods, self.groups, self.engine, factors, held)
 
     def state(self) -> dict[str, Any]:
         """Return what is known, as JSON."""

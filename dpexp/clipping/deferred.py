@@ -55,7 +55,7 @@ class DeferredStep:
 
     Args:
         visit, survey, methods, groups, engine, factors: see `backward.clipped_sums`.
-        parked: hold instantiated per-example gradients on the host. Those of a lookup (an embedding) stay what they are,
+        held: ``retained``, ``parked`` or ``again``. Parked gradients of a lookup (an embedding) stay what they are,
             activations: instantiated, each example's would be as large as the table.
     """
 
@@ -67,16 +67,18 @@ class DeferredStep:
         groups: list[Group],
         engine: Engine,
         factors: Factors,
-        parked: bool,
+        held: str,
     ):
-        if parked:
+        if held == "parked":
             engine = replace(engine, second_pass=False, keep=True, always_keep=True)
+        elif held == "again":
+            engine = replace(engine, second_pass=True, keep=False, always_keep=False)
         self.visit, self.parked_bytes = visit, 0
         with examined(visit, survey, groups, engine):
             self._step = Step(visit, survey, methods, groups, engine, factors, deferred=True)
             self.all_norms = self._step.measure()
             self._home = {name: p.device for group in groups for name, p in group.params.items()}
-            if parked:
+            if held == "parked":
                 self._move(self._parked)
 
     def finish(self, sq_norms: Tensor) -> tuple[Tensor, Sums]:

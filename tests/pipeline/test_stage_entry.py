@@ -55,17 +55,19 @@ def test_two_stages_in_turn_give_the_sums_and_norms_of_one_process(kind: str, lo
                 torch.testing.assert_close(param.grad, given[name].grad)
 
 
-@pytest.mark.parametrize(("engine", "parked"), [("auto", False), ("auto", True), ("fastgrad", False)])
-def test_norms_now_and_sums_later_is_flat_clipping(engine: str, parked: bool) -> None:
+@pytest.mark.parametrize(
+    ("engine", "held"), [("auto", "retained"), ("auto", "parked"), ("bk", "again"), ("ghost", "retained")]
+)
+def test_norms_now_and_sums_later_is_flat_clipping(engine: str, held: str) -> None:
     whole, batch = language_model("gpt2", False), batch_of(6)
     stages = [keep_stage(copy.deepcopy(whole), k, 2) for k in range(2)]
     expected = attach(whole, clip_norm=2.0).backward(example_losses(whole, batch))
     clippers = [attach(stage, clip_norm=2.0, engine=engine) for stage in stages]
     measured = []
     for hidden, received, losses, first, last in two_forwards(stages, clippers, batch):
-        behind = clippers[1].measure(Roots.of_losses(losses, inputs=[received], owner=last), parked=parked)
+        behind = clippers[1].measure(Roots.of_losses(losses, inputs=[received], owner=last), held=held)
         roots = Roots.of_outputs([hidden], behind.input_gradients, owner=first)
-        measured.append((clippers[0].measure(roots, parked=parked), behind))
+        measured.append((clippers[0].measure(roots, held=held), behind))
     assert all(p.grad is None for stage in stages for p in stage.parameters())
     reports = []
     for parts in measured:
@@ -74,7 +76,7 @@ def test_norms_now_and_sums_later_is_flat_clipping(engine: str, parked: bool) ->
         parts[1].finish(total)
     torch.testing.assert_close(torch.cat([r.norms for r in reports], 1), expected.norms)
     assert 0 < int(expected.clipped[0]) == sum(int(r.clipped[0]) for r in reports)
-    assert all((m.parked_bytes > 0) == parked for parts in measured for m in parts)
+    assert all((m.parked_bytes > 0) == (held == "parked") for parts in measured for m in parts)
     given = dict(whole.named_parameters())
     for stage in stages:
         for name, param in stage.named_parameters():
