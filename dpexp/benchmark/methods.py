@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dpexp.checks import did_you_mean
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
+from dpexp.clipping.groups import GroupsSpec
 from dpexp.errors import UserError
 from dpexp.privacy.noise import add_gaussian_
 
@@ -84,7 +85,10 @@ class Ours(Method):
     def __init__(self, settings: Settings, engine: str, groups: str):
         self.groups = groups
         self.settings, self.network = settings, settings.model
-        self.clipper = attach(settings.model, groups=groups, clip_norm=settings.clip_norm, engine=engine)
+        spec: GroupsSpec = groups
+        if groups == "param":
+            spec = {name: [name] for name, p in settings.model.named_parameters() if p.requires_grad}
+        self.clipper = attach(settings.model, groups=spec, clip_norm=settings.clip_norm, engine=engine)
         self.optimizer = settings.sgd(settings.lr / settings.batch_size)
         self.generator = torch.Generator().manual_seed(0)
 
@@ -197,10 +201,10 @@ def chosen_methods(names: list[str]) -> list[str]:
     for method in wanted:
         plain = method.removesuffix(LEAN) if ":" not in method else method
         engine, _, groups = plain.partition("/")
-        if plain not in METHODS and not (engine in ENGINES and groups == "block"):
+        if plain not in METHODS and not (engine in ENGINES and groups in ("block", "param")):
             raise UserError(
                 f"methods=[{method}] is not known{did_you_mean(method, list(METHODS))}: nonprivate, ENGINE/GROUPS with "
-                f"the engines {', '.join(ENGINES)} and the groups flat, layer, block (and {LEAN}); {', '.join(OTHERS)}; "
+                f"the engines {', '.join(ENGINES)} and the groups flat, block, layer, param (and {LEAN}); {', '.join(OTHERS)}; "
                 f"all, ours, libraries"
             )
     return list(dict.fromkeys([NONPRIVATE, *wanted]))

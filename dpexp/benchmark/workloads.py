@@ -8,7 +8,7 @@ that the classes would make for themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -60,10 +60,14 @@ class Workload:
 
 
 def workload_named(name: str) -> Workload:
-    """Look a workload up; a wrong name gets the list and the closest match."""
-    if name not in WORKLOADS:
-        raise UserError(f"workloads=[{name}] is not known{did_you_mean(name, list(WORKLOADS))}")
-    return WORKLOADS[name]
+    """Look a workload up: NAME, or NAME@B with another batch. A wrong name gets the list and the closest match."""
+    plain, at, batch = name.partition("@")
+    if plain not in WORKLOADS:
+        raise UserError(f"workloads=[{name}] is not known{did_you_mean(plain, list(WORKLOADS))}")
+    if at and not (batch.isdecimal() and int(batch)):
+        raise UserError(f"workloads=[{name}]: after the @ stands a batch, as in {plain}@16")
+    workload = WORKLOADS[plain]
+    return replace(workload, batch_size=int(batch)) if at else workload
 
 
 def gpt2(
@@ -114,6 +118,34 @@ def _with_lora(network: Any, rank: int) -> nn.Module:
             if "lora_B" in name:  # it starts at zero, and then no gradient reaches A
                 parameter.normal_(std=0.02)
     return wrapped
+
+
+def llama(*, layers: int, width: int, heads: int, vocabulary: int, length: int) -> Parts:
+    """Llama with a loss on every token, half as many heads of keys as of queries, and a small vocabulary."""
+
+    def model() -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaForCausalLM(
+            LlamaConfig(
+                num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads // 2,
+                intermediate_size=8 * width // 3, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False,
+                bos_token_id=0, eos_token_id=0,
+            )
+        )  # fmt: skip
+
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        return {
+            "input_ids": torch.randint(vocabulary, (size, length), generator=generator),
+            "labels": torch.randint(vocabulary, (size, length), generator=generator),
+        }
+
+    def losses(network: Callable[..., Any], batch: Batch) -> Tensor:
+        logits = network(input_ids=batch["input_ids"]).logits
+        per_token = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return per_token.view(batch["labels"].shape).mean(1)
+
+    return Parts(model, batch, losses)
 
 
 def roberta(*, layers: int, width: int, heads: int, vocabulary: int, length: int) -> Parts:
@@ -262,6 +294,12 @@ def _gpt2(
     return Workload(gpt2, batch, full | {"tied": tied, "rank": rank}, _TINY_TEXT)
 
 
+def _llama(length: int) -> Workload:
+    """Two blocks, and as many tokens in a batch whatever the length."""
+    full = {"layers": 2, "width": 768, "heads": 12, "vocabulary": 1000, "length": length}
+    return Workload(llama, max(1, 4096 // length), full, _TINY_TEXT)
+
+
 def _roberta(layers: int, width: int, length: int) -> Workload:
     full = {"layers": layers, "width": width, "heads": width // 64, "vocabulary": 50265, "length": length}
     return Workload(roberta, 8, full, _TINY_TEXT)
@@ -280,6 +318,11 @@ WORKLOADS: dict[str, Workload] = {
     "vit": Workload(vit, 8, _VIT | {"bare": False}, _TINY_VIT),
     # with bare parameters
     "vit_timm": Workload(vit, 8, _VIT | {"bare": True}, _TINY_VIT),
+    # how cost grows with the length of a text
+    "llama_256": _llama(256),
+    "llama_1024": _llama(1024),
+    "llama_4096": _llama(4096),
+    "llama_16384": _llama(16384),
     # the papers' own: He et al., Figure 1 and Li et al., Figure 5 (GPT-2 with T = 100); Bu et al., Figures 2 and 5, Table 1
     "gpt2_124m": _gpt2(12, 768, tied=True),
     "gpt2_medium": _gpt2(24, 1024, tied=True),
