@@ -19,7 +19,7 @@ from dpexp.benchmark.exactness import max_relative_error
 from dpexp.benchmark.measure import Protocol, Row, largest, measure
 from dpexp.benchmark.methods import LEAN, METHODS, NONPRIVATE, OTHERS, OURS, Ours, chosen_methods
 from dpexp.benchmark.processes import Failed, Worker
-from dpexp.benchmark.workloads import WORKLOADS, workload_named
+from dpexp.benchmark.workloads import workload_named
 from dpexp.config import compose, conf_dir
 from dpexp.errors import UserError
 
@@ -175,7 +175,7 @@ def test_bad_settings_are_refused_before_anything_is_measured(changes, message):
 )
 def test_every_preset_names_what_there_is(preset):
     found = compose([f"bench={preset}"] if preset else [], "bench", BenchArguments)
-    assert set(found.workloads) <= set(WORKLOADS)
+    assert all(workload_named(name) for name in found.workloads)
     assert len(chosen_methods(found.methods)) > 2
     if preset:
         header = (conf_dir() / "bench" / f"{preset}.yaml").read_text()
@@ -473,3 +473,9 @@ def test_the_plot_is_the_same_for_the_same_record():
     assert "auto/flat" in first
     assert "opacus:flat" not in first  # failed: no bar, no legend
     assert "<dc:date>" not in first
+
+
+def test_a_workload_can_have_another_batch():
+    assert workload_named("roberta@32").default_batch("full") == 32
+    with pytest.raises(UserError, match="roberta@16"):
+        workload_named("roberta@x")
