@@ -20,7 +20,7 @@ DELTA_RULES = ("half_over_n", "n_pow_-1.1")
 _POSITIVE = (
     "optim.lr", "optim.eps", "optim.floor", "optim.tolerance", "optim.batch_size", "optim.epochs", "optim.steps",
     "clip.clip_norm", "clip.init_threshold",
-    "clip.norm_factor", "clip.norm_bound",
+    "clip.norm_factor", "clip.norm_bound", "clip.scale_floor", "clip.init_norm", "clip.public_examples", "clip.residual_norm",
     "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.pad_to", "task.generation.max_target",
     "task.generation.num_beams", "task.generation.examples", "data.max_length",
     "search.objective_clip", "search.raise_by", "search.candidates", "search.window", "search.tries", "search.angle_high",
@@ -263,6 +263,7 @@ def _clipping(run: RunConfig) -> Iterator[str]:
         yield "clip.rule=none bounds nothing, so no noise can hide an example: use abadi, automatic, or clip=nonprivate"
     if not clip.private and clip.adaptive:
         yield "clip.adaptive=true spends privacy budget on quantiles, and this run has none: use a private clip"
+    yield from _whole_gradients(run)
     if clip.adaptive and clip.follows == "norm" and not clip.norm_factor * clip.norm_bound > 1:
         yield (
             f"clip.norm_factor={clip.norm_factor:g} times clip.norm_bound={clip.norm_bound:g} must be above 1: thresholds could "
@@ -276,6 +277,33 @@ def _clipping(run: RunConfig) -> Iterator[str]:
                 f"clip.quantile_budget={clip.quantile_budget} must be in (0, 1): it is the share r of the budget that "
                 "pays for adaptive thresholds (0.01 to 0.1 is usual)"
             )
+
+
+def _whole_gradients(run: RunConfig) -> Iterator[str]:
+    """Of the methods that clip something else than the gradients of groups."""
+    clip, name = run.clip, f"clip={run.clip.name}"
+    if clip.method == "norm":
+        return
+    if clip.groups != "flat" or (clip.adaptive and clip.method in ("embedding", "microbatch")):
+        yield f"{name} says itself what is clipped: leave clip.groups=flat, and thresholds fixed (clip.adaptive=false)"
+    if run.engine.name != "auto":
+        yield f"{name} has a way of its own to compute the sum: leave engine=auto"
+    if run.search.name != "none":
+        yield f"{name} and search={run.search.name} do not go together: use clip=flat, or search=none"
+    if run.individual.name == "scaling":
+        yield f"{name} knows no thresholds of single examples: use individual=sampling or clip=flat"
+    if run.peft.name == "rgp" or run.optim.name in ("adam_bc", "adamw_bc"):
+        yield f"{name} puts other noise into each coordinate: choose another peft than rgp, another optim than adam_bc"
+    if len(clip.memory) != 2 or not all(0 <= beta < 1 for beta in clip.memory):
+        yield f"clip.memory={clip.memory} must be two numbers in [0, 1)"
+    if len(clip.variance_range) != 2 or not 0 < clip.variance_range[0] < clip.variance_range[1]:
+        yield f"clip.variance_range={clip.variance_range} must be two numbers above 0, the smaller one first"
+    if clip.method == "embedding" and not 1 <= clip.basis <= clip.public_examples:
+        yield f"clip.basis={clip.basis} directions need public examples: give 1 to {clip.public_examples} (clip.public_examples)"
+    if clip.method == "microbatch" and not 1 <= clip.microbatch <= run.optim.batch_size:
+        yield f"clip.microbatch={clip.microbatch:g} must be between 1 and optim.batch_size={run.optim.batch_size:g} examples"
+    if clip.method == "microbatch" and run.task.augmentations > 1:
+        yield f"{name} and task.augmentations are two ways to average gradients before clipping: set task.augmentations=0"
 
 
 def _schedule(run: RunConfig) -> Iterator[str]:

@@ -253,6 +253,18 @@ def _neutralise(run: RunConfig) -> None:
             "follows",
         ):
             setattr(run.clip, name, getattr(neutral, name))
+    if run.clip.method == "norm":
+        for name in (
+            "memory",
+            "init_norm",
+            "variance_range",
+            "scale_floor",
+            "public_examples",
+            "basis",
+            "residual_norm",
+            "microbatch",
+        ):
+            setattr(run.clip, name, getattr(type(run.clip)(), name))
     names = [] if run.clip.adaptive and run.clip.follows == "norm" else ["norm_factor", "norm_bound"]
     if not run.clip.adaptive or run.clip.follows == "norm":
         names += ["target_quantile", "quantile_lr", "quantile_update"]

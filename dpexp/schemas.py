@@ -134,6 +134,18 @@ class ClipConfig:
     allocation: str = "global"
     rule: str = "abadi"
     threshold_floor: float = 1e-6
+    # what is clipped: gradients by their norms, or as dpexp.clipping.whole and .microbatches say
+    method: str = "norm"
+    memory: list[float] = field(
+        default_factory=lambda: [0.99, 0.9]
+    )  # adaclip: of mean and variance; scaled: of v
+    init_norm: float = 1.0  # adaclip: what gradients are clipped to in the first step
+    variance_range: list[float] = field(default_factory=lambda: [1e-12, 10.0])  # adaclip: of a coordinate
+    scale_floor: float = 0.01  # ellipsoid, scaled: of a coordinate, relative to the root mean square of all
+    public_examples: int = 64  # ellipsoid, embedding: so many of the dev set
+    basis: int = 16  # embedding: dimensions of the public subspace
+    residual_norm: float = 0.2  # embedding: the threshold outside of it
+    microbatch: float = 0.0  # examples of one microbatch
 
 
 @dataclass
@@ -330,6 +342,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "clip.groups": ("flat", "layer", "block"),
     "clip.allocation": ("global", "equal_budget", "weighted"),
     "clip.rule": ("abadi", "automatic", "normalized", "none"),
+    "clip.method": ("norm", "adaclip", "scaled", "ellipsoid", "embedding", "microbatch"),
     "clip.quantile_update": ("geometric", "arithmetic"),
     "clip.follows": ("quantile", "norm"),
     "privacy.sampling": ("poisson", "fixed", "shuffle"),

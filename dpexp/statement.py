@@ -159,6 +159,11 @@ def privacy_notes(
     if plan.sampling == "poisson":
         notes.append("batches are drawn by Poisson sampling, as the accountants assume")
     notes += plan.caveats()
+    if run.clip.method in ("ellipsoid", "embedding"):
+        notes.append(
+            f"clip={run.clip.name} looked at {run.clip.public_examples} examples of the dev set, which is public; the metrics on it are "
+            "a little optimistic for that"
+        )
     notes += _unbounded(spent)
     decided = spent.get(plan.accountant)
     if decided is not None and NO_PROTECTION < decided < math.inf:

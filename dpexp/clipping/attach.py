@@ -95,6 +95,8 @@ def attach(
 class Clipper:
     """Returned by `attach`. Printing it shows the coverage table."""
 
+    reach = 1.0  # by how many thresholds one example can move the sum
+
     def __init__(
         self,
         model: nn.Module,

@@ -69,6 +69,21 @@ def sampler_for(
     return ShuffleSampler(num_examples, max(1, round(expected_batch)), key)
 
 
+def microbatches(indices: np.ndarray, num_examples: int, count: int, seed: int) -> list[np.ndarray]:
+    """Cut a logical batch into microbatches of about equal size; empty ones are left out.
+
+    Each example draws its own place, whatever else was drawn: one example more or less changes one microbatch.
+
+    Args:
+        indices: of the drawn examples.
+        num_examples: N.
+        count: microbatches.
+        seed: secret, of this step and attempt.
+    """
+    places = np.random.Generator(np.random.Philox(key=[seed, 0])).integers(count, size=num_examples)[indices]
+    return [indices[places == place] for place in range(count) if (places == place).any()]
+
+
 def physical_batches(
     indices: np.ndarray,
     length: Callable[[int], int] | None,

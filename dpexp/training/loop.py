@@ -13,7 +13,9 @@ from torch import Tensor
 
 from dpexp import native, record
 from dpexp.clipping import Clipper, attach
+from dpexp.clipping.microbatches import MicrobatchClipper
 from dpexp.clipping.thresholds import FixedThresholds
+from dpexp.clipping.whole import Rows, VectorClipper
 from dpexp.errors import UserError
 from dpexp.models import rgp
 from dpexp.parallel import ALONE, Ranks
@@ -25,6 +27,7 @@ from dpexp.training.averaging import Averages
 from dpexp.training.batching import automatic_size, repeated
 from dpexp.training.evaluation import autocast, evaluate
 from dpexp.training.interrupt import Interrupts
+from dpexp.training.methods import build_method
 from dpexp.training.optim import build_optimizer, learning_rate
 from dpexp.training.progress import Progress
 from dpexp.training.release import Release, build_policy
@@ -110,7 +113,7 @@ class Trainer:
         self.machine = state.Decisions(state.machine_file(), state.machine_name(device), ranks=ranks)
         self.code = record.code_hash()
         self.ledger: Ledger | None = None
-        self.clipper: Clipper | None = None
+        self.clipper: Clipper | MicrobatchClipper | None = None
         self.policy = FixedThresholds(torch.zeros(0))
         self.search: StepSearch | None = None
         release: Release | None = None
@@ -118,6 +121,8 @@ class Trainer:
             self.ledger = Ledger(folder / LEDGER, keys.run, ranks if ranks.several else None)
             self.clipper = self._attach()
             self.policy = build_policy(run.clip, len(self.clipper.groups))
+            if run.clip.method != "norm" and not run.clip.adaptive:
+                self.policy = FixedThresholds(self.clipper.thresholds)
             release = Release(
                 plan, self.clipper, self.policy, self.ledger,
                 key=self.key, allocation=run.clip.allocation, secure=run.privacy.secure,
@@ -131,7 +136,7 @@ class Trainer:
             self.model, self.optimizer,
             sampler=sampler, key=self.key, expected_batch=expected_batch, policy=self.policy, release=release,
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
-            clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search,
+            clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search, public=self._public_rows,
         )  # fmt: skip
         self.wall_before, self.started = 0.0, time.perf_counter()
         self.step_times: list[float] = []
@@ -139,8 +144,15 @@ class Trainer:
         self._restore()
         self.physical_batch_size = self._physical_batch_size()
 
-    def _attach(self) -> Clipper:
+    def _attach(self) -> Clipper | MicrobatchClipper:
         clip, engine = self.run.clip, self.run.engine
+        if clip.method == "microbatch":
+            return MicrobatchClipper(self.model, clip.microbatch, clip.clip_norm, clip.rule)
+        if clip.method != "norm":
+            return VectorClipper(
+                self.model, build_method(clip, self.expected_batch), clip.clip_norm, clip.rule,
+                rows_per_example=self.task.rows_per_example, fixed_length=self.task.pad_to is not None,
+            )  # fmt: skip
         clipper = attach(
             self.model,
             groups=clip.groups,
@@ -170,6 +182,8 @@ class Trainer:
         state.load_model_state(self.model, checkpoint.model)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.policy.load_state_dict(checkpoint.thresholds)
+        if isinstance(self.clipper, VectorClipper):
+            self.clipper.method.load_state_dict(checkpoint.thresholds["method"])
         if self.averages is not None:
             self.averages.load_state(checkpoint.averages)
         if self.search is not None:
@@ -197,7 +211,7 @@ class Trainer:
             step=self.step,
             model=tensors,
             optimizer=self.optimizer.state_dict(),
-            thresholds=self.policy.state_dict(),
+            thresholds=self.policy.state_dict() | self._method_state(),
             signature=self.signature,
             wall_s=self.wall_s,
             timings=self.performance(),
@@ -207,6 +221,9 @@ class Trainer:
             search=self.search.state_dict() if self.search is not None else {},
         )
         self.ranks.once(lambda: state.save_checkpoint(self.folder / "checkpoint", checkpoint))
+
+    def _method_state(self) -> dict[str, Any]:
+        return {"method": self.clipper.method.state_dict()} if isinstance(self.clipper, VectorClipper) else {}
 
     @property
     def step(self) -> int:
@@ -338,6 +355,20 @@ class Trainer:
         if self.averages is not None:
             self.averages.update(step)
         return self.stepper.sums
+
+    def _public_rows(self) -> Rows:
+        """Gradients of the first examples of the dev set, which is public; without dropout."""
+        assert isinstance(self.clipper, VectorClipper)
+        count = min(self.run.clip.public_examples, len(self.task.dev))
+        if not count:
+            raise UserError(f"clip={self.run.clip.name} needs public examples, and the task has no dev set")
+        batch = self.on_device(self.task.collate([self.task.dev[i] for i in range(count)]))
+        self.model.eval()
+        try:
+            losses = self.losses(self.task.augmented(batch, np.arange(count), self.run.seed, 0))
+            return self.clipper.rows(losses)[0]
+        finally:
+            self.model.train()
 
     def losses_of(self, piece: np.ndarray) -> Tensor:
         """`[b]` losses of training examples, as the present step sees them."""

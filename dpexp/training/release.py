@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping import Clipper
+from dpexp.clipping.microbatches import MicrobatchClipper
 from dpexp.clipping.thresholds import FixedThresholds, NormThresholds, QuantileThresholds
 from dpexp.errors import UserError
 from dpexp.privacy.fingerprint import fingerprint, fingerprint_of_facts
@@ -42,7 +43,7 @@ class Release:
     def __init__(
         self,
         plan: "Plan",
-        clipper: Clipper,
+        clipper: Clipper | MicrobatchClipper,
         policy: FixedThresholds,
         ledger: Ledger,
         *,
@@ -63,7 +64,10 @@ class Release:
             UserError: more noise than its grid is fine enough for.
         """
         check_multiplier(self.plan.sigma_new(step), sum(self.sizes) + len(self.sizes))
-        stds = noise_stds(self.policy.values, self.sizes, self.plan.sigma_new(step), self.allocation)
+        stds = (
+            noise_stds(self.policy.values, self.sizes, self.plan.sigma_new(step), self.allocation)
+            * self.clipper.reach
+        )
         counts: float | list[float] | None = None
         if self.policy.adaptive:
             counts = self.plan.sigma_b(step, len(self.sizes))
@@ -102,7 +106,7 @@ class Release:
             UserError: an example can move the sums further than their noise is for. Nothing was written then.
         """
         thresholds = self.policy.values.cpu().double()
-        bound = float(sensitivity(thresholds, torch.ones_like(thresholds)))
+        bound = self.clipper.reach * float(sensitivity(thresholds, torch.ones_like(thresholds)))
         if not self.clipper.sensitivity <= self.plan.max_clip_scale * bound * (1 + ROUNDING):
             raise UserError(
                 f"one example can move the clipped sum by {self.clipper.sensitivity:g}, and the noise of this step is for "

@@ -23,13 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import Clipper, Report
+from dpexp.clipping.microbatches import MicrobatchClipper
 from dpexp.clipping.thresholds import FixedThresholds
+from dpexp.clipping.whole import Rows, VectorClipper
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
-from dpexp.training.batching import Sampler, physical_batches
+from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.release import Release
 from dpexp.training.state import Decisions
 from dpexp.training.sums import Sums
@@ -70,6 +72,7 @@ class Steps:
         loss_scale: static, for fp16: a scale that reacted to an overflow would release, unnoised, that there was one.
         clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
         search: moves the weights in the place of the optimiser (`dpexp.training.search`).
+        public: per-example gradients of public examples, for the methods that ask for them (`dpexp.clipping.whole`).
         on_taken: called after each step.
         ranks: the processes that take the steps together. Each computes its share of every logical batch; the sums are added
             up over ranks once, behind the last piece, and every rank then adds the same noise to the same sum.
@@ -93,6 +96,7 @@ class Steps:
         loss_scale: float = 1.0,
         clip_scales: Tensor | None = None,
         search: Search | None = None,
+        public: Callable[[], Rows] | None = None,
         on_taken: Callable[[], None] | None = None,
         ranks: Ranks = ALONE,
     ):
@@ -110,6 +114,9 @@ class Steps:
         self.on_taken, self.search = on_taken, search
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
+        self.public, clipper = public, self.clipper
+        if isinstance(clipper, VectorClipper):
+            self.parameters += clipper.extra
         self.taken = 0
         # of every example, for the next step; what is written of them is marked not private
         self.keep_norms = False
@@ -122,7 +129,7 @@ class Steps:
         self._drawn: list[np.ndarray] = []
 
     @property
-    def clipper(self) -> Clipper | None:
+    def clipper(self) -> Clipper | MicrobatchClipper | None:
         """None where nothing is clipped."""
         return self.release.clipper if self.release is not None else None
 
@@ -172,7 +179,17 @@ class Steps:
         if hasattr(self._mover, "ahead"):
             self._mover.ahead()
         drawn = self.sampler.draw(step, attempt)
-        pieces = self._drawn = physical_batches(drawn, length, size, self.ranks.rank, self.ranks.size)
+        if isinstance(self.clipper, MicrobatchClipper) and self.release is not None:
+            count = max(1, round(self.expected_batch / self.clipper.size))
+            seed = stream(self.key, "microbatches", step, attempt)
+            pieces = microbatches(drawn, self.release.plan.num_examples, count, seed)[
+                self.ranks.rank :: self.ranks.size
+            ]
+        else:
+            pieces = physical_batches(drawn, length, size, self.ranks.rank, self.ranks.size)
+        if isinstance(self.clipper, VectorClipper):
+            self.clipper.method.prepare(stream(self.key, "projections", step, attempt), self._public)
+        self._drawn = pieces
         self._left = max(1, len(pieces))
         return pieces
 
@@ -241,6 +258,7 @@ class Steps:
             counts = self.release.add_noise(step, self.attempt, raw)
             self._tell_noise(step)
         torch._foreach_div_(self.gradients, self.expected_batch)
+        self._finish(step)
         if self.search is None:
             self.optimizer.step()
         else:
@@ -256,6 +274,18 @@ class Steps:
         if self.on_taken is not None:
             self.on_taken()
         return True
+
+    def _public(self) -> Rows:
+        if self.public is None:
+            raise UserError("this way of clipping needs public examples, and the task has no dev set")
+        return self.public()
+
+    def _finish(self, step: int) -> None:
+        """Methods that clip something else than gradients make gradients of the noisy means."""
+        if self.release is None or not isinstance(self.clipper, VectorClipper | MicrobatchClipper):
+            return
+        stds = {number: std / self.expected_batch for number, std in self.release.stds(step).items()}
+        (self.clipper.method if isinstance(self.clipper, VectorClipper) else self.clipper).finish(stds)
 
     def _tell_noise(self, step: int) -> None:
         """An optimiser that corrects for the noise is told how much of it is in each mean gradient: a public number."""

@@ -1,0 +1,80 @@
+"""Gradient embedding perturbation (Yu et al. 2021a): the part of a gradient in a public subspace, and the rest, clipped apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.gradients import numerics
+from dpexp.clipping.groups import Group
+from dpexp.clipping.whole import Method, Rows, flatten, split
+from dpexp.errors import UserError
+
+EMBEDDING = "(embedding)"
+
+
+class Embedding(Method):
+    """Gradients of public examples span a subspace V, ``[k, d]`` with orthonormal rows, anew in every step.
+
+        e_i = V·g_i,    r_i = g_i - Vᵀe_i,    released: Σ clip(e_i, C₁) + noise in k dimensions, Σ clip(r_i, C₂) + noise in d
+
+    and the optimiser sees the mean of Vᵀẽ + r̃. Little is left of a gradient outside of the subspace, so C₂ is small, and so is
+    the noise in d dimensions. Both are two groups of one step, of the norms ‖e_i‖ and ‖r_i‖, and accounted like any two groups.
+
+    Args:
+        basis: k.
+        residual: C₂; C₁ is the clipping norm.
+    """
+
+    needs_public = True
+
+    def __init__(self, basis: int, residual: float):
+        self.basis, self.residual = basis, residual
+
+    def setup(self, params: dict[str, nn.Parameter], clip_norm: float) -> tuple[list[Group], list[float]]:
+        """Two groups; the first one has no parameter of the model."""
+        self.params = params
+        one = next(iter(params.values()))
+        self.embedding = nn.Parameter(torch.zeros(self.basis, dtype=one.dtype, device=one.device))
+        self.directions = torch.zeros(0)
+        groups = [Group("embedding", {EMBEDDING: self.embedding}), Group("residual", params)]
+        return groups, [clip_norm, self.residual]
+
+    def extra(self) -> dict[str, nn.Parameter]:
+        """The sum of the embeddings lies in its ``grad``."""
+        return {EMBEDDING: self.embedding}
+
+    def prepare(self, seed: int, public: Callable[[], Rows]) -> None:
+        """V: the first k right singular vectors of the public gradients."""
+        anchors = flatten(public()).double()
+        if len(anchors) < self.basis or anchors.shape[1] < self.basis:
+            raise UserError(
+                f"clip.basis={self.basis} directions cannot come from {len(anchors)} public examples and {anchors.shape[1]} "
+                "parameters: give fewer, or more clip.public_examples"
+            )
+        # the Gram matrix is small; singular vectors beyond its numerical rank would be noise of rounding, and still orthonormal
+        _, vectors = torch.linalg.eigh(anchors @ anchors.T)
+        found = vectors[:, -self.basis :].T @ anchors
+        self.directions = torch.linalg.qr(found.T)[0].T.to(self.embedding.dtype)
+
+    def clip(self, rows: Rows, keep: Tensor, factors: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Rows]:
+        """Σ ê_i and Σ r̂_i."""
+        gradients = flatten(rows)
+        directions = self.directions.to(gradients)
+        inside = gradients @ directions.T
+        outside = gradients - inside @ directions
+        squares = torch.stack([numerics.squared_norms(inside), numerics.squared_norms(outside)])
+        first, second = (
+            factors(k, squares[k]).to(gradients) @ part for k, part in enumerate((inside, outside))
+        )
+        return squares, {EMBEDDING: first, **split(second, self.params)}
+
+    def finish(self, stds: dict[int, float]) -> None:
+        """Vᵀẽ + r̃."""
+        assert self.embedding.grad is not None
+        inside = split(self.embedding.grad @ self.directions, self.params)
+        for name, p in self.params.items():
+            assert p.grad is not None
+            p.grad.add_(inside[name])

@@ -1,0 +1,222 @@
+"""Clipping that needs whole per-example gradients: the methods that change them before or while they are clipped.
+
+`attach` finds norms without gradients where it can. Here every per-example gradient of a physical batch is held (B times the
+size of the model), by the same formulas and the same proofs, and handed to a `Method`:
+
+- `coordinates.Coordinates`: each coordinate is centred and scaled before the norm is taken (AdaClip and its relatives)
+- `embedding.Embedding`: gradients are split into a part in a public subspace and the rest, each clipped by itself
+
+What is released is a sum of vectors of bounded length, as ever: `VectorClipper` is a `Clipper` to the rest of the program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping import distributed
+from dpexp.clipping.attach import Clipper, Report, TapBackend
+from dpexp.clipping.backward import Step, examined
+from dpexp.clipping.engines import engine_named
+from dpexp.clipping.gradients import merge
+from dpexp.clipping.groups import Group
+from dpexp.clipping.loop import loop_over_examples
+from dpexp.clipping.roots import Roots
+from dpexp.clipping.rules import RULES
+from dpexp.clipping.taps import Visit
+from dpexp.errors import UserError
+
+Rows = dict[str, Tensor]
+"""Per-example gradients by parameter: name -> ``[B, *shape]``, of every trainable parameter; zeros for an example that is not
+finite."""
+
+
+class Method:
+    """How per-example gradients become a sum with bounded contributions. A subclass writes `clip`, and what else it needs.
+
+    Attributes:
+        needs_public: whether `prepare` asks for gradients of public examples.
+    """
+
+    needs_public = False
+
+    def setup(self, params: dict[str, nn.Parameter], clip_norm: float) -> tuple[list[Group], list[float]]:
+        """Take the parameters, and return K groups with their thresholds."""
+        self.params = params
+        return [Group("flat", params)], [clip_norm]
+
+    def extra(self) -> dict[str, nn.Parameter]:
+        """Parameters that exist for the sake of their ``grad`` alone: sums that are released besides."""
+        return {}
+
+    def prepare(self, seed: int, public: Callable[[], Rows]) -> None:
+        """Called before each step. ``seed`` is secret and new; ``public()`` gives gradients of public examples."""
+
+    def clip(self, rows: Rows, keep: Tensor, factors: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Rows]:
+        """Norms and sums.
+
+        Args:
+            rows: see `Rows`.
+            keep: ``[B]``, whether an example is finite; it contributes nothing else.
+            factors: group index, squared norms ``[B]`` -> factors ``[B]``, at most threshold / norm.
+
+        Returns:
+            squared norms ``[K, B]``, and the sums by name, those of `extra` included.
+        """
+        raise NotImplementedError
+
+    def finish(self, stds: dict[int, float]) -> None:
+        """Make of the noisy means in ``p.grad`` what an optimiser expects there. ``stds``: of their noise, by ``id(p)``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on; all of it public or released."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+
+
+class VectorClipper(Clipper):
+    """A `Clipper` whose sums a `Method` forms from whole per-example gradients.
+
+    Args:
+        model: as for `attach`.
+        method: a fresh one.
+        clip_norm: C.
+        rule: how a norm becomes a factor.
+        rows_per_example, fixed_length: as for `attach`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        clip_norm: float = 1.0,
+        rule: str = "abadi",
+        *,
+        rows_per_example: int = 1,
+        fixed_length: bool = False,
+    ):
+        super().__init__(
+            model, "flat", clip_norm, rule, engine_named("opacus_improved"), 1.0, rows_per_example, None, 1 << 20, fixed_length
+        )  # fmt: skip
+        self._flat = self.groups
+        self.method = method
+        self.groups, thresholds = method.setup(self._params, clip_norm)
+        device = next(iter(self._params.values())).device
+        self._thresholds = torch.tensor(thresholds, dtype=torch.float64, device=device)
+
+    @property
+    def extra(self) -> list[nn.Parameter]:
+        """See `Method.extra`."""
+        return list(self.method.extra().values())
+
+    def rows(self, losses: Tensor, loss_scale: float = 1.0) -> tuple[Rows, Tensor]:
+        """The per-example gradients behind losses, and ``[B]`` which examples are finite."""
+        backend, count = self._backend, len(losses)
+        assert isinstance(backend, TapBackend)
+        roots = Roots.of_losses(losses, loss_scale)
+        self._independence.begin(roots, self._params.values())
+        found: Rows = {}
+        if count:
+            visit = Visit(backend.recorder, roots, self.rows_per_example)
+            with examined(visit, backend.survey, self._flat, backend.engine):
+                step = RowsStep(
+                    visit,
+                    backend.survey,
+                    backend.methods,
+                    self._flat,
+                    backend.engine,
+                    _no_factors,
+                    deferred=True,
+                )
+                step.measure()
+                found = step.rows
+        self._independence.check(count)
+        wide = torch.promote_types(losses.dtype, torch.float32)
+        keep = torch.ones(count, dtype=torch.bool, device=losses.device)
+        rows: Rows = {}
+        for name, p in self._params.items():
+            if name in found:
+                rows[name] = found.pop(name) / loss_scale if loss_scale != 1.0 else found.pop(name)
+                keep &= rows[name].reshape(count, p.numel()).isfinite().all(1)
+            else:
+                rows[name] = torch.zeros(count, *p.shape, dtype=wide, device=losses.device)
+        if not bool(keep.all()):
+            rows = {name: torch.where(_like(keep, value), value, 0.0) for name, value in rows.items()}
+        return rows, keep
+
+    def backward(
+        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
+    ) -> Report:
+        """As `Clipper.backward`."""
+        if not self._attached:
+            raise UserError("this clipper is detached: call attach() again")
+        if clip_scale is not None:
+            raise UserError("thresholds for single examples (individual=scaling) need clip=flat or the like")
+        self._check_losses(losses)
+        distributed.check_reducer(self._reducer)
+        self._check_coverage()
+        thresholds = self._checked_thresholds()
+        rows, keep = self.rows(losses, loss_scale)
+        rule, values = RULES[self.rule], thresholds.tolist()
+
+        def factors(k: int, sq_norms: Tensor) -> Tensor:
+            return torch.where(keep, rule(sq_norms, values[k]), 0.0)
+
+        with torch.no_grad():
+            squares, sums = self.method.clip(rows, keep, factors)
+        norms = torch.where(keep, squares.clamp(min=0).sqrt(), torch.nan)
+        params = self._params | self.method.extra()
+        delivered: dict[str, Tensor | distributed.LateSum] = {
+            name: value.to(params[name].dtype) for name, value in sums.items()
+        }
+        distributed.deliver(self._reducer, params, delivered)
+        return Report(norms, (norms > thresholds.to(norms)[:, None]).sum(dim=1))
+
+
+class RowsStep(Step):
+    """Holds every per-example gradient, and forms no sum."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.rows: Rows = {}
+
+    def _measure(self, name: str) -> None:
+        merged = reduce(merge, self.pending.pop(name))
+        self._chosen(name, merged, fused=True)
+        self.rows[name] = merged.instantiate()
+
+    def _loop(self) -> None:
+        looped = {name: p for name, p in self.params.items() if name in self.looped}
+        for name, p in looped.items():
+            self.rows[name] = torch.zeros(
+                self.num_examples, *p.shape, dtype=self.all_norms.dtype, device=self.all_norms.device
+            )
+        for i, gradients in loop_over_examples(self.visit, looped, retain=False):
+            for name, gradient in gradients.items():
+                self.rows[name][i] = gradient if self.visit.roots.is_finite(i) else torch.nan
+
+
+def _no_factors(k: int, sq_norms: Tensor, examples: slice) -> Tensor:
+    raise RuntimeError("no sum is formed here")
+
+
+def _like(keep: Tensor, rows: Tensor) -> Tensor:
+    return keep.view(-1, *[1] * (rows.dim() - 1))
+
+
+def flatten(rows: Rows) -> Tensor:
+    """``[B, d]``: all parameters side by side, in the order of the names."""
+    return torch.cat([value.reshape(len(value), math.prod(value.shape[1:])) for value in rows.values()], 1)
+
+
+def split(vector: Tensor, params: dict[str, nn.Parameter]) -> Rows:
+    """A vector ``[d]`` as one tensor for each parameter; the inverse of `flatten` for a single row."""
+    pieces = vector.split([p.numel() for p in params.values()])
+    return {name: piece.view(p.shape) for piece, (name, p) in zip(pieces, params.items(), strict=True)}
