@@ -5,29 +5,29 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import distributed
-from dpexp.clipping.backward import Factors, Sums, clipped_sums
-from dpexp.clipping.coverage import CoverageRow, coverage_table
+from dpexp.clipping.backend import TapBackend
+from dpexp.clipping.backward import Factors, Sums
+from dpexp.clipping.coverage import coverage_table
 from dpexp.clipping.dataflow import entered, inside_reentrant_checkpoint, tensors_in
-from dpexp.clipping.deferred import DeferredStep, Measured
+from dpexp.clipping.deferred import Measured
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine, engine_named
+from dpexp.clipping.given import check_losses, checked_scale, initial_thresholds, trainable_ids
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.refusals import refuse_couplings
-from dpexp.clipping.remembered import Methods
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.sites import CUT, SITE, find_sites, install, uninstall
-from dpexp.clipping.survey import Survey
-from dpexp.clipping.taps import REENTRANT, ForwardPass, Recorder, Visit
+from dpexp.clipping.sites import CUT, SITE
+from dpexp.clipping.taps import REENTRANT, ForwardPass
 from dpexp.errors import UserError
 
 
@@ -124,7 +124,7 @@ class Clipper:
         self.groups: list[Group] = build_groups(model, groups)
         self._params = trainable_parameters(model)
         device = next(iter(self._params.values())).device
-        self._thresholds = _initial_thresholds(clip_norm, len(self.groups)).to(device)
+        self._thresholds = initial_thresholds(clip_norm, len(self.groups)).to(device)
         self._hooks: list[Any] = []
         self._independence = Independence(model, rows_per_example, fixed_length)
         self._reducer = distributed.reducer_of(model)
@@ -175,7 +175,7 @@ class Clipper:
         Raises:
             UserError: before any gradient is written.
         """
-        self._check_losses(losses)
+        check_losses(losses)
         return self.backward_from(Roots.of_losses(losses, loss_scale), clip_scale, loss_scale=loss_scale)
 
     def backward_from(
@@ -190,7 +190,7 @@ class Clipper:
         distributed.check_reducer(self._reducing)
         self._check_coverage()
         thresholds, num_examples = self._checked_thresholds(), roots.num_examples
-        scale = _checked_scale(clip_scale, num_examples, self.max_clip_scale, thresholds)
+        scale = checked_scale(clip_scale, num_examples, self.max_clip_scale, thresholds)
         factors = self._factors(thresholds, scale, loss_scale)
         sums: Sums = {}
         arrived: tuple[Tensor | None, ...] = ()
@@ -230,7 +230,7 @@ class Clipper:
             )
         self._check_coverage()
         thresholds = self._checked_thresholds()
-        scale = _checked_scale(clip_scale, roots.num_examples, self.max_clip_scale, thresholds)
+        scale = checked_scale(clip_scale, roots.num_examples, self.max_clip_scale, thresholds)
         self._independence.begin(roots, self._params.values())
         step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), held)
         self._independence.check(roots.num_examples)
@@ -369,22 +369,9 @@ class Clipper:
                 "model: call clipper.backward(torch.zeros(0))"
             ) from error
 
-    def _check_losses(self, losses: Tensor) -> None:
-        if not isinstance(losses, Tensor):
-            raise UserError(f"losses must be a tensor of shape [B], got {type(losses).__name__}")
-        if losses.dim() != 1:
-            raise UserError(
-                f"losses must be 1-D, one loss per example, got shape {list(losses.shape)}: "
-                "use reduction='none' and reduce over everything but the batch"
-            )
-        if losses.shape[0] and not losses.requires_grad:
-            raise UserError(
-                "losses carry no graph: compute them with gradients enabled, from the attached model"
-            )
-
     def _check_coverage(self) -> None:
         """The trainable parameters must still be the ones that were attached (PEFT, unfreezing, new layers)."""
-        now = _trainable_ids(self.model)
+        now = trainable_ids(self.model)
         then = {id(p) for p in self._params.values()}
         if now == then:
             return
@@ -403,111 +390,3 @@ class Clipper:
         if not bool((values.isfinite() & (values > 0)).all()):
             raise UserError(f"thresholds must be positive and finite, got {values.tolist()}")
         return values
-
-
-class TapBackend:
-    """All engines but ``opacus``: parameters are followed to the operations that use them."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: list[Group],
-        engine: Engine,
-        rows_per_example: int,
-        choice: str | None,
-        memory_cap_mib: int,
-    ):
-        distributed.refuse_sharded(model)
-        self.groups, self.rows_per_example = groups, rows_per_example
-        self.engine = engine if choice is None else replace(engine, norm=choice)
-        self.survey = Survey()
-        self.methods = Methods(memory_cap_mib * 2**20)
-        self.recorder = Recorder(trainable_parameters(model), self.survey.roles)
-        self.sites = find_sites(model, self.recorder)
-        for module, site in self.sites:
-            install(module, site)
-
-    def uninstall(self) -> None:
-        """Give the modules their classes back."""
-        for module, _ in self.sites:
-            uninstall(module)
-
-    def clipped_sums(
-        self, roots: Roots, factors: Factors, grad_scale: float
-    ) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
-        """Compute squared norms ``[K, B]``, the clipped sums, and the gradients of the roots' inputs."""
-        visit = Visit(self.recorder, roots, self.rows_per_example)
-        sq, sums = clipped_sums(visit, self.survey, self.methods, self.groups, self.engine, factors)
-        return sq, sums, visit.input_gradients
-
-    def measured(self, roots: Roots, factors: Factors, held: str) -> DeferredStep:
-        """Compute squared norms ``[K, B]``, and hold what the sums need."""
-        visit = Visit(self.recorder, roots, self.rows_per_example)
-        return DeferredStep(visit, self.survey, self.methods, self.groups, self.engine, factors, held)
-
-    def state(self) -> dict[str, Any]:
-        """Return what is known, as JSON."""
-        return self.survey.state() | self.methods.state() | {"batch": self.recorder.batch}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what another process has found."""
-        self.survey.load_state(state)
-        self.methods.load_state(state)
-        self.recorder.batch = state.get("batch", self.recorder.batch)
-
-    def coverage(self) -> list[CoverageRow]:
-        """Return a row for each trainable parameter."""
-        return [
-            CoverageRow(
-                name,
-                group.name,
-                ", ".join(self.survey.operations.get(name, ())),
-                self.methods.of_parameter.get(name, ""),
-            )
-            for group in self.groups
-            for name in group.params
-        ]
-
-
-def _trainable_ids(model: nn.Module) -> set[int]:
-    """As from ``model.parameters()``, whose generators take three times as long; this is asked twice in every step."""
-    waiting, seen, found = [model], {id(model)}, set()
-    while waiting:
-        module = waiting.pop()
-        for param in module._parameters.values():
-            if param is not None and param.requires_grad:
-                found.add(id(param))
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return found
-
-
-def _initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: int) -> Tensor:
-    if isinstance(clip_norm, Tensor):
-        clip_norm = clip_norm.tolist()
-    if isinstance(clip_norm, int | float):
-        values = [float(clip_norm) / math.sqrt(num_groups)] * num_groups
-    else:
-        values = [float(c) for c in clip_norm]
-        if len(values) != num_groups:
-            raise UserError(f"clip_norm has {len(values)} thresholds, but there are {num_groups} groups")
-    if not all(math.isfinite(c) and c > 0 for c in values):
-        raise UserError(f"clip_norm={clip_norm} must be positive and finite")
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _checked_scale(
-    clip_scale: Tensor | None, num_examples: int, largest: float, thresholds: Tensor
-) -> Tensor | None:
-    if clip_scale is None:
-        return None
-    scale = torch.as_tensor(clip_scale, device=thresholds.device).detach().to(thresholds.dtype)
-    if scale.shape != (num_examples,):
-        raise UserError(f"clip_scale must have shape {[num_examples]} like losses, got {list(scale.shape)}")
-    if not bool(((scale >= 0) & (scale <= largest)).all()):
-        raise UserError(
-            f"clip_scale must lie in [0, {largest}] (max_clip_scale): a larger value would exceed the sensitivity"
-        )
-    return scale

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping import meeting
+from dpexp.clipping import copies, meeting
 from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.taps import Recorder
+from dpexp.clipping.values import in_place
 
 TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 
@@ -118,15 +119,16 @@ def _meet(
             if before != role:
                 recorder.current.roles[key] = NATIVE
     if role in (DERIVE, SHARED):
-        if role == DERIVE and func.__name__ in meeting.EXPANSIONS:
-            result = meeting.expansion(recorder, func, args, kwargs, key, values)
+        if role == DERIVE and func.__name__ in copies.EXPANSIONS:
+            result = copies.expansion(recorder, func, args, kwargs, key, values)
             if result is not None:
                 return result
         return _derive(recorder, func, args, kwargs, key)
     if len(role) != len(USE) + len(others) or any(value.changed for value in values):
         return NotImplemented
-    if meeting.in_place(func) and any(args[0] is value for value in values):
-        args[0].key = None  # the batch goes into it: no value of parameters alone any more
+    if in_place(func) and any(args[0] is value for value in values):
+        # the batch goes into it: no value of parameters alone any more
+        args[0].key = None
         return NotImplemented
     batched = [t for t, digit in zip(others, role[len(USE) :], strict=True) if digit == "1"]
     return meeting.use(recorder, func, args, kwargs, key, values, others, batched)
@@ -155,7 +157,7 @@ def _derive(recorder: Recorder, func: Any, args: tuple, kwargs: dict, key: str) 
     # what it saves is kept as it is, also where activation checkpointing would drop it
     with torch.autograd.graph.saved_tensors_hooks(_same, _same):
         result = func(*args, **kwargs)
-    if meeting.in_place(func):
+    if in_place(func):
         if type(args[0]) is Followed:
             args[0].param, args[0].seen = None, args[0]._version
         return result

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from dpexp.clipping.operations import SPREAD, formula_for, spreads
+from dpexp.clipping.copies import spread
+from dpexp.clipping.operations import formula_for, spreads
 from dpexp.clipping.taps import Recorder
 from dpexp.clipping.uses import Formula, Slot, Template, Use, Value, ValueSlot, in_autocast
-
-# of `following.Followed`, which dispatches to this module
-Values = Sequence[Any]
+from dpexp.clipping.values import Values, has_rows, in_place, names_of, origin, values_of
 
 # Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
 USE = "use"
@@ -28,17 +27,7 @@ SHARED = "shared"
 NATIVE = "native"
 
 LONGEST_KEY = 200
-EXPANSIONS = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})
 RANDOM = ("dropout", "bernoulli", "rand", "multinomial", "rrelu", "gumbel")
-WRITING = frozenset(
-    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "pow", "mod", "and", "or", "xor")
-) | {"__setitem__"}  # fmt: skip
-
-
-def in_place(func: Any) -> bool:
-    """Tell whether a function writes to its first argument."""
-    name = func.__name__
-    return name in WRITING or (name[-1] == "_" and name[-2:] != "__")
 
 
 def operation_key(func: Any, values: Values) -> str:
@@ -186,7 +175,7 @@ def _run(
     if not isinstance(y, Tensor) or not y.dim() or not y.is_floating_point():
         return NotImplemented
     if formula.label is None:
-        if not _has_rows(recorder, y.shape):
+        if not has_rows(recorder, y.shape):
             return NotImplemented
         # a tap marks what it passes on as written to, and the operation may have kept its output
         y = y.clone()
@@ -266,152 +255,8 @@ def _nested(
     return [put(a) for a in args], {k: put(v) for k, v in kwargs.items()}
 
 
-def values_of(recorder: Recorder, values: Values) -> tuple[Value, ...] | None:
-    """Return the values at a use; None where one's graph holds something else than parameters of this clipper."""
-    found = []
-    for value in values:
-        if value.param is not None:
-            assert value.key is not None
-            found.append(Value(value.param.detach(), {value.key: value.param}))
-            continue
-        reached = parameters_behind(recorder, value)
-        if not reached:
-            return None
-        found.append(Value(value.detach().as_subclass(Tensor), reached, value.as_subclass(Tensor)))
-    return tuple(found)
-
-
-def parameters_behind(recorder: Recorder, value: Tensor) -> dict[str, nn.Parameter]:
-    """Return the parameters that a value is a function of; none where it is a function of anything else, too."""
-    reached: dict[str, nn.Parameter] = {}
-    waiting, seen = [value.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            if id(node.variable) not in recorder.names:
-                return {}
-            reached[recorder.names[id(node.variable)]] = node.variable
-        elif type(node).__name__ == "TapBackward":
-            return {}
-        waiting.extend(following for following, _ in node.next_functions)
-    return {name: reached[name] for name in recorder.params if name in reached}
-
-
-def names_of(values: Sequence[Value]) -> tuple[str, ...]:
-    """Return the parameters that values reach."""
-    return tuple(dict.fromkeys(name for value in values for name in value.reached))
-
-
-def origin(recorder: Recorder, batched: Sequence[Tensor]) -> tuple[bool | None, bool]:
-    """Tell whether tensors were computed from the model's inputs (None where that is not watched), and by picking rows."""
-    flow = recorder.flow
-    if flow is None:
-        return None, False
-    return any(t in flow for t in batched), any(flow.routed(t) for t in batched)
-
-
-def _has_rows(recorder: Recorder, shape: torch.Size) -> bool:
-    """Whether a tensor of this shape can have the examples in its first or second dimension."""
-    rows = recorder.rows
-    return len(shape) > 0 and (not rows or shape[0] % rows == 0 or (len(shape) > 1 and shape[1] == rows))
-
-
 def _drops(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether attention would draw another dropout mask when it is repeated."""
     if func is not F.scaled_dot_product_attention:
         return False
     return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-
-
-# -- values that are copied to the rows of the batch ------------------------------------------------------------------
-
-
-def expansion(
-    recorder: Recorder, func: Any, args: tuple, kwargs: dict, key: str, values: Values
-) -> Tensor | None:
-    """Tap copies of a value, one for each row of the batch; None where it is a function of parameters like any other."""
-    rows = recorder.rows
-    if args[0] is not values[0] or values[0].changed or (met := values_of(recorder, values[:1])) is None:
-        return None
-    leaf = met[0].leaf
-    y = func(leaf, *args[1:], **kwargs)
-    if not rows or y.dim() < leaf.dim() or y.shape[0] % rows:
-        return None
-    base = (1,) * (y.dim() - leaf.dim()) + tuple(leaf.shape)
-    if base[0] != 1 or any(one not in (1, other) for one, other in zip(base[1:], y.shape[1:], strict=True)):
-        return None
-    return _tap_copies(recorder, y, met[0], key, from_batch=False)
-
-
-def spread(
-    recorder: Recorder,
-    func: Any,
-    args: tuple,
-    kwargs: dict,
-    key: str,
-    values: Values,
-    met: tuple[Value, ...],
-    others: list[Tensor],
-    batched: list[Tensor],
-) -> Any:
-    """Run an operation that broadcasts its arguments: each value gets a row for every row of the batch, and the rows a tap.
-
-    Returns:
-        NotImplemented where ordinary autograd has to carry the gradient.
-    """
-    shape = _broadcast_shape(func, args, kwargs, met, others)
-    if not _has_rows(recorder, shape):
-        return NotImplemented
-    wider = [t.dtype for t in others if t.dim() and t.is_floating_point()]
-    copies = []
-    for value in met:
-        leaf = value.leaf
-        if leaf.dim() > len(shape):
-            return NotImplemented
-        if not leaf.dim() and wider and leaf.is_floating_point():
-            # a number has no say in the dtype of the result
-            leaf = leaf.to(wider[0])
-        aligned = leaf.view((1,) * (len(shape) - leaf.dim()) + tuple(leaf.shape))
-        if aligned.shape[0] != 1:
-            return NotImplemented
-        second = shape[1:2] if len(shape) > 1 and shape[1] == recorder.rows else aligned.shape[1:2]
-        copies.append(aligned.expand(shape[0], *second, *aligned.shape[2:]))
-    from_batch, routed = origin(recorder, batched)
-    names = [key] if len(met) == 1 else [f"{key}#{i}" for i in range(len(met))]
-    tapped = {
-        id(value): _tap_copies(recorder, y, of, name, from_batch, routed)
-        for value, y, of, name in zip(values, copies, met, names, strict=True)
-    }
-
-    def put(item: Any) -> Any:
-        return tapped.get(id(item), item)
-
-    return func(*(put(a) for a in args), **{k: put(v) for k, v in kwargs.items()})
-
-
-def _broadcast_shape(
-    func: Any, args: tuple, kwargs: dict, met: Sequence[Value], others: Sequence[Tensor]
-) -> torch.Size:
-    """The shape that the values are broadcast to."""
-    if func.__name__ == "__setitem__":
-        return args[0][args[1]].shape
-    if in_place(func):
-        return args[0].shape
-    if func is F.scaled_dot_product_attention:
-        query, key = others[:2]
-        return torch.Size([*query.shape[:-1], key.shape[-2]])
-    return torch.broadcast_shapes(*(value.leaf.shape for value in met), *(t.shape for t in others))
-
-
-def _tap_copies(
-    recorder: Recorder, y: Tensor, value: Value, key: str, from_batch: bool | None, routed: bool = False
-) -> Tensor:
-    template = Template(SPREAD, None, (), {}, False)
-    names = tuple(value.reached)
-    copies = Use(
-        template, recorder.place(key), (value,), names, (), None, y.shape, from_batch, routed, None, []
-    )
-    return recorder.tap(y, copies, ())

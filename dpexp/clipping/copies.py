@@ -1,0 +1,105 @@
+"""Values that are copied to the rows of the batch: each copy has a gradient of its own, and they get the tap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpexp.clipping.operations import SPREAD
+from dpexp.clipping.taps import Recorder
+from dpexp.clipping.uses import Template, Use, Value
+from dpexp.clipping.values import Values, has_rows, in_place, origin, values_of
+
+EXPANSIONS = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})
+
+
+def expansion(
+    recorder: Recorder, func: Any, args: tuple, kwargs: dict, key: str, values: Values
+) -> Tensor | None:
+    """Tap copies of a value, one for each row of the batch; None where it is a function of parameters like any other."""
+    rows = recorder.rows
+    if args[0] is not values[0] or values[0].changed or (met := values_of(recorder, values[:1])) is None:
+        return None
+    leaf = met[0].leaf
+    y = func(leaf, *args[1:], **kwargs)
+    if not rows or y.dim() < leaf.dim() or y.shape[0] % rows:
+        return None
+    base = (1,) * (y.dim() - leaf.dim()) + tuple(leaf.shape)
+    if base[0] != 1 or any(one not in (1, other) for one, other in zip(base[1:], y.shape[1:], strict=True)):
+        return None
+    return _tap_copies(recorder, y, met[0], key, from_batch=False)
+
+
+def spread(
+    recorder: Recorder,
+    func: Any,
+    args: tuple,
+    kwargs: dict,
+    key: str,
+    values: Values,
+    met: tuple[Value, ...],
+    others: list[Tensor],
+    batched: list[Tensor],
+) -> Any:
+    """Run an operation that broadcasts its arguments: each value gets a row for every row of the batch, and the rows a tap.
+
+    Returns:
+        NotImplemented where ordinary autograd has to carry the gradient.
+    """
+    shape = _broadcast_shape(func, args, kwargs, met, others)
+    if not has_rows(recorder, shape):
+        return NotImplemented
+    wider = [t.dtype for t in others if t.dim() and t.is_floating_point()]
+    copies = []
+    for value in met:
+        leaf = value.leaf
+        if leaf.dim() > len(shape):
+            return NotImplemented
+        if not leaf.dim() and wider and leaf.is_floating_point():
+            # a number has no say in the dtype of the result
+            leaf = leaf.to(wider[0])
+        aligned = leaf.view((1,) * (len(shape) - leaf.dim()) + tuple(leaf.shape))
+        if aligned.shape[0] != 1:
+            return NotImplemented
+        second = shape[1:2] if len(shape) > 1 and shape[1] == recorder.rows else aligned.shape[1:2]
+        copies.append(aligned.expand(shape[0], *second, *aligned.shape[2:]))
+    from_batch, routed = origin(recorder, batched)
+    names = [key] if len(met) == 1 else [f"{key}#{i}" for i in range(len(met))]
+    tapped = {
+        id(value): _tap_copies(recorder, y, of, name, from_batch, routed)
+        for value, y, of, name in zip(values, copies, met, names, strict=True)
+    }
+
+    def put(item: Any) -> Any:
+        return tapped.get(id(item), item)
+
+    return func(*(put(a) for a in args), **{k: put(v) for k, v in kwargs.items()})
+
+
+def _broadcast_shape(
+    func: Any, args: tuple, kwargs: dict, met: Sequence[Value], others: Sequence[Tensor]
+) -> torch.Size:
+    """The shape that the values are broadcast to."""
+    if func.__name__ == "__setitem__":
+        return args[0][args[1]].shape
+    if in_place(func):
+        return args[0].shape
+    if func is F.scaled_dot_product_attention:
+        query, key = others[:2]
+        return torch.Size([*query.shape[:-1], key.shape[-2]])
+    return torch.broadcast_shapes(*(value.leaf.shape for value in met), *(t.shape for t in others))
+
+
+def _tap_copies(
+    recorder: Recorder, y: Tensor, value: Value, key: str, from_batch: bool | None, routed: bool = False
+) -> Tensor:
+    template = Template(SPREAD, None, (), {}, False)
+    names = tuple(value.reached)
+    copies = Use(
+        template, recorder.place(key), (value,), names, (), None, y.shape, from_batch, routed, None, []
+    )
+    return recorder.tap(y, copies, ())

@@ -1,0 +1,73 @@
+"""What a user gives to a clipper, checked: losses, thresholds, scales, and which parameters train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+
+
+def check_losses(losses: Tensor) -> None:
+    """Refuse losses that are not one number with a graph for each example."""
+    if not isinstance(losses, Tensor):
+        raise UserError(f"losses must be a tensor of shape [B], got {type(losses).__name__}")
+    if losses.dim() != 1:
+        raise UserError(
+            f"losses must be 1-D, one loss per example, got shape {list(losses.shape)}: "
+            "use reduction='none' and reduce over everything but the batch"
+        )
+    if losses.shape[0] and not losses.requires_grad:
+        raise UserError("losses carry no graph: compute them with gradients enabled, from the attached model")
+
+
+def trainable_ids(model: nn.Module) -> set[int]:
+    """Return the ids of the trainable parameters.
+
+    As ``model.parameters()`` would, whose generators take three times as long; this is asked twice in every step.
+    """
+    waiting, seen, found = [model], {id(model)}, set()
+    while waiting:
+        module = waiting.pop()
+        for param in module._parameters.values():
+            if param is not None and param.requires_grad:
+                found.add(id(param))
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return found
+
+
+def initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: int) -> Tensor:
+    """Return K thresholds, float64: ``C / sqrt(K)`` each for one C, or the K that were given."""
+    if isinstance(clip_norm, Tensor):
+        clip_norm = clip_norm.tolist()
+    if isinstance(clip_norm, int | float):
+        values = [float(clip_norm) / math.sqrt(num_groups)] * num_groups
+    else:
+        values = [float(c) for c in clip_norm]
+        if len(values) != num_groups:
+            raise UserError(f"clip_norm has {len(values)} thresholds, but there are {num_groups} groups")
+    if not all(math.isfinite(c) and c > 0 for c in values):
+        raise UserError(f"clip_norm={clip_norm} must be positive and finite")
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def checked_scale(
+    clip_scale: Tensor | None, num_examples: int, largest: float, thresholds: Tensor
+) -> Tensor | None:
+    """Return the scales ``[B]`` as the thresholds' dtype; refuse what would exceed the sensitivity."""
+    if clip_scale is None:
+        return None
+    scale = torch.as_tensor(clip_scale, device=thresholds.device).detach().to(thresholds.dtype)
+    if scale.shape != (num_examples,):
+        raise UserError(f"clip_scale must have shape {[num_examples]} like losses, got {list(scale.shape)}")
+    if not bool(((scale >= 0) & (scale <= largest)).all()):
+        raise UserError(
+            f"clip_scale must lie in [0, {largest}] (max_clip_scale): a larger value would exceed the sensitivity"
+        )
+    return scale

@@ -1,0 +1,78 @@
+"""Followed values at an operation: what they were computed from, and what is told of the tensors beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.taps import Recorder
+from dpexp.clipping.uses import Value
+
+# of `following.Followed`
+Values = Sequence[Any]
+
+WRITING = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "pow", "mod", "and", "or", "xor")
+) | {"__setitem__"}  # fmt: skip
+
+
+def in_place(func: Any) -> bool:
+    """Tell whether a function writes to its first argument."""
+    name = func.__name__
+    return name in WRITING or (name[-1] == "_" and name[-2:] != "__")
+
+
+def values_of(recorder: Recorder, values: Values) -> tuple[Value, ...] | None:
+    """Return the values at a use; None where one's graph holds something else than parameters of this clipper."""
+    found = []
+    for value in values:
+        if value.param is not None:
+            assert value.key is not None
+            found.append(Value(value.param.detach(), {value.key: value.param}))
+            continue
+        reached = parameters_behind(recorder, value)
+        if not reached:
+            return None
+        found.append(Value(value.detach().as_subclass(Tensor), reached, value.as_subclass(Tensor)))
+    return tuple(found)
+
+
+def parameters_behind(recorder: Recorder, value: Tensor) -> dict[str, nn.Parameter]:
+    """Return the parameters that a value is a function of; none where it is a function of anything else, too."""
+    reached: dict[str, nn.Parameter] = {}
+    waiting, seen = [value.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            if id(node.variable) not in recorder.names:
+                return {}
+            reached[recorder.names[id(node.variable)]] = node.variable
+        elif type(node).__name__ == "TapBackward":
+            return {}
+        waiting.extend(following for following, _ in node.next_functions)
+    return {name: reached[name] for name in recorder.params if name in reached}
+
+
+def names_of(values: Sequence[Value]) -> tuple[str, ...]:
+    """Return the parameters that values reach."""
+    return tuple(dict.fromkeys(name for value in values for name in value.reached))
+
+
+def origin(recorder: Recorder, batched: Sequence[Tensor]) -> tuple[bool | None, bool]:
+    """Tell whether tensors were computed from the model's inputs (None where that is not watched), and by picking rows."""
+    flow = recorder.flow
+    if flow is None:
+        return None, False
+    return any(t in flow for t in batched), any(flow.routed(t) for t in batched)
+
+
+def has_rows(recorder: Recorder, shape: torch.Size) -> bool:
+    """Tell whether a tensor of this shape can have the examples in its first or second dimension."""
+    rows = recorder.rows
+    return len(shape) > 0 and (not rows or shape[0] % rows == 0 or (len(shape) > 1 and shape[1] == rows))
