@@ -24,7 +24,7 @@ from dpexp.errors import UserError
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 
 # Of the noise of `blocks_and_noise`: no build, and no later version, may draw another.
-NOISE = "05e07361262ababb"
+NOISE = "24175b6001775a69"
 needs_kernels = pytest.mark.skipif(native.kernels() is None, reason="not built: python -m dpexp.native")
 
 

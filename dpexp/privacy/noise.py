@@ -170,15 +170,15 @@ def seed_torch(seed: int) -> None:
 
 
 def _add_natively(kernels: Any, job: _Job) -> None:
-    stairs, total = _stairs()
+    stairs = _stairs()
     key = _words_of(job.key)
     if job.flat.dtype in {torch.float32, torch.float64}:
-        kernels.add_noise_(job.flat, job.grid, key, job.stream, 0, stairs, total)
+        kernels.add_noise_(job.flat, job.grid, key, job.stream, 0, *stairs)
         return
     for start in range(0, job.flat.numel(), _CAST_BLOCK):
         part = job.flat[start : start + _CAST_BLOCK]
         raised = part.float()
-        kernels.add_noise_(raised, job.grid, key, job.stream, start, stairs, total)
+        kernels.add_noise_(raised, job.grid, key, job.stream, start, *stairs)
         part.copy_(raised)
 
 
@@ -245,9 +245,10 @@ def _blocks(key: bytes, stream: int, first: int, number: int) -> NDArray[np.uint
 
 
 @lru_cache(maxsize=1)
-def _stairs() -> tuple[Tensor, float]:
+def _stairs() -> tuple[Tensor, Tensor, float]:
     stairs = staircase()
-    return torch.tensor([stairs.widths, stairs.heights], dtype=torch.int32), float(stairs.total)
+    packed = torch.tensor(stairs.packed).int()  # as 32 bits, whatever their sign
+    return packed, torch.tensor(stairs.heights, dtype=torch.int32), float(stairs.total)
 
 
 def _words_of(key: bytes) -> Tensor:

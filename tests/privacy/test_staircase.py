@@ -36,18 +36,23 @@ def height(value):
 
 def test_every_layer_is_wide_enough_and_accepts_at_once_only_below_the_curve():
     widths, heights = STAIRS.widths, STAIRS.heights
-    assert len(widths) == len(heights) == 1025
+    assert len(widths) == len(heights) == 257
     assert heights[0] == 0
     assert heights[-1] >= STAIRS.total
-    assert widths[0] == TAIL << 20
-    assert min(widths) == widths[-1] == 3
-    for i in range(1024):
+    assert widths[0] == (TAIL << 17) - 1
+    assert min(widths[:-1]) > 2
+    for i, packed in enumerate(STAIRS.packed):
+        width, sure = packed & (2**21 - 1), packed >> 21 << 21
+        assert width == widths[i]
         # All first words that propose a width are equally many: this is what makes the layers' probabilities equal.
-        assert heights[i + 1] - heights[i] == 2**32 // widths[i]
+        assert heights[i + 1] - heights[i] == 2**32 // width
         if i:
-            assert density(widths[i] << 20) <= height(heights[i])
-        if widths[i + 1] > 3:
-            assert density(((widths[i + 1] - 2) << 20) - 1) >= height(heights[i + 1])
+            assert density(width << 23) <= height(heights[i])
+        if sure:
+            # The largest magnitude that such words give, and one more for a negative number.
+            largest = (((sure - 1) * width >> 32) << 23) + 2**23
+            assert density(largest) >= height(heights[i + 1])
+    assert sum(packed >> 21 << 21 for packed in STAIRS.packed) / 2**40 > 0.981
 
 
 @pytest.mark.parametrize("place", [0.001, 0.3, 1.0, 2.5, 4.3, 5.8, 9.0, 15.9])
@@ -56,46 +61,62 @@ def test_the_layers_add_up_to_the_curve(place):
     parts = [
         min(Decimal(top - low), max(Decimal(0), density(number) * STAIRS.total - low))
         for width, low, top in zip(STAIRS.widths, STAIRS.heights, STAIRS.heights[1:])
-        if number < width << 20
+        if number < width << 23
     ]
     assert abs(sum(parts) / (density(number) * STAIRS.total) - 1) < Decimal("1e-25")
 
 
-def words(count, seed, low=-(2**31), high=2**31):
-    rng = np.random.default_rng(seed)
-    return torch.from_numpy(rng.integers(low, high, count).astype(np.uint32).view(np.int32))
+def words(count, seed, low=0, high=2**32):
+    return torch.from_numpy(np.random.default_rng(seed).integers(low, high, count))
 
 
-@pytest.mark.parametrize(("low", "high", "proposals"), [(5.8, 6.4, 2_000_000), (8.0, 8.2, 3_000_000)])
-def test_the_tail_has_the_shape_of_the_gaussian(low, high, proposals):
+def bits(count, seed):
+    return torch.from_numpy(
+        np.random.default_rng(seed).integers(-(2**31), 2**31, (4, count)).astype(np.int32)
+    )
+
+
+@pytest.mark.parametrize(("low", "high", "part"), [(5.8, 6.4, 3), (8.0, 8.2, 23)])
+def test_the_tail_has_the_shape_of_the_gaussian(low, high, part, proposals=2_000_000):
     """Proposals of the lowest layer between two borders: those that are accepted are what the sampler has there."""
     first = words(proposals, 1, int(low / TAIL * 2**32), int(high / TAIL * 2**32))
-    second = words(proposals, 2) & ~1023
-    heights = torch.stack([words(proposals, 3 + i) for i in range(4)])
-    if low > 6:
-        # The height is taken from the lowest 2^-20 of the layer, else hardly any would be accepted.
-        heights[0] = (heights[0].long() & 0xFFF).int()
-    values = _propose(first, second)[0][_decide(first, second, heights)].abs().numpy() / 2**40
+    second = words(proposals, 2) & ~255
+    heights = bits(proposals, 3)
+    # The height is taken from the lowest 2^-part of the layer, else hardly any would be accepted.
+    heights[0] &= (1 << (32 - part)) - 1
+    numbers, accepted = _decide(first, second, heights)
+    values = numbers[accepted].abs().numpy() / 2**40
     assert len(values) > 200
     lower, upper = stats.norm.sf(low), stats.norm.sf(high)
     assert stats.kstest(values, lambda x: (lower - stats.norm.sf(x)) / (lower - upper)).pvalue > 1e-3
-    share = 2.0**-20 if low > 6 else 1.0
     mass = (lower - upper) * (2 * np.pi) ** 0.5
-    expected = proposals * mass / (high - low) * STAIRS.total / (STAIRS.heights[1] * share)
+    expected = proposals * mass / (high - low) * STAIRS.total / (STAIRS.heights[1] * 2.0**-part)
     assert abs(len(values) - expected) < 5 * expected**0.5
 
 
-def test_zero_is_not_proposed_twice():
-    nothing = torch.zeros(1, dtype=torch.int32)
-    top = torch.tensor([1023], dtype=torch.int32)
-    below = torch.zeros(4, 1, dtype=torch.int32)
+def test_every_whole_number_is_proposed_once():
+    """The highest bit of the second word makes n of a magnitude m, or -1 - n: no zero that counts twice."""
+    layer = torch.tensor([255, 255 | 1 << 31, 255 | 5 << 8, 255 | 5 << 8 | 1 << 31])
     # The first word must not fall into the incomplete round that is drawn again.
-    first = torch.full((1,), 2**32 // STAIRS.widths[1023] // 2, dtype=torch.int32)
-    assert _propose(first, top)[0].item() == 0
-    assert _decide(first, top, below).item()
-    assert not _decide(first, top | -(2**31), below).item()
-    assert not _propose(first, top)[1].item()
-    assert not _decide(nothing, top, below).item()
+    first = torch.full((4,), 2**32 // STAIRS.widths[255] // 2)
+    numbers, accepted = _decide(first, layer, torch.zeros(4, 4, dtype=torch.int32))
+    assert numbers.tolist() == [0, -1, 5, -6]
+    assert accepted.all()
+    assert not _propose(first, layer)[1].any()
+    assert not _decide(torch.zeros(4, dtype=torch.int64), layer, torch.zeros(4, 4, dtype=torch.int32))[
+        1
+    ].any()
+
+
+def test_what_is_sure_is_accepted_whatever_its_height_and_the_rest_by_chance():
+    first, second = words(1 << 18, 1), words(1 << 18, 2)
+    numbers, sure = _propose(first, second)
+    top = torch.full((4, 1 << 18), -1, dtype=torch.int32)
+    found, accepted = _decide(first, second, top)
+    assert torch.equal(found, numbers)
+    assert accepted[sure].all()
+    assert not accepted[~sure].all()
+    assert abs(sure.double().mean() - 0.9818) < 0.001
 
 
 def test_numbers_are_gaussian_over_all_scales():
