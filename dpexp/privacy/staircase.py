@@ -33,7 +33,6 @@ _LOW_BITS = 23  # of a number, uniform; the table decides the rest
 _WIDTH_BITS = 21
 _TOTAL = 6_627_564  # units of height for exp(0) = 1: the most that 256 layers can cover
 _MASK = 0xFFFFFFFF
-_TURNS = 3
 _CACHED = 1 << 13  # blocks of the cipher
 
 
@@ -109,14 +108,14 @@ def integers(key: bytes, pieces: Sequence[Piece], device: torch.device) -> list[
     waiting = torch.cat([part[3] + 8 * size * i for i, part in enumerate(parts)])
     block = waiting // GROUP * 16
     places, streams = counters[block] * 8 + waiting % GROUP, streams[block]
-    turns = torch.arange(1, _TURNS + 1, device=device)
+    turns = torch.ones(1, dtype=torch.int64, device=device)
     while len(waiting):
-        # The cipher costs little more for several turns than for one.
+        number = len(turns)
         blocks = chacha(
-            key, places.repeat(_TURNS), streams.repeat(_TURNS), turns.repeat_interleave(len(waiting))
+            key, places.repeat(number), streams.repeat(number), turns.repeat_interleave(len(waiting))
         )
         left = torch.ones(len(waiting), dtype=torch.bool, device=device)
-        for words in blocks.view(16, _TURNS, -1).unbind(1):
+        for words in blocks.view(16, number, -1).unbind(1):
             numbers, accepted = _decide(first, second, words[:4])
             # Who is rejected gets two new words.
             first, second = words[4:6].long() & _MASK
@@ -125,7 +124,8 @@ def integers(key: bytes, pieces: Sequence[Piece], device: torch.device) -> list[
             left &= ~(accepted | sure)
         waiting, places, streams = waiting[left], places[left], streams[left]
         first, second = first[left], second[left]
-        turns += _TURNS
+        # One place of a hundred is left; for so few the cipher costs as much for several turns as for one.
+        turns = turns[-1:] + torch.arange(1, 4, device=device)
     padded = drawn.split([number * GROUP for number in groups])
     return [numbers[: piece.length] for numbers, piece in zip(padded, pieces, strict=True)]
 
@@ -133,8 +133,8 @@ def integers(key: bytes, pieces: Sequence[Piece], device: torch.device) -> list[
 def _first_turn(key: bytes, counters: Tensor, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the first words say: `[8 n]` numbers in the order of places; both words, and the place, of those that are not sure."""
     words = chacha(key, counters, streams, 0)
-    # Words k and k + 8 of block 16 g + 2 i make place 128 g + 16 k + i, and those of block 16 g + 2 i + 1 place 128 g + 16 k + 8 + i.
-    # Two blocks are looked at as one number of 64 bits.
+    # Words k and k + 8 of block 16 g + 2 i make place 128 g + 16 k + i, those of block 16 g + 2 i + 1 place 128 g + 16 k + 8 + i:
+    # two blocks are looked at as one number of 64 bits.
     length = len(counters) // 2
     halves = torch.empty(2, 2, 8, length, dtype=torch.int64, device=counters.device)
     pairs = words.view(torch.int64).view(2, 8, length)

@@ -77,8 +77,9 @@ def bits(count, seed):
 
 
 @pytest.mark.parametrize(("low", "high", "part"), [(5.8, 6.4, 3), (8.0, 8.2, 23)])
-def test_the_tail_has_the_shape_of_the_gaussian(low, high, part, proposals=2_000_000):
+def test_the_tail_has_the_shape_of_the_gaussian(low, high, part):
     """Proposals of the lowest layer between two borders: those that are accepted are what the sampler has there."""
+    proposals = 2_000_000
     first = words(proposals, 1, int(low / TAIL * 2**32), int(high / TAIL * 2**32))
     second = words(proposals, 2) & ~255
     heights = bits(proposals, 3)
