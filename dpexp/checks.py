@@ -18,7 +18,7 @@ TRIALS_LAWS = ("geometric", "logarithmic", "poisson")
 DELTA_RULES = ("half_over_n", "n_pow_-1.1")
 
 _POSITIVE = (
-    "optim.lr", "optim.eps", "optim.floor", "optim.tolerance", "optim.batch_size", "optim.epochs", "optim.steps",
+    "optim.lr", "optim.eps", "optim.floor", "optim.tolerance", "optim.batch_size", "optim.epochs",
     "clip.clip_norm", "clip.init_threshold",
     "clip.norm_factor", "clip.norm_bound", "clip.scale_floor", "clip.init_norm", "clip.public_examples", "clip.residual_norm",
     "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.pad_to", "task.generation.max_target",
@@ -29,7 +29,8 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "optim.weight_decay", "task.held_out", "task.augmentations", "task.image_size", "privacy.noise_multiplier", "peft.alpha",
-    "peft.prefix_hidden", "search.growth", "search.armijo", "seed",
+    "peft.prefix_hidden", "search.growth", "optim.steps", "task.generation.shots",
+    "task.generation.prompt_set", "search.armijo", "seed",
     "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every",
 )  # fmt: skip
 _FRACTION = (  # in [0, 1)
@@ -56,6 +57,7 @@ def check(run: RunConfig) -> None:
         *_length(run),
         *_model(run),
         *_data(run),
+        *_generation(run),
     ]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -356,6 +358,17 @@ def _model(run: RunConfig) -> Iterator[str]:
     sizes = {"lora": "rank", "rgp": "rank", "adapters": "rank", "top2": "blocks", "prefix": "prefix_length"}
     if (size := sizes.get(peft.name)) is not None and getattr(peft, size) < 1:
         yield f"peft.{size}={getattr(peft, size)} must be 1 or more: nothing would train"
+
+
+def _generation(run: RunConfig) -> Iterator[str]:
+    settings = run.task.generation
+    if settings.top_p is not None and not 0 < settings.top_p <= 1:
+        yield f"task.generation.top_p={settings.top_p} must be above 0 and at most 1"
+    if settings.shots and run.optim.steps != 0:
+        yield (
+            f"task.generation.shots={settings.shots} puts training pairs into the prompt as they are, which is not private "
+            "and no training: set optim.epochs=null optim.steps=0"
+        )
 
 
 def _undeclared(run: RunConfig) -> Iterator[str]:

@@ -21,6 +21,12 @@ class GenerationConfig:
     max_target: int = 128  # tokens: the longest target that is learnt, and the most that are generated
     num_beams: int = 5
     length_penalty: float = 1.0
+    # nucleus sampling from the most likely words that hold this share, in the place of beam search; null = beam search
+    top_p: float | None = None
+    shots: int = (
+        0  # in-context learning without training: pairs of the training file in front of every source
+    )
+    prompt_set: int = 0  # which pairs: He et al. average over three sets
     when: str = "end"  # end | always (at every evaluation) | never
     splits: list[str] = field(default_factory=lambda: ["dev"])  # which of dev and test text is generated for
     examples: int | None = None  # sources of each of them, spread evenly; null = all

@@ -57,12 +57,16 @@ def privacy_block(
             ),
             "steps": 0,
             "sampling": run.privacy.sampling,
-            "released": ["model without any guarantee"],
+            "released": [
+                "model without any guarantee" if run.optim.steps != 0 else "model as it was, untrained"
+            ],
             "neighbouring": None,
             **_attack(()),
             "events": [],
             "notes": [
-                "trained without privacy: nothing is guaranteed about the training data",
+                "trained without privacy: nothing is guaranteed about the training data"
+                if run.optim.steps != 0
+                else "no step was taken (optim.steps=0): nothing of the training data is in the model",
                 *_about_data(data),
             ],
             "trials": run.trials,

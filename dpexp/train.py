@@ -164,7 +164,7 @@ def number_of_steps(run: RunConfig, num_examples: int) -> int:
     Raises:
         UserError: the epochs are less than half a step.
     """
-    if run.optim.steps:
+    if run.optim.steps is not None:
         return run.optim.steps
     batch, epochs = run.optim.batch_size, run.optim.epochs or 0
     if steps := round(epochs * num_examples / batch):
@@ -231,11 +231,11 @@ def budget_groups(run: RunConfig, num_examples: int) -> np.ndarray | None:
 def build_plan(
     run: RunConfig, num_examples: int, steps: int, groups: np.ndarray | None = None
 ) -> Plan | None:
-    """The facts that fix the guarantee, from the configuration and the declared N alone; None without privacy.
+    """The facts that fix the guarantee, from the configuration and the declared N alone; None without privacy or steps.
 
     ``groups``: see `budget_groups`.
     """
-    if not run.clip.private:
+    if not run.clip.private or steps == 0:
         return None
     return make_plan(
         num_examples=num_examples,

@@ -264,3 +264,12 @@ def test_opacus_trains_with_default_settings_on_a_cpu(task, tmp_path):
     folder = run_folder(run)
     folder.mkdir(parents=True)
     assert train(run, folder, Console(record=True))["privacy"]["steps"] == 2
+
+
+def test_evaluation_without_training(tmp_path):
+    """optim.steps=0: the model as it is, and no charge."""
+    run, folder = prepare(tmp_path, "optim.steps=0", "clip=nonprivate")
+    summary = train(run, folder, Console(record=True))
+    assert summary["metrics"]["accuracy"] >= 0
+    assert summary["privacy"]["released"] == ["model as it was, untrained"]
+    assert not (folder / "ledger.jsonl").exists()

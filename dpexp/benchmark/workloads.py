@@ -231,6 +231,18 @@ def vit(*, layers: int, width: int, heads: int, image: int, bare: bool, classes:
     return _classified(model, (3, image, image), classes)
 
 
+def by_name(*, name: str, image: int, classes: int = 1000, settings: dict[str, Any] | None = None) -> Parts:
+    """A network of timm by its name, without dropout; ResNets with GroupNorm, because BatchNorm couples examples."""
+
+    def model() -> nn.Module:
+        import timm
+
+        made: nn.Module = timm.create_model(name, num_classes=classes, drop_rate=0.0, **(settings or {}))
+        return made
+
+    return _classified(model, (3, image, image), classes)
+
+
 def wrn(*, depth: int, widening: int, base: int = 16, image: int = 32, classes: int = 10) -> Parts:
     """A wide residual network with GroupNorm (Zagoruyko & Komodakis 2016; De et al. 2022 without weight standardisation)."""
     return _classified(lambda: WideResNet(depth, widening, base, classes), (3, image, image), classes)
@@ -305,6 +317,15 @@ def _roberta(layers: int, width: int, length: int) -> Workload:
     return Workload(roberta, 8, full, _TINY_TEXT)
 
 
+def _resnet(depth: int) -> Workload:
+    settings = {"norm_layer": "groupnorm"}
+    tiny = settings | {"channels": (32, 32, 32, 32), "layers": (1, 1, 1, 1), "stem_width": 32}
+    return Workload(
+        by_name, 32, {"name": f"resnet{depth}", "image": 224, "settings": settings},
+        {"name": f"resnet{depth}", "image": 16, "classes": 7, "settings": tiny},
+    )  # fmt: skip
+
+
 _VIT = {"layers": 6, "width": 384, "heads": 6, "image": 224}
 
 WORKLOADS: dict[str, Workload] = {
@@ -331,4 +352,22 @@ WORKLOADS: dict[str, Workload] = {
     "roberta_large": _roberta(24, 1024, 256),
     "mlp_deep": Workload(mlp, 128, {"depth": 50, "width": 1000}, _TINY_MLP | {"depth": 6}),
     "mlp_wide": Workload(mlp, 128, {"depth": 10, "width": 5000}, _TINY_MLP | {"width": 48}),
+    # Bu et al., Figures 6 and 7, Tables 4 and 8
+    "resnet18": _resnet(18),
+    "resnet34": _resnet(34),
+    "resnet50": _resnet(50),
+    "vgg11": Workload(
+        by_name, 16, {"name": "vgg11", "image": 224}, {"name": "vgg11", "image": 32, "classes": 7}
+    ),
+    "beit_large": Workload(
+        by_name,
+        8,
+        {"name": "beit_large_patch16_224", "image": 224},
+        {
+            "name": "beit_base_patch16_224",
+            "image": 32,
+            "classes": 7,
+            "settings": {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2},
+        },
+    ),
 }

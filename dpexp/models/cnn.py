@@ -1,4 +1,4 @@
-"""The small convolutional networks of the DP-SGD literature, for MNIST and CIFAR-10.
+"""The small networks of the DP-SGD literature, for MNIST and CIFAR.
 
 * *mnist*: 16 filters of 8 x 8 with stride 2, 32 of 4 x 4 with stride 2, a max-pool of 2 x 2 with stride 1 behind each, then
   32 units; 26,010 parameters. With ReLU it is the network of the tutorials of TensorFlow Privacy and Opacus, with tanh that of
@@ -6,6 +6,8 @@
   Tramèr & Boneh 2021 (Table 8).
 * *cifar*: three times two convolutions of 3 x 3 and a max-pool of 2 x 2, with 32, 64 and 128 filters, then 128 units; 550,570
   parameters (Papernot et al. 2020, Table 2; Tramèr & Boneh 2021, Table 9).
+* *mlp*: hidden layers of one width with ReLU on the flattened image, then the classes (Bu et al. 2023, Figure 2, on
+  CIFAR-100: deep 50 x 1000, shallow 10 x 1000, wide 10 x 5000).
 
 Weights are drawn as torch's layers draw theirs.
 """
@@ -13,6 +15,7 @@ Weights are drawn as torch's layers draw theirs.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -92,11 +95,45 @@ def cifar(
     return ConvNet(nn.Sequential(*stages), shape, hidden, classes, activation)
 
 
-ARCHITECTURES: dict[str, Callable[..., ConvNet]] = {"mnist": mnist, "cifar": cifar}
+class MLP(nn.Module):
+    """Fully connected layers on the flattened image.
+
+    Args:
+        shape: of an image.
+        classes: outputs.
+        depth: hidden layers.
+        width: units of each.
+        activation: behind each of them.
+    """
+
+    def __init__(self, shape: Shape, classes: int, *, depth: int, width: int, activation: str):
+        super().__init__()
+        sizes = [math.prod(shape), *[width] * depth]
+        self.features = nn.Sequential(
+            *(layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), ACTIVATIONS[activation]()))
+        )
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """`[B, C, H, W]` to logits `[B, classes]`."""
+        logits: Tensor = self.head(self.features(pixel_values.flatten(1)))
+        return logits
+
+    def get_classifier(self) -> nn.Module:
+        """The output layer."""
+        return self.head
+
+
+def mlp(shape: Shape, classes: int, *, depth: int = 10, width: int = 1000, activation: str = "relu") -> MLP:
+    """The networks for flattened CIFAR-100."""
+    return MLP(shape, classes, depth=depth, width=width, activation=activation)
+
+
+ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {"mnist": mnist, "cifar": cifar, "mlp": mlp}
 """`model.architecture` of the family "cnn"."""
 
 
-def build_cnn(architecture: str | None, shape: Shape, classes: int, config: dict[str, Any]) -> ConvNet:
+def build_cnn(architecture: str | None, shape: Shape, classes: int, config: dict[str, Any]) -> nn.Module:
     """A network by the name of its architecture, drawn from torch's global generator.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Beam search over many prompts, in batches, kept in a file as it goes, so that an interrupted evaluation goes on."""
+"""Beam search or nucleus sampling over many prompts, kept in a file as it goes: an interrupted evaluation goes on."""
 
 from __future__ import annotations
 
@@ -52,30 +52,36 @@ def decode(
     path: Path | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> list[Written]:
-    """The predictions for `contexts`, in their order, by beam search.
+    """The predictions for `contexts`, in their order, by beam search or nucleus sampling.
 
     Args:
         model: in evaluation mode; called without autograd.
         device: where it is.
         tokenizer: with a padding token.
         contexts: any number.
-        settings: `num_beams`, `length_penalty`, `max_target` (the most new tokens).
+        settings: `num_beams`, `length_penalty`, `max_target` (the most new tokens); `top_p` samples instead.
         rows: beams at once; a batch holds `rows / num_beams` prompts.
         path: predictions are appended to this file, a line each with input, references and prediction, and those that stand there
             already are not made again. A file of other weights, other settings or other data is begun anew.
         progress: called with the number of predictions done.
     """
-    terms = {name: getattr(settings, name) for name in ("num_beams", "length_penalty", "max_target")}
+    names = (
+        ("num_beams", "length_penalty", "max_target") if settings.top_p is None else ("top_p", "max_target")
+    )
+    terms = {name: getattr(settings, name) for name in names}
     head = {"weights": weights_hash(model), "settings": terms, "contexts": _hash(contexts)}
     done = by_one(partial(_read, path, head)) if path is not None else {}
     left = [i for i in range(len(contexts)) if i not in done]
     left.sort(key=lambda i: -len(contexts[i].prompt))  # longest first: a lack of memory shows at once
-    size = max(1, rows // settings.num_beams)
+    size = max(1, rows // settings.num_beams) if settings.top_p is None else 1
 
     def search_for(chosen: Sequence[int]) -> list[Written]:
         if progress is not None:
             progress(len(done))
-        return beam_search(model, device, tokenizer, [contexts[i].prompt for i in chosen], settings)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            # a sampled text depends on its number alone, not on what was sampled before
+            torch.manual_seed(chosen[0])
+            return continued(model, device, tokenizer, [contexts[i].prompt for i in chosen], settings)
 
     batches = [left[start : start + size] for start in range(0, len(left), size)]
     for chosen, texts in shared_out(batches, search_for):
@@ -87,14 +93,14 @@ def decode(
     return [done[i] for i in range(len(contexts))]
 
 
-def beam_search(
+def continued(
     model: nn.Module,
     device: torch.device,
     tokenizer: Any,
     prompts: Sequence[np.ndarray],
     settings: GenerationConfig,
 ) -> list[Written]:
-    """The best continuation of every prompt.
+    """The best continuation of every prompt; with `top_p`, one that is sampled (Holtzman et al. 2020).
 
     Prompts are padded on the left, so that all go on at the same place; the padding is masked, and positions are counted from the
     first real token. So a prompt's continuation does not depend on its neighbours.
@@ -112,10 +118,16 @@ def beam_search(
         input_ids=input_ids.to(device),
         attention_mask=mask.to(device),
         generation_config=Settings(
-            num_beams=settings.num_beams,
-            length_penalty=settings.length_penalty,
             max_new_tokens=settings.max_target,
-            do_sample=False,
+            **(
+                {
+                    "num_beams": settings.num_beams,
+                    "length_penalty": settings.length_penalty,
+                    "do_sample": False,
+                }
+                if settings.top_p is None
+                else {"do_sample": True, "top_p": settings.top_p, "top_k": 0}
+            ),
             use_cache=True,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,

@@ -8,10 +8,12 @@ before the target is read and not learnt: no loss, no gradient.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,7 @@ from dpexp.tasks.sequences import NO_TOKENS, Example, Sequences, make_frame, tok
 from dpexp.tasks.target_loss import IGNORED, example_losses, token_losses, vocabulary
 
 if TYPE_CHECKING:
-    from dpexp.schemas import DataConfig, TaskConfig
+    from dpexp.schemas import DataConfig, GenerationConfig, TaskConfig
 
 SUITES = ("e2e", "dart", "summarization", "dialogue")
 """`task.metric`: the suites of `dpexp.metrics.text`."""
@@ -58,7 +60,8 @@ class Generation(Task):
         self.tokenizer = tokenizer
         max_length = min(data.max_length or task.max_length, tokenizer.model_max_length)
         self.pad_to = padded_length(task, tokenizer)
-        frame = make_frame(tokenizer, task.generation, max_length)
+        settings = with_shots(task.generation, train) if task.generation.shots else task.generation
+        frame = make_frame(tokenizer, settings, max_length)
         cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
         self.tables = found.splits
         self.splits = {s: tokenize_pairs(cache, table, tokenizer, frame) for s, table in found.splits.items()}
@@ -71,6 +74,11 @@ class Generation(Task):
             note for split in self.splits for note in _notes(split, found.splits[split], self.splits[split])
         ]
         notes += self._prompt_notes()
+        if task.generation.shots:
+            notes.append(
+                f"in-context learning: every prompt holds {task.generation.shots} pairs of the training file as they are (set "
+                f"{task.generation.prompt_set})"
+            )
         if task.generation.when != "never":
             from dpexp.metrics import text  # heavy, and only needed for generated text
 
@@ -252,6 +260,22 @@ class Generation(Task):
             return {}
         nll = total / tokens
         return {"loss": means / done, "nll": nll, "perplexity": math.exp(min(nll, 700.0))}
+
+
+def with_shots(settings: GenerationConfig, train: Table) -> GenerationConfig:
+    """Put demonstrations in front of the instruction: pairs of the training file, drawn by `prompt_set` (He et al., App. C.2).
+
+    Raises:
+        UserError: there are fewer pairs than asked for.
+    """
+    if settings.shots > len(train):
+        raise UserError(f"task.generation.shots={settings.shots}: the training file has {len(train)} pairs")
+    words = hashlib.sha256(f"demonstrations {settings.prompt_set}".encode()).digest()
+    rng = np.random.Generator(np.random.Philox(key=np.frombuffer(words, dtype=np.uint64)[:2]))
+    rows = rng.choice(len(train), size=settings.shots, replace=False)
+    sources, targets = train.columns[SOURCE], train.columns[TARGET]
+    shown = "".join(f"{settings.prefix}{sources[r]}{settings.suffix} {targets[r]}\n\n" for r in rows)
+    return replace(settings, prefix=shown + settings.prefix)
 
 
 def _batches(examples: Sequences, size: int, most: int) -> Iterator[Sequence[int]]:

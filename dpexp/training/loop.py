@@ -1,5 +1,6 @@
 """The training loop of a configured run: steps (`dpexp.training.steps`), evaluation, checkpoints, and lines of metrics."""
 
+import math
 import statistics
 import time
 from contextlib import nullcontext
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from dpexp.tasks.base import Task
 
 NORM_QUANTILES = [0.25, 0.5, 0.75, 0.85]  # those that Figure 4 of He et al. marks
+# in which the ratio of signal to noise is logged, marked not private: Li et al., Figure 3 average it over so many
+FIRST_STEPS = 30
 FP16_LOSS_SCALE = 2.0**10
 UNTRIED_BATCH = 16  # a physical batch that fits nearly everywhere
 
@@ -249,6 +252,7 @@ class Trainer:
             while self.step < self.steps and self.affordable() and not self.ranks.any(interrupts.requested):
                 begun = time.perf_counter()
                 self.stepper.keep_norms = self._norms_due(self.step + 1)
+                self.stepper.keep_signal = self.step < FIRST_STEPS and not self.metrics.strict
                 sums = self._take_step(interrupts)
                 if sums is None:
                     break  # cut off before anything was released: this step has not happened
@@ -493,6 +497,8 @@ class Trainer:
                     "mean_norms": (sums.norms / drawn).tolist(),
                     "clipped_share": (sums.clipped / drawn).tolist(),
                 }
+            if sums.signal_to_noise is not None and math.isfinite(sums.signal_to_noise):
+                private["signal_to_noise"] = sums.signal_to_noise
             self.metrics.write(self.step, private, released=False)
 
 

@@ -145,6 +145,16 @@ class Release:
         groups = zip(self.clipper.groups, self.noise(step)["gradients"], strict=True)
         return {id(p): std for group, std in groups for p in group.params.values()}
 
+    def signal_to_noise(self, step: int) -> float:
+        """Compute ‖Σ clipped gradients‖ over the root mean square norm of their noise, before it is added.
+
+        Not private: it is for the owner of the data (Li et al., section 3.1.1).
+        """
+        stds = self.stds(step)
+        signal = sum(float(p.grad.double().square().sum()) for p in self.parameters if p.grad is not None)
+        noise = sum(stds[id(p)] ** 2 * p.numel() for p in self.parameters)
+        return math.sqrt(signal / noise) if noise > 0 else math.inf
+
     def generator(self, name: str, step: int, attempt: int) -> KeyedGenerator:
         """The noise called `name` of a charged step; each name may be used once."""
         return self._generator(name, step, attempt)

@@ -119,7 +119,7 @@ class Steps:
             self.parameters += clipper.extra
         self.taken = 0
         # of every example, for the next step; what is written of them is marked not private
-        self.keep_norms = False
+        self.keep_norms = self.keep_signal = False
         self.sums = self._no_sums()
         self.attempt = 0
         self.piece: np.ndarray | None = None
@@ -255,6 +255,8 @@ class Steps:
             if not self.release.charge(step, self.attempt, self._facts, raw):
                 self.attempt = self.release.next_attempt(step)
                 return False
+            if self.keep_signal:
+                self.sums.signal_to_noise = self.release.signal_to_noise(step)
             counts = self.release.add_noise(step, self.attempt, raw)
             self._tell_noise(step)
         torch._foreach_div_(self.gradients, self.expected_batch)

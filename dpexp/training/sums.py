@@ -20,6 +20,9 @@ class Sums:
     clipped: Tensor  # [K] how many examples were clipped, float64
     loss: Tensor  # sum of the losses
     drawn: int = 0
+    signal_to_noise: float | None = (
+        None  # norm of the clipped sum over that of its noise, where it is asked for
+    )
     every: list[Tensor] | None = None  # [K, b] norms of each physical batch, where they are asked for
 
     @classmethod

@@ -15,7 +15,7 @@ from dpexp.models.finetuning import WAYS as NAMED
 from dpexp.models.finetuning import prepare
 from dpexp.models.networks import random_network
 from dpexp.schemas import CHOICES, GenerationConfig, ModelConfig, PeftConfig
-from dpexp.tasks.decoding import beam_search
+from dpexp.tasks.decoding import continued
 
 from .test_build import build, config, needs_minilm
 from .ways import WAYS, batch_of, bundle_of, losses, peft_of, problem_of, stirred, vit
@@ -296,14 +296,14 @@ def test_text_is_generated_as_it_was_trained(network: str, way: str) -> None:
             parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
     prompts = [np.arange(6, 6 + count).astype(np.int32) for count in (2, 5, 9)]
     settings = GenerationConfig(num_beams=1, max_target=4)
-    texts = beam_search(model, torch.device("cpu"), bundle.tokenizer, prompts, settings)
+    texts = continued(model, torch.device("cpu"), bundle.tokenizer, prompts, settings)
     for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.from_numpy(prompt)[None].long()
         with torch.no_grad():
             for _ in range(4):
                 ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
         assert text.text == bundle.tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True).strip()
-    beams = beam_search(
+    beams = continued(
         model, torch.device("cpu"), bundle.tokenizer, prompts, GenerationConfig(num_beams=3, max_target=2)
     )
     for prompt, text in zip(prompts, beams, strict=True):

@@ -1,6 +1,7 @@
 """Networks for images: their sizes are the published ones, their layers compute what is said, and errors name the way out."""
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -219,3 +220,20 @@ def test_the_layers_of_every_network_can_be_explained(name: str, layers: int, pa
     found = explain(ExplainArguments(network=name, model=configured(name)))
     assert len(found["layers"]) == layers
     assert found["parameters"]["total"] == parameters
+
+
+def test_fully_connected_networks_and_residual_ones_without_batch_statistics() -> None:
+    model = configured("mlp_shallow")
+    assert model.config == {"depth": 10, "width": 1000, "activation": "relu"}
+    assert (
+        size(built(model, labels=100).model) == 3072 * 1000 + 9 * 1000 * 1000 + 100 * 1000 + 10 * 1000 + 100
+    )
+    for name, millions in (("resnet18_gn", 11.69), ("vgg11", 132.86)):
+        with torch.device("meta"):
+            network = timm.create_model(configured(name).id, **configured(name).config)
+        assert size(network) == pytest.approx(millions * 1e6, rel=1e-3)
+        assert not any(isinstance(m, nn.BatchNorm2d) for m in network.modules())
+    small = ModelConfig(family="cnn", architecture="mlp", config={"depth": 2, "width": 5})
+    agrees_with_a_loop(built(small, labels=5).model)
+    tiny = {"norm_layer": "groupnorm", "channels": [32] * 4, "layers": [1] * 4, "stem_width": 32}
+    agrees_with_a_loop(built(ModelConfig(family="random_timm", id="resnet18", config=tiny), labels=5).model)

@@ -115,7 +115,8 @@ def test_a_pointer_to_nothing_is_not_built():
 
 def test_every_selector_names_settings_that_records_have():
     facts = {"task", "model", "clip", "optim.name", "optim.lr", "optim.lr_schedule", "optim.warmup_ratio", "peft.name",
-             "model.trainable", "clip.allocation", "clip.clip_norm", "privacy.epsilon", "privacy.noise_multiplier"}  # fmt: skip
+             "model.trainable", "clip.allocation", "clip.clip_norm", "privacy.epsilon", "privacy.noise_multiplier",
+             "search.name"}  # fmt: skip
     for row in coverage.listed():
         for part in filter(None, row["runs"].split(",")):
             assert part == "bench" or part.partition("=")[0] in facts, row

@@ -15,7 +15,7 @@ from dpexp.errors import UserError
 from dpexp.models import ModelBundle
 from dpexp.schemas import DataConfig, GenerationConfig
 from dpexp.tasks import build_task, decoding, generation
-from dpexp.tasks.decoding import Context, Written, beam_search, decode
+from dpexp.tasks.decoding import Context, Written, continued, decode
 from dpexp.tasks.generation import Generation
 from dpexp.tasks.pairs import find_pairs
 from dpexp.tasks.sources import Found
@@ -35,8 +35,8 @@ def test_left_padding_gives_what_one_by_one_gives(
     model = bundle.model.eval()
     settings = GenerationConfig(max_target=12, num_beams=3)
     with torch.no_grad():
-        together = beam_search(model, CPU, bundle.tokenizer, prompts, settings)
-        alone = [beam_search(model, CPU, bundle.tokenizer, [prompt], settings)[0] for prompt in prompts]
+        together = continued(model, CPU, bundle.tokenizer, prompts, settings)
+        alone = [continued(model, CPU, bundle.tokenizer, [prompt], settings)[0] for prompt in prompts]
     assert together == alone
     assert len({written.text for written in alone}) > 1, "one text for all would show nothing"
 
@@ -65,13 +65,13 @@ def test_an_interrupted_evaluation_goes_on(
         if len(asked) == 2:
             raise KeyboardInterrupt
         asked.append(len(args[3]))
-        return beam_search(*args)
+        return continued(*args)
 
     def run(**changes: Any) -> list[Written]:
         with torch.no_grad():
             return decode(model, CPU, bundle.tokenizer, contexts, settings, 4, path, **changes)
 
-    monkeypatch.setattr(decoding, "beam_search", counted)
+    monkeypatch.setattr(decoding, "continued", counted)
     with pytest.raises(KeyboardInterrupt):
         run()
     assert asked == [2, 2]
@@ -79,7 +79,7 @@ def test_an_interrupted_evaluation_goes_on(
         file.write('{"index": 5, "predic')  # torn by the interruption
     with open(path, "ab") as torn:
         torn.write("é".encode()[:1])  # inside a character
-    monkeypatch.setattr(decoding, "beam_search", beam_search)
+    monkeypatch.setattr(decoding, "continued", continued)
     seen: list[int] = []
     resumed = run(progress=seen.append)
     assert seen[0] == 4, "the first four are not made again"
@@ -130,10 +130,10 @@ def test_predictions_are_kept_whatever_ends_a_line_in_them(
     contexts = [Context(f"a\u2028b\x85{i}", ["c\u2028d", "é\nf"], prompt) for i in range(3)]
     said = [Written("one\u2029two\x0c", True), Written("", False), Written("\r\nthree", True)]
     path, settings = tmp_path / "dev.jsonl", GenerationConfig(num_beams=2)
-    monkeypatch.setattr(decoding, "beam_search", lambda *args: said[: len(args[3])])
+    monkeypatch.setattr(decoding, "continued", lambda *args: said[: len(args[3])])
     first = decode(bundle.model, CPU, bundle.tokenizer, contexts, settings, 6, path)
     assert first == said
-    monkeypatch.setattr(decoding, "beam_search", lambda *args: pytest.fail("made again"))
+    monkeypatch.setattr(decoding, "continued", lambda *args: pytest.fail("made again"))
     assert decode(bundle.model, CPU, bundle.tokenizer, contexts, settings, 6, path) == said
 
 
@@ -157,7 +157,7 @@ def test_an_end_in_time_is_told_from_a_text_cut_short(bundle: ModelBundle) -> No
     for bias, ended in ((1e4, True), (-1e4, False)):
         handle = head.register_forward_hook(lambda module, args, out, b=bias: Biased(b)(out))
         with torch.no_grad():
-            found = beam_search(
+            found = continued(
                 model, CPU, bundle.tokenizer, prompts, GenerationConfig(max_target=4, num_beams=2)
             )
         handle.remove()
@@ -252,3 +252,24 @@ def test_forty_real_rows(
     assert words.startswith(texts[name][0])
     assert words.endswith(texts[name][1])
     assert not [note for note in task.data.notes if " cut " in note]
+
+
+def test_a_sampled_text_depends_on_its_number_alone(
+    make: Callable[..., Generation], bundle: ModelBundle, tmp_path: Path
+) -> None:
+    task, model = make(), bundle.model.eval()
+    contexts = task.contexts("dev")[:4]
+    sampled, greedy = GenerationConfig(max_target=8, top_p=0.9), GenerationConfig(max_target=8, num_beams=1)
+
+    def found(settings: GenerationConfig, path: Path | None = None) -> list[Written]:
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            texts = decode(model, CPU, bundle.tokenizer, contexts, settings, 8, path)
+        assert torch.equal(torch.get_rng_state(), state)
+        return texts
+
+    first = found(sampled, tmp_path / "dev.jsonl")
+    assert first == found(sampled)
+    assert first != found(greedy)
+    # next to nothing of the distribution is left: the most likely words, as in greedy search
+    assert found(GenerationConfig(max_target=8, top_p=1e-9)) == found(greedy)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dpexp.clipping import attach
+from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.models import ModelBundle
 from dpexp.schemas import DataConfig, GenerationConfig, TaskConfig
@@ -267,3 +268,20 @@ def test_own_data_asks_for_its_declared_n(bundle: ModelBundle, own_data: Callabl
     wrong = TaskConfig(name="x", kind="generation", metric="rouge")
     with pytest.raises(UserError, match=r"task\.metric=rouge is unknown"):
         build_task(wrong, own_data([("a", "b")]), "demo", bundle.tokenizer, 0)
+
+
+def test_in_context_learning_shows_pairs_of_the_training_file(
+    make: Callable[..., Generation], bundle: ModelBundle
+) -> None:
+    plain, shown, others = (
+        make(max_target=8, **extra) for extra in ({}, {"shots": 1}, {"shots": 1, "prompt_set": 1})
+    )
+    prompts = [bundle.tokenizer.decode(task.splits["dev"].prompt(0)) for task in (plain, shown, others)]
+    assert len(set(prompts)) == 3
+    assert prompts[1].split()[-3:] == prompts[0].split()[-3:]
+    assert prompts[1].count("name :") == 2 * prompts[0].count("name :")
+    assert "in-context learning" in shown.data.notes[-1]
+    with pytest.raises(UserError, match=r"has \d+ pairs"):
+        make(shots=10**6)
+    with pytest.raises(UserError, match=r"optim\.steps=0"):
+        compose(["task=e2e", "scale=demo", "clip=nonprivate", "task.generation.shots=2"])

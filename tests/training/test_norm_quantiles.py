@@ -69,3 +69,27 @@ def test_a_run_without_privacy_has_no_norms(tmp_path):
     run.runtime.eval_every = 2
     run_to_end(tmp_path, run)
     assert not found(tmp_path)
+
+
+def test_the_ratio_of_signal_to_noise_of_the_first_steps(tmp_path):
+    """‖Σ clipped‖ over σS√d, which the noise's norm is on average; a strict release has none."""
+    run = tiny_run(steps=2, adaptive=False)
+    trainer = make_trainer(tmp_path / "normal", run)
+    sums = []
+    add_noise = trainer.stepper.release.add_noise
+
+    def watched(*arguments):
+        sums.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).double().norm())
+        return add_noise(*arguments)
+
+    trainer.stepper.release.add_noise = watched
+    train(trainer)
+    lines = [json.loads(line) for line in (tmp_path / "normal" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "signal_to_noise" in line]
+    size = sum(p.numel() for p in trainer.model.parameters())
+    expected = [float(total) / (trainer.plan.noise_multiplier * 1.0 * size**0.5) for total in sums]
+    assert [line["signal_to_noise"] for line in logged] == pytest.approx(expected, rel=1e-5)
+    assert all("not_private" in json.dumps(line) or line.get("released") is False for line in logged)
+    run.privacy.release = "strict"
+    run_to_end(tmp_path / "strict", run)
+    assert "signal_to_noise" not in (tmp_path / "strict" / "metrics.jsonl").read_text()
