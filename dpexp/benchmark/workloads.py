@@ -319,7 +319,7 @@ def _roberta(layers: int, width: int, length: int) -> Workload:
 
 def _resnet(depth: int) -> Workload:
     settings = {"norm_layer": "groupnorm"}
-    tiny = settings | {"channels": (32, 32, 32, 32), "layers": (1, 1, 1, 1), "stem_width": 32}
+    tiny = settings | {"channels": (64, 64, 64, 64), "layers": (1, 1, 1, 1), "stem_width": 32}
     return Workload(
         by_name, 32, {"name": f"resnet{depth}", "image": 224, "settings": settings},
         {"name": f"resnet{depth}", "image": 16, "classes": 7, "settings": tiny},

@@ -12,8 +12,8 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from functools import partial
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

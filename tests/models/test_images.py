@@ -235,5 +235,5 @@ def test_fully_connected_networks_and_residual_ones_without_batch_statistics() -
         assert not any(isinstance(m, nn.BatchNorm2d) for m in network.modules())
     small = ModelConfig(family="cnn", architecture="mlp", config={"depth": 2, "width": 5})
     agrees_with_a_loop(built(small, labels=5).model)
-    tiny = {"norm_layer": "groupnorm", "channels": [32] * 4, "layers": [1] * 4, "stem_width": 32}
+    tiny = {"norm_layer": "groupnorm", "channels": [64] * 4, "layers": [1] * 4, "stem_width": 32}
     agrees_with_a_loop(built(ModelConfig(family="random_timm", id="resnet18", config=tiny), labels=5).model)
