@@ -220,7 +220,9 @@ class Step:
 
     def _settle(self, k: int) -> None:
         """Measure again what cancels so much that it matters in the norms of group k."""
-        doubts = self.doubts.pop(k, [])
+        doubts = self.doubts.pop(k, None)
+        if not doubts:
+            return
         surely = self.sq_norms[k] - sum(doubt.excess for doubt in doubts)
         for doubt in doubts:
             self.sq_norms[k].add_(doubt.settled(surely) - doubt.bounds)
