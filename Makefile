@@ -8,6 +8,8 @@ VENV := $(or $(VIRTUAL_ENV),.venv)
 JOBS ?= 2
 TESTS ?= tests
 SCALE ?= small
+# `make tables figures report` is one process, which computes every number once.
+WITH_PAGE := $(filter report,$(MAKECMDGOALS))
 FILL := $(if $(RUN),--run --scale $(SCALE))
 
 ifdef PYTHON
@@ -37,13 +39,13 @@ check: $(READY) ## lint, formatting, types
 	$(PY) -m mypy
 
 tables: $(READY) ## render every table from the committed records
-	$(PY) -m dpexp.report tables
+	$(if $(WITH_PAGE),@echo "tables: with the page",$(PY) -m dpexp.report tables)
 
 figures: $(READY) ## render every figure from the committed records
-	$(PY) -m dpexp.report figures
+	$(if $(WITH_PAGE),@echo "figures: with the page",$(PY) -m dpexp.report figures)
 
 report: $(READY) ## one page with every table and figure: results/report.html
-	$(PY) -m dpexp.report report
+	$(PY) -m dpexp.report $(filter tables figures,$(MAKECMDGOALS)) report
 
 table-%: $(READY) ## one table beside the paper's: table-he-2 (RUN=1 SCALE=small runs what is missing first)
 	$(PY) -m dpexp.report $@ $(FILL)

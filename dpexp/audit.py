@@ -33,6 +33,7 @@ from dpexp.train import (
     announce,
     build_plan,
     choose_device,
+    dry_start,
     how_to_resume,
     number_of_steps,
     summarise,
@@ -85,8 +86,10 @@ class AuditConfig(RunConfig):
 def main(run: AuditConfig) -> dict[str, float]:
     """Train with canaries, attack the result, record. A finished audit is shown again."""
     check(run)
-    folder = audit_folder(run)
     console = Console(highlight=False, soft_wrap=True)
+    if run.runtime.dry_run:
+        return dry_start(run, console)  # of the training: the canaries take slots of its examples
+    folder = audit_folder(run)
     try:
         with disk_errors(folder), exclusive(folder):
             summary = record.finished_summary(folder)

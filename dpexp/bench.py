@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dpexp import native
 from dpexp.benchmark.measure import Protocol, measure
-from dpexp.benchmark.methods import LEAN, chosen_methods
+from dpexp.benchmark.methods import ENGINE, LEAN, chosen_methods
 from dpexp.benchmark.noise import NOISE, measure_noise, noise_table
 from dpexp.benchmark.render import overview, workload_table, write
 from dpexp.benchmark.workloads import SIZES, workload_named
@@ -82,6 +82,7 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
         "versions": versions(),
         "git": git_state(),
         "code": code_hash(),
+        "engine": ENGINE,
         "command": command_line(),
         "status": "running",
     }

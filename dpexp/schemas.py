@@ -291,6 +291,7 @@ class RuntimeConfig:
     runs_dir: str = "runs"
     # how several processes share the work: none | ddp | fsdp (docs/many_processes.md)
     parallel: str = "none"
+    dry_run: bool = False
 
 
 @dataclass

@@ -41,6 +41,8 @@ INTERRUPTED = 130  # exit status after Ctrl-C
 def main(run: RunConfig) -> dict[str, float]:
     """Run to the end, or tell what a finished run found. Returns its metrics."""
     refuse_misfits(run)
+    if run.runtime.dry_run:
+        return dry_start(run, Console(highlight=False, soft_wrap=True))
     with joined(run.runtime.device) as ranks:
         return run_together(run, ranks)
 
@@ -74,6 +76,15 @@ def run_together(run: RunConfig, ranks: Ranks) -> dict[str, float]:
         write_card(summary, folder / "model")
     report_finished(summary, folder, console)
     return Result(summary["metrics"], run.task.metric)
+
+
+def dry_start(run: RunConfig, console: Console) -> dict[str, float]:
+    """Say whether the run would start here, and end with 1 where it would not."""
+    from dpexp.dry import dry_run
+
+    if not dry_run(run, console).would_start:
+        sys.exit(1)
+    return {}
 
 
 def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_regenerating_the_arithmetic_gives_the_committed_files(name: str, contex
 @pytest.mark.slow
 def test_the_page_is_what_is_committed(context: Context):
     documents = [context.document(name) for name in catalogue.builders()]
-    assert site.page(documents).encode() == (RESULTS / "report.html").read_bytes(), (
+    assert site.page(documents, context.records).encode() == (RESULTS / "report.html").read_bytes(), (
         "report.html: run `make report` and commit"
     )
 

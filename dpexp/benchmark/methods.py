@@ -23,6 +23,7 @@ from dpexp.errors import UserError
 from dpexp.privacy.noise import add_gaussian_
 
 NONPRIVATE = "nonprivate"
+ENGINE = 2  # written into records; raised when the clipping engine is built anew, so that older speeds are told apart
 LEAN = "+lean"
 LEARNING_RATE = 1e-4  # small: the weights hardly move, and every step does the same work
 

@@ -3,29 +3,30 @@
 ``coverage.csv`` is the list; the status of each row is found out, never written down:
 
 * needs: what must exist, separated by spaces. ``conf:clip/flat`` (a choice), ``glob:experiment/he2023_*`` (some choice),
-  ``code:package.module[:word]`` (a module, and a word in it), ``bench:mlp`` (a workload), ``target:table-he-2`` (its own
-  status counts); ``exact``: it is held by tests against a naive twin or a formula, so that being built is being exact;
-  ``this``: this list; ``missing`` and ``diagram``: nothing to point at.
+  ``bench:mlp`` (a workload), ``test:clipping/test_layers.py::test_linear`` (a test of this suite, which holds it),
+  ``target:table-he-2`` (its own status counts); ``this``: this list; ``missing`` and ``diagram``: nothing to point at.
 * runs: settings of the records that show it in use, ``clip=flat,privacy.epsilon=*``; ``a|b``: either; ``bench``: benchmarks.
 """
 
 from __future__ import annotations
 
 import csv
-import importlib.util
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from dpexp.benchmark.workloads import WORKLOADS
 from dpexp.config import conf_dir
-from dpexp.reproduce import benchmarks, catalogue
+from dpexp.reproduce import benchmarks
 from dpexp.reproduce.documents import Document, Rows, Section
 from dpexp.reproduce.paper import PAPERS
 from dpexp.reproduce.records import Record
 
-STATUSES = ("exact", "paper", "small", "not run", "not built")
+STATUSES = ("exact", "tested", "paper", "small", "not run", "not built")
+Measurement = tuple[str, dict[str, Any], str]
+_TESTS = Path(__file__).parents[2] / "tests"
 COLUMNS = ("paper", "kind", "name", "importance", "printed in", "status", "where", "note")
 
 
@@ -36,12 +37,25 @@ def listed() -> tuple[dict[str, str], ...]:
         return tuple(csv.DictReader(file))
 
 
-def document(context: catalogue.Context) -> Document:
-    """The matrix, with a count for each paper."""
-    statuses = _target_statuses(context)
+def targets() -> set[str]:
+    """The targets of which the matrix wants the status."""
+    needs = (need for row in listed() for need in row["needs"].split())
+    return {need.removeprefix("target:") for need in needs if need.startswith("target:")}
+
+
+def document(
+    statuses: dict[str, str], records: Sequence[Record], measured: Sequence[Measurement]
+) -> Document:
+    """The matrix, with a count for each paper.
+
+    Args:
+        statuses: of the `targets` that there are, in words: "exact", "small 2/8", "not run".
+        records: of training runs.
+        measured: benchmarks, as `dpexp.reproduce.benchmarks.load` gives them.
+    """
     rows: Rows = []
     for row in listed():
-        status, where = _status(row, context, statuses)
+        status, where = _status(row, statuses, records, measured)
         rows.append({
             "paper": row["paper"], "kind": row["kind"], "name": row["name"], "importance": row["importance"],
             "printed in": row["printed"], "status": status, "where": where, "note": row["note"],
@@ -54,11 +68,12 @@ def document(context: catalogue.Context) -> Document:
     for paper, title in PAPERS.items():
         sections.append(Section(title, (), COLUMNS[1:], [row for row in rows if row["paper"] == paper]))
     words = (
-        "Every table, figure, algorithm and system that the four papers name. **exact**: computed, or held by tests against a"
-        " formula or a naive twin; **paper**, **small**: committed records at this scale (how many cells, in the column *where*);"
+        "Every table, figure, algorithm and system that the four papers name. **exact**: arithmetic, computed again to the"
+        " printed digit; **tested**: built, and the test that is named holds it against a formula, a naive twin or another"
+        " implementation; **paper**, **small**: committed records at this scale (how many cells, in the column *where*);"
         " **not run**: built, without a committed record; **not built**: not in this repository (or a diagram, or samples).",
         "core: run or reported by that paper; quoted: its numbers are taken from elsewhere; described: explained or cited.",
-        "The status is found out from the configuration files, the modules and the records."
+        "The status is found out from the configuration files, the tests and the records."
         " Regenerate: `python -m dpexp.report coverage`.",
     )
     return _Coverage(
@@ -79,43 +94,36 @@ class _Coverage(Document):
         return found
 
 
-def _target_statuses(context: catalogue.Context) -> dict[str, str]:
-    """Target -> its status in words; targets that are arithmetic need not be computed for it."""
-    wanted = {
-        part.removeprefix("target:")
-        for row in listed()
-        for part in row["needs"].split()
-        if part.startswith("target:")
-    }
-    known = catalogue.builders()
-    return {
-        name: "exact" if name in catalogue.EXACT else context.document(name).status
-        for name in sorted(wanted & known.keys())
-    }
-
-
-def _status(row: dict[str, str], context: catalogue.Context, targets: dict[str, str]) -> tuple[str, str]:
+def _status(
+    row: dict[str, str], statuses: dict[str, str], records: Sequence[Record], measured: Sequence[Measurement]
+) -> tuple[str, str]:
     """One of `STATUSES`, and in words where to look."""
     needs = row["needs"].split()
-    exact = "exact" in needs or needs == ["this"]
-    pointers = [need for need in needs if need not in ("exact", "this")]
-    missing = [need for need in pointers if not _exists(need, targets)]
+    pointers = [need for need in needs if need != "this"]
+    tested = any(need.startswith("test:") for need in needs)
+    missing = [need for need in pointers if not _exists(need, statuses)]
     if missing or not needs:
         return "not built", ""
-    own = [targets[need.removeprefix("target:")] for need in pointers if need.startswith("target:")]
+    own = [statuses[need.removeprefix("target:")] for need in pointers if need.startswith("target:")]
     where = ", ".join(need.partition(":")[2] for need in pointers)
-    found = {scale: count for scale in ("paper", "small") if (count := _runs(row, pointers, scale, context))}
+    found = {
+        scale: count
+        for scale in ("paper", "small")
+        if (count := _runs(row, pointers, scale, records, measured))
+    }
     for scale, count in found.items():
         where += f"; {scale}: {count} record{'s' if count > 1 else ''}"
-    if exact or "exact" in own:
+    if needs == ["this"] or (own and set(own) == {"exact"}):
         return "exact", where
+    if tested and not own:
+        return "tested", where
     for scale in ("paper", "small"):
         if scale in found or any(f"{scale} " in status for status in own):
             return scale, f"{where}{'; ' + '; '.join(own) if own else ''}"
     return ("not built" if own and all(s == "not built" for s in own) else "not run"), where
 
 
-def _exists(need: str, targets: dict[str, str]) -> bool:
+def _exists(need: str, statuses: Mapping[str, str]) -> bool:
     kind, _, name = need.partition(":")
     if kind == "conf":
         return (conf_dir() / f"{name}.yaml").is_file()
@@ -124,26 +132,28 @@ def _exists(need: str, targets: dict[str, str]) -> bool:
     if kind == "bench":
         return name in WORKLOADS
     if kind == "target":
-        return name in targets
-    if kind == "code":
-        return _module_has(*name.partition(":")[::2])
+        return name in statuses
+    if kind == "test":
+        return _is_a_test(*name.split("::"))
     return False
 
 
 @cache
-def _module_has(module: str, word: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return False
-    if spec is None:
-        return False
-    if not word:
+def _is_a_test(file: str, name: str) -> bool:
+    """Does this suite have the test? An installed copy comes without its tests; there the list, which they check, is believed."""
+    path = _TESTS / file
+    if not _TESTS.is_dir():
         return True
-    return spec.origin is not None and word in Path(spec.origin).read_text(encoding="utf-8")
+    return path.is_file() and f"\ndef {name}(" in path.read_text(encoding="utf-8")
 
 
-def _runs(row: dict[str, str], pointers: Sequence[str], scale: str, context: catalogue.Context) -> int:
+def _runs(
+    row: dict[str, str],
+    pointers: Sequence[str],
+    scale: str,
+    records: Sequence[Record],
+    measured: Sequence[Measurement],
+) -> int:
     """Committed records that show it in use; benchmarks count on the networks of that paper alone."""
     selector = row["runs"]
     workloads = {need.removeprefix("bench:") for need in pointers if need.startswith("bench:")}
@@ -151,12 +161,10 @@ def _runs(row: dict[str, str], pointers: Sequence[str], scale: str, context: cat
         targets = [target for target in benchmarks.TARGETS.values() if target.paper == row["paper"]]
         own = {w for target in targets for w, s in target.workloads.items() if s == scale}
         chosen = own & workloads if workloads else own
-        return sum(
-            any(line["workload"] in chosen for line in record["rows"]) for _, record, _ in context.benchmarks
-        )
+        return sum(any(line["workload"] in chosen for line in record["rows"]) for _, record, _ in measured)
     if not selector:
         return 0
-    return sum(record.summary["scale"] == scale and _shows(record, selector) for record in context.records)
+    return sum(record.summary["scale"] == scale and _shows(record, selector) for record in records)
 
 
 def _shows(record: Record, selector: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpexp.reproduce import curve_claims
-from dpexp.reproduce.documents import Document, Rows, Section
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict
 from dpexp.reproduce.drawing import COLOURS, MARKERS, draw, heat
 from dpexp.reproduce.records import Record, by_configuration
 
@@ -177,7 +177,8 @@ def build(name: str, records: Sequence[Record]) -> Document:
     """The document of one figure; a block for each scale and task, the figure drawn from the first that has runs."""
     target = TARGETS[name]
     matching = [record for record in records if record.matches(target.select)]
-    sections, counts, drawn, found = [], [], "", []
+    sections, counts, drawn = [], [], ""
+    found: list[Verdict] = []
     png = b""
     for scale in ("paper", "small"):
         of_scale = [record for record in matching if record.summary["scale"] == scale]
@@ -192,7 +193,7 @@ def build(name: str, records: Sequence[Record]) -> Document:
                 f"{scale} {len({r for row in rows for r in row['record'].split(', ')})} runs on {', '.join(tasks)}"
             )
             said = target.says(own) if target.says else ()
-            found += [f"{heading}: {said[0].strip('*')}"] if said else []
+            found += [Verdict(heading, said[0].strip("*"))] if said else []
             if not drawn:
                 drawn, png = _draw(target, rows)
             shown.append(Section(heading, said, _COLUMNS[target.kind], rows, scale))
@@ -202,7 +203,9 @@ def build(name: str, records: Sequence[Record]) -> Document:
         if target.kind == "norms"
         else ()
     )
-    ours = "; ".join(found) or ("cannot tell: see the curves; no test" if counts else "cannot tell: not run")
+    ours = "; ".join(map(str, found)) or (
+        "cannot tell: see the curves; no test" if counts else "cannot tell: not run"
+    )
     words = (
         f"**Claim.** {target.claim}",
         f"**Our runs.** {ours}.",
@@ -211,7 +214,7 @@ def build(name: str, records: Sequence[Record]) -> Document:
     )
     return Document(
         name, target.title, name.split("-")[1], words, tuple(sections), _COLUMNS[target.kind], svg=drawn, png=png,
-        status=", ".join(counts) or ("not run" if target.at_paper else "not built"),
+        status=", ".join(counts) or ("not run" if target.at_paper else "not built"), verdicts=tuple(found),
     )  # fmt: skip
 
 

@@ -11,6 +11,31 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 Rows = list[dict[str, str]]
+WORDS = ("exact", "supports", "contradicts", "cannot tell")
+CLAIM, OURS = "**Claim.** ", "**Our runs.** "
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the runs of one block say about a claim.
+
+    Attributes:
+        where: the block; "" where there is one alone.
+        said: begins with a word of `WORDS`.
+        ours: the numbers that it rests on, in short.
+    """
+
+    where: str
+    said: str
+    ours: str = ""
+
+    @property
+    def word(self) -> str:
+        """One of `WORDS`."""
+        return next(word for word in WORDS if self.said.startswith(word))
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.said}" if self.where else self.said
 
 
 @dataclass(frozen=True)
@@ -46,6 +71,7 @@ class Document:
         markdown: written as it is, where a page has its own form.
         svg, png: of a figure.
         status: for the coverage matrix, as text: "exact", "small 2/8", "not run".
+        verdicts: one for each block that was run; none where nothing was, or where it is arithmetic.
     """
 
     name: str
@@ -58,6 +84,12 @@ class Document:
     svg: str = ""
     png: bytes = b""
     status: str = "exact"
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def claim(self) -> str:
+        """What the paper says, "" for a page that is not about a claim."""
+        return next((text.removeprefix(CLAIM) for text in self.paragraphs if text.startswith(CLAIM)), "")
 
     @property
     def rows(self) -> Rows:

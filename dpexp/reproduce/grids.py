@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpexp.reproduce import miniature, pairs
-from dpexp.reproduce.documents import Document, Section
+from dpexp.reproduce.documents import Document, Section, Verdict
 from dpexp.reproduce.drawing import draw, heat
 from dpexp.reproduce.records import Record
 
@@ -32,13 +32,14 @@ _WHERE = {
 def figure_li_9(records: Sequence[Record]) -> Document:
     """A block for each scale and task, and a heat map of each that has runs."""
     sections: list[Section] = []
-    verdicts, counts = [], []
+    counts = []
+    verdicts: list[Verdict] = []
     for scale in ("paper", "small"):
         for task, metric in TASKS.items():
             section, found = miniature.build(_asked(task, metric, scale), records)
             sections.append(section)
             if section.rows:
-                verdicts.append(f"{section.heading}: {pairs.verdict(found)}")
+                verdicts.append(Verdict(section.heading, pairs.verdict(found), pairs.in_short(found)))
                 counts.append(f"{scale} {len(section.rows)}/64 cells on {task}")
     drawn = [section for section in sections if section.rows]
     svg, png = draw(lambda axes: _plot(axes, drawn), len(drawn), (4.6, 3.8)) if drawn else ("", b"")
@@ -47,13 +48,14 @@ def figure_li_9(records: Sequence[Record]) -> Document:
         (
             "**Claim.** As Figure 2, of whose grid this is the whole: large batches with large learning rates are best at fixed"
             " epochs.",
-            f"**Our runs.** {'; '.join(verdicts) or 'cannot tell: not run'}.",
+            f"**Our runs.** {'; '.join(map(str, verdicts)) or 'cannot tell: not run'}.",
             "The text that we have holds the caption alone, not the numbers. Drawn: learning rates 10^-3 / 2^k, k = 0 to 7, and"
             " batches of 16 to 2048, of which Figure 2 prints the corners; for E2E and SST-2, the tasks in Table 4 (ε = 3,"
             " δ = 1/2N, C = 0.1, no decay, E = 10 and 3).",
             f"Regenerate: `python -m dpexp.report {NAME}`.",
         ),
         tuple(sections), miniature.COLUMNS, svg=svg, png=png, status=", ".join(counts) or "not run",
+        verdicts=tuple(verdicts),
     )  # fmt: skip
 
 

@@ -148,6 +148,16 @@ def paragraphs(pairs: Sequence[Pair], part: str = "", unstated: str = "") -> tup
     return f"**{verdict(pairs, part, unstated)}**", *selected, *([lines] if pairs else [])
 
 
+def in_short(pairs: Sequence[Pair]) -> str:
+    """The tested pair with the most seeds: difference, interval and seeds; "" where none was tested."""
+    tested = [pair for pair in pairs if pair.result.p_for is not None and math.isfinite(pair.result.low)]
+    if not tested:
+        return ""
+    pair = max(tested, key=lambda pair: min(pair.sizes))
+    result, more = pair.result, f" (and {len(tested) - 1} more)" if len(tested) > 1 else ""
+    return f"{result.difference:+.2f} [{result.low:+.2f}, {result.high:+.2f}], n = {min(pair.sizes)}{more}"
+
+
 def line(pair: Pair) -> str:
     """Difference, interval, p-values and verdict of one pair."""
     result = pair.result

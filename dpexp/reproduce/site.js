@@ -28,6 +28,25 @@ function apply() {
   history.replaceState(null, "", (query ? `?${query}` : location.pathname) + location.hash);
 }
 
+// Sorting by a column: as numbers where both cells begin with one.
+for (const button of document.querySelectorAll("th button"))
+  button.addEventListener("click", () => {
+    const head = button.parentElement;
+    const column = [...head.parentElement.children].indexOf(head);
+    const down = head.getAttribute("aria-sort") !== "descending";
+    for (const other of head.parentElement.children) other.setAttribute("aria-sort", "none");
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const body = head.closest("table").tBodies[0];
+    const value = (row) => row.cells[column].textContent.replace("∞", "Infinity").replace("−", "-");
+    const compare = (a, b) => {
+      const [x, y] = [parseFloat(value(a)), parseFloat(value(b))];
+      return Number.isNaN(x) || Number.isNaN(y) ? value(a).localeCompare(value(b)) : x - y;
+    };
+    body.append(...[...body.rows].sort((a, b) => (down ? compare(b, a) : compare(a, b))));
+  });
+const provenance = document.getElementById("provenance");
+provenance.addEventListener("change", () => document.body.classList.toggle("provenance", provenance.checked));
+
 const asked = new URLSearchParams(location.search);
 for (const field of [paper, scale, find]) if (asked.has(field.id)) field.value = asked.get(field.id);
 for (const field of [paper, scale]) field.addEventListener("change", apply);

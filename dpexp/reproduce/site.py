@@ -1,4 +1,5 @@
-"""The report page: one HTML file with every table and figure, filters, and the coverage matrix. It fetches nothing."""
+"""The report page: one HTML file. First every claim with its verdict, all runs in one table, and accuracy against ε; then every
+table and figure, filters, and the coverage matrix. It fetches nothing."""
 
 from __future__ import annotations
 
@@ -7,26 +8,47 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dpexp.reproduce import catalogue
+from dpexp.reproduce import catalogue, overview
 from dpexp.reproduce.catalogue import Context
-from dpexp.reproduce.documents import Document, Section
+from dpexp.reproduce.documents import Document, Rows, Section
 from dpexp.reproduce.paper import PAPERS
+from dpexp.reproduce.records import Record
 
 _HERE = Path(__file__).parent
 SHORT = {paper.rstrip("0123456789"): title for paper, title in PAPERS.items()}
 SCALES = ("exact", "small", "paper")
-_STATUS = ("exact", "paper", "small", "not run", "not built", "supports", "contradicts", "cannot tell")
+_STATUS = (
+    "exact",
+    "tested",
+    "paper",
+    "small",
+    "not run",
+    "not built",
+    "supports",
+    "contradicts",
+    "cannot tell",
+)
+_PROVENANCE = (
+    "ε",
+    "δ",
+    "accountant",
+    "sampling",
+    "hardware",
+    "record",
+    "precision",
+)  # folded, until a reader asks
+_SAID_ONCE = ("Ours: mean ± standard deviation", "Regenerate:")  # at the top of the page, for all
 
 
 def write(context: Context) -> Path:
     """Write ``report.html`` beside the tables."""
     documents = [context.document(name) for name in catalogue.builders()]
     path = context.results / "report.html"
-    path.write_text(page(documents), encoding="utf-8")
+    path.write_text(page(documents, context.records), encoding="utf-8")
     return path
 
 
-def page(documents: Sequence[Document]) -> str:
+def page(documents: Sequence[Document], records: Sequence[Record] = ()) -> str:
     """The whole page."""
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("site.css", "site.js"))
     groups = [*SHORT.items(), ("", "This repository")]
@@ -40,7 +62,8 @@ def page(documents: Sequence[Document]) -> str:
         + "</ul></li>"
         for short, title in groups
     )
-    articles = "".join(_article(d) for short, _ in groups for d in documents if d.paper == short)
+    ordered = [d for short, _ in groups for d in documents if d.paper == short]
+    articles = _first(ordered, records) + "".join(map(_article, ordered))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -56,11 +79,17 @@ def page(documents: Sequence[Document]) -> str:
 <header>
 <h1>The papers' tables and figures beside our runs</h1>
 <p>Four papers on differentially private deep learning. Every number of ours comes from a committed record or from
-arithmetic; a cell that was not run shows the command that fills it. Scales are never mixed in a block.</p>
+arithmetic; a cell that was not run has the command that fills it. Scales are never mixed in a block.</p>
+<details><summary>How to read the tables</summary><p>Ours: mean ± standard deviation over n seeds; <em>dev error</em>: the
+standard error that a dev set of this size has by itself, which no test here knows of. The difference is ours minus paper; at
+scale=small it compares another model and another length of training. Hyper-parameter search is not paid for in ε; the record says
+how many configurations were tried. A verdict needs two seeds or more on each side, at level 0.05 with Holm's correction; an
+optimum at the edge of its grid reads “cannot tell”. Every page is made by <code>python -m dpexp.report NAME</code>.</p></details>
 <form id="filters" aria-label="Filters">
 <label>Paper <select id="paper"><option value="">all</option>{_options(SHORT.items())}</select></label>
 <label>Scale <select id="scale"><option value="">all</option>{_options((s, s) for s in SCALES)}</select></label>
 <label>Find <input id="find" type="search" placeholder="word in a title" autocomplete="off"></label>
+<label><input id="provenance" type="checkbox"> ε, δ, hardware, records</label>
 <output id="count" aria-live="polite"></output>
 </form>
 </header>
@@ -76,6 +105,36 @@ arithmetic; a cell that was not run shows the command that fills it. Scales are 
 """
 
 
+def _first(documents: Sequence[Document], records: Sequence[Record]) -> str:
+    """Verdicts, accuracy against ε, and the table of all runs."""
+    claims = overview.verdicts(documents)
+    parts = []
+    if claims:
+        counts = ", ".join(
+            f"{sum(row['verdict'] == word for row in claims)} {word}"
+            for word in dict.fromkeys(row["verdict"] for row in claims)
+        )
+        links = [row | {"where": f"#{row['where']}"} for row in claims]
+        parts.append(
+            f"<h2>{len(claims)} claims: {_text(counts)}</h2>{_table('Claims', overview.VERDICTS, links)}"
+        )
+    if records:
+        svg = overview.accuracy_against_epsilon(records)
+        if svg:
+            parts.append(
+                "<h2>Accuracy against ε</h2><p>Filled: our configurations, bars over seeds. Open circles: the papers' numbers,"
+                " with larger models and longer training.</p>"
+                f"<figure>{_svg(svg, 'accuracy', 'Accuracy against epsilon for each task')}</figure>"
+            )
+        found = overview.leaders(records)
+        table = _table("All runs", overview.LEADERS, found, sortable=True)
+        parts.append(
+            f"<h2>All {len(found)} configurations</h2><p>Best first for each task and ε; a click on a column sorts.</p>"
+            f"<details><summary>{len(found)} rows</summary>{table}</details>"
+        )
+    return "".join(f'<div class="first">{part}</div>\n' for part in parts)
+
+
 def _options(pairs: Iterable[tuple[str, str]]) -> str:
     return "".join(f'<option value="{value}">{_text(label)}</option>' for value, label in pairs)
 
@@ -87,12 +146,8 @@ def _short_title(document: Document) -> str:
 
 def _article(document: Document) -> str:
     scales = " ".join(dict.fromkeys(section.scale for section in document.sections))
-    words = "".join(_paragraph(text) for text in document.paragraphs)
-    figure = (
-        f'<figure aria-label="{_text(document.title)}">{_inline_svg(document)}</figure>'
-        if document.svg
-        else ""
-    )
+    words = "".join(_paragraph(text) for text in document.paragraphs if not text.startswith(_SAID_ONCE))
+    figure = f"<figure>{_svg(document.svg, document.name, document.title)}</figure>" if document.svg else ""
     sections = "".join(_section(section) for section in document.sections)
     folder = "figures" if catalogue.is_figure(document.name) else "tables"
     stem = f"{folder}/{document.name}"
@@ -107,41 +162,100 @@ def _article(document: Document) -> str:
 def _section(section: Section) -> str:
     heading = f"<h3>{_text(section.heading)}</h3>" if section.heading else ""
     words = "".join(_paragraph(text) for text in section.paragraphs)
+    label = section.heading or "Table"
+    columns = [c for c in section.columns if c != "scale"]  # the heading says it
     table = ""
-    if section.columns and section.rows:
-        columns = [c for c in section.columns if c != "scale"]  # the heading says it
-        head = "".join(f'<th scope="col">{_text(c)}</th>' for c in columns)
-        body = "".join(f"<tr>{_row(columns, row)}</tr>" for row in section.rows)
-        label = _text(section.heading or "Table")
-        table = (
-            f'<div class="scroll" role="region" aria-label="{label}" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>"
-        )
+    if columns and section.rows and {"row", "column", "paper", "ours"} <= set(columns):
+        filled = [row for row in section.rows if row.get("n")]
+        table = _as_printed(label, section.rows)
+        if filled:
+            table += f"<details><summary>{len(filled)} configurations</summary>{_table(label, columns, filled)}</details>"
+        table += _to_run(section.rows)
+    elif columns and section.rows:
+        table = _table(label, columns, section.rows)
         if len(section.rows) > 24:
             table = f"<details><summary>{len(section.rows)} rows</summary>{table}</details>"
     return f'<section data-scale="{section.scale}">{heading}{words}{table}</section>'
 
 
+def _as_printed(label: str, rows: Rows) -> str:
+    """The layout of the paper, with ours below each printed number: of several configurations, the one with the most seeds."""
+    columns = list(dict.fromkeys(row["column"] for row in rows))
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        place = row["row"], row["column"]
+        if place not in cells or int(row.get("n") or 0) > int(cells[place].get("n") or 0):
+            cells[place] = row
+    lines: Rows = []
+    for name in dict.fromkeys(row["row"] for row in rows):
+        line = {"": name}
+        for column in columns:
+            if found := cells.get((name, column)):
+                ours = f"**{found['ours']}**" if found.get("n") else ""
+                line[column] = f"{found['paper']}\n{ours}" if ours else found["paper"]
+        lines.append(line)
+    table = _table(label, ("", *columns), lines)
+    return (
+        f"<details><summary>{len(lines)} rows as printed</summary>{table}</details>"
+        if len(lines) > 24
+        else table
+    )
+
+
+def _to_run(rows: Rows) -> str:
+    """One line for all cells without a run: how many, why, and the commands, folded."""
+    left = [row["ours"] for row in rows if not row.get("n")]
+    if not left:
+        return ""
+    commands = list(dict.fromkeys(text for text in left if text.startswith("not run")))
+    reasons = list(dict.fromkeys(text for text in left if not text.startswith("not run")))
+    listed = "".join(f"<li>{_inline(text.removeprefix('not run: '))}</li>" for text in (*commands, *reasons))
+    return (
+        f'<details class="todo"><summary>{len(left)} cells without a run: {len(commands)} commands'
+        f"{f', {len(reasons)} reasons' if reasons else ''}</summary><ul>{listed}</ul></details>"
+    )
+
+
+def _table(label: str, columns: Sequence[str], rows: Rows, *, sortable: bool = False) -> str:
+    shown = [column for column in columns if any(row.get(column) for row in rows)]
+    mark = ' aria-sort="none"' if sortable else ""
+    head = "".join(
+        f'<th scope="col"{_hidden(c)}{mark}>{f"<button>{_text(c)}</button>" if sortable else _text(c)}</th>'
+        for c in shown
+    )
+    body = "".join(f"<tr>{_row(shown, row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll" role="region" aria-label="{_text(label)}" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _hidden(column: str) -> str:
+    return ' class="p"' if column in _PROVENANCE else ""
+
+
 def _row(columns: Sequence[str], row: dict[str, str]) -> str:
-    """The cells; the last one that says something takes the room of the empty ones after it."""
-    filled = [number for number, column in enumerate(columns) if row.get(column)]
-    last = filled[-1] if filled else len(columns) - 1
-    cells = [_cell(column, row.get(column, "")) for column in columns[: last + 1]]
-    if (empty := len(columns) - 1 - last) > 2:
-        cells[-1] = cells[-1].replace("<td", f'<td colspan="{empty + 1}"', 1)
-    elif empty:
-        cells += ["<td></td>"] * empty
-    return "".join(cells)
+    return "".join(_cell(column, row.get(column, "")) for column in columns)
 
 
 def _cell(column: str, text: str) -> str:
     if column == "record" and text:
         links = ", ".join(_record_link(part) for part in text.split(", "))
-        return f"<td>{links}</td>"
-    if column == "status":
+        return f'<td class="p">{links}</td>'
+    if column in ("status", "verdict"):
         return f'<td><span class="status {_class(text)}">{_text(text)}</span></td>'
-    empty = ' class="todo"' if text.startswith(("not run", "not built", "no stand-in")) else ""
-    return f"<td{empty}>{_inline(text)}</td>"
+    if column == "where" and text.startswith("#"):
+        return f'<td><a href="{_text(text)}">{_text(text[1:])}</a></td>'
+    kind = (
+        "todo"
+        if text.startswith(("not run", "not built", "no stand-in"))
+        else "p"
+        if column in _PROVENANCE
+        else ""
+    )
+    kind = kind or ("long" if len(text) > 36 else "")
+    shown = "<br>".join(_inline(line) for line in text.split("\n"))
+    return f'<td class="{kind}">{shown}</td>' if kind else f"<td>{shown}</td>"
 
 
 def _record_link(text: str) -> str:
@@ -178,14 +292,14 @@ def _inline(text: str) -> str:
     return "".join(shown)
 
 
-def _inline_svg(document: Document) -> str:
-    """The figure without its XML prologue; ids made this document's own, so that two figures on a page don't meet."""
-    svg = document.svg[document.svg.index("<svg") :].strip()
+def _svg(text: str, name: str, title: str) -> str:
+    """A figure without its XML prologue; ids made its own, so that two figures on a page don't meet."""
+    svg = text[text.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-    svg = re.sub(r'\bid="([^"]+)"', rf'id="{document.name}-\1"', svg)
-    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{document.name}-\1)", svg)
-    svg = re.sub(r'href="#([^"]+)"', rf'href="#{document.name}-\1"', svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{_text(document.title)}"', 1)
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{_text(title)}"', 1)
 
 
 def _text(text: str) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from dpexp.reproduce import cells, miniature, pairs
 from dpexp.reproduce.cells import FACTS, Filling, Presets, Slot
-from dpexp.reproduce.documents import Document, Section
+from dpexp.reproduce.documents import Document, Section, Verdict
 from dpexp.reproduce.pairs import Choice, Pair
 from dpexp.reproduce.paper import FOLDER, Cell, paper_table, paper_tables
 from dpexp.reproduce.records import Record
@@ -94,12 +94,13 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
     """
     claim = claims()[paper, table]
     printed = [cell for cell in paper_table(paper, table, folder) if cell.unit or "metric" in cell.settings]
-    sections, verdicts, statuses, runnable = [], [], [], 0
+    sections, statuses, runnable = [], [], 0
+    verdicts: list[Verdict] = []
     if claim.miniature:
         section, found = miniature.build(claim.miniature, records)
         sections.append(section)
         if section.rows:
-            verdicts.append(f"{section.heading}: {pairs.verdict(found)}")
+            verdicts.append(Verdict(section.heading, pairs.verdict(found), pairs.in_short(found)))
             statuses.append(f"small {len(section.rows)} cells in miniature on {claim.miniature['task']}")
     for scale, task in claim.blocks:
         slots = claim.slots(printed, scale, task)
@@ -115,9 +116,9 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
                 row for slot in slots for row in _rows(slot, filled[id(slot)], task)
                 if task in ("", claim.filled_with) or "n" in row
             ], scale))  # fmt: skip
-            verdicts += (
-                [f"{heading}: {pairs.verdict(compared, part, claim.unstated)}"] if claim.compare else []
-            )
+            if claim.compare and done:
+                words = pairs.verdict(compared, part, claim.unstated)
+                verdicts.append(Verdict(heading, words, pairs.in_short(compared)))
         elif (
             not task
         ):  # its data are not for everybody; another block has the commands for those that stand in
@@ -129,7 +130,7 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
     name = target_name(paper, table)
     paragraphs = (
         f"**Claim.** {claim.claim}",
-        f"**Our runs.** {'; '.join(verdicts) or _no_test(statuses)}.",
+        f"**Our runs.** {'; '.join(map(str, verdicts)) or _no_test(statuses)}.",
         "Ours: mean ± standard deviation over n seeds; *dev error*: the standard error that a dev set of this size has by itself,"
         " which no test here knows of. Every block has one scale; the difference is ours minus paper, and at"
         " scale=small it compares another model and another length of training. ε under the record's accountant, δ of its"
@@ -139,6 +140,7 @@ def build(paper: str, table: str, records: Sequence[Record], folder: Path = FOLD
     return Document(
         name, claim.title, _short(paper), paragraphs, tuple(sections), COLUMNS,
         status=", ".join(statuses) or ("not run" if runnable or cells.has_presets(paper, table) else "not built"),
+        verdicts=tuple(verdicts),
     )  # fmt: skip
 
 

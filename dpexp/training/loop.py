@@ -253,7 +253,7 @@ class Trainer:
                 begun = time.perf_counter()
                 self.stepper.keep_norms = self._norms_due(self.step + 1)
                 self.stepper.keep_signal = self.step < FIRST_STEPS and not self.metrics.strict
-                sums = self._take_step(interrupts)
+                sums = self.take_step(interrupts)
                 if sums is None:
                     break  # cut off before anything was released: this step has not happened
                 self.step_times.append(self._elapsed_since(begun))
@@ -341,7 +341,7 @@ class Trainer:
                 self.machine.keep("choices", (self.machine.get("choices") or {}) | choices)
             self.clipper.detach()
 
-    def _take_step(self, interrupts: Interrupts) -> Sums | None:
+    def take_step(self, interrupts: Interrupts) -> Sums | None:
         """The next step. None where it was interrupted before it was charged."""
         step, optim = self.step, self.run.optim
         for group in self.optimizer.param_groups:
@@ -355,7 +355,7 @@ class Trainer:
                 self.stepper.add(self.losses_of(piece))
         except torch.OutOfMemoryError:
             self._shrink()
-            return self._take_step(interrupts)
+            return self.take_step(interrupts)
         if self.averages is not None:
             self.averages.update(step)
         return self.stepper.sums

@@ -37,7 +37,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     results = tmp_path_factory.mktemp("results")
     write(results / "runs", summary("flat"), summary("perlayer", scale="paper", model="roberta_base"))
     (results / "bench").mkdir()
-    return coverage.document(catalogue.Context(results)).rows
+    return catalogue.Context(results).document("coverage").rows
 
 
 def _row(matrix: list[dict[str, str]], paper: str, name: str) -> dict[str, str]:
@@ -106,17 +106,28 @@ def test_statuses_follow_from_records(matrix: list[dict[str, str]]):
 
 def test_a_pointer_to_nothing_is_not_built():
     assert not coverage._exists("conf:clip/nosuch", {})
-    assert not coverage._exists("code:dpexp.nosuch.module", {})
-    assert not coverage._exists("code:dpexp.privacy.plan:no_such_word", {})
+    assert not coverage._exists("test:clipping/test_layers.py::test_no_such_thing", {})
+    assert not coverage._exists("test:clipping/nosuch.py::test_linear", {})
     assert not coverage._exists("target:table-he-99", {})
-    assert coverage._exists("code:dpexp.privacy.plan:sigma_new", {})
+    assert coverage._exists("test:clipping/test_layers.py::test_linear", {})
     assert coverage._exists("conf:clip/flat", {})
+
+
+def test_a_row_names_what_is_there_or_says_that_it_is_missing():
+    kinds = {"conf", "glob", "bench", "test", "target"}
+    known = dict.fromkeys(catalogue.builders(), "")
+    for row in coverage.listed():
+        needs = row["needs"].split()
+        if needs not in (["missing"], ["diagram"], ["this"]):
+            assert needs, row["name"]
+            assert {need.partition(":")[0] for need in needs} <= kinds, row["name"]
+            assert [need for need in needs if not coverage._exists(need, known)] == [], row["name"]
 
 
 def test_every_selector_names_settings_that_records_have():
     facts = {"task", "model", "clip", "optim.name", "optim.lr", "optim.lr_schedule", "optim.warmup_ratio", "peft.name",
-             "model.trainable", "clip.allocation", "clip.clip_norm", "privacy.epsilon", "privacy.noise_multiplier",
-             "search.name"}  # fmt: skip
+             "peft.rank", "model.trainable", "clip.allocation", "clip.clip_norm", "privacy.epsilon",
+             "privacy.noise_multiplier", "search.name"}  # fmt: skip
     for row in coverage.listed():
         for part in filter(None, row["runs"].split(",")):
             assert part == "bench" or part.partition("=")[0] in facts, row

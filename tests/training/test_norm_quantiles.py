@@ -28,8 +28,8 @@ def test_they_are_the_quantiles_of_every_examples_norms(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trainer.clipper, "backward", watched)
     step_ends = []
-    take = trainer._take_step
-    monkeypatch.setattr(trainer, "_take_step", lambda *a: (take(*a), step_ends.append(len(seen)))[0])
+    take = trainer.take_step
+    monkeypatch.setattr(trainer, "take_step", lambda *a: (take(*a), step_ends.append(len(seen)))[0])
     train(trainer)
     first, last = found(tmp_path)
     assert (first["step"], last["step"]) == (1, 3)

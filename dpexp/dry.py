@@ -1,0 +1,220 @@
+"""`runtime.dry_run=true`: would this run start here? Data and weights are looked for, the plan is made, and one step is taken.
+
+The step is taken on embedded data, with a small network of the same kind where the real one would have to be read: with the
+clipping, the noise, the schedule, the optimizer and the way to fine-tune of the run. Nothing is written, and nothing is charged.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from rich.console import Console
+
+from dpexp import train
+from dpexp.checks import declared_num_examples
+from dpexp.config import RunConfig, compose, signature
+from dpexp.errors import UserError
+from dpexp.models import build_model, build_tokenizer
+from dpexp.models.images import FAMILIES, OWN_FAMILIES
+from dpexp.models.sources import hub_unreachable, locate
+from dpexp.privacy.keys import open_keys
+from dpexp.record import Metrics
+from dpexp.schemas import DataConfig, ModelConfig
+from dpexp.tasks import build_task
+from dpexp.tasks.features import freeze
+from dpexp.tasks.image_sources import ImageReader
+from dpexp.tasks.pairs import PairReader
+from dpexp.tasks.sources import Reader, is_demo
+from dpexp.tasks.tables import TableReader
+from dpexp.training.batching import sampler_for
+from dpexp.training.interrupt import Interrupts
+from dpexp.training.loop import Trainer
+
+BATCH, EXAMPLES = 8, 32  # of the step
+OWN = (*OWN_FAMILIES, "custom")  # networks that need no file
+READERS: dict[str, Callable[..., Reader[Any]]] = {
+    "text_classification": TableReader,
+    "text_infilling": TableReader,
+    "generation": PairReader,
+    "image_classification": lambda task, data: ImageReader(task, data, Path(tempfile.gettempdir())),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a dry start found; `data` and `weights` say where they are, or begin with "missing: "."""
+
+    data: str
+    weights: str
+    plan: str
+    step: str
+
+    @property
+    def would_start(self) -> bool:
+        """Is everything there?"""
+        return not any(text.startswith("missing") for text in (self.data, self.weights))
+
+    def lines(self) -> list[str]:
+        """For the terminal."""
+        said = {"data": self.data, "weights": self.weights, "plan": self.plan, "step": self.step}
+        end = "nothing was trained; this run would start" if self.would_start else "this run can't start here"
+        return [*(f"{name + ':':9}{text}" for name, text in said.items()), end]
+
+
+def dry_run(run: RunConfig, console: Console | None = None) -> Answer:
+    """Look for what a run needs, make its plan, take one step on embedded data.
+
+    Raises:
+        UserError: what the run itself would refuse.
+    """
+    answer = Answer(whereabouts(run), weights(run.model), plan(run), one_step(run))
+    if console is not None:
+        console.print("\n".join(answer.lines()), markup=False)
+    return answer
+
+
+def whereabouts(run: RunConfig) -> str:
+    """Where the data lies, or the files that are missing, with what would be tried next."""
+    task, data = run.task, run.data
+    if is_demo(data, run.scale.name):
+        return "embedded"
+    if data.train is not None:
+        given = [path for path in (data.train, data.dev) if path is not None]
+        missing = [path for path in given if not Path(path).expanduser().exists()]
+        return f"missing: {', '.join(missing)}" if missing else f"own: {', '.join(given)}"
+    if task.kind == "custom":
+        return f"read by {task.factory}"
+    reader = READERS[task.kind](task, data)
+    wanted = reader.wanted()
+    root = Path(data.root).expanduser() if data.root else None
+    names = [stem for name, stem in wanted.items() if root is None or reader.place(root, name) is None]
+    if wanted and not names and data.source in ("auto", "files"):
+        return f"files below {root}"
+    lacking = f"{', '.join(names) or 'its files'}, plain, .gz or .xz, below data.root={data.root or 'FOLDER'}"
+    if not task.hub_id or data.source == "files":
+        return f"missing: {lacking}"
+    name = f"{task.hub_id}/{task.hub_config}" if task.hub_config else task.hub_id
+    reason = hub_unreachable()
+    return f"the hub's {name}" if reason is None else f"missing: {lacking}; or the hub's {name} ({reason})"
+
+
+def weights(model: ModelConfig) -> str:
+    """Where the weights lie, or what is missing."""
+    if model.family in ("random_hf", "random_timm", "custom") or model.retrain:
+        return "drawn at random" if model.family != "custom" else f"of {model.factory}"
+    if model.family in FAMILIES:
+        if model.family != "timm":
+            return "drawn at random"
+        reason = hub_unreachable()
+        return f"timm's {model.id}" if reason is None else f"missing: timm's {model.id} ({reason})"
+    try:
+        source = locate(model)
+    except UserError as error:
+        return f"missing: {error}"
+    if not source.is_remote:
+        return source.name
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(source.location, "config.json"), str):
+        return f"{source.location}, in the cache of the hub"
+    reason = hub_unreachable()
+    if reason is None:
+        return f"the hub's {source.location}"
+    return f"missing: the hub's {source.location} ({reason}); or model.id=FOLDER that holds a copy"
+
+
+def plan(run: RunConfig) -> str:
+    """The guarantee that the run would give, from its configuration alone."""
+    total = declared_num_examples(run)
+    if total is None:
+        return "made when the data is counted"
+    steps = train.number_of_steps(run, total)
+    made = train.build_plan(run, total, steps, train.budget_groups(run, total))
+    length = f"N = {total}, {steps} steps of {run.optim.batch_size:g}"
+    if made is None:
+        return f"{length}, no privacy"
+    said = "" if run.privacy.epsilon is None else f", ε = {run.privacy.epsilon:g}"
+    return f"{length}, noise multiplier {made.noise_multiplier:.4f}{said}, δ = {made.delta:.3g}"
+
+
+def one_step(run: RunConfig) -> str:
+    """Take a step of a small copy of the run, and say of what."""
+    small = miniature(run)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        small.data.cache = place
+        device = train.choose_device("cpu")
+        tokenizer = build_tokenizer(small.model, scale="demo")
+        task = build_task(small.task, small.data, "demo", tokenizer, small.seed)
+        bundle = build_model(
+            small.model, small.peft,
+            head=task.head, num_labels=len(task.labels), scale="demo", seed=small.seed, tokenizer=tokenizer,
+            image_shape=task.image_shape,
+        )  # fmt: skip
+        if small.model.frozen_features:
+            task, bundle = freeze(task, bundle, small.data, device)
+        groups = train.budget_groups(small, task.num_examples)
+        made = train.build_plan(small, task.num_examples, 1, groups)
+        keys = open_keys(folder, small.privacy.noise_seed, signature(small))
+        rates = made.budgets.rates if made is not None and made.budgets is not None else ()
+        sampler = sampler_for(small.privacy.sampling, task.num_examples, BATCH, keys.draws, groups, rates)
+        trainer = Trainer(
+            small, task, bundle, made,
+            steps=1, expected_batch=BATCH, sampler=sampler, keys=keys, signature=signature(small),
+            folder=folder, device=device, metrics=Metrics(folder / "metrics.jsonl", False), groups=groups,
+        )  # fmt: skip
+        with Interrupts() as interrupts:
+            trainer.take_step(interrupts)
+        trainer.detach()
+    kinds = f"{trainer.num_groups} clipping groups" if made is not None else "no clipping"
+    return f"taken with {small.model.name} on embedded data ({len(bundle.trainable)} tensors train, {kinds})"
+
+
+def miniature(run: RunConfig) -> RunConfig:
+    """The same run on embedded data, with a network that needs no file and one step."""
+    demo = _demo(run.task.name)
+    model = run.model
+    if model.family not in OWN:
+        stand_in = _demo(run.task.name, _kind(run)).model
+        kept = ("trainable", "dropout", "attention_dropout", "pooling", "head", "frozen_features")
+        model = replace(stand_in, **{name: getattr(run.model, name) for name in kept})
+    examples = replace(demo.task, num_examples={**demo.task.num_examples, "demo": EXAMPLES})
+    privacy = run.privacy
+    if run.clip.private and run.individual.name == "none":
+        privacy = replace(privacy, epsilon=None, noise_multiplier=privacy.noise_multiplier or 1.0)
+    return replace(
+        run,
+        task=examples,
+        data=DataConfig(source="demo"),
+        scale=demo.scale,
+        model=model,
+        privacy=replace(privacy, delta="1e-5"),
+        peft=replace(run.peft, rank=min(run.peft.rank, 4), blocks=min(run.peft.blocks, 2)),
+        optim=replace(run.optim, batch_size=BATCH, steps=1, epochs=None),
+        runtime=replace(run.runtime, device="cpu", physical_batch_size=str(BATCH), eval_every=0),
+    )
+
+
+@cache
+def _demo(task: str, model: str = "") -> RunConfig:
+    held = GlobalHydra.instance().hydra  # the command line has one already
+    GlobalHydra.instance().clear()
+    try:
+        run: RunConfig = compose([f"task={task}", "scale=demo", *([f"model={model}"] if model else [])])
+    finally:
+        GlobalHydra.instance().hydra = held
+    return run
+
+
+def _kind(run: RunConfig) -> str:
+    if run.task.kind == "image_classification":
+        return "vit_tiny_random"
+    if run.task.kind == "generation":
+        return "gpt2_tiny"
+    return "roberta_tiny" if "roberta" in (run.model.id or run.model.name).lower() else "bert_tiny"

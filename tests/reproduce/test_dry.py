@@ -1,0 +1,81 @@
+"""`runtime.dry_run=true`: every command of a cell that was not run finds its data or names the missing file, and takes a step."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dpexp import dry, train
+from dpexp.config import RunConfig, compose
+from dpexp.reproduce import tables
+from dpexp.reproduce.paper import paper_table
+
+# Their values change how long a run takes and how well it ends, not whether it begins.
+VALUES = re.compile(
+    r"(privacy\.epsilon|optim\.(lr|batch_size)|clip\.(clip_norm|target_quantile|quantile_budget)|seed|peft\.rank)="
+)
+
+
+# The same runs of larger models, and of the tasks of one kind: test_presets composes them all.
+OTHERS = ("_large_full", "_large_infilling", "_medium_full", "_large_flat", "_large_adaptive_perlayer")
+
+
+def commands() -> set[tuple[str, ...]]:
+    found = set()
+    for paper, table in tables.known():
+        printed = [cell for cell in paper_table(paper, table) if cell.unit or "metric" in cell.settings]
+        for slot in tables.claims()[paper, table].slots(printed, "paper", ""):
+            if " dpexp.train " in slot.command:
+                words = [word for word in shlex.split(slot.command)[3:] if word != "-m"]
+                found.add(tuple(word for word in words if not VALUES.match(word)))
+    return {command for command in found if not command[0].endswith(OTHERS)}
+
+
+def kind(run: RunConfig) -> tuple[str, ...]:
+    """What a step depends on: runs of one kind take the same step."""
+    ways = run.clip.name, run.peft.name, run.optim.name, run.schedule.name, run.individual.name
+    return run.task.kind, *ways
+
+
+def test_every_kind_of_run_that_a_table_asks_for_takes_a_step():
+    asked = [compose(command) for command in sorted(commands())]
+    cheap_first = sorted(asked, key=lambda run: run.model.family == "wide_resnet")
+    kinds = {kind(run): run for run in reversed(cheap_first)}
+    assert len(kinds) >= 20
+    for run in kinds.values():
+        assert dry.one_step(run).startswith("taken with")
+    nowhere = [replace(run, data=replace(run.data, root=None, source="files")) for run in asked]
+    assert all(dry.whereabouts(run).startswith("missing: ") for run in nowhere)
+
+
+def test_what_is_there_is_found_and_what_is_missing_is_named(tmp_path: Path):
+    run = compose(["task=sst2", "scale=small", f"data.root={tmp_path}", "data.source=files", "clip=flat"])
+    (tmp_path / "sst2").mkdir()
+    (tmp_path / "sst2" / "train.tsv.xz").touch()
+    assert dry.whereabouts(run) == f"missing: sst2/dev.tsv, plain, .gz or .xz, below data.root={tmp_path}"
+    (tmp_path / "SST-2").mkdir()
+    (tmp_path / "sst2" / "dev.tsv").touch()
+    assert dry.whereabouts(run) == f"files below {tmp_path}"
+    assert dry.whereabouts(compose(["task=sst2", "scale=demo"])) == "embedded"
+
+
+def test_the_plan_is_that_of_the_run():
+    run = compose(["task=mnist", "clip=flat", "privacy=eps3"])
+    plan = train.build_plan(run, 60000, train.number_of_steps(run, 60000))
+    assert f"noise multiplier {plan.noise_multiplier:.4f}, ε = 3" in dry.plan(run)
+
+
+def test_a_dry_start_writes_nothing_and_fails_where_something_is_missing(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = compose(["task=mnist", "scale=demo", "clip=adaptive_perlayer"])
+    assert dry.dry_run(run, Console(quiet=True)).would_start
+    assert not list(tmp_path.iterdir())
+    missing = compose(["task=mnist", f"data.root={tmp_path}", "data.source=files", "clip=flat"])
+    with pytest.raises(SystemExit) as end:
+        train.dry_start(missing, Console(quiet=True))
+    assert end.value.code == 1

@@ -1,0 +1,97 @@
+"""The first screen of the page: claims with their verdicts, all runs, hyper-parameters in print and in the presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpexp.benchmark.methods import ENGINE
+from dpexp.reproduce import benchmarks, hyperparameters, overview
+from dpexp.reproduce.documents import Document, Verdict
+from dpexp.reproduce.records import load
+from tests.reproduce.samples import summary, write
+
+
+def _document(name: str, *verdicts: Verdict) -> Document:
+    return Document(name, name, "he", (f"**Claim.** {name} is so.",), status="small 1/2", verdicts=verdicts)
+
+
+def test_a_claim_has_one_row_and_decided_ones_come_first():
+    unsure = _document("unsure", Verdict("scale=small", "cannot tell: one seed"))
+    both = _document("both", Verdict("a", "supports (1)", "+1"), Verdict("b", "contradicts (2)", "-1"))
+    part = _document("part", Verdict("on mnist instead", "supports for a part of the claim, half"))
+    arithmetic = _document("figure-he-6")
+    rows = overview.verdicts([unsure, arithmetic, both, part, Document("page", "no claim", "he")])
+    assert [(row["where"], row["verdict"]) for row in rows] == [
+        ("both", "supports and contradicts"), ("part", "supports"), ("figure-he-6", "exact"), ("unsure", "cannot tell"),
+    ]  # fmt: skip
+    assert rows[0]["ours"] == "a: +1; b: -1"
+    assert rows[1]["evidence"] == "small 1/2, a part of the claim, stand-in data"
+
+
+def test_leaders_are_the_best_of_each_task_and_know_their_gap(tmp_path: Path):
+    records = load(
+        write(
+            tmp_path,
+            summary("flat", accuracy=0.8),
+            summary("flat", seed=1, accuracy=0.9),
+            summary("perlayer", accuracy=0.7),
+        )
+    )
+    rows = overview.leaders(records)
+    assert [(row["method"], row["value"], row["n"]) for row in rows] == [
+        ("flat", "85.00", "2"),
+        ("perlayer", "70.00", "1"),
+    ]
+    assert rows[0]["± std"] == "7.07"
+    assert all(row["gap to non-private"] == "" for row in rows)  # no non-private run
+
+
+@pytest.mark.parametrize(
+    ("printed", "accepted"),
+    [
+        ("{1, 2, 4} x 10^-4", [1e-4, 2e-4, 4e-4]), ("1%", [0.01]), ("(0.9, 0.98)", [[0.9, 0.98]]), ("Linear Decay", ["linear"]),
+        ("{yes, no}", ["linear", "constant"]), ("1e-6", [1e-6]), ("{1, 2, 4} x 2^9", [512.0, 1024.0, 2048.0]),
+        ("reuse best of left", None),
+    ],
+)  # fmt: skip
+def test_a_printed_value_admits(printed: str, accepted: list | None):
+    found = hyperparameters.values(printed)
+    assert (found is None) == (accepted is None)
+    for one, other in zip(found or [], accepted or [], strict=True):
+        assert one == pytest.approx(other) if isinstance(other, float) else one == other
+
+
+def test_presets_have_the_printed_hyper_parameters():
+    rows = hyperparameters.document().rows
+    told = [row for row in rows if row["agrees"] in ("yes", "no")]
+    assert len(told) > 120
+    # Rates and thresholds of fixed per-layer clipping are given as equivalents of flat clipping's.
+    assert {(row["setting"], row["of"]) for row in told if row["agrees"] == "no"} == {
+        ("Learning Rate", "Fixed per-layer"), ("Init Threshold", "RoBERTa-base, Fixed"),
+    }  # fmt: skip
+
+
+def _measured(engine: int | None, **speeds: float) -> tuple[str, dict, str]:
+    rows = [
+        {"workload": "gpt2", "method": method.replace("__", "/"), "batch_size": 8, "time_ratio": 2.0 / speed,
+         "memory_ratio": 1.0, "examples_per_s": speed, "max_batch": None, "max_batch_throughput_ratio": None,
+         "max_batch_reason": "", "error": 1e-7, "status": "ok"}
+        for method, speed in speeds.items()
+    ]  # fmt: skip
+    record = {"rows": rows, "settings": {"size": "full", "precision": "fp32", "native": True, "workloads": ["gpt2"]},
+              "hardware": {"cpu": "a CPU", "threads": 2}, "status": "finished"}  # fmt: skip
+    return "b.json", record | ({"engine": engine} if engine else {}), ""
+
+
+def test_a_printed_bound_decides_for_the_present_engine_alone():
+    now = benchmarks.build(
+        "figure-he-9", [_measured(ENGINE, nonprivate=2.0, auto__layer=1.8, ghost__flat=1.5)]
+    )
+    assert [verdict.word for verdict in now.verdicts] == ["supports", "contradicts"]  # 0.9 >= 0.85; 1.2 < 1.4
+    assert now.verdicts[1].ours == "1.20 on gpt2"
+    before = benchmarks.build("figure-he-9", [_measured(None, nonprivate=2.0, auto__layer=1.8)])
+    assert before.verdicts == ()
+    assert "measured with an earlier engine alone" in before.paragraphs[1]
+    assert all(benchmarks.EARLIER in row["note"] for row in before.rows if row.get("workload"))
