@@ -20,7 +20,7 @@ else
   READY := $(VENV)/.stamp-dpexp
 endif
 
-.PHONY: help setup demo test check tables figures report conform conform-nightly sabotage format constraints clean
+.PHONY: help setup demo test check tables figures report docs conform conform-nightly sabotage format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ table-%: $(READY) ## one table beside the paper's: table-he-2 (RUN=1 SCALE=small
 
 figure-%: $(READY) ## one figure: figure-li-3; python -m dpexp.report list names them all
 	$(PY) -m dpexp.report $@ $(FILL)
+
+docs: $(READY) ## build the documents as a site, links checked: build/site
+	$(PY) -c "import mkdocs, mkdocstrings" 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt '.[docs]'
+	$(PY) -m mkdocs build --quiet --strict
 
 conform: $(READY) ## which libraries clip which models exactly: results/conform (an hour; ONLY='weight norm' asks about some)
 	$(PY) -m dpexp.conform $(if $(ONLY),'only="$(ONLY)"')

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +277,7 @@ def _throughput_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float
     """From the times of the charges: each step is charged just before it is taken."""
     batch = run.settings.get("expected_batch_size") or run.settings.get("optim", {}).get("batch_size")
     times = [time for _, time in run.events]
-    taken = [(i + 1, b - a) for i, (a, b) in enumerate(zip(times, times[1:], strict=False)) if b > a]
+    taken = [(i + 1, b - a) for i, (a, b) in enumerate(pairwise(times)) if b > a]
     if batch:
         yield "examples/s", [i for i, _ in taken], [batch / seconds for _, seconds in taken]
 
