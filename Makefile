@@ -20,7 +20,7 @@ else
   READY := $(VENV)/.stamp-dpexp
 endif
 
-.PHONY: help setup demo test check tables figures report docs conform conform-nightly sabotage format constraints clean
+.PHONY: help setup demo test check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,16 @@ figure-%: $(READY) ## one figure: figure-li-3; python -m dpexp.report list names
 docs: $(READY) ## build the documents as a site, links checked: build/site
 	$(PY) -c "import mkdocs, mkdocstrings" 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt '.[docs]'
 	$(PY) -m mkdocs build --quiet --strict
+
+gpu: ## what only a GPU can tell, in nine minutes: results/gpu (uses python3 as it is; PYTHON=... another)
+	set -- .wheels/*.whl; if [ -e "$$1" ]; then $(or $(PYTHON),python3) -m pip install -q --no-index --no-deps --no-compile --target .wheels/site .wheels/*.whl || true; fi; \
+	PYTHONPATH=$(CURDIR):$(CURDIR)/.wheels/site $(or $(PYTHON),python3) -m dpexp.benchmark.gpu
+
+gpu-wheels: $(READY) ## packages that GPU images lack, to be carried along for `make gpu` (GPU_PYTHON=3.12)
+	mkdir -p .wheels; for name in $$($(PY) -c "from dpexp.benchmark.gpu import WHEELS; print(*WHEELS)"); do \
+	$(PY) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(or $(GPU_PYTHON),3.12) --implementation cp \
+	--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	-d .wheels $$name || echo "$$name: no wheel; built here" && test -n "$$(ls .wheels | grep -i $${name//-/[-_.]})" || $(PY) -m pip wheel -q --no-deps -w .wheels $$name; done; du -sh .wheels
 
 conform: $(READY) ## which libraries clip which models exactly: results/conform (an hour; ONLY='weight norm' asks about some)
 	$(PY) -m dpexp.conform $(if $(ONLY),'only="$(ONLY)"')

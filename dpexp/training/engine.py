@@ -75,6 +75,8 @@ class PrivacyEngine:
         scheduler: of the learning rate; stepped once after every step of the optimiser, empty batches included.
         loss_scale: static, for autocast to fp16; the losses given to `step` are unscaled.
         rows_per_example: the model sees this many adjacent rows of each example.
+        fixed_length: the promise, which is checked, that all batches of tokens are padded to one length; for models to which
+            padding is not nothing (`dpexp.clipping.attach`).
         checkpoint_every: steps between checkpoints; 0: none besides the first and the last.
         secure: the exact form of the noise, some hundred times slower (`dpexp.privacy.noise`).
         data_name: name and version of the data, where it cannot be hashed; see `dpexp.training.identity.data_identity`.
@@ -110,6 +112,7 @@ class PrivacyEngine:
         scheduler: Any = None,
         loss_scale: float = 1.0,
         rows_per_example: int = 1,
+        fixed_length: bool = False,
         checkpoint_every: int = 100,
         secure: bool = False,
         data_name: str | None = None,
@@ -168,7 +171,9 @@ class PrivacyEngine:
             self._identity = ranks.once(lambda: recognise(self.folder, settings))
             self.device = next(p for p in model.parameters() if p.requires_grad).device
             self.ledger = Ledger(self.folder / LEDGER, self._keys.run, ranks if ranks.several else None)
-            self.clipper = attach(model, groups, clip_norm, rule, engine, rows_per_example=rows_per_example)
+            self.clipper = attach(
+                model, groups, clip_norm, rule, engine, rows_per_example=rows_per_example, fixed_length=fixed_length
+            )  # fmt: skip
             self.clipper.reduces = False
             self._open.callback(self.clipper.detach)
             # rescaling a single threshold to C would undo its adaptation

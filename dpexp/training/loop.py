@@ -329,6 +329,8 @@ class Trainer:
             "parallel": self.run.runtime.parallel if self.ranks.several else "none",
             "thresholds": self.policy.values.tolist(),
             "choices": getattr(self.clipper, "choices", None),
+            # what of the model could not be proven, in words
+            "clipping_notes": getattr(self.clipper, "notes", []),
             "plan": self.plan.to_dict() if self.plan is not None else None,
         }
 

@@ -510,3 +510,30 @@ def test_a_ledger_that_lost_its_end_and_a_copy_of_the_folder_are_noticed(tmp_pat
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(UserError, match="lost entries"):
         make(tmp_path / "run", noise_seed=None)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_promise_of_one_length_is_kept_or_refused(tmp_path, fixed):
+    texts = [torch.arange(1, 3 + i % 2) for i in range(60)]  # of 2 or 3 tokens
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(8, 3, padding_idx=0)
+
+        def forward(self, input_ids):
+            return self.embedding(input_ids).sum(1)
+
+    engine = make(tmp_path, Mean(), dataset=list(texts), fixed_length=fixed)
+
+    def run():
+        longest_of = nn.utils.rnn.pad_sequence
+        for batch in engine.batches(lambda rows: longest_of(rows, True), 1, length=lambda i: len(texts[i])):
+            engine.step(engine.model(batch).square().sum(1))
+
+    if fixed:
+        with pytest.raises(UserError, match="fixed_length=True promises batches of one length"):
+            run()
+    else:
+        run()
+        assert engine.finished
