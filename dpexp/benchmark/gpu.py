@@ -4,7 +4,7 @@ Parts run one after the other, each a process of its own with a limit; a part th
 with its reason, and the others go on. What a benchmark had measured before its limit is kept. ``--rehearse`` runs the same parts
 with tiny sizes on the CPU: that this command works is tested where there is no GPU.
 
-A machine without a package registry takes the missing packages along: ``make gpu-wheels`` downloads them (`make` says how large they are) into
+A machine without a package registry takes the missing packages along: ``make gpu-wheels`` downloads them into
 ``.wheels``, and ``make gpu`` reads that folder. torch is the one that is there.
 """
 
@@ -74,7 +74,9 @@ def parts(work: Path, rehearse: bool) -> list[Part]:
         rehearse: tiny, on the CPU.
     """
     tests, device, size, rounds = shipped("tests"), "cuda", "full", 5
-    workloads, methods, precisions = WORKLOADS, METHODS, ("bf16", "fp32")
+    workloads: Sequence[str] = WORKLOADS
+    methods: Sequence[str] = METHODS
+    precisions: Sequence[str] = ("bf16", "fp32")
     if rehearse:
         device, size, rounds = "cpu", "tiny", 1
         workloads, methods, precisions = ("mlp",), ("auto/flat",), ("fp32",)

@@ -78,8 +78,8 @@ class Bench:
 
         from dpexp.benchmark.methods import LEAN, LEARNING_RATE, Settings, make_method
         from dpexp.benchmark.workloads import workload_named
+        from dpexp.models.precision import autocast
         from dpexp.record import hardware
-        from dpexp.training.evaluation import autocast
 
         # loaded before the baseline is taken: its accountants weigh more than a small network
         self._hardware = hardware

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from dpexp.errors import UserError
 from dpexp.models.pooling import HEAD_SETTING
+from dpexp.models.precision import autocast
 from dpexp.tasks.base import Progress, Task
 from dpexp.tasks.classification import Examples, TextClassification
-from dpexp.training.evaluation import autocast
 
 if TYPE_CHECKING:
     from dpexp.models import ModelBundle

@@ -1,23 +1,17 @@
 """Evaluation on the dev set, which is public by declaration: it never touches the ledger or the step's random state."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from dpexp.models.precision import autocast
+
 if TYPE_CHECKING:
     from dpexp.tasks.base import Task
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The forward pass's precision: nothing for fp32, else autocast. Parameters and losses stay float32."""
-    dtype = PRECISIONS[precision]
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 @contextmanager

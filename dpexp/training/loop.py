@@ -19,6 +19,7 @@ from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.clipping.whole import Rows, VectorClipper
 from dpexp.errors import UserError
 from dpexp.models import rgp
+from dpexp.models.precision import autocast
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.sharing import sharing
 from dpexp.privacy.keys import LEDGER, Keys
@@ -26,7 +27,7 @@ from dpexp.privacy.ledger import Ledger, Seal
 from dpexp.training import state
 from dpexp.training.averaging import Averages
 from dpexp.training.batching import automatic_size, repeated
-from dpexp.training.evaluation import autocast, evaluate
+from dpexp.training.evaluation import evaluate
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.methods import build_method
 from dpexp.training.optim import build_optimizer, learning_rate
