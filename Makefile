@@ -8,6 +8,7 @@ VENV := $(or $(VIRTUAL_ENV),.venv)
 JOBS ?= 2
 TESTS ?= tests
 SCALE ?= small
+LOWEST ?= tests/clipping/test_contract.py tests/privacy tests/training tests/integrations
 # `make tables figures report` is one process, which computes every number once.
 WITH_PAGE := $(filter report,$(MAKECMDGOALS))
 FILL := $(if $(RUN),--run --scale $(SCALE))
@@ -20,7 +21,7 @@ else
   READY := $(VENV)/.stamp-dpexp
 endif
 
-.PHONY: help setup demo test check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
+.PHONY: help setup demo test test-lowest check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +33,12 @@ demo: $(READY) ## train on embedded data in a minute: accuracy, epsilon, speed a
 
 test: $(READY) ## run the tests (JOBS=2, TESTS=tests/privacy)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+test-lowest: ## engine, privacy, training and integration tests with the lowest versions that pyproject.toml allows, in .venv-lowest
+	test -x .venv-lowest/bin/python || $$(command -v python3.11 || command -v python3) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet $$(.venv-lowest/bin/python scripts/lowest.py) pytest hypothesis accelerate
+	.venv-lowest/bin/python -m pip install --quiet --no-deps --editable .
+	.venv-lowest/bin/python -m pytest $(LOWEST)
 
 check: $(READY) ## lint, formatting, types
 	$(PY) -m ruff check .
@@ -84,7 +91,7 @@ constraints: $(READY) ## pin the versions that are installed now in constraints.
 	$(PY) scripts/pin.py constraints.txt
 
 clean: ## remove what setup and tests made (runs/ stays)
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build
+	rm -rf .venv .venv-lowest .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build
 
 # One stamp for each environment: set-up runs again when the dependencies change, and not otherwise.
 $(VENV)/.stamp-dpexp: pyproject.toml constraints.txt

@@ -81,6 +81,18 @@ def test_every_dependency_is_pinned_within_its_bounds(project):
         assert requirement.specifier.contains(pinned[normal(requirement.name)]), requirement
 
 
+def test_the_lowest_versions_are_the_bounds(project):
+    packaging = pytest.importorskip("packaging.requirements")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "lowest.py")], capture_output=True, text=True, check=True
+    )
+    lowest = dict(word.split("==") for word in done.stdout.split())
+    for requirement in map(packaging.Requirement, project["dependencies"]):
+        assert f">={lowest.pop(requirement.name)}" in str(requirement.specifier)
+    assert not lowest
+    assert "scripts/lowest.py" in make("-n", "test-lowest")
+
+
 def test_constraints_are_versions_and_nothing_else():
     for name, version in pins().items():
         assert re.fullmatch(r"[a-z0-9-]+", name)
