@@ -51,6 +51,10 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
 
     rate, steps = arguments.sample_rate, arguments.steps
     schedule = Schedule.of(asdict(arguments.schedule))
+    if schedule.adaptive:
+        raise UserError(
+            f"schedule={schedule.name} follows the training: its epsilon is the target that the run's filter keeps"
+        )
     counts = factor_counts(schedule, steps, steps, rate)
 
     size = Fraction(rate).limit_denominator(10**9)

@@ -311,9 +311,19 @@ def _whole_gradients(run: RunConfig) -> Iterator[str]:
 def _schedule(run: RunConfig) -> Iterator[str]:
     if run.schedule.name in SCHEDULES:
         try:
-            Schedule.of(asdict(run.schedule))
+            schedule = Schedule.of(asdict(run.schedule))
         except UserError as error:
             yield str(error)
+            return
+        if not schedule.adaptive or not run.clip.private:
+            return
+        name = f"schedule={schedule.name}"
+        if run.accountant.name != "rdp":
+            yield f"{name} moves its noise under a Rényi filter, and accountant={run.accountant.name} knows none: use rdp"
+        if run.search.name != "none" or run.individual.name != "none":
+            yield f"{name} moves one budget by itself: set search=none and individual=none"
+        if name.endswith("released") and (run.clip.method != "norm" or run.optim.name in ("doppler", "disk")):
+            yield f"{name} reads the noisy gradients as they are released: use clip=flat or the like, and no filter as optim="
 
 
 def _length(run: RunConfig) -> Iterator[str]:

@@ -188,6 +188,10 @@ class ScheduleConfig:
     condition: float | None = None  # kappa = M/mu, of a loss that is M-smooth and mu-PL
     # dEER/dsigma² in equal parts of the run, measured on public data
     influences: list[float] | None = None
+    start: float | None = None  # of the noise, in units of what the planned steps afford
+    threshold: float | None = None  # validation: the rise below which the noise falls
+    window: int | None = None  # scores or gradients that are averaged
+    every: int | None = None  # validation: steps
 
 
 @dataclass
@@ -357,7 +361,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "accountant.name": ("rdp", "gdp", "prv", "pld"),
     "schedule.name": (
         "constant", "time", "exponential", "step", "polynomial", "convergence_rate", "influence", "privacy_utility",
-        "privacy_utility_convex",
+        "privacy_utility_convex", "validation", "privacy_utility_released",
     ),
     "individual.name": ("none", "sampling", "scaling"),
     "search.name": ("none", "noisymax", "noisybtls"),

@@ -75,7 +75,7 @@ def privacy_block(
         }
     adaptive = plan.quantile_budget > 0
     # of a course that a search chose, only the filter's budget is guaranteed
-    fixed = events if plan.search is None else ()
+    fixed = () if plan.moves else events
     return {
         "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
         "delta": plan.delta,
@@ -165,8 +165,8 @@ def privacy_notes(
     notes += plan.caveats()
     if run.clip.method in ("ellipsoid", "embedding"):
         notes.append(
-            f"clip={run.clip.name} looked at {run.clip.public_examples} examples of the dev set, which is public; the metrics on it are "
-            "a little optimistic for that"
+            f"clip={run.clip.name} looked at {run.clip.public_examples} examples of the dev set, which is public; metrics on it "
+            "are a little optimistic for that"
         )
     notes += _unbounded(spent)
     decided = spent.get(plan.accountant)

@@ -318,7 +318,9 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
                     )
                 )
             ]
-        if (last := plan.sigma(plan.steps - 1)) != plan.noise_multiplier:
+        if plan.schedule.adaptive:
+            lines.append(f"noise: schedule={plan.schedule.name}; the run ends where its budget does")
+        elif (last := plan.sigma(plan.steps - 1)) != plan.noise_multiplier:
             lines.append(
                 f"noise over time: schedule={plan.schedule.name}, noise multiplier {last:.4f} in the last step"
             )

@@ -57,6 +57,7 @@ class Plan:
     schedule: Schedule = CONSTANT
     budgets: Budgets | None = None  # of groups of examples, where not all have the same
     search: SearchBudget | None = None  # of the step size, and how far the budgets were raised for it
+    level: float = 1.0  # of the noise, where the schedule follows the training; the budget is that of level 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", Schedule.of(self.schedule))  # `to_dict` gives it as plain values
@@ -81,7 +82,12 @@ class Plan:
     @property
     def _delta(self) -> float:
         """δ of a statement about fixed steps; the filter of a search divides the whole δ among its orders."""
-        return self.delta if self.search is None else self.delta / ORDERS
+        return self.delta / ORDERS if self.moves else self.delta
+
+    @property
+    def moves(self) -> bool:
+        """Whether the noise of later steps depends on what earlier ones release, so that a filter must end the run."""
+        return self.search is not None or self.schedule.adaptive
 
     @property
     def neighbouring(self) -> str:
@@ -90,7 +96,7 @@ class Plan:
 
     def sigma(self, step: int) -> float:
         """σ of the step, before the budget is split."""
-        return self.noise_multiplier * self.schedule.factor(step, self.steps, self.sample_rate)
+        return self.level * self.noise_multiplier * self.schedule.factor(step, self.steps, self.sample_rate)
 
     def sigma_new(self, step: int) -> float:
         """Noise multiplier of the gradient sum: the noise has standard deviation σ_new·S·γ_k (He et al.,
@@ -148,12 +154,12 @@ class Plan:
         return replace(self, search=self.search.at(gradient_level, search_level))
 
     def affords(self, spent: DpEvent, step: int) -> bool:
-        """Whether the step fits into the budget beside what the ledger holds; always, where no search moves it.
+        """Whether the step fits into the budget beside what the ledger holds; always, where nothing moves it.
 
         The filter of `dpexp.privacy.searches`."""
-        if self.search is None:
+        if not self.moves:
             return True
-        planned = releases(self.raised(1.0, 1.0).event())
+        planned = releases(self._begun.event())
         then = releases(composed([(spent, 1), (self.step_event(step), 1)]))
         assert planned is not None
         assert then is not None
@@ -164,12 +170,17 @@ class Plan:
 
         Where a search chose the noise of later steps, the course that it took is no composition that was fixed beforehand. The
         filter guarantees the budget as a whole, under Rényi DP alone."""
-        if self.search is None:
+        if not self.moves:
             return spent
         whole: dict[str, float | None] = dict.fromkeys(spent)
         found = spent.get("rdp")
-        whole["rdp"] = None if found is None else max(found, self.raised(1.0, 1.0).epsilon(accountant="rdp"))
+        whole["rdp"] = None if found is None else max(found, self._begun.epsilon(accountant="rdp"))
         return whole
+
+    @property
+    def _begun(self) -> Plan:
+        """The plan as it began: what the filter's budget is."""
+        return self if self.search is None else self.raised(1.0, 1.0)
 
     def caveats(self) -> list[str]:
         """What a reader of ε must know beyond the numbers; each a sentence for the record."""
@@ -192,7 +203,13 @@ class Plan:
             found.append(
                 f"delta = {self.delta:g} is not below 1/N: publishing a random example would satisfy it."
             )
-        if (last := self.sigma(self.steps - 1)) != self.noise_multiplier:
+        if self.schedule.adaptive:
+            found.append(
+                f"The noise followed the training (schedule={self.schedule.name}): the noise multiplier is that of the budget. "
+                "Epsilon is the budget of the Rényi filter that ends the run, not that of the steps it took: no other accountant "
+                "speaks of it."
+            )
+        elif (last := self.sigma(self.steps - 1)) != self.noise_multiplier:
             found.append(
                 f"The noise multiplier is that of the first step; schedule={self.schedule.name} takes it to {last:.4g} in the"
                 " last one, and epsilon counts every step with its own."
@@ -219,6 +236,8 @@ class Plan:
         for name in ("budgets", "search"):
             if getattr(self, name) is None:
                 del plain[name]
+        if self.level == 1.0:
+            del plain["level"]
         return plain
 
     def _event_at(self, sigma: float, budget: int | None) -> DpEvent:
@@ -315,6 +334,10 @@ def make_plan(
     delta = resolve_delta(delta, num_examples)
     sample_rate = expected_batch_size / num_examples
     schedule = Schedule.of(schedule)
+    if schedule.adaptive:
+        _check_feedback(
+            schedule, accountant, sampling, individual is not None or search is not None, noise_multiplier
+        )
     counts = factor_counts(schedule, steps, steps, sample_rate)
 
     def make_event(rate: float, sigma: float, scale: float) -> DpEvent:
@@ -341,7 +364,7 @@ def make_plan(
         noise_multiplier = calibrate(
             lambda sigma: make_event(sample_rate, sigma, 1.0),
             epsilon,
-            delta if search is None else delta / ORDERS,
+            delta / ORDERS if search is not None or schedule.adaptive else delta,
             accountant,
         )
     return Plan(
@@ -358,6 +381,24 @@ def make_plan(
         budgets=budgets,
         search=search,
     )
+
+
+def _check_feedback(
+    schedule: Schedule, accountant: str, sampling: str, others: bool, noise_multiplier: float | None
+) -> None:
+    """Raises `UserError` where the filter of an adaptive schedule does not speak of the plan."""
+    name = f"schedule={schedule.name}"
+    if accountant != "rdp":
+        raise UserError(
+            f"{name} chooses its noise under a Rényi filter, of which accountant={accountant} knows nothing: use rdp, or a "
+            "schedule that is fixed beforehand"
+        )
+    if sampling != "poisson" or others:
+        raise UserError(
+            f"{name} needs Poisson batches and one budget: drop privacy.sampling, individual= and search="
+        )
+    if noise_multiplier == 0:
+        raise UserError(f"{name} has no noise to move with noise_multiplier=0: give some")
 
 
 def _check_search(accountant: str, sampling: str, quantile_budget: float, individual: bool) -> None:

@@ -96,6 +96,14 @@ def privacy_utility_convex(t: float, decay_rate: float) -> float:
     return (1 + decay_rate * t) ** -0.5
 
 
+def followed(t: float, **settings: float) -> float:
+    """1: of a schedule that follows the training (`ADAPTIVE`), the plan and its budget are those of constant noise."""
+    return 1.0
+
+
+ADAPTIVE = ("validation", "privacy_utility_released")
+"""Schedules whose noise depends on what the run has released: see `dpexp.training.feedback` and the filter that ends the run."""
+
 SCHEDULES: MappingProxyType[str, tuple[Callable[..., float], tuple[str, ...]]] = MappingProxyType(
     {
         "constant": (constant, ()),
@@ -107,10 +115,13 @@ SCHEDULES: MappingProxyType[str, tuple[Callable[..., float], tuple[str, ...]]] =
         "influence": (influence, ("influences",)),
         "privacy_utility": (privacy_utility, ("condition",)),
         "privacy_utility_convex": (privacy_utility_convex, ("decay_rate",)),
+        "validation": (followed, ("decay_rate", "start", "threshold", "window", "every")),
+        "privacy_utility_released": (followed, ("start", "window")),
     }
 )
 """name -> (f, the parameters of `Schedule` that f takes after t)."""
 
+_SHARES = ("step", "validation")  # whose k is what is left of the noise
 _ROUNDING = 1e-9  # step·q may fall short of the whole epoch that it is by a few rounding errors
 
 
@@ -120,8 +131,8 @@ class Schedule:
 
     ``decay_rate`` is k; ``period`` counts epochs (polynomial: None for the length of the run); ``end_ratio`` is
     σ_end/σ_0; ``condition`` is κ; ``influences`` are those of equal parts of the run; ``updates_per_epoch`` says how
-    often the noise may change within an epoch. Raises `UserError` for a schedule or a parameter that does not exist, is
-    missing, or lies outside its range."""
+    often the noise may change within an epoch; the others belong to `ADAPTIVE` schedules. Raises `UserError` for a
+    schedule or a parameter that does not exist, is missing, or lies outside its range."""
 
     name: str = "constant"
     decay_rate: float | None = None
@@ -130,6 +141,10 @@ class Schedule:
     updates_per_epoch: int = 1
     condition: float | None = None
     influences: tuple[float, ...] | None = None
+    start: float | None = None
+    threshold: float | None = None
+    window: int | None = None
+    every: int | None = None
 
     @classmethod
     def of(cls, value: Schedule | str | Mapping[str, Any]) -> Schedule:
@@ -145,10 +160,14 @@ class Schedule:
             object.__setattr__(self, "influences", tuple(float(q) for q in self.influences) or None)
         takes = self._takes()
         for name, holds, words in (
-            ("decay_rate", self._rate_holds(), "above 0 and below 1" if self.name == "step" else "above 0"),
+            ("decay_rate", self._rate_holds(), "above 0 and below 1" if self.name in _SHARES else "above 0"),
             ("period", self.period is None or 0 < self.period < math.inf, "a number of epochs above 0"),
             ("end_ratio", self.end_ratio is None or 0 < self.end_ratio <= 1, "above 0 and at most 1"),
             ("condition", self.condition is None or 1 < self.condition < math.inf, "above 1"),
+            ("start", self.start is None or 1 <= self.start < math.inf, "1 or more"),
+            ("threshold", self.threshold is None or 0 <= self.threshold < math.inf, "0 or more"),
+            ("window", self.window is None or self.window >= 1, "1 or more"),
+            ("every", self.every is None or self.every >= 1, "a number of steps, 1 or more"),
             ("influences", all(0 < q < math.inf for q in self.influences or ()), "numbers above 0"),
         ):
             value = getattr(self, name)
@@ -160,6 +179,11 @@ class Schedule:
                 raise UserError(f"schedule.{name}={value} must be {words} (schedule={self.name})")
         if self.updates_per_epoch < 1:
             raise UserError(f"schedule.updates_per_epoch={self.updates_per_epoch} must be 1 or more")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the noise depends on what the run has released."""
+        return self.name in ADAPTIVE
 
     def epochs(self, step: int, sample_rate: float) -> float:
         """t before ``step`` (from 0): whole epochs, or whole parts of them, so far."""
@@ -200,7 +224,7 @@ class Schedule:
     def _rate_holds(self) -> bool:
         if self.decay_rate is None:
             return True
-        return 0 < self.decay_rate < (1 if self.name == "step" else math.inf)
+        return 0 < self.decay_rate < (1 if self.name in _SHARES else math.inf)
 
 
 CONSTANT = Schedule()
@@ -213,6 +237,6 @@ def factor_counts(
     """(factor, number of steps that have it) over the first ``done`` of ``steps`` steps.
 
     A step of equal noise is an equal event, so this is the whole composition in as few parts as there are values."""
-    if schedule.name == CONSTANT.name:
+    if schedule.name == CONSTANT.name or schedule.adaptive:
         return ((1.0, done),) if done else ()
     return tuple(Counter(schedule.factor(step, steps, sample_rate) for step in range(done)).items())

@@ -28,6 +28,7 @@ from dpexp.training import state
 from dpexp.training.averaging import Averages
 from dpexp.training.batching import automatic_size, repeated
 from dpexp.training.evaluation import evaluate
+from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.methods import build_method
 from dpexp.training.optim import build_optimizer, learning_rate
@@ -120,6 +121,7 @@ class Trainer:
         self.clipper: Clipper | MicrobatchClipper | None = None
         self.policy = FixedThresholds(torch.zeros(0))
         self.search: StepSearch | None = None
+        self.feedback: Feedback | None = None
         release: Release | None = None
         if plan is not None:
             self.ledger = Ledger(folder / LEDGER, keys.run, ranks if ranks.several else None)
@@ -131,6 +133,7 @@ class Trainer:
                 plan, self.clipper, self.policy, self.ledger,
                 key=self.key, allocation=run.clip.allocation, secure=run.privacy.secure,
             )  # fmt: skip
+            self.feedback = build_feedback(plan.schedule, release)
             if plan.search is not None:
                 self.search = build_search(
                     run.search, release, self.model, self.losses_of,
@@ -192,6 +195,8 @@ class Trainer:
             self.averages.load_state(checkpoint.averages)
         if self.search is not None:
             self.search.load_state_dict(checkpoint.search)
+        if self.feedback is not None:
+            self.feedback.load_state_dict(checkpoint.search)
         if self.ledger is not None:
             self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
         self.stepper.taken = checkpoint.step
@@ -222,7 +227,7 @@ class Trainer:
             averages=self.averages.state() if self.averages is not None else [],
             charges=seal.charges,
             last_charge=seal.check,
-            search=self.search.state_dict() if self.search is not None else {},
+            search=mover.state_dict() if (mover := self.search or self.feedback) is not None else {},
         )
         self.ranks.once(lambda: state.save_checkpoint(self.folder / "checkpoint", checkpoint))
 
@@ -260,6 +265,7 @@ class Trainer:
                 self.step_times.append(self._elapsed_since(begun))
                 self._log(sums, progress)
                 self._log_norms(sums)
+                self._feed_back(progress)
                 if runtime.eval_every and self.step % runtime.eval_every == 0 and self.step < self.steps:
                     metrics = self.evaluate(progress)
                 if runtime.checkpoint_every and self.step % runtime.checkpoint_every == 0:
@@ -273,10 +279,29 @@ class Trainer:
         return Outcome("finished", self.step, self.wall_s, metrics, self.performance())
 
     def affordable(self) -> bool:
-        """Whether the budget covers the next step: always, but where a search has raised what steps cost."""
-        if self.search is None or self.ledger is None:
+        """Whether the budget covers the next step: always, but where the noise moves with the run."""
+        mover = self.search or self.feedback
+        if mover is None or self.ledger is None:
             return True
-        return self.search.release.plan.affords(self.ledger.event(), self.step)
+        return mover.release.plan.affords(self.ledger.event(), self.step)
+
+    def _feed_back(self, progress: Progress) -> None:
+        """Let the noise follow what this step has released."""
+        feedback = self.feedback
+        if feedback is None:
+            return
+        batch = self.stepper.expected_batch
+        stds = feedback.release.stds(self.step - 1)
+        variance = sum((stds[id(p)] / batch) ** 2 * p.numel() for p in self.stepper.parameters)
+        feedback.stepped(self.stepper.gradients, variance)
+        if feedback.validates_after(self.step):
+            metric = self.run.task.metric
+            metrics = self.evaluate(progress)
+            if metric not in metrics:
+                raise UserError(
+                    f"schedule=validation follows task.metric={metric}, which this task does not measure"
+                )
+            feedback.validated(metrics[metric])
 
     def evaluate(self, progress: Progress, *, final: bool = False) -> dict[str, float]:
         """Metrics on the public dev set; written down as released, because the weights are.
@@ -490,6 +515,8 @@ class Trainer:
         if self.search is not None:
             released["lr"] = self.search.chosen
             released["levels"] = [self.search.gradient_level, self.search.search_level]
+        if self.feedback is not None:
+            released["noise_level"] = self.feedback.level
         if self.policy.adaptive:
             released["thresholds"] = self.policy.values.tolist()
         self.metrics.write(self.step, released)

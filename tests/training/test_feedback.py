@@ -1,0 +1,148 @@
+"""Noise that follows the training: the rules by hand, the filter against dp_accounting, and runs that end with it."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting.rdp import compute_epsilon
+
+from dpexp.account import AccountArguments, account
+from dpexp.config import compose
+from dpexp.errors import UserError
+from dpexp.privacy.events import decode, releases
+from dpexp.privacy.plan import make_plan
+from dpexp.privacy.schedules import Schedule
+from dpexp.privacy.searches import ORDERS, filter_orders
+from dpexp.schemas import ScheduleConfig
+from dpexp.training.feedback import ReleasedNorm, Validation
+from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
+
+VALIDATION = {
+    "name": "validation",
+    "decay_rate": 0.5,
+    "start": 2.0,
+    "threshold": 0.04,
+    "window": 2,
+    "every": 3,
+}
+RELEASED = {"name": "privacy_utility_released", "start": 2.0, "window": 3}
+SMALL = {"num_examples": 60, "expected_batch_size": 20, "delta": 1e-3, "steps": 12, "epsilon": 8.0}
+
+
+def divergence(q, sigma, order):
+    """Of one Poisson-sampled Gaussian, by quadrature of its definition."""
+    x = np.linspace(-12 * sigma, 12 * sigma + order, 40_001)
+    ratio = 1 - q + q * np.exp((2 * x - 1) / (2 * sigma**2))
+    density = np.exp(-(x**2) / (2 * sigma**2)) / (sigma * math.sqrt(2 * math.pi))
+    return math.log(np.trapezoid(density * ratio**order, x)) / (order - 1)
+
+
+def release_of(schedule):
+    return SimpleNamespace(plan=make_plan(**SMALL, schedule=schedule))
+
+
+def test_noise_falls_where_the_average_score_does_not_rise():
+    feedback = Validation(Schedule(**VALIDATION), release_of(VALIDATION))
+    assert [feedback.validates_after(step) for step in (1, 3, 4, 6)] == [False, True, False, True]
+    levels = []
+    for score in (0.5, 0.5, 0.6, 0.6, 0.5):  # averages 0.5, 0.5, 0.55, 0.6, 0.55
+        feedback.validated(score)
+        levels.append(feedback.release.plan.level)
+    assert levels == [2.0, 1.0, 1.0, 1.0, 0.5]
+    first = make_plan(**SMALL)
+    assert feedback.release.plan.sigma(7) == pytest.approx(0.5 * feedback.release.plan.noise_multiplier)
+    assert (
+        feedback.release.plan.noise_multiplier > first.noise_multiplier
+    )  # the filter has delta / 4 for each order
+
+
+def test_the_released_norm_is_the_root_of_unbiased_estimates():
+    feedback = ReleasedNorm(Schedule(**RELEASED), release_of(RELEASED))
+    norms, variance = [4.0, 5.0, 6.0, 3.0, 2.0, 1.0, 0.2], 2.0
+    for t, norm in enumerate(norms):
+        feedback.stepped([torch.full((4,), math.sqrt((norm**2 + variance) / 4))], variance)
+        if t >= 3:
+            last = np.mean(np.square(norms[3 : t + 1][-3:]))
+            assert feedback.level == pytest.approx(
+                2 * min(1, max(0.1, math.sqrt(last / np.mean([16, 25, 36])))), rel=1e-5
+            )
+    for _ in range(3):
+        feedback.stepped([torch.zeros(4)], variance)
+    assert feedback.level == pytest.approx(0.2)
+
+
+def run_of(schedule, steps=12):
+    run = tiny_run(steps=steps, adaptive=False)
+    run.privacy.noise_multiplier, run.privacy.epsilon = None, 8.0
+    run.schedule = ScheduleConfig(**schedule)
+    run.task.metric = "accuracy"
+    return run
+
+
+@pytest.mark.parametrize(
+    "schedule", [VALIDATION | {"every": 1, "threshold": 1.0, "decay_rate": 0.7}, RELEASED | {"start": 1.0}]
+)
+def test_a_run_ends_where_no_step_fits_and_the_target_holds(schedule, tmp_path):
+    """What was charged is within the target at an order of the filter, as dp_accounting counts it; one step more is at none."""
+    trainer = run_to_end(tmp_path / "whole", run_of(schedule))
+    plan = trainer.feedback.release.plan
+    events = [
+        decode(json.loads(line)["event"])
+        for line in (tmp_path / "whole" / "ledger.jsonl").read_text().splitlines()
+    ]
+    sigmas = [event.event.noise_multiplier for event in events]
+    assert sigmas[0] == pytest.approx(schedule["start"] * plan.noise_multiplier)
+    orders = filter_orders(releases(plan.event()), plan.delta)
+
+    def independent(order):
+        spent = [divergence(event.sampling_probability, event.event.noise_multiplier, order) for event in events]
+        return compute_epsilon([order], [sum(spent)], plan.delta / ORDERS)[0]
+
+    target = 8.0
+    assert plan.epsilon() <= target
+    assert min(independent(order) for order in orders) <= target
+    if len(events) < 12:
+        assert not plan.affords(trainer.ledger.event(), len(events))
+        events.append(plan.step_event(len(events)))
+        assert min(independent(order) for order in orders) > plan.epsilon() * 0.999
+    if schedule["name"] == "validation":
+        assert min(sigmas) < sigmas[0]
+        assert len(events) < 12 or plan.level > 0.5
+    spent = plan.guaranteed(trainer.ledger.epsilons(plan.delta))
+    assert 0.99 * target < spent["rdp"] <= target
+    assert spent["pld"] is spent["prv"] is spent["gdp"] is None
+    killed = make_trainer(tmp_path / "killed", run_of(schedule))
+    killed.steps = 2
+    train(killed)
+    again = make_trainer(tmp_path / "killed", run_of(schedule))
+    train(again)
+    np.testing.assert_array_equal(weights(again), weights(trainer))
+    assert again.feedback.level == trainer.feedback.level
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["schedule=validation", "accountant=pld"], "accountant=pld knows none: use rdp"),
+        (["schedule=validation", "schedule.decay_rate=1.2"], "above 0 and below 1"),
+        (["schedule=validation", "schedule.start=0.5"], r"start=0\.5 must be 1 or more"),
+        (["schedule=privacy_utility_released", "optim=doppler"], "no filter as optim="),
+        (["schedule=privacy_utility_released", "clip=adaclip"], "as they are released"),
+    ],
+)
+def test_bad_settings_get_one_sentence(overrides, message):
+    with pytest.raises(UserError, match=message) as caught:
+        compose(["task=sst2", "scale=demo", *overrides])
+    assert "\n" not in str(caught.value)
+
+
+def test_no_epsilon_is_computed_beforehand_of_noise_that_follows():
+    arguments = AccountArguments(sample_rate=0.1, steps=10, delta=1e-3, noise_multiplier=1.0)
+    arguments.schedule = ScheduleConfig(**VALIDATION)
+    with pytest.raises(UserError, match="follows the training"):
+        account(arguments)
+    with pytest.raises(UserError, match="use rdp, or a schedule that is fixed"):
+        make_plan(**SMALL, schedule=VALIDATION, accountant="prv")
