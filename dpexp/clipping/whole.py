@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import distributed
-from dpexp.clipping.attach import Clipper, Report, TapBackend
+from dpexp.clipping.attach import Clipper, Report
+from dpexp.clipping.backend import TapBackend
 from dpexp.clipping.backward import Step, examined
 from dpexp.clipping.engines import engine_named
+from dpexp.clipping.given import check_losses
 from dpexp.clipping.gradients import merge
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import loop_over_examples
@@ -159,8 +161,8 @@ class VectorClipper(Clipper):
             raise UserError("this clipper is detached: call attach() again")
         if clip_scale is not None:
             raise UserError("thresholds for single examples (individual=scaling) need clip=flat or the like")
-        self._check_losses(losses)
-        distributed.check_reducer(self._reducer)
+        check_losses(losses)
+        distributed.check_reducer(self._reducing)
         self._check_coverage()
         thresholds = self._checked_thresholds()
         rows, keep = self.rows(losses, loss_scale)
@@ -176,7 +178,7 @@ class VectorClipper(Clipper):
         delivered: dict[str, Tensor | distributed.LateSum] = {
             name: value.to(params[name].dtype) for name, value in sums.items()
         }
-        distributed.deliver(self._reducer, params, delivered)
+        distributed.deliver(self._reducing, params, delivered)
         return Report(norms, (norms > thresholds.to(norms)[:, None]).sum(dim=1))
 
 
