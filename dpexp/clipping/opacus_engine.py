@@ -1,14 +1,16 @@
 """The baseline: Opacus' own `GradSampleModule` computes per-example gradients; grouping and clipping are ours.
 
 Two checks make the library right or refused. Every parameter must have received one gradient per example, and those must add
-up to the ordinary gradient, which the same backward pass gives for nothing.
+up to the ordinary gradient, which the same backward pass gives for nothing. Where the library's hooks fail, the error names the
+layer and the way out.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +58,11 @@ class OpacusBackend:
         self.graphs: list[weakref.ref[_Graph]] = []  # of forward passes that wait for their backward
         for module in model.modules():
             module.__dict__[ATTACHED] = True
+        self.forward: Callable[..., Any] | None = model.__dict__.get("forward")
+        # A partial function, because a copy of the model then has one of its own; with the signature that others ask for.
+        explained = functools.partial(self._explained, model.forward)
+        model.__dict__["forward"] = functools.update_wrapper(explained, model.forward)
+        self.wrapper.disable_hooks()
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         self.hooks = [table.register_forward_pre_hook(self._expand) for table in tables]
 
@@ -67,7 +74,11 @@ class OpacusBackend:
         return (ids.expand(self.rows, -1), *args[1:])
 
     def enter(self, inputs: list[Tensor]) -> None:
-        """The model's forward begins; what earlier ones left is dropped once nobody can back-propagate them any more."""
+        """The model's forward begins; what earlier ones left is dropped once nobody can back-propagate them any more.
+
+        The library looks at this forward pass and at our backward pass, not at gradients that the loss itself asks for.
+        """
+        self.wrapper.enable_hooks()
         self.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
         if self.graphs and not any(graph() for graph in self.graphs):
             self.graphs.clear()
@@ -75,6 +86,7 @@ class OpacusBackend:
 
     def leave(self, outputs: list[Tensor]) -> None:
         """The model's forward has ended."""
+        self.wrapper.disable_hooks()
         for output in outputs:
             if output.grad_fn is not None:
                 graph = _Graph()
@@ -86,6 +98,10 @@ class OpacusBackend:
             module.__dict__.pop(ATTACHED, None)
         for hook in self.hooks:
             hook.remove()
+        if self.forward is None:
+            self.model.__dict__.pop("forward", None)
+        else:
+            self.model.__dict__["forward"] = self.forward
         self.wrapper.to_standard_module()
         for p in self.params.values():
             for leftover in ("grad_sample", "summed_grad", "_forward_counter"):
@@ -140,15 +156,15 @@ class OpacusBackend:
         before = {name: p.grad for name, p in self.params.items()}
         for p in self.params.values():
             p.grad = None
+        self.wrapper.enable_hooks()
         try:
             losses.backward(torch.full_like(losses, grad_scale))
             samples = {name: getattr(p, "grad_sample", None) for name, p in self.params.items()}
             plain = {name: p.grad for name, p in self.params.items()}
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise UserError(f"Opacus fails on this model or batch: {error}. Use another engine") from error
+        except Exception as error:
+            raise self._said(error, "backward") or error from error
         finally:
+            self.wrapper.disable_hooks()
             for name, p in self.params.items():
                 p.grad = before[name]
                 p.grad_sample = None  # type: ignore[attr-defined]
@@ -167,23 +183,60 @@ class OpacusBackend:
         row_weights = layouts.weights(losses.shape[0], layouts.SIGNED).to(losses)
         if self.proven or losses.shape[0] < 2:
             return row_weights, {}
-        self.wrapper.disable_hooks()
         try:
             weights = row_weights * grad_scale
             grads = torch.autograd.grad(
                 losses, list(self.params.values()), weights, retain_graph=True, allow_unused=True
             )
-        finally:
-            self.wrapper.enable_hooks()
+        except RuntimeError as error:
+            raise self._said(error, "backward") or error from error
         return row_weights, {name: g for name, g in zip(self.params, grads, strict=True) if g is not None}
+
+    def _explained(self, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        try:
+            return forward(*args, **named)
+        except Exception as error:
+            said = self._said(error, "forward")
+            if said is None:
+                raise
+            raise said from error
+
+    def _said(self, error: Exception, direction: str) -> UserError | None:
+        """One sentence with the layer where the library failed; None for an error that is none of its own."""
+        if isinstance(error, UserError | torch.OutOfMemoryError):
+            return None
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        # Its hooks make of each layer's output a view that may not be written to.
+        own = direction == "backward" or "custom Function" in message
+        names = {id(module): name for name, module in self.model.named_modules()}
+        layer: nn.Module = self.model
+        trace = error.__traceback__
+        while trace is not None:
+            frame, trace = trace.tb_frame, trace.tb_next
+            own = own or ".opacus." in f".{frame.f_globals.get('__name__', '')}."
+            for value in (frame.f_locals.get("self"), frame.f_locals.get("module")):
+                if isinstance(value, nn.Module) and id(value) in names:
+                    layer = value
+        if not own:
+            return None
+        name = names[id(layer)]
+        where = f"{name} ({type(layer).__name__})" if name else type(layer).__name__
+        return UserError(
+            f"Opacus fails in the {direction} pass, at {where}: {message}. Its hooks don't know this use; take another engine, "
+            "such as engine='auto'"
+        )
 
     def _compare(self, name: str, weights: Tensor, sample: Tensor, reference: Tensor) -> None:
         total = torch.tensordot(weights.to(sample), sample, dims=1)
-        if not (bool(reference.isfinite().all()) and bool(total.isfinite().all())):
+        finite = reference.isfinite() & total.isfinite()
+        if self.proven and not bool(finite.all()):
             return
+        # What is infinite or no number must be so in both: an example's own infinity is, one that arrived past the layer is not.
+        same = torch.equal(reference.isfinite(), total.isfinite())
+        sums = torch.where(finite, sample.abs().sum(0), 0.0)
         # some gradients are zero but for rounding, as those of the biases of keys are
-        tolerance = 1e-2 * float(sample.abs().sum(0).max()) + self.rounding
-        if float((total - reference).abs().max()) > tolerance:
+        tolerance = 1e-2 * float(sums.max()) + self.rounding
+        if not same or float(torch.where(finite, total - reference, 0.0).abs().max()) > tolerance:
             raise UserError(
                 f"Opacus' per-example gradients of {name} do not add up to its gradient (a shared parameter, a table that all "
                 "examples share, an unusual layer option, or a reused module): they are wrong. Use another engine"

@@ -1,0 +1,68 @@
+"""Where Opacus' hooks fail or are wrong, ``engine="opacus"`` says at which layer, and leaves the model as it was."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from dpexp.clipping import attach
+from dpexp.conform.adapters import ours, quiet
+from dpexp.conform.judge import Reference, judge
+from dpexp.conform.traps import trap_case
+from dpexp.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("trap", "verdict"),
+    [
+        ("functional_call with derived weights", "refused"),
+        ("an activation that writes over its input", "refused"),
+        ("in-place writes to what a layer gave", "refused"),
+        ("a bilinear layer", "refused"),
+        ("a packed sequence", "refused"),
+        ("multi-head attention", "refused"),
+        ("a mask over heads, flattened", "refused"),
+        ("an example squeezed away when it is alone", "refused"),
+        ("activation checkpointing", "refused"),
+        ("reentrant activation checkpointing", "refused"),
+        ("a gradient penalty: the loss contains a gradient", "refused"),
+        ("an example whose gradient is infinite", "refused"),
+        ("an example whose values are NaN", "exact"),
+        ("bf16 autocast", "exact"),
+        ("layers that see [B·T, d]", "refused"),
+    ],
+)
+def test_a_layer_is_named_where_opacus_cannot(trap, verdict):
+    case = trap_case(trap)
+    with quiet():
+        found = judge(case, Reference(case), ours("opacus", "flat"))
+    assert found.verdict == verdict, found.message
+
+
+def test_the_error_says_where_and_what_else_to_take():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    attach(model, engine="opacus")
+    with pytest.raises(UserError, match=r"forward pass, at 1 \(ReLU\): .*engine='auto'"):
+        model(torch.randn(2, 3))
+
+
+def test_an_error_of_the_models_own_stays_what_it_is():
+    model = nn.Sequential(nn.Linear(3, 4))
+    attach(model, engine="opacus")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 5))
+
+
+def test_a_copy_computes_with_its_own_weights_and_a_detached_model_is_as_before():
+    model = nn.Sequential(nn.Linear(3, 2))
+    before = inspect.signature(model.forward)
+    clipper = attach(model, engine="opacus")
+    assert inspect.signature(model.forward) == before
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin[0].weight.zero_(), twin[0].bias.fill_(7.0)
+    assert (twin.eval()(torch.randn(2, 3)) == 7).all()
+    clipper.detach()
+    assert "forward" not in model.__dict__
