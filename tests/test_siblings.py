@@ -1,0 +1,67 @@
+"""Whoever changes the runtime on resuming begins a new run, and is told of the one that is left behind."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dpexp import siblings
+from dpexp.config import compose, run_folder, to_dict
+from dpexp.train import build_plan
+
+ROOT = Path(__file__).parent.parent
+COMMAND = ["task=mnist", "scale=demo", "clip=flat", "optim.epochs=null", "optim.steps=10"]
+
+
+def _begun(runs_dir: Path, *changes: str, charges: int = 4) -> Path:
+    run = compose([*COMMAND, f"runtime.runs_dir={runs_dir}", *changes])
+    folder = run_folder(run)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(run)))
+    (folder / "ledger.jsonl").write_text("{}\n" * charges)
+    return folder
+
+
+def test_the_run_that_is_left_behind_is_named_with_its_epsilon(tmp_path: Path) -> None:
+    other = _begun(tmp_path, "runtime.physical_batch_size=16")
+    run = compose([*COMMAND, f"runtime.runs_dir={tmp_path}"])
+    plan = build_plan(run, 1000, 10)
+    assert plan is not None
+    said = siblings.sentence(run, to_dict(run), run_folder(run), plan)
+    assert said is not None
+    assert str(other) in said
+    assert f"ε = {plan.epsilon(4, 'rdp'):.3f}" in said
+    assert "runtime.physical_batch_size=16" in said
+
+
+@pytest.mark.parametrize("change", ["privacy.epsilon=2", "optim.lr=0.123"])
+def test_a_run_of_other_settings_is_another_run(tmp_path: Path, change: str) -> None:
+    _begun(tmp_path, change)
+    run = compose([*COMMAND, f"runtime.runs_dir={tmp_path}"])
+    assert siblings.unfinished(to_dict(run), run_folder(run)) is None
+
+
+def test_a_finished_run_is_not_left_behind(tmp_path: Path) -> None:
+    folder = _begun(tmp_path, "runtime.physical_batch_size=16")
+    (folder / "summary.json").write_text('{"status": "finished"}')
+    run = compose([*COMMAND, f"runtime.runs_dir={tmp_path}"])
+    assert siblings.unfinished(to_dict(run), run_folder(run)) is None
+
+
+def test_presets_of_one_s_own(tmp_path: Path) -> None:
+    """The example of docs/own_data.md, as a person would write it."""
+    text = (ROOT / "docs" / "own_data.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(# @package _global_\n.*?)```", text, re.S)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(example)
+    words = ["-m", "dpexp.train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = yaml.safe_load(done.stdout)
+    assert (shown["task"]["name"], shown["data"]["num_examples"]) == ("text_classification", 12000)
+    assert shown["clip"]["name"] == "flat"
