@@ -56,15 +56,15 @@ class Answer:
     step: str
 
     @property
-    def would_start(self) -> bool:
-        """Is everything there?"""
-        return not any(text.startswith("missing") for text in (self.data, self.weights))
+    def missing(self) -> list[str]:
+        """What is not there; empty where the run would start."""
+        return [text for text in (self.data, self.weights) if text.startswith("missing")]
 
     def lines(self) -> list[str]:
         """For the terminal."""
         said = {"data": self.data, "weights": self.weights, "plan": self.plan, "step": self.step}
-        end = "nothing was trained; this run would start" if self.would_start else "this run can't start here"
-        return [*(f"{name + ':':9}{text}" for name, text in said.items()), end]
+        end = [] if self.missing else ["nothing was trained; this run would start"]
+        return [*(f"{name + ':':9}{text}" for name, text in said.items()), *end]
 
 
 def dry_run(run: RunConfig, console: Console | None = None) -> Answer:

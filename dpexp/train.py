@@ -79,11 +79,15 @@ def run_together(run: RunConfig, ranks: Ranks) -> dict[str, float]:
 
 
 def dry_start(run: RunConfig, console: Console) -> dict[str, float]:
-    """Say whether the run would start here, and end with 1 where it would not."""
+    """Say whether the run would start here.
+
+    Raises:
+        UserError: it would not, with what is missing.
+    """
     from dpexp.dry import dry_run
 
-    if not dry_run(run, console).would_start:
-        sys.exit(1)
+    if missing := dry_run(run, console).missing:
+        raise UserError(f"this run can't start here: {'; '.join(missing)}")
     return {}
 
 

@@ -169,7 +169,8 @@ _COLUMNS = {
     "norms": ("run", "step", "group", "25%", "50%", "75%", "85%", "scale", "record"),
     "sweep": ("run", "x", "value", "seed", "ε", "scale", "record"),
 }
-MAX_RUNS = 2  # of a figure of norms, two panels each
+MAX_RUNS = 1  # of a figure of norms, two panels each
+DASHES = ("-", "--", ":")  # when the colours are used up
 MAX_LINES = 6  # layers in its second panel
 
 
@@ -352,6 +353,8 @@ def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
         runs = list(dict.fromkeys(row["record"] for row in rows))[:MAX_RUNS]
         return draw(lambda axes: _draw_norms(axes, rows, runs), 2 * len(runs), (4.6, 4.2))
     key = {"dev": "epoch", "time": "seconds", "sweep": "x"}[target.kind]
+    if len({row[key] for row in rows}) == len({_line(row, target.kind == "time") for row in rows}):
+        return "", b""  # a point for each run is no curve
     numeric = all(_is_number(row[key]) for row in rows)
     names = sorted({row[key] for row in rows})
 
@@ -369,8 +372,9 @@ def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
             label = run + (f", mean and range of {n} runs" if n > 1 else "")
             middle = [sum(own[at]) / len(own[at]) for at in x]
             axes[0].plot(
-                x, middle, label=label, color=colour, marker=MARKERS[number % len(MARKERS)], markersize=3
-            )
+                x, middle, label=label, color=colour, marker=MARKERS[number % len(MARKERS)], markersize=3,
+                linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
+            )  # fmt: skip
             if n > 1:
                 axes[0].fill_between(
                     x,
@@ -380,13 +384,13 @@ def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
                     alpha=0.15,
                     linewidth=0,
                 )
-        axes[0].legend()
+        axes[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves, never over them
         axes[0].set_xlabel(target.x or key)
         axes[0].set_ylabel(target.metric.replace("|", " or "))
         if not numeric:
             axes[0].set_xticks(range(len(names)), names)
 
-    return draw(plot, 1, (6.0, 4.0))
+    return draw(plot, 1, (8.5, 4.0))
 
 
 def _line(row: dict[str, str], apart: bool) -> str:

@@ -102,4 +102,6 @@ def heat(
     for labels, put in ((x, axis.set_xticks), (y, axis.set_yticks)):
         some = range(0, len(labels), -(-len(labels) // MOST_LABELS) or 1)
         put(some, [labels[i] for i in some])
+    if len(x) * max(map(len, x), default=0) > 44:  # characters that fit below a panel
+        axis.tick_params(axis="x", labelrotation=30)
     axis.set_title(title, fontsize=9)

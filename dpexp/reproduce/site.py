@@ -13,6 +13,7 @@ from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.documents import Document, Rows, Section
 from dpexp.reproduce.paper import PAPERS
 from dpexp.reproduce.records import Record
+from dpexp.reproduce.statistics import CANNOT_TELL
 
 _HERE = Path(__file__).parent
 SHORT = {paper.rstrip("0123456789"): title for paper, title in PAPERS.items()}
@@ -37,6 +38,7 @@ _PROVENANCE = (
     "record",
     "precision",
 )  # folded, until a reader asks
+_MOST_ROWS = 160  # of what a figure is drawn from
 _SAID_ONCE = ("Ours: mean ± standard deviation", "Regenerate:")  # at the top of the page, for all
 
 
@@ -115,8 +117,15 @@ def _first(documents: Sequence[Document], records: Sequence[Record]) -> str:
             for word in dict.fromkeys(row["verdict"] for row in claims)
         )
         links = [row | {"where": f"#{row['where']}"} for row in claims]
+        decided = [row for row in links if row["verdict"] != CANNOT_TELL]
+        others = [row for row in links if row["verdict"] == CANNOT_TELL]
+        folded = (
+            f"<details><summary>{len(others)} claims that our runs cannot tell about, and why</summary>"
+            f"{_table('Other claims', overview.VERDICTS, others)}</details>"
+        )
         parts.append(
-            f"<h2>{len(claims)} claims: {_text(counts)}</h2>{_table('Claims', overview.VERDICTS, links)}"
+            f"<h2>{len(claims)} claims: {_text(counts)}</h2>"
+            f"{_table('Claims', overview.VERDICTS, decided)}{folded if others else ''}"
         )
     if records:
         svg = overview.accuracy_against_epsilon(records)
@@ -171,6 +180,8 @@ def _section(section: Section) -> str:
         if filled:
             table += f"<details><summary>{len(filled)} configurations</summary>{_table(label, columns, filled)}</details>"
         table += _to_run(section.rows)
+    elif len(section.rows) > _MOST_ROWS:
+        table = f"<p>{len(section.rows)} rows: in the CSV file below.</p>"
     elif columns and section.rows:
         table = _table(label, columns, section.rows)
         if len(section.rows) > 24:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dpexp import dry, train
 from dpexp.config import RunConfig, compose
+from dpexp.errors import UserError
 from dpexp.reproduce import tables
 from dpexp.reproduce.paper import paper_table
 
@@ -73,9 +74,8 @@ def test_the_plan_is_that_of_the_run():
 def test_a_dry_start_writes_nothing_and_fails_where_something_is_missing(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = compose(["task=mnist", "scale=demo", "clip=adaptive_perlayer"])
-    assert dry.dry_run(run, Console(quiet=True)).would_start
+    assert dry.dry_run(run, Console(quiet=True)).missing == []
     assert not list(tmp_path.iterdir())
     missing = compose(["task=mnist", f"data.root={tmp_path}", "data.source=files", "clip=flat"])
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(UserError, match="can't start here: missing: mnist/train-images"):
         train.dry_start(missing, Console(quiet=True))
-    assert end.value.code == 1
