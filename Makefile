@@ -21,7 +21,7 @@ else
   READY := $(VENV)/.stamp-dpexp
 endif
 
-.PHONY: help setup demo test test-lowest check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
+.PHONY: help setup demo test test-lowest test-ranks check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-lowest: ## engine, privacy, training and integration tests with the lowest 
 	.venv-lowest/bin/python -m pip install --quiet $$(.venv-lowest/bin/python scripts/lowest.py) pytest hypothesis accelerate
 	.venv-lowest/bin/python -m pip install --quiet --no-deps --editable .
 	.venv-lowest/bin/python -m pytest $(LOWEST)
+
+test-ranks: $(READY) ## the tests of several processes, with all cases and four processes
+	DPEXP_ALL_RANKS=1 $(PY) -m pytest tests/parallel tests/pipeline
 
 check: $(READY) ## lint, formatting, types
 	$(PY) -m ruff check .

@@ -77,6 +77,7 @@ _NOT_IN_SIGNATURE = frozenset(
         "seed", "trials", "trials_law", "tracker", "data.root", "data.cache", "data.source", "task.hub_id",
         "task.hub_config", "task.files", "task.num_examples", "model.root", "runtime.eval_batch_size",
         "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir", "runtime.parallel",
+        "runtime.stages", "runtime.schedule", "runtime.microbatch", "runtime.flat", "runtime.rematerialise", "runtime.park",
         "runtime.dry_run", "privacy.keep_key",
     }
 )  # fmt: skip

@@ -126,6 +126,7 @@ class ClipConfig:
     name: str = ""
     private: bool = True
     groups: str = "flat"
+    devices: int = 0  # K of groups=device
     clip_norm: float = 1.0  # C, the equivalent global threshold: the sensitivity of all groups together
     init_threshold: float | None = None  # first C_k of an adaptive rule; null = C/sqrt(K)
     adaptive: bool = False
@@ -293,9 +294,15 @@ class RuntimeConfig:
     checkpoint_every: int = 50  # steps; 0 = at the end alone
     log_every: int = 1  # steps
     runs_dir: str = "runs"
-    # how several processes share the work: none | ddp | fsdp (docs/many_processes.md)
+    # how several processes share the work (docs/many_processes.md)
     parallel: str = "none"
     dry_run: bool = False
+    stages: int | None = None  # parallel=pipeline: processes that share one model; null = all of them
+    schedule: str = "1f1b"  # which microbatch runs when
+    microbatch: int = 4  # examples that pass through a stage together
+    flat: str = "last"  # when the stages join their norms, for one threshold over all (docs/pipeline.md)
+    rematerialise: bool = False  # compute the inside of each block again in the backward pass
+    park: bool = False  # hold activations on the host between forward and backward
 
 
 @dataclass
@@ -350,7 +357,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.pooling": ("own", "cls", "mean"),
     "model.head": ("linear", "unbiased", "dense"),
     "model.trainable": ("all", "attention+head", "bias", "head"),
-    "clip.groups": ("flat", "layer", "block"),
+    "clip.groups": ("flat", "layer", "block", "device"),
     "clip.allocation": ("global", "equal_budget", "weighted"),
     "clip.rule": ("abadi", "automatic", "normalized", "none"),
     "clip.method": ("norm", "adaclip", "scaled", "ellipsoid", "embedding", "microbatch"),
@@ -380,7 +387,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "engine.choice": ("measured", "rule", "ghost", "instantiate", "loop"),
     "runtime.precision": ("fp32", "bf16", "fp16"),
-    "runtime.parallel": ("none", "ddp"),
+    "runtime.parallel": ("none", "ddp", "pipeline"),
+    "runtime.flat": ("microbatch", "offload", "second_backward", "last"),
     "tracker.name": ("none", "wandb", "tensorboard"),
     "tracker.mode": ("offline", "online"),
     "scale.name": ("paper", "small", "demo", "own"),

@@ -4,7 +4,9 @@ import contextlib
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +111,16 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     tokenizer = build_tokenizer(run.model, scale=scale)
     # what one process downloads or keeps in a cache, the others find there
     task = ranks.first(lambda: build_task(run.task, run.data, scale, tokenizer, run.seed))
-    bundle = ranks.first(lambda: build_model(
-        run.model, run.peft,
-        head=task.head, num_labels=len(task.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
-        image_shape=task.image_shape,
-    ))  # fmt: skip
+    source = task
+
+    def build() -> ModelBundle:
+        return build_model(
+            run.model, run.peft,
+            head=source.head, num_labels=len(source.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
+            image_shape=source.image_shape,
+        )  # fmt: skip
+
+    bundle = ranks.first(build)
     ranks.agree("the data", task.data.sha256)
 
     learner = bundle
@@ -134,7 +141,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
         metrics = record.Metrics(
             folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run), ranks.writes
         )
-        trainer = Trainer(
+        trainer = trainer_for(run, build)(
             run, task, learner, plan,
             steps=steps, expected_batch=batch, sampler=sampler, keys=keys, signature=signature(run),
             folder=folder, device=device, metrics=metrics, groups=groups, ranks=ranks,
@@ -160,12 +167,26 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     return summary
 
 
+def trainer_for(run: RunConfig, build: Callable[[], ModelBundle]) -> Callable[..., Trainer]:
+    """The trainer of the runtime; ``build`` makes the whole model again, for one that trains a part of it."""
+    if run.runtime.parallel != "pipeline":
+        return Trainer
+    from dpexp.training.stages import StageTrainer
+
+    return partial(StageTrainer, build=build)
+
+
 def refuse_misfits(run: RunConfig) -> None:
-    """Refuse several processes for a runtime that knows of one.
+    """Refuse several processes for a runtime that knows of one, and one for a runtime of several.
 
     Raises:
-        UserError: torchrun has started several.
+        UserError: torchrun has started several, or none for stages.
     """
+    if run.runtime.parallel == "pipeline" and started_by_torchrun() == 1:
+        raise UserError(
+            "runtime=pipeline needs a process for each stage: torchrun --nproc-per-node 2 -m dpexp.train runtime=pipeline …; one "
+            "process trains the same with clip=perdevice and another runtime"
+        )
     if run.runtime.parallel == "none" and (started := started_by_torchrun()) > 1:
         raise UserError(
             f"torchrun has started {started} processes, and runtime.parallel=none is for one: choose runtime=ddp, or start "

@@ -381,8 +381,8 @@ class Clipper:
         gone = [name for name, p in self._params.items() if id(p) not in now]
         if new and new[0] in self._params:
             raise UserError(
-                f"{new[0]!r} is another tensor than at attach (torch.func.functional_call, or a parameter that was assigned anew): "
-                "run the model with its own parameters, or call clipper.detach(), then attach() again"
+                f"{new[0]!r} is another tensor than at attach (torch.func.functional_call, or a parameter that was assigned "
+                "anew): run the model with its own parameters, or call clipper.detach(), then attach() again"
             )
         what = f"{new[0]!r} is new" if new else f"{gone[0]!r} is frozen or gone"
         raise UserError(

@@ -29,7 +29,7 @@ class SeenGroup(Group):
         return self._size
 
 
-class Plan:
+class WholeModel:
     """What a stage must know of the whole model, taken before it is cut.
 
     Args:
@@ -65,7 +65,7 @@ class StageClipper:
         options: for `attach`: rule, engine and so on.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, **options: Any):
+    def __init__(self, model: nn.Module, plan: WholeModel, **options: Any):
         here = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.groups: list[Group] = []
         self.local: list[int] = []
@@ -97,6 +97,12 @@ class StageClipper:
         if self.clipper.rule == "none":
             return math.inf
         return self.clipper.max_clip_scale * float(self._thresholds.norm())
+
+    def backward(
+        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
+    ) -> Report:
+        """Of an empty batch: zeros for this stage's parameters, and a report of all groups."""
+        return self.whole(self.clipper.backward(losses, clip_scale, loss_scale=loss_scale))
 
     def whole(self, report: Report) -> Report:
         """The report with a row for every group; zeros for those of other stages."""

@@ -103,7 +103,8 @@ def _passed(
     """What enters a stage and what leaves it, in the whole model."""
     seen: dict[str, Tensor] = {}
     blocks = inner.get_submodule(name)
-    tokens = torch.arange(1, 7).view(2, 3) % base.config.vocab_size
+    device = next(base.parameters()).device
+    tokens = torch.arange(1, 7, device=device).view(2, 3) % base.config.vocab_size
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         seen["in"] = args[0] if args else kwargs["hidden_states"]

@@ -13,6 +13,7 @@ from dpexp.checks import did_you_mean
 from dpexp.errors import UserError
 from dpexp.reproduce import (
     benchmarks,
+    communication,
     coverage,
     curves,
     exact,
@@ -75,6 +76,7 @@ _EXACT_TABLES: dict[str, Callable[[], Document]] = {
     "table-bu-2": exact.implementations_bu,
     "table-bu-3": exact.modules_bu,
     **pages.COMPLEXITY,
+    "communication-he": communication.communication_he,
     "memory-li": exact.memory_li,
     "memory-monir": exact.memory_monir,
     "individual-monir": exact.individual_monir,

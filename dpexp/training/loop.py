@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpexp import native, record
 from dpexp.clipping import Clipper, attach
+from dpexp.clipping.devices import device_groups
+from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.microbatches import MicrobatchClipper
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.clipping.whole import Rows, VectorClipper
@@ -39,7 +41,7 @@ from dpexp.training.steps import Steps
 from dpexp.training.sums import Sums
 
 if TYPE_CHECKING:
-    from dpexp.config import RunConfig
+    from dpexp.config import ClipConfig, RunConfig
     from dpexp.models import ModelBundle
     from dpexp.privacy.plan import Plan
     from dpexp.tasks.base import Task
@@ -85,6 +87,9 @@ class Trainer:
         UserError: the model can't be clipped exactly, or the checkpoint is corrupt.
     """
 
+    RELEASE: type[Release] = Release
+    STEPS: type[Steps] = Steps
+
     def __init__(
         self,
         run: "RunConfig",
@@ -110,6 +115,7 @@ class Trainer:
         self.folder, self.device, self.metrics = folder, device, metrics
         self.model = bundle.model.to(device).train()
         ranks.copy_([*self.model.parameters(), *self.model.buffers()])
+        self.model = self.own_part(self.model)
         self.optimizer = build_optimizer(run.optim, rgp.moved_tensors(self.model))
         rgp.follow(self.model, self.optimizer)
         decay = None if run.optim.uniform_average else run.optim.ema_decay
@@ -129,7 +135,7 @@ class Trainer:
             self.policy = build_policy(run.clip, len(self.clipper.groups))
             if run.clip.method != "norm" and not run.clip.adaptive:
                 self.policy = FixedThresholds(self.clipper.thresholds)
-            release = Release(
+            release = self.RELEASE(
                 plan, self.clipper, self.policy, self.ledger,
                 key=self.key, allocation=run.clip.allocation, secure=run.privacy.secure,
             )  # fmt: skip
@@ -139,7 +145,7 @@ class Trainer:
                     run.search, release, self.model, self.losses_of,
                     expected_batch=expected_batch, largest=run.optim.lr,
                 )  # fmt: skip
-        self.stepper = Steps(
+        self.stepper = self.STEPS(
             self.model, self.optimizer,
             sampler=sampler, key=self.key, expected_batch=expected_batch, policy=self.policy, release=release,
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
@@ -150,6 +156,10 @@ class Trainer:
         self.timings: dict[str, Any] = {}
         self._restore()
         self.physical_batch_size = self._physical_batch_size()
+
+    def own_part(self, model: nn.Module) -> nn.Module:
+        """What this process trains of the model: all of it."""
+        return model
 
     def _attach(self) -> Clipper | MicrobatchClipper:
         clip, engine = self.run.clip, self.run.engine
@@ -162,7 +172,7 @@ class Trainer:
             )  # fmt: skip
         clipper = attach(
             self.model,
-            groups=clip.groups,
+            groups=groups_of(self.model, clip),
             clip_norm=clip.clip_norm,
             rule=clip.rule,
             engine=engine.name,
@@ -186,8 +196,7 @@ class Trainer:
         if checkpoint is None:
             self.metrics.resume_at(0)
             return
-        state.load_model_state(self.model, checkpoint.model)
-        self.optimizer.load_state_dict(checkpoint.optimizer)
+        self.load_states(checkpoint.model, checkpoint.optimizer)
         self.policy.load_state_dict(checkpoint.thresholds)
         if isinstance(self.clipper, VectorClipper):
             self.clipper.method.load_state_dict(checkpoint.thresholds["method"])
@@ -209,7 +218,7 @@ class Trainer:
         Raises:
             UserError: the weights are no numbers any more; the checkpoint before stays.
         """
-        tensors = state.model_state(self.model)
+        tensors, optimizer = self.states()
         if broken := sum(not bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
             raise UserError(
                 f"the run diverged: after step {self.step} {broken} of its {len(tensors)} tensors hold NaN or infinity. No "
@@ -219,7 +228,7 @@ class Trainer:
         checkpoint = state.Checkpoint(
             step=self.step,
             model=tensors,
-            optimizer=self.optimizer.state_dict(),
+            optimizer=optimizer,
             thresholds=self.policy.state_dict() | self._method_state(),
             signature=self.signature,
             wall_s=self.wall_s,
@@ -233,6 +242,15 @@ class Trainer:
 
     def _method_state(self) -> dict[str, Any]:
         return {"method": self.clipper.method.state_dict()} if isinstance(self.clipper, VectorClipper) else {}
+
+    def states(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what a checkpoint keeps of the model and of its optimiser."""
+        return state.model_state(self.model), self.optimizer.state_dict()
+
+    def load_states(self, model: dict[str, Tensor], optimizer: dict[str, Any]) -> None:
+        """Write back what `states` gave."""
+        state.load_model_state(self.model, model)
+        self.optimizer.load_state_dict(optimizer)
 
     @property
     def step(self) -> int:
@@ -530,6 +548,11 @@ class Trainer:
             if sums.signal_to_noise is not None and math.isfinite(sums.signal_to_noise):
                 private["signal_to_noise"] = sums.signal_to_noise
             self.metrics.write(self.step, private, released=False)
+
+
+def groups_of(model: nn.Module, clip: "ClipConfig") -> GroupsSpec:
+    """The clipping groups of a configuration, for `attach`."""
+    return device_groups(model, clip.devices) if clip.groups == "device" else clip.groups
 
 
 def clip_scales_of(plan: "Plan | None", groups: np.ndarray | None) -> Tensor | None:

@@ -113,7 +113,7 @@ class Release:
                 f"{self.plan.max_clip_scale * bound:g}: attach the clipper with the plan's max_clip_scale and a rule that clips"
             )
         charged = self.ledger.fingerprints(step)
-        found = fingerprint(self.key, facts, [*self._gradients(), counts])
+        found = self._fingerprint(facts, counts)
         if self.ledger.ranks is not None:
             # before anything is written: what some rank has not got is nobody's to release
             self.ledger.ranks.agree(f"the sum of step {step}", found)
@@ -122,6 +122,9 @@ class Release:
         if self.ledger.begin_step(step, self.plan.charge(step), found) != attempt:
             raise RuntimeError(f"the ledger does not agree that step {step} is in attempt {attempt}")
         return True
+
+    def _fingerprint(self, facts: dict[str, Any], counts: Tensor) -> str:
+        return fingerprint(self.key, facts, [*self._gradients(), counts])
 
     def add_noise(self, step: int, attempt: int, counts: Tensor) -> Tensor | None:
         """Add the noise of a charged step to `p.grad` and to the counts, in place.

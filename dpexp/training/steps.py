@@ -108,6 +108,8 @@ class Steps:
                 "process, or choose an optimizer without a search"
             )
         self.ranks = ranks
+        # those among which examples are shared out: all, but where a model is spread over processes
+        self.replicas = ranks
         self.optimizer, self.sampler, self.key = optimizer, sampler, key
         self.expected_batch, self.policy, self.release = expected_batch, policy, release
         self.decisions, self.loss_scale, self.clip_scales = decisions, loss_scale, clip_scales
@@ -183,10 +185,10 @@ class Steps:
             count = max(1, round(self.expected_batch / self.clipper.size))
             seed = stream(self.key, "microbatches", step, attempt)
             pieces = microbatches(drawn, self.release.plan.num_examples, count, seed)[
-                self.ranks.rank :: self.ranks.size
+                self.replicas.rank :: self.replicas.size
             ]
         else:
-            pieces = physical_batches(drawn, length, size, self.ranks.rank, self.ranks.size)
+            pieces = physical_batches(drawn, length, size, self.replicas.rank, self.replicas.size)
         if isinstance(self.clipper, VectorClipper):
             self.clipper.method.prepare(stream(self.key, "projections", step, attempt), self._public)
         self._drawn = pieces
@@ -305,11 +307,11 @@ class Steps:
             return
         if self.release is None:
             # a parameter that nobody used stays without a gradient, as in one process
-            used = self.ranks.gather([p.grad is not None for p in self.parameters])
+            used = self.replicas.gather([p.grad is not None for p in self.parameters])
             for parameter, anywhere in zip(self.parameters, map(any, zip(*used, strict=True)), strict=True):
                 if anywhere and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        self.ranks.sum_(self.gradients)
+        self.replicas.sum_(self.gradients)
         self.sums.sum_(self.ranks)
 
     def _of_all_ranks(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,6 +1,8 @@
 """Two processes against one: sums, norms and counts under each schedule, each way to clip, full and LoRA."""
 
+import itertools
 import math
+import os
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from dpexp.clipping import attach
 from dpexp.clipping.devices import device_groups
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
-from dpexp.pipeline.clipper import Plan, StageClipper
+from dpexp.pipeline.clipper import StageClipper, WholeModel
 from dpexp.pipeline.flat import WAYS
 from dpexp.pipeline.runner import Pipeline, check_schedule
 from dpexp.pipeline.split import keep_stage
@@ -47,6 +49,16 @@ CASES: list[tuple] = [
 ]
 
 
+if os.environ.get("DPEXP_ALL_RANKS"):  # make test-ranks
+    WAYS_TO_CLIP = [("device", None), *(("flat", way) for way in WAYS)]
+    CASES += [
+        (kind, lora, schedule, size, *way, False, False, precision)
+        for kind, lora, schedule, size, way, precision in itertools.product(
+            ("gpt2", "llama"), (False, True), ("gpipe", "1f1b"), (3, 8), WAYS_TO_CLIP, ("fp32", "bf16")
+        )
+    ]
+
+
 def groups_of(model: torch.nn.Module, name: str) -> object:
     return device_groups(model, 2) if name == "device" else name
 
@@ -65,7 +77,7 @@ def in_stages(ranks: Ranks, cases: list[tuple], thresholds: list[list[float]]) -
     for case, values in zip(cases, thresholds, strict=True):
         kind, lora, schedule, size, groups, way, again, park, precision = case
         model = language_model(kind, lora, dtype_of(precision))
-        plan = Plan(model, groups_of(model, groups), 2)
+        plan = WholeModel(model, groups_of(model, groups), 2)
         model = keep_stage(model, ranks.rank, 2)
         clipper = StageClipper(model, plan, engine="auto")
         clipper.thresholds = values

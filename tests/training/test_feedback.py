@@ -98,7 +98,9 @@ def test_a_run_ends_where_no_step_fits_and_the_target_holds(schedule, tmp_path):
     orders = filter_orders(releases(plan.event()), plan.delta)
 
     def independent(order):
-        spent = [divergence(event.sampling_probability, event.event.noise_multiplier, order) for event in events]
+        spent = [
+            divergence(event.sampling_probability, event.event.noise_multiplier, order) for event in events
+        ]
         return compute_epsilon([order], [sum(spent)], plan.delta / ORDERS)[0]
 
     target = 8.0

@@ -1,0 +1,135 @@
+"""A configured run in two stages: the sample, thresholds, ε, losses and weights of one process."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpexp import train
+from dpexp.config import compose, run_folder
+from dpexp.errors import UserError
+from dpexp.parallel import ALONE, Ranks
+from dpexp.training import release
+from dpexp.training.stages import refuse_unstaged
+from tests.parallel.pool import run_ranks
+
+SMALL = [
+    "task=e2e", "scale=demo", "model=gpt2_tiny", "optim=sgd", "optim.lr=0.1", "optim.steps=2", "optim.epochs=null",
+    "optim.batch_size=6", "privacy.noise_seed=7", "runtime.threads=1", "task.generation.when=never", "clip.clip_norm=0.5",
+    "runtime.device=cpu",
+]  # fmt: skip
+UNTIED = "model.config={n_embd: 16, n_layer: 2, n_head: 2, n_positions: 256, tie_word_embeddings: false}"
+CASES = {
+    "adaptive": ["clip=adaptive_perdevice", "peft=lora", "clip.init_threshold=0.02"],
+    "flat": ["clip=flat", UNTIED],
+    "none": ["clip=nonprivate", "peft=lora"],
+}
+STAGED = ["runtime=pipeline", "runtime.microbatch=2"]
+
+
+def numbered_noise() -> Any:
+    """The same noise for a parameter in the n-th release of every run; real noise is seeded with sums, which rounding moves."""
+    calls = 0
+
+    def add(tensors: list[Tensor], std: Any, generator: Any = None) -> None:
+        nonlocal calls
+        calls += 1
+        stds = std if isinstance(std, list) else [std] * len(tensors)
+        for place, (tensor, sigma) in enumerate(zip(tensors, stds, strict=True)):
+            own = torch.Generator().manual_seed(1000 * calls + place)
+            tensor.add_(
+                torch.randn(tensor.shape, generator=own, dtype=torch.float64).to(tensor.dtype) * sigma
+            )
+
+    return add
+
+
+def trained(ranks: Ranks, folder: Path, overrides: list[str]) -> dict:
+    """The end of a run: its summary, with the weights that it exported."""
+    before, release.add_gaussian_ = release.add_gaussian_, numbered_noise()
+    os.environ["DPEXP_CACHE"] = str(folder / "cache")
+    try:
+        run = compose([*SMALL, *overrides, f"runtime.runs_dir={folder}"])
+        train.run_together(run, ranks)
+    finally:
+        release.add_gaussian_ = before
+    where = run_folder(run)
+    summary = json.loads((where / "summary.json").read_text())
+    return summary | {"weights": str(next((where / "model").rglob("*.safetensors")))}
+
+
+def all_trained(ranks: Ranks, folder: Path) -> list[dict]:
+    return [trained(ranks, folder / name, [*more, *STAGED]) for name, more in CASES.items()]
+
+
+def weights(summary: dict) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(summary["weights"])
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("together")
+    (folder / "ranks").mkdir()
+    first, _ = run_ranks(2, folder / "ranks", all_trained, folder)
+    return dict(zip(CASES, first, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_in_two_stages_ends_as_one_process_ends(
+    together: dict[str, dict], tmp_path: Path, name: str
+) -> None:
+    alone, staged = trained(ALONE, tmp_path, CASES[name]), together[name]
+    assert staged["privacy"]["epsilon"] == alone["privacy"]["epsilon"]
+    assert staged["details"]["signature"] == alone["details"]["signature"]
+    for metric, value in alone["metrics"].items():
+        assert staged["metrics"][metric] == pytest.approx(value, rel=1e-5), metric
+    thresholds = torch.tensor(alone["details"]["thresholds"])
+    torch.testing.assert_close(torch.tensor(staged["details"]["thresholds"]), thresholds)
+    expected = weights(alone)
+    for key, tensor in weights(staged).items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-6)
+    assert staged["details"]["pipeline"]["stages"] == 2
+    sent = staged["performance"]["bytes_per_step"]
+    assert sent["activations"] == sent["gradients"] > 0
+    assert ("norms" in sent) == (name == "flat")
+
+
+def in_replicas(ranks: Ranks, folder: Path) -> dict:
+    return trained(ranks, folder, [*CASES["adaptive"], *STAGED, "runtime.stages=2"])
+
+
+@pytest.mark.skipif(not os.environ.get("DPEXP_ALL_RANKS"), reason="four processes: make test-ranks")
+def test_two_replicas_of_two_stages_end_as_one_process_ends(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    found = run_ranks(4, tmp_path / "ranks", in_replicas, tmp_path / "together")[0]
+    alone = trained(ALONE, tmp_path / "alone", CASES["adaptive"])
+    assert found["privacy"]["epsilon"] == alone["privacy"]["epsilon"]
+    assert found["details"]["pipeline"]["replicas"] == 2
+    for metric, value in alone["metrics"].items():
+        assert found["metrics"][metric] == pytest.approx(value, rel=1e-5), metric
+
+
+def test_what_is_not_exact_in_stages_is_refused_by_name() -> None:
+    two = Ranks(0, 2)
+
+    class Task:
+        head = "causal_lm"
+
+    for overrides, words in (
+        (["runtime.schedule=interleaved1f1b"], "several stages"),
+        (["runtime.stages=3"], "does not divide"),
+        (["optim=adadp"], "adadp"),
+        (["peft=prefix"], "prefix"),
+        (["optim.ema_decay=0.9"], "averages"),
+    ):
+        run = compose([*SMALL, *STAGED, "clip=perdevice", *overrides])
+        with pytest.raises(UserError, match=words):
+            refuse_unstaged(run, Task, two)
+    with pytest.raises(UserError, match="torchrun"):
+        train.refuse_misfits(compose([*SMALL, *STAGED, "clip=perdevice"]))
