@@ -2,9 +2,10 @@
 
 The lines marked "private" are all that differ from an ordinary script. Run it again after an interruption and it goes on.
 
-    DPEXP_DATA=path/to/data python docs/examples/e2e_smollm2_lora.py runs/e2e_smollm2
+    DPEXP_DATA=path/to/data python docs/examples/e2e_smollm2_lora.py runs/e2e_smollm2 100
 
-It reads e2e/trainset.csv and e2e/devset.csv (plain, .gz or .xz), as published: columns mr and ref.
+It reads e2e/trainset.csv and e2e/devset.csv (plain, .gz or .xz), as published: columns mr and ref. The second word is
+the number of steps, of 24 expected examples each.
 """
 
 import json
@@ -46,7 +47,7 @@ def encode(row, tokenizer, longest=128):
 
 
 def train(
-    folder, train_rows, dev_rows, model, tokenizer, steps=6, batch=24, pieces=6, epsilon=8.0, **privacy
+    folder, train_rows, dev_rows, model, tokenizer, steps=100, batch=24, pieces=6, epsilon=8.0, **privacy
 ):
     lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     if tokenizer.pad_token is None:
@@ -83,8 +84,9 @@ def record(trainer, before, seconds):
 
 
 if __name__ == "__main__":
-    place, data, began = Path(sys.argv[1]), os.environ["DPEXP_DATA"], time.time()
+    place, steps = Path(sys.argv[1]), int(sys.argv[2])
+    data, began = os.environ["DPEXP_DATA"], time.time()
     rows = read(data, "trainset"), read(data, "devset", most=64)
-    found = record(*train(place, *rows, *pretrained()), time.time() - began)
+    found = record(*train(place, *rows, *pretrained(), steps), time.time() - began)
     (place / "record.json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     print(json.dumps(found["metrics"]), json.dumps(found["epsilon"]))
