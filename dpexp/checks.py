@@ -234,14 +234,15 @@ def _search(run: RunConfig) -> Iterator[str]:
         yield f"{name} spends privacy budget, and clip={run.clip.name} has none: use a private clip"
     if not 0 < search.share < 1:
         yield f"search.share={search.share} must be in (0, 1): it is the share of each step's budget that pays for the search"
-    wanted = ("laplace", "exponential") if search.name == "noisymax" else ("above_threshold",)
+    kinds = {"noisymax": ("laplace", "exponential"), "hyfreedp": ("gaussian",)}
+    wanted = kinds.get(search.name, ("above_threshold",))
     if search.mechanism not in wanted:
         yield f"search.mechanism={search.mechanism} is not how {name} works: choose {' or '.join(wanted)}"
     if run.clip.adaptive or run.individual.name != "none":
         yield f"{name} shares a step's budget with the gradient alone: take clip=flat or perlayer, and individual=none"
     if run.clip.allocation != "global":
         yield f"{name} weighs gradients by noise that is the same on every coordinate: leave clip.allocation=global"
-    if run.accountant.name != "rdp":
+    if run.accountant.name != "rdp" and search.name != "hyfreedp":
         yield f"{name} moves its budget under a Rényi filter: use accountant=rdp"
     optim = run.optim
     if (

@@ -371,8 +371,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "privacy_utility_convex", "validation", "privacy_utility_released",
     ),
     "individual.name": ("none", "sampling", "scaling"),
-    "search.name": ("none", "noisymax", "noisybtls"),
-    "search.mechanism": ("laplace", "exponential", "above_threshold"),
+    "search.name": ("none", "noisymax", "noisybtls", "hyfreedp"),
+    "search.mechanism": ("laplace", "exponential", "above_threshold", "gaussian"),
     "optim.name": (
         "adadp", "adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "disk", "doppler", "lamb", "sgd",
     ),

@@ -87,7 +87,7 @@ class Plan:
     @property
     def moves(self) -> bool:
         """Whether the noise of later steps depends on what earlier ones release, so that a filter must end the run."""
-        return self.search is not None or self.schedule.adaptive
+        return (self.search is not None and self.search.moves) or self.schedule.adaptive
 
     @property
     def neighbouring(self) -> str:
@@ -219,7 +219,7 @@ class Plan:
                 f"Budgets are individual ({self.budgets.method}): each group of examples has an epsilon of its own, and where one"
                 " number stands for all it is that of the least protected group. Who is in which group is taken to be public."
             )
-        if self.search is not None:
+        if self.search is not None and self.search.moves:
             found.append(
                 "The search chose the noise of later steps by what earlier ones released. Epsilon is the budget of the Rényi "
                 "filter that ended the run, not that of the steps it took: no other accountant speaks of it."
@@ -328,7 +328,9 @@ def make_plan(
     if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
         raise UserError(f"noise_multiplier={noise_multiplier} must be a number, 0 or larger")
     if search is not None:
-        _check_search(accountant, sampling, quantile_budget, individual is not None)
+        _check_search(
+            accountant if search.moves else "rdp", sampling, quantile_budget, individual is not None
+        )
         if noise_multiplier == 0:
             raise UserError("noise_multiplier=0 leaves a step-size search without a budget: give some noise")
     delta = resolve_delta(delta, num_examples)
@@ -364,7 +366,7 @@ def make_plan(
         noise_multiplier = calibrate(
             lambda sigma: make_event(sample_rate, sigma, 1.0),
             epsilon,
-            delta / ORDERS if search is not None or schedule.adaptive else delta,
+            delta / ORDERS if (search is not None and search.moves) or schedule.adaptive else delta,
             accountant,
         )
     return Plan(

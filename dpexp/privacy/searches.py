@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, GaussianDpEvent
 from dp_accounting.rdp import compute_epsilon
 
 from dpexp.errors import UserError
@@ -34,7 +34,7 @@ ORDERS = 4
 
 # of ε, relative
 _ROUNDING = 1e-9
-MECHANISMS = ("laplace", "exponential", "above_threshold")
+MECHANISMS = ("laplace", "exponential", "above_threshold", "gaussian")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,15 @@ class SearchBudget:
         """Compute the noise multiplier that is left for the gradient of a step with σ."""
         return sigma / math.sqrt((1 - self.share) * self.gradient_level)
 
+    @property
+    def moves(self) -> bool:
+        """Whether a search of this kind may raise budgets; one with Gaussian answers has a fixed share."""
+        return self.mechanism != "gaussian"
+
+    def multiplier(self, sigma: float) -> float:
+        """Compute the noise multiplier of the search's share of a step with σ."""
+        return sigma / math.sqrt(self.share * self.search_level)
+
     def epsilon(self, sigma: float) -> float:
         """Compute ε of one search in a step with σ; infinite without noise."""
         if sigma == 0:
@@ -78,6 +87,8 @@ class SearchBudget:
 
     def event(self, sigma: float) -> DpEvent:
         """Name what the search of a step releases."""
+        if self.mechanism == "gaussian":
+            return GaussianDpEvent(self.multiplier(sigma))
         if self.mechanism == "exponential":
             return BoundedRangeDpEvent(self.epsilon(sigma), "noisy maximum, exponential mechanism")
         kind = "above threshold" if self.mechanism == "above_threshold" else "noisy maximum, Laplace noise"

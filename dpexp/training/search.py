@@ -61,7 +61,7 @@ class StepSearch:
         self.kept_weight, self.kept_level = 0.0, 0.0
         self.chosen = 0.0
         # of the step at hand: the gradient's noise multiplier, ε of the search, and the bounded losses at θ
-        self.sigma, self.epsilon = 0.0, 0.0
+        self.sigma, self.epsilon, self.multiplier = 0.0, 0.0, 0.0
         self.before: list[np.ndarray] = []
 
     # -- what the methods decide ---------------------------------------------------------------------------------------
@@ -114,6 +114,7 @@ class StepSearch:
         key = self.release.generator("search", step, attempt).next_key()
         rng = np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], dtype=np.uint64)))
         self.sigma, self.epsilon = plan.sigma_new(step), plan.search.epsilon(plan.sigma(step))
+        self.multiplier = plan.search.multiplier(plan.sigma(step))
         with evaluating(self.model):
             self.before = [self._bounded(piece) for piece in pieces]
         size = self.search(gradient, pieces, rng)
@@ -203,10 +204,12 @@ def build_search(
     largest: float,
 ) -> StepSearch:
     """The search of a configuration, for a plan that pays for it."""
+    from dpexp.training.hyfreedp import HyFreeDP
     from dpexp.training.noisybtls import NoisyBTLS
     from dpexp.training.noisymax import NoisyMax
 
-    kind = NoisyMax if settings.name == "noisymax" else NoisyBTLS
+    kinds: dict[str, type[StepSearch]] = {"noisymax": NoisyMax, "noisybtls": NoisyBTLS, "hyfreedp": HyFreeDP}
+    kind = kinds[settings.name]
     made = kind(settings, release, model, losses, expected_batch=expected_batch, largest=largest)
     made.prepare()
     return made
