@@ -13,7 +13,7 @@ from dpexp import train
 from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
-from dpexp.training import release
+from dpexp.training import release, stages
 from dpexp.training.stages import refuse_unstaged
 from tests.parallel.pool import run_ranks
 
@@ -31,9 +31,8 @@ CASES = {
 STAGED = ["runtime=pipeline", "runtime.microbatch=2"]
 
 
-def numbered_noise() -> Any:
+def numbered_noise(calls: int = 0) -> Any:
     """The same noise for a parameter in the n-th release of every run; real noise is seeded with sums, which rounding moves."""
-    calls = 0
 
     def add(tensors: list[Tensor], std: Any, generator: Any = None) -> None:
         nonlocal calls
@@ -48,9 +47,9 @@ def numbered_noise() -> Any:
     return add
 
 
-def trained(ranks: Ranks, folder: Path, overrides: list[str]) -> dict:
-    """The end of a run: its summary, with the weights that it exported."""
-    before, release.add_gaussian_ = release.add_gaussian_, numbered_noise()
+def trained(ranks: Ranks, folder: Path, overrides: list[str], released: int = 0) -> dict:
+    """The end of a run: its summary, with the weights that it exported; `released`: how often noise was added before."""
+    before, release.add_gaussian_ = release.add_gaussian_, numbered_noise(released)
     os.environ["DPEXP_CACHE"] = str(folder / "cache")
     try:
         run = compose([*SMALL, *overrides, f"runtime.runs_dir={folder}"])
@@ -98,6 +97,34 @@ def test_a_run_in_two_stages_ends_as_one_process_ends(
     sent = staged["performance"]["bytes_per_step"]
     assert sent["activations"] == sent["gradients"] > 0
     assert ("norms" in sent) == (name == "flat")
+
+
+GOES_ON = ["clip=adaptive_perdevice", "peft=lora", "optim=adam", "optim.lr=0.01", "clip.init_threshold=0.02"]
+
+
+def one_step(ranks: Ranks, folder: Path) -> str:
+    """A run that is lost behind its first step, with a checkpoint."""
+    stages.StageTrainer.affordable = lambda trainer: trainer.step < 1
+
+    def lost(trainer: Any, progress: Any, *, final: bool = False) -> Any:
+        raise RuntimeError("lost")
+
+    stages.StageTrainer.evaluate = lost
+    with pytest.raises(RuntimeError, match="lost"):
+        trained(ranks, folder, [*GOES_ON, *STAGED])
+    return "lost"
+
+
+def test_a_run_goes_on_in_one_process(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    assert run_ranks(2, tmp_path / "ranks", one_step, tmp_path / "lost") == ["lost", "lost"]
+    resumed = trained(ALONE, tmp_path / "lost", GOES_ON, released=2)
+    alone = trained(ALONE, tmp_path / "alone", GOES_ON)
+    assert resumed["privacy"]["epsilon"] == alone["privacy"]["epsilon"]
+    assert resumed["details"]["thresholds"] == pytest.approx(alone["details"]["thresholds"], rel=1e-5)
+    expected = weights(alone)
+    for key, tensor in weights(resumed).items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-5)
 
 
 def in_replicas(ranks: Ranks, folder: Path) -> dict:
