@@ -275,11 +275,6 @@ def test_the_complexity_tables_hold_the_transcribed_values():
         ("CIFAR, BEiT-large (304M)", "beit_large"),
     ):
         assert one[row, "Relative Speed over non-DP, complexity"] == complexity_tables.PRINTED_1[name]
-    four = shown("bu2023", "4")
-    for stage, networks in complexity_tables.PRINTED_4.items():
-        for label, (ghost, pd) in zip(("18-layer", "34-layer", "50-layer"), networks, strict=True):
-            for column, value in (("ghost norm 2T²", ghost), ("per-sample grad instantiation pd", pd)):
-                assert four[stage, f"{label}, {column}"] == value.removesuffix(" x 1"), (stage, label)
     seven = shown("bu2023", "figure7")
     for name, image, depth in complexity_tables.FIGURE_7[:2]:
         assert (
