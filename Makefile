@@ -55,7 +55,7 @@ figures: $(READY) ## render every figure from the committed records
 	$(if $(WITH_PAGE),@echo "figures: with the page",$(PY) -m dpexp.report figures)
 
 report: $(READY) ## one page with every table and figure: results/report.html
-	$(PY) -m dpexp.report $(filter tables figures,$(MAKECMDGOALS)) report
+	$(strip $(PY) -m dpexp.report $(filter tables figures,$(MAKECMDGOALS)) report)
 
 table-%: $(READY) ## one table beside the paper's: table-he-2 (RUN=1 SCALE=small runs what is missing first)
 	$(PY) -m dpexp.report $@ $(FILL)

@@ -353,8 +353,9 @@ def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
         runs = list(dict.fromkeys(row["record"] for row in rows))[:MAX_RUNS]
         return draw(lambda axes: _draw_norms(axes, rows, runs), 2 * len(runs), (4.6, 4.2))
     key = {"dev": "epoch", "time": "seconds", "sweep": "x"}[target.kind]
-    if len({row[key] for row in rows}) == len({_line(row, target.kind == "time") for row in rows}):
-        return "", b""  # a point for each run is no curve
+    places = {(_line(row, target.kind == "time"), row[key]) for row in rows}
+    if len(places) == len({line for line, _ in places}):
+        return "", b""  # one point for each run is no curve
     numeric = all(_is_number(row[key]) for row in rows)
     names = sorted({row[key] for row in rows})
 
