@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 from dp_accounting import DpEvent
 from omegaconf import MISSING
 
-from dpexp.config import AccountantConfig, ScheduleConfig, hydra_entry
+from dpexp.config import AccountantConfig, IndividualConfig, ScheduleConfig, hydra_entry
 from dpexp.errors import UserError
-from dpexp.privacy.accountants import check_delta, epsilons
+from dpexp.privacy.accountants import check_delta, epsilon, epsilons
 from dpexp.privacy.calibration import calibrate
 from dpexp.privacy.events import composed, fixed_size_event, neighbouring, step_event
+from dpexp.privacy.individual import draw_groups, solve
 from dpexp.privacy.schedules import Schedule, factor_counts
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
 from dpexp.privacy.tuning import tuned_epsilons
@@ -39,6 +41,7 @@ class AccountArguments:
     sampling: str = "poisson"
     trials: float = 1
     trials_law: str | None = None
+    individual: IndividualConfig = field(default_factory=IndividualConfig)
     format: str = "text"
 
 
@@ -67,11 +70,17 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     def event(noise_multiplier: float) -> DpEvent:
         return composed((step(noise_multiplier * scale), count) for scale, count in counts)
 
-    sigma = arguments.noise_multiplier
-    if sigma is None:
+    sigma, groups = arguments.noise_multiplier, {}
+    if arguments.individual.name != "none":
+        sigma, groups = _grouped(arguments, counts)
+        whole = max(
+            (group.pop("event") for group in groups["groups"]), key=lambda e: epsilon(e, arguments.delta)
+        )
+    elif sigma is None:
         assert arguments.target_epsilon is not None
         sigma = calibrate(event, arguments.target_epsilon, arguments.delta, arguments.accountant.name)
-    whole = event(sigma)
+    if not groups:
+        whole = event(sigma)
     found = attack(whole)
     tuned = None
     if arguments.trials != 1 or arguments.trials_law is not None:
@@ -89,10 +98,35 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
         "neighbouring": neighbouring(step(sigma)),
         "epsilon": _finite(epsilons(whole, arguments.delta)),
         **(found.plain() if found is not None else dict.fromkeys(NO_BOUND.plain())),
+        **({"individual": groups} if groups else {}),
         "trials": arguments.trials,
         "trials_law": arguments.trials_law,
         "epsilon_with_tuning": _finite(tuned) if tuned is not None else None,
     }
+
+
+def _grouped(
+    arguments: AccountArguments, counts: Sequence[tuple[float, int]]
+) -> tuple[float, dict[str, Any]]:
+    """The noise multiplier, and what each group of examples gets; shares are taken of ten thousand examples."""
+    individual = arguments.individual
+
+    def event(rate: float, sigma: float, scale: float) -> DpEvent:
+        return composed((step_event(rate, [sigma * factor / scale]), count) for factor, count in counts)
+
+    members = draw_groups(10_000, individual.shares, 0)
+    sigma, budgets = solve(
+        individual.name, individual.epsilons, members, arguments.sample_rate, 0.0, event, arguments.delta,
+        arguments.accountant.name,
+    )  # fmt: skip
+    groups = []
+    for target, rate, scale in zip(budgets.epsilons, budgets.rates, budgets.scales, strict=True):
+        whole = event(rate, sigma, scale)
+        spent = _finite(epsilons(whole, arguments.delta))
+        groups.append(
+            {"target": target, "sample_rate": rate, "clip_scale": scale, "epsilon": spent, "event": whole}
+        )
+    return sigma, {"method": individual.name, "groups": groups}
 
 
 def _finite(found: dict[str, float | None]) -> dict[str, float | None]:
@@ -141,6 +175,11 @@ def as_text(result: dict[str, Any]) -> str:
         )
         names = ["rdp"] if result["trials_law"] is not None else names
         lines += [f"with tuning {name}   {_number(tuned[name]):<10}  {how}" for name in names]
+    for number, group in enumerate(result.get("individual", {}).get("groups", []), start=1):
+        lines.append(
+            f"group {number}           epsilon {group['target']:g}: sampling rate {group['sample_rate']:.4g}, thresholds "
+            f"x {group['clip_scale']:.4g}, spends rdp {_number(group['epsilon']['rdp'])}, pld {_number(group['epsilon']['pld'])}"
+        )
     lines.append(f"neighbours        {result['neighbouring']}")
     return "\n".join(lines)
 
@@ -152,7 +191,9 @@ def _number(value: float | None) -> str:
 
 
 def _check(arguments: AccountArguments) -> None:
-    if (arguments.noise_multiplier is None) == (arguments.target_epsilon is None):
+    if arguments.individual.name != "none":
+        _check_groups(arguments)
+    elif (arguments.noise_multiplier is None) == (arguments.target_epsilon is None):
         raise UserError("give either noise_multiplier=… or target_epsilon=…, not both and not neither")
     if arguments.noise_multiplier is not None and not 0 <= arguments.noise_multiplier < math.inf:
         raise UserError(f"noise_multiplier={arguments.noise_multiplier} must be a number, 0 or larger")
@@ -173,6 +214,21 @@ def _check(arguments: AccountArguments) -> None:
         raise UserError(f"sampling={arguments.sampling} is not a choice; choices: {', '.join(_SAMPLINGS)}")
     if arguments.format not in _FORMATS:
         raise UserError(f"format={arguments.format} is not a choice; choices: {', '.join(_FORMATS)}")
+
+
+def _check_groups(arguments: AccountArguments) -> None:
+    individual = arguments.individual
+    if arguments.noise_multiplier is not None or arguments.target_epsilon is not None:
+        raise UserError(
+            "individual.epsilons decide the noise: give neither noise_multiplier nor target_epsilon"
+        )
+    if len(individual.epsilons) < 2 or len(individual.shares) != len(individual.epsilons):
+        raise UserError(
+            f"individual.epsilons={list(individual.epsilons)} and individual.shares={list(individual.shares)} must be two or "
+            "more numbers each, one for each group of examples"
+        )
+    if arguments.sampling != "poisson" or not arguments.steps or not arguments.sample_rate:
+        raise UserError("individual budgets need Poisson batches, a sample rate above 0 and one step or more")
 
 
 @hydra_entry("account", AccountArguments)

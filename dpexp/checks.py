@@ -29,7 +29,7 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "optim.weight_decay", "task.held_out", "task.augmentations", "task.image_size", "privacy.noise_multiplier", "peft.alpha",
-    "peft.prefix_hidden", "search.growth", "optim.steps", "task.generation.shots",
+    "peft.prefix_hidden", "search.growth", "optim.steps", "task.generation.shots", "analysis.output_specific_every",
     "task.generation.prompt_set", "search.armijo", "seed",
     "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every",
 )  # fmt: skip
@@ -58,6 +58,7 @@ def check(run: RunConfig) -> None:
         *_model(run),
         *_data(run),
         *_generation(run),
+        *_analysis(run),
     ]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -213,6 +214,12 @@ def _individual(run: RunConfig) -> Iterator[str]:
         )
     if privacy.sampling != "poisson":
         yield f"individual={individual.name} needs Poisson batches: drop privacy.sampling={privacy.sampling}"
+    if individual.budgets is not None:
+        if individual.bins < 2:
+            yield f"individual.bins={individual.bins} must be 2 or more: with one everybody has the smallest budget"
+        if individual.groups is not None:
+            yield "individual.budgets and individual.groups both say who is in which group: give one of them"
+        return
     budgets = individual.epsilons
     if len(budgets) < 2 or not all(math.isfinite(value) and value > 0 for value in budgets):
         yield f"individual.epsilons={budgets} must be two or more positive numbers, one for each group of examples"
@@ -238,7 +245,7 @@ def _search(run: RunConfig) -> Iterator[str]:
     wanted = kinds.get(search.name, ("above_threshold",))
     if search.mechanism not in wanted:
         yield f"search.mechanism={search.mechanism} is not how {name} works: choose {' or '.join(wanted)}"
-    if run.clip.adaptive or run.individual.name != "none":
+    if run.clip.adaptive or run.clip.method != "norm" or run.individual.name != "none":
         yield f"{name} shares a step's budget with the gradient alone: take clip=flat or perlayer, and individual=none"
     if run.clip.allocation != "global":
         yield f"{name} weighs gradients by noise that is the same on every coordinate: leave clip.allocation=global"
@@ -369,6 +376,26 @@ def _model(run: RunConfig) -> Iterator[str]:
     sizes = {"lora": "rank", "rgp": "rank", "adapters": "rank", "top2": "blocks", "prefix": "prefix_length"}
     if (size := sizes.get(peft.name)) is not None and getattr(peft, size) < 1:
         yield f"peft.{size}={getattr(peft, size)} must be 1 or more: nothing would train"
+
+
+def _analysis(run: RunConfig) -> Iterator[str]:
+    if not run.analysis.output_specific_every:
+        return
+    what = "analysis.output_specific_every"
+    if not 0 < run.analysis.rounding <= 1:
+        yield f"analysis.rounding={run.analysis.rounding} must be above 0 and at most 1"
+    if run.privacy.release == "strict":
+        yield f"{what} looks at the norms of all examples, which privacy.release=strict withholds: leave it at 0"
+    if (
+        not run.clip.private
+        or run.clip.adaptive
+        or run.clip.method != "norm"
+        or run.clip.rule != "abadi"
+        or run.privacy.sampling != "poisson"
+    ):
+        yield f"{what} is for fixed thresholds, rule=abadi and Poisson batches: take clip=flat or perlayer"
+    if run.individual.name != "none" or run.search.name != "none":
+        yield f"{what} speaks of gradients alone: set individual=none search=none"
 
 
 def _generation(run: RunConfig) -> Iterator[str]:

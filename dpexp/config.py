@@ -78,7 +78,7 @@ _NOT_IN_SIGNATURE = frozenset(
         "task.hub_config", "task.files", "task.num_examples", "model.root", "runtime.eval_batch_size",
         "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir", "runtime.parallel",
         "runtime.stages", "runtime.schedule", "runtime.microbatch", "runtime.flat", "runtime.rematerialise", "runtime.park",
-        "runtime.dry_run", "privacy.keep_key",
+        "runtime.dry_run", "privacy.keep_key", "analysis",
     }
 )  # fmt: skip
 
@@ -280,6 +280,8 @@ def _neutralise(run: RunConfig) -> None:
         run.individual = type(run.individual)()
     elif run.individual.groups is not None:
         run.individual.shares = []
+    elif run.individual.budgets is not None:
+        run.individual.shares, run.individual.epsilons = [], []
     if run.search.name == "none":
         run.search = type(run.search)()
     if run.data.cache:

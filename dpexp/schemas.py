@@ -204,6 +204,10 @@ class IndividualConfig:
     shares: list[float] = field(default_factory=list)  # of the examples, drawn at random with the seed
     # or a file that has in the line of each training example the number of its group, from 1 on; public
     groups: str | None = None
+    # or a file that has in the line of each training example an epsilon of its own, which are put into bins; public
+    budgets: str | None = None
+    bins: int = 3
+    partition: str = "privacy_aware"  # what the bins are chosen for: privacy_aware | utility
 
 
 @dataclass
@@ -306,6 +310,15 @@ class RuntimeConfig:
 
 
 @dataclass
+class AnalysisConfig:
+    """What is found out about a run for its owner; none of it is released."""
+
+    # steps K between two looks at the norms of all examples, for output-specific privacy; 0 = none
+    output_specific_every: int = 0
+    rounding: float = 0.05  # r, of an example's contribution relative to C, upwards
+
+
+@dataclass
 class TrackerConfig:
     """Who else hears of the metrics."""
 
@@ -339,6 +352,7 @@ class RunConfig:
     peft: PeftConfig = field(default_factory=PeftConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     seed: int = 0
@@ -371,6 +385,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "privacy_utility_convex", "validation", "privacy_utility_released",
     ),
     "individual.name": ("none", "sampling", "scaling"),
+    "individual.partition": ("privacy_aware", "utility"),
     "search.name": ("none", "noisymax", "noisybtls", "hyfreedp"),
     "search.mechanism": ("laplace", "exponential", "above_threshold", "gaussian"),
     "optim.name": (

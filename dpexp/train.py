@@ -23,6 +23,7 @@ from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.individual import draw_groups, read_groups
 from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
+from dpexp.privacy.partition import partition, read_budgets
 from dpexp.privacy.plan import Plan, make_plan
 from dpexp.privacy.searches import SearchBudget
 from dpexp.sweeps import Result
@@ -259,9 +260,26 @@ def budget_groups(run: RunConfig, num_examples: int) -> np.ndarray | None:
     individual = run.individual
     if individual.name == "none":
         return None
+    if individual.budgets is not None:
+        return binned(run, num_examples)[1]
     if individual.groups is not None:
         return read_groups(individual.groups, num_examples, len(individual.epsilons))
     return draw_groups(num_examples, individual.shares, run.seed)
+
+
+def binned(run: RunConfig, num_examples: int) -> tuple[list[float], np.ndarray]:
+    """ε of each bin of examples, and `[N]` the bin of each, where every example has a budget of its own. Public."""
+    individual, batch = run.individual, run.optim.batch_size
+    assert individual.budgets is not None
+    steps = number_of_steps(run, num_examples)
+
+    def strength(target: float) -> float:
+        return 1 / make_plan(
+            num_examples=num_examples, expected_batch_size=batch, steps=steps, delta=run.privacy.delta, epsilon=target
+        ).noise_multiplier  # fmt: skip
+
+    value = strength if individual.partition == "utility" else None
+    return partition(read_budgets(individual.budgets, num_examples), individual.bins, value)
 
 
 def build_plan(
@@ -285,9 +303,14 @@ def build_plan(
         sampling=run.privacy.sampling,
         allow_clt=run.accountant.allow_clt,
         schedule=asdict(run.schedule),
-        individual=None if groups is None else (run.individual.name, run.individual.epsilons, groups),
+        individual=None if groups is None else (run.individual.name, _epsilons(run, num_examples), groups),
         search=None if run.search.name == "none" else SearchBudget(run.search.mechanism, run.search.share),
     )
+
+
+def _epsilons(run: RunConfig, num_examples: int) -> list[float]:
+    """ε of each group of examples."""
+    return run.individual.epsilons if run.individual.budgets is None else binned(run, num_examples)[0]
 
 
 def choose_device(name: str) -> torch.device:

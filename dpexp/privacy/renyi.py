@@ -49,6 +49,11 @@ def divergence(parts: Releases, order: float) -> float:
     return sum(count * float(_curve(q, sigma, (order,))[0]) for (q, sigma), count in parts.items())
 
 
+def divergences(q: float, sigma: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    """Compute the Rényi divergence of one Poisson-sampled Gaussian at each order."""
+    return _curve(q, sigma, orders)
+
+
 def _minimum(parts: Releases, delta: float, orders: tuple[float, ...]) -> tuple[float, float]:
     total = sum(
         (count * _curve(q, sigma, orders) for (q, sigma), count in parts.items()), np.zeros(len(orders))

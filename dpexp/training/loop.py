@@ -26,6 +26,7 @@ from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.sharing import sharing
 from dpexp.privacy.keys import LEDGER, Keys
 from dpexp.privacy.ledger import Ledger, Seal
+from dpexp.privacy.output_specific import OutputSpecific
 from dpexp.training import state
 from dpexp.training.averaging import Averages
 from dpexp.training.batching import automatic_size, repeated
@@ -151,6 +152,15 @@ class Trainer:
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
             clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search, public=self._public_rows,
         )  # fmt: skip
+        self.output_specific: OutputSpecific | None = None
+        self.ratios: np.ndarray | None = None
+        if plan is not None and run.analysis.output_specific_every:
+            total, rounding = task.num_examples, run.analysis.rounding
+            self.output_specific = OutputSpecific(total, plan.sample_rate, rounding)
+        if ranks.several and (self.search is not None or self.output_specific is not None):
+            raise UserError(
+                "search and analysis.output_specific_every look at all losses in one place so far: start one process"
+            )
         self.wall_before, self.started = 0.0, time.perf_counter()
         self.step_times: list[float] = []
         self.timings: dict[str, Any] = {}
@@ -206,6 +216,8 @@ class Trainer:
             self.search.load_state_dict(checkpoint.search)
         if self.feedback is not None:
             self.feedback.load_state_dict(checkpoint.search)
+        if self.output_specific is not None:
+            self.output_specific.spent, self.ratios = (t.numpy() for t in checkpoint.contributions)
         if self.ledger is not None:
             self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
         self.stepper.taken = checkpoint.step
@@ -237,6 +249,7 @@ class Trainer:
             charges=seal.charges,
             last_charge=seal.check,
             search=mover.state_dict() if (mover := self.search or self.feedback) is not None else {},
+            contributions=self._contributions(),
         )
         self.ranks.once(lambda: state.save_checkpoint(self.folder / "checkpoint", checkpoint))
 
@@ -251,6 +264,11 @@ class Trainer:
         """Write back what `states` gave."""
         state.load_model_state(self.model, model)
         self.optimizer.load_state_dict(optimizer)
+
+    def _contributions(self) -> list[Tensor]:
+        if self.output_specific is None or self.ratios is None:
+            return []
+        return [torch.from_numpy(self.output_specific.spent), torch.from_numpy(self.ratios)]
 
     @property
     def step(self) -> int:
@@ -275,6 +293,7 @@ class Trainer:
         with Interrupts() as interrupts:
             while self.step < self.steps and self.affordable() and not self.ranks.any(interrupts.requested):
                 begun = time.perf_counter()
+                self._look()
                 self.stepper.keep_norms = self._norms_due(self.step + 1)
                 self.stepper.keep_signal = self.step < FIRST_STEPS and not self.metrics.strict
                 sums = self.take_step(interrupts)
@@ -295,6 +314,41 @@ class Trainer:
                 return Outcome("interrupted", self.step, self.wall_s, metrics, self.performance())
         metrics = self.evaluate(progress, final=True)
         return Outcome("finished", self.step, self.wall_s, metrics, self.performance())
+
+    def _look(self) -> None:
+        """Charge every example with what it would contribute to the coming step (`dpexp.privacy.output_specific`)."""
+        release, every = self.stepper.release, self.run.analysis.output_specific_every
+        if self.output_specific is None or release is None or self.plan is None:
+            return
+        if self.ratios is None or self.step % every == 0:
+            release.clipper.thresholds = self.policy.values
+            stds = torch.tensor(release.noise(self.step)["gradients"], dtype=torch.float64).unsqueeze(1)
+            bounds = self.policy.values.double().cpu().unsqueeze(1)
+            found = []
+            for start in range(0, self.task.num_examples, self.physical_batch_size):
+                stop = min(start + self.physical_batch_size, self.task.num_examples)
+                report = release.clipper.backward(self.losses_of(np.arange(start, stop)))
+                self.stepper.clear()
+                contributed = torch.minimum(report.norms.double().cpu(), bounds) / stds
+                found.append(contributed.square().sum(0).sqrt() * self.plan.sigma_new(self.step))
+            self.ratios = torch.cat(found).numpy()
+        self.output_specific.add(self.ratios, self.plan.sigma_new(self.step), 1)
+
+    def _conclude(self) -> dict[str, Any] | None:
+        """Quantiles of the ε of examples along this run's outputs; the whole list stays in the folder."""
+        if self.output_specific is None or self.plan is None:
+            return None
+        found = self.output_specific.epsilons(self.plan.delta)
+        np.save(self.folder / "output_specific.npy", found)
+        shares = [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
+        quantiles = dict(zip(map(str, shares), np.quantile(found, shares).tolist(), strict=True))
+        return {
+            "epsilon_quantiles": quantiles,
+            "every": self.run.analysis.output_specific_every,
+            "rounding": self.run.analysis.rounding,
+            "not_private": True,
+            "note": "an analysis of this run's outputs, not a guarantee",
+        }
 
     def affordable(self) -> bool:
         """Whether the budget covers the next step: always, but where the noise moves with the run."""
@@ -376,6 +430,7 @@ class Trainer:
             # what of the model could not be proven, in words
             "clipping_notes": getattr(self.clipper, "notes", []),
             "plan": self.plan.to_dict() if self.plan is not None else None,
+            **({"output_specific": looked} if (looked := self._conclude()) is not None else {}),
         }
 
     def detach(self) -> None:

@@ -84,6 +84,7 @@ class Checkpoint:
     last_charge: str = ""
     scheduler: dict[str, Any] = field(default_factory=dict)  # where the loop brought its own
     search: dict[str, Any] = field(default_factory=dict)  # of the step size, where there is one
+    contributions: list[Tensor] = field(default_factory=list)  # of each example, where they are analysed
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -114,3 +114,38 @@ def test_the_command_line():
     }.items():
         with pytest.raises(UserError, match=message):
             composed(*overrides)
+
+
+def test_a_budget_for_every_example_becomes_bins(tmp_path):
+    from dpexp.train import binned
+
+    file = tmp_path / "budgets.txt"
+    file.write_text("\n".join(["1.0", "1.1", "4.0"] * 20))
+    run = tiny_run(steps=3, adaptive=False)
+    run.privacy.noise_multiplier = None
+    run.individual.name, run.individual.budgets, run.individual.bins = "scaling", str(file), 2
+    trainer = run_to_end(tmp_path / "run", run)
+    assert trainer.plan.budgets.epsilons == (1.0, 4.0)
+    assert trainer.plan.budgets.sizes == (40, 20)
+    run.individual.partition = "utility"
+    assert binned(run, 60)[0] == [1.0, 4.0]
+
+
+def test_what_the_outputs_told_about_each_example_is_an_analysis(tmp_path):
+    """At most the guarantee; the same after a crash; and the run itself is not touched."""
+    run = tiny_run(steps=6, adaptive=False)
+    plain = run_to_end(tmp_path / "plain", run)
+    run.analysis.output_specific_every, run.analysis.rounding = 2, 0.1
+    whole = run_to_end(tmp_path / "whole", run)
+    assert np.array_equal(weights(plain), weights(whole))
+    cut = make_trainer(tmp_path / "cut", run)
+    cut.steps = 4
+    train(cut)
+    resumed = make_trainer(tmp_path / "cut", run)
+    train(resumed)
+    found = resumed.output_specific.epsilons(1e-3)
+    assert np.array_equal(found, whole.output_specific.epsilons(1e-3))
+    assert 0 < found.min() <= found.max() <= whole.plan.epsilon() * 1.02
+    quantiles = whole.details()["output_specific"]
+    assert quantiles["not_private"]
+    assert quantiles["epsilon_quantiles"]["1.0"] == pytest.approx(found.max())
