@@ -70,7 +70,8 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     def event(noise_multiplier: float) -> DpEvent:
         return composed((step(noise_multiplier * scale), count) for scale, count in counts)
 
-    sigma, groups = arguments.noise_multiplier, {}
+    sigma = arguments.noise_multiplier
+    groups: dict[str, Any] = {}
     if arguments.individual.name != "none":
         sigma, groups = _grouped(arguments, counts)
         whole = max(

@@ -80,7 +80,8 @@ def read_budgets(file: str | Path, num_examples: int) -> NDArray[np.float64]:
         raise UserError(f"individual.budgets={file} cannot be read: {error}") from None
     if len(lines) != num_examples:
         raise UserError(
-            f"{file} has {len(lines)} lines for {num_examples} training examples: it needs a budget for each, in the order of the data"
+            f"{file} has {len(lines)} lines for {num_examples} training examples: it needs a budget for each, "
+            "in the order of the data"
         )
     found = np.empty(num_examples)
     for line, word in enumerate(lines, start=1):
