@@ -18,6 +18,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from dpexp.durable import finite
+
 FILE = "jobs.jsonl"
 
 _started: list[Path] = []  # the folder of the multirun that this process started
@@ -55,7 +57,7 @@ class Jobs(Callback):
             "metrics": dict(value) if isinstance(value, dict) else None,
         }
         with (Path(config.hydra.sweep.dir) / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")  # one write: lines of several processes don't mix
+            file.write(json.dumps(finite(line), allow_nan=False) + "\n")  # one write: lines of several processes don't mix
 
 
 def _first_line(error: object) -> str:
@@ -87,7 +89,7 @@ def report(console: Console | None = None) -> None:
             str(row["job"]),
             *(given.get(key, "") for key in varied),
             f"failed: {row['error']}" if row["status"] == "failed" else row["status"],
-            *(f"{metrics[name]:.4g}" if name in metrics else "" for name in names),
+            *("" if metrics.get(name) is None else f"{metrics[name]:.4g}" for name in names),
         )
     console = console or Console(highlight=False)
     console.print(table)
