@@ -86,6 +86,12 @@ conform-nightly: $(READY) ## 10,000 random models, failures shrunk to the smalle
 sabotage: $(READY) ## plant defects in our own trainer and see which check finds each: results/sabotage
 	$(PY) -m dpexp.conform.sabotage
 
+audits: $(READY) ## what the white-box audit sees, and 200 runs on which it must be silent: results/audit
+	$(PY) -m dpexp.auditing.trials
+
+kills: $(READY) ## kill private runs a hundred times at random instants: results/kills
+	$(PY) -m dpexp.conform.kills
+
 format: $(READY) ## format the code and fix what the linter can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
