@@ -10,7 +10,7 @@ from typing import Any
 
 from dpexp.durable import flattened
 from dpexp.errors import UserError
-from dpexp.privacy.schedules import SCHEDULES, Schedule
+from dpexp.privacy.schedules import ADAPTIVE, SCHEDULES, Schedule
 from dpexp.schemas import CHOICES, RunConfig
 from dpexp.training.low_pass import check_low_pass
 
@@ -52,6 +52,7 @@ def check(run: RunConfig) -> None:
         *_privacy(run),
         *_schedule(run),
         *_individual(run),
+        *_growth(run),
         *_search(run),
         *_clipping(run),
         *_length(run),
@@ -287,6 +288,23 @@ def _clipping(run: RunConfig) -> Iterator[str]:
                 f"clip.quantile_budget={clip.quantile_budget} must be in (0, 1): it is the share r of the budget that "
                 "pays for adaptive thresholds (0.01 to 0.1 is usual)"
             )
+
+
+def _growth(run: RunConfig) -> Iterator[str]:
+    growth = run.optim.batch_growth
+    if not growth:
+        return
+    try:
+        schedule = Schedule.of(growth)
+    except (UserError, TypeError) as error:
+        yield f"optim.batch_growth={growth} is no schedule, such as {{name: step, decay_rate: 0.5, period: 2}}: {error}"
+        return
+    if schedule.adaptive or not run.clip.private or run.schedule.name in ADAPTIVE:
+        yield "optim.batch_growth needs a private run, and a schedule= that is fixed beforehand: drop it, or change these"
+    if run.privacy.sampling != "poisson" or run.individual.name != "none" or run.search.name != "none":
+        yield "optim.batch_growth needs Poisson batches and one budget: drop privacy.sampling, individual= and search="
+    if run.clip.method in ("adaclip", "microbatch"):
+        yield f"clip={run.clip.name} counts on batches of one size: drop optim.batch_growth"
 
 
 def _whole_gradients(run: RunConfig) -> Iterator[str]:

@@ -255,6 +255,8 @@ class OptimConfig:
     filter_b: list[float] = field(default_factory=lambda: [0.1])  # doppler: of the gradients
     kappa: float = 0.7  # disk: the weight of the newest gradient
     batch_size: float = 1024.0  # B, the expected size of a logical batch
+    # of the batch: name and parameters of a schedule f of the noise; the expected size of a step is B/f. {} = the same in all
+    batch_growth: dict[str, Any] = field(default_factory=dict)
     epochs: float | None = None  # exactly one of epochs and steps
     steps: int | None = None
 

@@ -136,7 +136,8 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     plan = build_plan(run, task.num_examples, steps, groups)
     keys = ranks.once(lambda: open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}"))
     rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
-    sampler = sampler_for(run.privacy.sampling, task.num_examples, batch, keys.draws, groups, rates)
+    rate_of = plan.rate if plan is not None and plan.grows else None
+    sampler = sampler_for(run.privacy.sampling, task.num_examples, batch, keys.draws, groups, rates, rate_of)
 
     with tracking(run, settings, folder) if ranks.writes else contextlib.nullcontext() as tracker:
         metrics = record.Metrics(
@@ -303,6 +304,7 @@ def build_plan(
         sampling=run.privacy.sampling,
         allow_clt=run.accountant.allow_clt,
         schedule=asdict(run.schedule),
+        batches=run.optim.batch_growth or "constant",
         individual=None if groups is None else (run.individual.name, _epsilons(run, num_examples), groups),
         search=None if run.search.name == "none" else SearchBudget(run.search.mechanism, run.search.share),
     )

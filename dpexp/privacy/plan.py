@@ -30,7 +30,7 @@ from dpexp.privacy.events import (
     step_event,
 )
 from dpexp.privacy.individual import Budgets, solve
-from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
+from dpexp.privacy.schedules import CONSTANT, Schedule, joint_counts
 from dpexp.privacy.searches import ORDERS, SearchBudget, filter_admits
 
 SAMPLINGS = ("poisson", "fixed", "shuffle")
@@ -57,10 +57,12 @@ class Plan:
     schedule: Schedule = CONSTANT
     budgets: Budgets | None = None  # of groups of examples, where not all have the same
     search: SearchBudget | None = None  # of the step size, and how far the budgets were raised for it
+    batches: Schedule = CONSTANT  # the expected batch of a step is that of the first one over its factor
     level: float = 1.0  # of the noise, where the schedule follows the training; the budget is that of level 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", Schedule.of(self.schedule))  # `to_dict` gives it as plain values
+        object.__setattr__(self, "batches", Schedule.of(self.batches))
         object.__setattr__(self, "budgets", Budgets.of(self.budgets))
         object.__setattr__(self, "search", SearchBudget.of(self.search))
 
@@ -76,8 +78,17 @@ class Plan:
 
     @property
     def expected_batch_size(self) -> float:
-        """q·N: what sums are divided by, whatever was drawn."""
+        """q·N: what sums are divided by, whatever was drawn; in the first step, where batches grow."""
         return self.sample_rate * self.num_examples
+
+    @property
+    def grows(self) -> bool:
+        """Whether the sampling rate changes over the run."""
+        return self.batches.name != CONSTANT.name
+
+    def rate(self, step: int) -> float:
+        """q of the step."""
+        return self.sample_rate / self.batches.factor(step, self.steps, self.sample_rate)
 
     @property
     def _delta(self) -> float:
@@ -120,7 +131,7 @@ class Plan:
 
         ``budget``: of this group of examples (see `individual`); of the least protected one by default.
         """
-        return self._event_at(self.sigma(step), budget)
+        return self._event_at(self.sigma(step), budget, self.rate(step))
 
     def charge(self, step: int) -> DpEvent | GroupEvents:
         """What the ledger writes of the step: its event, or that of each group of examples."""
@@ -134,9 +145,10 @@ class Plan:
         done = self.steps if steps is None else steps
         if not 0 <= done <= self.steps:
             raise UserError(f"the plan has {self.steps} steps, not {done}")
-        counts = factor_counts(self.schedule, done, self.steps, self.sample_rate)
+        counts = joint_counts(self.schedule, self.batches, done, self.steps, self.sample_rate)
         return composed(
-            (self._event_at(self.noise_multiplier * scale, budget), count) for scale, count in counts
+            (self._event_at(self.noise_multiplier * scale, budget, self.sample_rate * growth), count)
+            for scale, growth, count in counts
         )
 
     def epsilon(self, steps: int | None = None, accountant: str | None = None) -> float:
@@ -232,7 +244,9 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
-        plain = asdict(self) | {"schedule": self.schedule.plain()}
+        plain = asdict(self) | {"schedule": self.schedule.plain(), "batches": self.batches.plain()}
+        if not self.grows:
+            del plain["batches"]
         for name in ("budgets", "search"):
             if getattr(self, name) is None:
                 del plain[name]
@@ -240,8 +254,8 @@ class Plan:
             del plain["level"]
         return plain
 
-    def _event_at(self, sigma: float, budget: int | None) -> DpEvent:
-        rate, scale = self.sample_rate, 1.0
+    def _event_at(self, sigma: float, budget: int | None, rate: float) -> DpEvent:
+        scale = 1.0
         if self.budgets is not None:
             group = self.budgets.least_protected if budget is None else budget
             rate, scale = self.budgets.rates[group], self.budgets.scales[group]
@@ -284,6 +298,7 @@ def make_plan(
     sampling: str = "poisson",
     allow_clt: bool = False,
     schedule: Schedule | str | Mapping[str, Any] = CONSTANT,
+    batches: Schedule | str | Mapping[str, Any] = CONSTANT,
     individual: tuple[str, Sequence[float], NDArray[np.int64]] | None = None,
     search: SearchBudget | None = None,
 ) -> Plan:
@@ -291,7 +306,8 @@ def make_plan(
 
     ``num_examples`` N is public; ``expected_batch_size`` B gives q = B/N; ``delta`` is a number or a rule
     (see `resolve_delta`); ``quantile_budget`` r is the share of each step's budget for adaptive thresholds;
-    ``schedule`` (its name, if it has no parameters) lets the noise change over time; ``individual``: method, ε of each
+    ``schedule`` (its name, if it has no parameters) lets the noise change over time, ``batches``
+    the expected batch; ``individual``: method, ε of each
     group and the group of each example (see `dpexp.privacy.individual`), in the place of ``epsilon``; ``search``: of the step
     size (see `dpexp.privacy.searches`), whose raises shorten the run.
     Raises `UserError` for values that make no plan, and for the gdp accountant without ``allow_clt``: its ε
@@ -340,17 +356,25 @@ def make_plan(
         _check_feedback(
             schedule, accountant, sampling, individual is not None or search is not None, noise_multiplier
         )
-    counts = factor_counts(schedule, steps, steps, sample_rate)
+    batches = Schedule.of(batches)
+    if batches.name != CONSTANT.name:
+        _check_batches(batches, steps, sample_rate, sampling, individual is not None or search is not None)
+    counts = joint_counts(schedule, batches, steps, steps, sample_rate)
 
     def make_event(rate: float, sigma: float, scale: float) -> DpEvent:
         if search is not None:
-            return composed((_searching(rate, sigma * factor, search), count) for factor, count in counts)
+            return composed((_searching(rate, sigma * factor, search), count) for factor, _, count in counts)
         return composed(
             (
-                _sampled(sampling, num_examples, rate, _multipliers(sigma * factor, quantile_budget, scale)),
+                _sampled(
+                    sampling,
+                    num_examples,
+                    rate * growth,
+                    _multipliers(sigma * factor, quantile_budget, scale),
+                ),
                 count,
             )
-            for factor, count in counts
+            for factor, growth, count in counts
         )
 
     budgets = None
@@ -382,7 +406,23 @@ def make_plan(
         schedule=schedule,
         budgets=budgets,
         search=search,
+        batches=batches,
     )
+
+
+def _check_batches(batches: Schedule, steps: int, sample_rate: float, sampling: str, others: bool) -> None:
+    """Raises `UserError` for batches that cannot grow as they should."""
+    if sampling != "poisson" or others or batches.adaptive:
+        raise UserError(
+            "optim.batch_growth needs Poisson batches, one budget and a schedule that is fixed beforehand: drop "
+            "privacy.sampling, individual= and search="
+        )
+    last = sample_rate / batches.factor(steps - 1, steps, sample_rate)
+    if last > 1:
+        raise UserError(
+            f"optim.batch_growth makes the last batch {last:.3g} times the data: let it grow more slowly, or begin "
+            "with a smaller optim.batch_size"
+        )
 
 
 def _check_feedback(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +16,22 @@ class PoissonSampler:
     of all else.
 
     Counter based: the draw of a step depends on (key, step, attempt) alone, so that resuming needs no
-    state. Raises `UserError` for a rate outside [0, 1] or no examples."""
+    state. Raises `UserError` for a rate outside [0, 1] or no examples. ``rate_of``: of each step, where it changes."""
 
-    def __init__(self, num_examples: int, sample_rate: float, key: bytes) -> None:
+    def __init__(
+        self,
+        num_examples: int,
+        sample_rate: float,
+        key: bytes,
+        rate_of: Callable[[int], float] | None = None,
+    ) -> None:
         if num_examples < 1 or not 0 <= sample_rate <= 1:
             raise UserError(
                 f"cannot sample {num_examples} examples at rate {sample_rate}: N >= 1 and 0 <= q <= 1"
             )
         self.num_examples = num_examples
         self.sample_rate = sample_rate
+        self.rate_of = rate_of
         self._key = key
 
     def draw(self, step: int, attempt: int = 0) -> NDArray[np.int64]:
@@ -35,7 +42,8 @@ class PoissonSampler:
         rng = _generator(self._key, step, attempt)
         # Exactly Poisson sampling: given their number, which is binomial, all sets of that size are equally
         # likely.
-        size = rng.binomial(self.num_examples, self.sample_rate)
+        rate = self.sample_rate if self.rate_of is None else self.rate_of(step)
+        size = rng.binomial(self.num_examples, rate)
         return np.sort(rng.choice(self.num_examples, size=size, replace=False, shuffle=False)).astype(
             np.int64
         )

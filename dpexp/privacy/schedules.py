@@ -231,6 +231,27 @@ CONSTANT = Schedule()
 
 
 @lru_cache(maxsize=32)
+def joint_counts(
+    schedule: Schedule, batches: Schedule, done: int, steps: int, sample_rate: float
+) -> tuple[tuple[float, float, int], ...]:
+    """(factor of the noise, factor of the batch, number of steps that have both) over the first ``done`` of ``steps`` steps.
+
+    Batches grow as the noise of such a schedule would fall: by 1/f. An epoch is counted in batches of the first size."""
+    if batches.name == CONSTANT.name:
+        return tuple(
+            (factor, 1.0, count) for factor, count in factor_counts(schedule, done, steps, sample_rate)
+        )
+    pairs = Counter(
+        (
+            1.0 if schedule.adaptive else schedule.factor(step, steps, sample_rate),
+            1 / batches.factor(step, steps, sample_rate),
+        )
+        for step in range(done)
+    )
+    return tuple((factor, growth, count) for (factor, growth), count in pairs.items())
+
+
+@lru_cache(maxsize=32)
 def factor_counts(
     schedule: Schedule, done: int, steps: int, sample_rate: float
 ) -> tuple[tuple[float, int], ...]:

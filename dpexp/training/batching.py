@@ -58,12 +58,16 @@ def sampler_for(
     key: bytes,
     groups: np.ndarray | None = None,
     rates: Sequence[float] = (),
+    rate_of: Callable[[int], float] | None = None,
 ) -> Sampler:
-    """The sampler of a run: ``poisson``, ``fixed`` or ``shuffle``; with rates of their own for ``groups`` (`[N]`) of examples."""
+    """The sampler of a run: ``poisson``, ``fixed`` or ``shuffle``.
+
+    ``groups`` (`[N]`) of examples may have ``rates`` of their own; ``rate_of``: of each step, where batches grow.
+    """
     if groups is not None:
         return GroupedSampler(groups, rates, key)
     if sampling == "poisson":
-        return PoissonSampler(num_examples, expected_batch / num_examples, key)
+        return PoissonSampler(num_examples, expected_batch / num_examples, key, rate_of)
     if sampling == "fixed":
         return FixedSizeSampler(num_examples, round(expected_batch), key)
     return ShuffleSampler(num_examples, max(1, round(expected_batch)), key)

@@ -180,6 +180,12 @@ class Steps:
             self.clipper.thresholds = self.policy.values
         if hasattr(self._mover, "ahead"):
             self._mover.ahead()
+        if self.release is not None and self.release.plan.grows:
+            if getattr(self.sampler, "rate_of", None) is None:
+                raise UserError(
+                    "optim.batch_growth needs a sampler whose rate follows the plan: train with dpexp.train"
+                )
+            self.expected_batch = self.release.plan.rate(step) * self.release.plan.num_examples
         drawn = self.sampler.draw(step, attempt)
         if isinstance(self.clipper, MicrobatchClipper) and self.release is not None:
             count = max(1, round(self.expected_batch / self.clipper.size))

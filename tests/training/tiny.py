@@ -87,7 +87,13 @@ def make_trainer(
         "steps": run.optim.steps,
         "expected_batch": run.optim.batch_size,
         "sampler": sampler_for(
-            run.privacy.sampling, task.num_examples, run.optim.batch_size, keys.draws, groups, rates
+            run.privacy.sampling,
+            task.num_examples,
+            run.optim.batch_size,
+            keys.draws,
+            groups,
+            rates,
+            plan.rate if plan is not None and plan.grows else None,
         ),
         "keys": keys,
         "signature": "tiny",

@@ -1,0 +1,96 @@
+"""Batches that grow: sampling, division, noise and charge of each step, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import ComposedDpEvent
+
+from dpexp.config import compose
+from dpexp.errors import UserError
+from dpexp.privacy.accountants import epsilon
+from dpexp.privacy.plan import Plan, make_plan
+from dpexp.privacy.sampling import PoissonSampler
+from dpexp.training.steps import Steps
+from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
+
+GROWTH = {"name": "step", "decay_rate": 0.5, "period": 1}  # doubled after each epoch of 1/q first batches
+SMALL = {"num_examples": 1000, "expected_batch_size": 50, "delta": 1e-5, "steps": 60}  # an epoch is 20 steps
+
+
+def test_the_event_is_that_of_the_steps_one_by_one_under_every_accountant():
+    plan = make_plan(
+        **SMALL, noise_multiplier=2.0, batches=GROWTH, schedule={"name": "time", "decay_rate": 0.5}
+    )
+    assert [plan.rate(step) for step in (0, 19, 20, 40)] == [0.05, 0.05, 0.1, 0.2]
+    by_hand = ComposedDpEvent([plan.step_event(step) for step in range(60)])
+    assert {event.sampling_probability for event in by_hand.events} == {0.05, 0.1, 0.2}
+    for accountant in ("rdp", "gdp", "prv", "pld"):
+        assert plan.epsilon(accountant=accountant) == pytest.approx(
+            epsilon(by_hand, 1e-5, accountant), rel=1e-9
+        )
+    assert Plan(**json.loads(json.dumps(plan.to_dict()))) == plan
+    calibrated = make_plan(**SMALL, epsilon=2.0, batches=GROWTH)
+    assert 0.998 * 2 < calibrated.epsilon() <= 2.0
+    assert calibrated.noise_multiplier > make_plan(**SMALL, epsilon=2.0).noise_multiplier
+    assert "batches" not in make_plan(**SMALL, epsilon=2.0).to_dict()
+
+
+def test_the_sampler_draws_at_the_rate_of_the_step():
+    sampler = PoissonSampler(2000, 0.05, b"k" * 32, lambda step: 0.05 * 2**step)
+    sizes = [np.mean([len(sampler.draw(step, attempt)) for attempt in range(50)]) for step in range(4)]
+    assert sizes == pytest.approx([100, 200, 400, 800], rel=0.05)  # of a fixed key
+
+
+def growing_run():
+    run = tiny_run(steps=6, batch_size=12.0, adaptive=False)  # an epoch is five steps
+    run.optim.batch_growth = GROWTH
+    return run
+
+
+def test_training_divides_by_the_batch_of_the_step_and_goes_on_after_a_kill(tmp_path, monkeypatch):
+    batches, take = [], Steps._take
+
+    def watched(self):
+        batches.append(self.expected_batch)
+        return take(self)
+
+    monkeypatch.setattr(Steps, "_take", watched)
+    whole = run_to_end(tmp_path / "whole", growing_run())
+    assert batches == pytest.approx([12.0] * 5 + [24.0])
+    events = [
+        json.loads(line)["event"] for line in (tmp_path / "whole" / "ledger.jsonl").read_text().splitlines()
+    ]
+    assert [event["sampling_probability"] for event in events] == pytest.approx([0.2] * 5 + [0.4])
+    killed = make_trainer(tmp_path / "killed", growing_run())
+    killed.steps = 3
+    train(killed)
+    again = make_trainer(tmp_path / "killed", growing_run())
+    train(again)
+    np.testing.assert_array_equal(weights(again), weights(whole))
+
+
+def test_a_sampler_of_one_rate_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, growing_run(), sampler=PoissonSampler(60, 0.2, b"k" * 32))
+    with pytest.raises(UserError, match="rate follows the plan"):
+        trainer.stepper.begin(0, 0, 8, None)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.batch_growth={name: stp}"], "is no schedule"),
+        (["optim.batch_growth={name: time}"], "not given: schedule.decay_rate"),
+        (["optim.batch_growth={name: time, rate: 1}"], "is no schedule"),
+        (["optim.batch_growth={name: time, decay_rate: 1}", "clip=adaclip"], "batches of one size"),
+        (["optim.batch_growth={name: time, decay_rate: 1}", "schedule=validation"], "fixed beforehand"),
+    ],
+)
+def test_bad_settings_get_one_sentence(overrides, message):
+    with pytest.raises(UserError, match=message) as caught:
+        compose(["task=sst2", "scale=demo", *overrides])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="times the data"):
+        make_plan(**SMALL | {"steps": 200}, noise_multiplier=1.0, batches=GROWTH)
