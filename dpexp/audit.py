@@ -143,6 +143,10 @@ def check(run: AuditConfig) -> None:
         raise UserError(
             "model.frozen_features=true: an audit plants texts in front of the encoder; leave it false"
         )
+    if run.search.name != "none":
+        raise UserError(
+            f"search={run.search.name} releases more than noisy sums, and an audit looks at these alone: set search=none"
+        )
     run.task.generation.when = "never"
 
 

@@ -116,6 +116,20 @@ def test_a_claim_that_is_exceeded_is_called_refuted():
         (["candidates=3"], "50"),
         (["repetitions=[2,2]"], "different counts"),
         (
+            [
+                "search.name=noisymax",
+                "search.share=0.2",
+                "clip=flat",
+                "optim=sgd",
+                "optim.lr=1",
+                "optim.lr_schedule=constant",
+                "optim.warmup_ratio=0",
+                "optim.weight_decay=0",
+                "optim.momentum=0",
+            ],
+            "releases more than noisy sums",
+        ),
+        (
             ["scale=small", "model.pooling=mean", "model.trainable=head", "model.frozen_features=true"],
             "plants texts",
         ),
