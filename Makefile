@@ -36,7 +36,7 @@ test: $(READY) ## run the tests (JOBS=2, TESTS=tests/privacy)
 
 test-lowest: ## engine, privacy, training and integration tests with the lowest versions that pyproject.toml allows, in .venv-lowest
 	test -x .venv-lowest/bin/python || $$(command -v python3.11 || command -v python3) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet $$(.venv-lowest/bin/python scripts/lowest.py) pytest hypothesis accelerate
+	.venv-lowest/bin/python -m pip install --quiet $$(.venv-lowest/bin/python scripts/lowest.py) pytest hypothesis accelerate timm
 	.venv-lowest/bin/python -m pip install --quiet --no-deps --editable .
 	.venv-lowest/bin/python -m pytest $(LOWEST)
 
