@@ -21,7 +21,7 @@ else
   READY := $(VENV)/.stamp-dpexp
 endif
 
-.PHONY: help setup demo test test-lowest test-ranks check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
+.PHONY: help setup demo test test-lowest test-ranks kill-ranks check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,12 @@ gpu-wheels: $(READY) ## packages that GPU images lack, to be carried along for `
 	$(PY) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(or $(GPU_PYTHON),3.12) --implementation cp \
 	--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 	-d .wheels $$name || echo "$$name: no wheel; built here" && test -n "$$(ls .wheels | grep -i $${name//-/[-_.]})" || $(PY) -m pip wheel -q --no-deps -w .wheels $$name; done; du -sh .wheels
+
+test-ranks: $(READY) ## every model, clipping, way to fine-tune and precision on 2 and 4 processes, against one (half an hour)
+	$(PY) -m tests.parallel.everything $(if $(ONLY),$(ONLY))
+
+kill-ranks: $(READY) ## thirty random kills of random ranks: results/ranks/kills.json
+	$(PY) -m tests.parallel.kills results/ranks
 
 conform: $(READY) ## which libraries clip which models exactly: results/conform (an hour; ONLY='weight norm' asks about some)
 	$(PY) -m dpexp.conform $(if $(ONLY),'only="$(ONLY)"')

@@ -60,6 +60,7 @@ def check(run: RunConfig) -> None:
         *_data(run),
         *_generation(run),
         *_analysis(run),
+        *_parallel(run),
     ]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -87,6 +88,28 @@ def _get(run: RunConfig, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def _parallel(run: RunConfig) -> Iterator[str]:
+    """What several processes cannot share, or what would have to see a whole tensor where each has a part."""
+    kind = run.runtime.parallel
+    if kind == "none":
+        return
+    if run.clip.private and run.clip.method != "norm":
+        yield (
+            f"runtime.parallel={kind} and clip.method={run.clip.method}: it looks at all gradients of a batch together, and each "
+            "process has a share: choose runtime=auto"
+        )
+    if kind != "fsdp":
+        return
+    if run.optim.name not in ("sgd", "adam", "adamw"):
+        yield f"runtime=fsdp and optim.name={run.optim.name}: it knows whole tensors; choose sgd, adam or adamw, or runtime=ddp"
+    if run.optim.ema_decay != 0 or run.optim.uniform_average:
+        yield "runtime=fsdp and optim.ema_decay: averages are of whole tensors; leave it out, or choose runtime=ddp"
+    if run.peft.name == "rgp" or run.model.frozen_features:
+        yield "runtime=fsdp and peft=rgp or model.frozen_features: there is nothing to shard; choose runtime=ddp"
+    if run.privacy.secure:
+        yield "runtime=fsdp and privacy.secure: the exact noise is drawn for whole tensors; choose runtime=ddp"
 
 
 def _missing(run: RunConfig) -> Iterator[str]:

@@ -404,7 +404,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "engine.choice": ("measured", "rule", "ghost", "instantiate", "loop"),
     "runtime.precision": ("fp32", "bf16", "fp16"),
-    "runtime.parallel": ("none", "ddp", "pipeline"),
+    "runtime.parallel": ("none", "ddp", "fsdp", "pipeline"),
     "runtime.flat": ("microbatch", "offload", "second_backward", "last"),
     "tracker.name": ("none", "wandb", "tensorboard"),
     "tracker.mode": ("offline", "online"),

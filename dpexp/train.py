@@ -160,8 +160,10 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     summary = ranks.once(lambda: summarise(run, trainer, outcome, bundle))
     trainer.detach()
 
+    whole = trainer.gathered(bundle)
+
     def keep() -> None:
-        export(bundle, summary, folder / "model")
+        export(whole, summary, folder / "model")
         write_json(folder / "summary.json", summary)
 
     ranks.once(keep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.refusals import refuse_couplings
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
+from dpexp.clipping.sharding import shards_of
 from dpexp.clipping.sites import CUT, SITE
 from dpexp.clipping.taps import REENTRANT, ForwardPass
 from dpexp.errors import UserError
@@ -130,9 +132,14 @@ class Clipper:
         self._reducer = distributed.reducer_of(model)
         self._backend: TapBackend | OpacusBackend
         if engine.name == "opacus":
+            if shards_of(model) is not None:
+                raise UserError(
+                    "engine='opacus' needs whole parameters, and these are sharded: choose engine='auto'"
+                )
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
         else:
             self._backend = TapBackend(model, self.groups, engine, rows_per_example, choice, memory_cap_mib)
+        self._shards = self._backend.shards if isinstance(self._backend, TapBackend) else None
         self._hooks.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
         self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
         self._attached = True
@@ -187,6 +194,10 @@ class Clipper:
         """
         if not self._attached:
             raise UserError("this clipper is detached: call attach() again")
+        with self._together(roots):
+            return self._backward_from(roots, clip_scale, loss_scale)
+
+    def _backward_from(self, roots: Roots, clip_scale: Tensor | None, loss_scale: float) -> Report:
         distributed.check_reducer(self._reducing)
         self._check_coverage()
         thresholds, num_examples = self._checked_thresholds(), roots.num_examples
@@ -194,7 +205,7 @@ class Clipper:
         factors = self._factors(thresholds, scale, loss_scale)
         sums: Sums = {}
         arrived: tuple[Tensor | None, ...] = ()
-        self._independence.begin(roots, self._params.values())
+        self._independence.begin(roots, self._leaves())
         if num_examples == 0:
             sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
             if isinstance(self._backend, OpacusBackend):
@@ -203,8 +214,15 @@ class Clipper:
             sq, sums, arrived = self._backend.clipped_sums(roots, factors, loss_scale)
         self._independence.check(num_examples)
         report = self._report(sq, thresholds, scale, loss_scale, arrived)
-        distributed.deliver(self._reducing, self._params, sums)
+        distributed.deliver(self._reducing, self._params, sums, self._shards if num_examples else None)
         return report
+
+    def _together(self, roots: Roots) -> Any:
+        """What is around a backward pass that several ranks make together, each on shards of the parameters."""
+        if self._shards is None or not isinstance(self._backend, TapBackend):
+            return nullcontext()
+        curious = self._independence.due or self._backend.curious(roots)
+        return self._shards.backward(self._shards.together(curious, roots.num_examples))
 
     def measure(
         self,
@@ -254,6 +272,9 @@ class Clipper:
                 "the attached model has not run with gradients, or used none of its trainable parameters"
             )
         return last
+
+    def _leaves(self) -> list[Tensor]:
+        return [*self._params.values(), *(self._shards.wholes() if self._shards is not None else ())]
 
     @property
     def _reducing(self) -> Any:
@@ -372,10 +393,17 @@ class Clipper:
     def _check_coverage(self) -> None:
         """The trainable parameters must still be the ones that were attached (PEFT, unfreezing, new layers)."""
         now = trainable_ids(self.model)
+        if self._shards is not None:
+            # while FSDP has a module whole, other objects stand in the shards' places
+            wholes = {id(self._shards.whole(name)): id(p) for name, p in self._params.items()}
+            now = {wholes.get(number, number) for number in now}
         then = {id(p) for p in self._params.values()}
         if now == then:
             return
-        distributed.refuse_sharded(self.model)
+        if self._shards is None and shards_of(self.model) is not None:
+            raise UserError(
+                "the model was sharded after attach: call clipper.detach(), fully_shard, then attach() again"
+            )
         names = {id(p): n for n, p in self.model.named_parameters()}
         new = [names[i] for i in now - then]
         gone = [name for name, p in self._params.items() if id(p) not in now]

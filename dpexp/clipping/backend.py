@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpexp.clipping import distributed
 from dpexp.clipping.backward import Factors, Sums, clipped_sums
 from dpexp.clipping.coverage import CoverageRow
 from dpexp.clipping.deferred import DeferredStep
@@ -15,6 +14,7 @@ from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group, trainable_parameters
 from dpexp.clipping.remembered import Methods
 from dpexp.clipping.roots import Roots
+from dpexp.clipping.sharding import shards_of
 from dpexp.clipping.sites import find_sites, install, uninstall
 from dpexp.clipping.survey import Survey
 from dpexp.clipping.taps import Recorder, Visit
@@ -32,12 +32,12 @@ class TapBackend:
         choice: str | None,
         memory_cap_mib: int,
     ):
-        distributed.refuse_sharded(model)
+        self.shards = shards_of(model)
         self.groups, self.rows_per_example = groups, rows_per_example
         self.engine = engine if choice is None else replace(engine, norm=choice)
         self.survey = Survey()
         self.methods = Methods(memory_cap_mib * 2**20)
-        self.recorder = Recorder(trainable_parameters(model), self.survey.roles)
+        self.recorder = Recorder(trainable_parameters(model), self.survey.roles, self.shards)
         self.sites = find_sites(model, self.recorder)
         for module, site in self.sites:
             install(module, site)
@@ -54,6 +54,11 @@ class TapBackend:
         visit = Visit(self.recorder, roots, self.rows_per_example)
         sq, sums = clipped_sums(visit, self.survey, self.methods, self.groups, self.engine, factors)
         return sq, sums, visit.input_gradients
+
+    def curious(self, roots: Roots) -> bool:
+        """Tell whether this backward pass goes through the graph more often than the engine needs."""
+        visit = Visit(self.recorder, roots, self.rows_per_example)
+        return self.engine.name == "loop" or (bool(roots.num_examples) and self.survey.curious(visit))
 
     def measured(self, roots: Roots, factors: Factors, held: str) -> DeferredStep:
         """Compute squared norms ``[K, B]``, and hold what the sums need."""

@@ -66,7 +66,7 @@ def examined(visit: Visit, survey: Survey, groups: list[Group], engine: Engine) 
         try:
             if engine.name == "loop":
                 survey.looped.update(params)
-            survey.look(visit, params)
+            survey.look(visit, {name: visit.recorder.leaf(name) for name in params})
             yield
         finally:
             survey.finish(visit)
@@ -133,7 +133,7 @@ class Step:
         native = self.visit.back_propagate(
             self._record,
             retain=bool(self.looped) or self.engine.second_pass,
-            params=[self.params[name] for name in outside],
+            params=[self.visit.recorder.leaf(name) for name in outside],
             inputs=True,
         )
         late = [name for name, g in zip(outside, native, strict=True) if g is not None]
@@ -320,11 +320,11 @@ class Step:
                 self._measure(name)
             self._settle(group)
         sums = {
-            name: torch.zeros_like(p, dtype=numerics.wide(p.dtype))
+            name: torch.zeros(p.shape, dtype=numerics.wide(p.dtype), device=p.device)
             for name, p in self.params.items()
             if name in self.looped
         }
-        looped = {name: self.params[name] for name in names}
+        looped = {name: self.visit.recorder.leaf(name) for name in names}
         retain = self.engine.second_pass or self.deferred
         for i, gradients in loop_over_examples(self.visit, looped, retain=retain):
             for name, g in gradients.items():
@@ -342,7 +342,7 @@ class Step:
 
     def _loop_again(self) -> None:
         """The sums of a deferred step, where no formula covers a parameter: factors are known now."""
-        looped = {name: self.params[name] for name in self.params if name in self.looped}
+        looped = {name: self.visit.recorder.leaf(name) for name in self.params if name in self.looped}
         bounded = {
             k: self._bounded_factors(k, self.sq_norms[k]) for k in {self.group_of[name] for name in looped}
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dpexp.clipping.gradients import PerExampleGradient
 from dpexp.errors import UserError
 
-SHARDING = ("FSDPModule", "FullyShardedDataParallel")  # by name: importing them takes a second
+if TYPE_CHECKING:
+    from dpexp.clipping.sharding import Shards
 
 
 @dataclass
@@ -31,22 +33,6 @@ class LateSum:
             self.per_example.weighted_sum(self.factors, out=gradient)
         else:
             gradient += self.tensor(gradient.dtype)
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Sharded parameters would need the clipped sums in shards. While a module computes, they look like ordinary ones."""
-    wrapped = [
-        name or "the model"
-        for name, module in model.named_modules()
-        if any(c.__name__ in SHARDING and "fsdp" in c.__module__ for c in type(module).__mro__)
-    ]
-    parts = [name for name, param in model.named_parameters() if type(param.data).__name__ == "DTensor"]
-    if parts or wrapped:
-        raise UserError(
-            f"{(parts or wrapped)[0]} is sharded (fully_shard, FSDP or tensor parallel): clipped sums are not delivered into "
-            "shards. Leave sharding out and wrap the model in DistributedDataParallel, which sums over ranks; where memory is "
-            "short, use smaller physical batches or activation checkpointing"
-        )
 
 
 def reducer_of(model: nn.Module) -> DistributedDataParallel | None:
@@ -70,12 +56,16 @@ def deliver(
     reducer: DistributedDataParallel | None,
     params: dict[str, nn.Parameter],
     sums: dict[str, Tensor | LateSum],
+    shards: Shards | None = None,
 ) -> None:
     """``p.grad += sum``; a parameter without a sum gets zeros, because it is noised like every other.
 
     Under `DistributedDataParallel` the sums go through its reducer, which averages over ranks: multiplied by the world size
-    first, ``p.grad`` ends as the sum over all ranks.
+    first, ``p.grad`` ends as the sum over all ranks. So it does under `fully_shard`, where it is a shard.
     """
+    if shards is not None:
+        shards.deliver(params, {name: _tensor(value, params[name]) for name, value in sums.items()})
+        return
     if reducer is not None:
         world = torch.distributed.get_world_size(reducer.process_group)
         values = [_tensor(sums.get(name), p) * world for name, p in params.items()]

@@ -37,8 +37,10 @@ class Site:
     def read(self, module: nn.Module, local: str) -> Tensor:
         """Return what ``module.<local>`` is for whoever reads it."""
         param = module._parameters[local]
-        if torch.is_grad_enabled() and self.recorder.following and param is self.originals[local]:
-            return Followed.of(param, self.params[local], self.recorder)
+        if torch.is_grad_enabled() and self.recorder.following:
+            name = self.params[local]
+            if self.recorder.is_followed(param, name, self.originals[local]):
+                return Followed.of(param, name, self.recorder)
         # also what torch.func.functional_call has put in its place, which has a graph of its own
         return param  # type: ignore[return-value]
 

@@ -91,6 +91,19 @@ class Survey:
 
     # -- one backward pass --------------------------------------------------------------------------------------------
 
+    def curious(self, visit: Visit) -> bool:
+        """Tell whether anything is to be proven of the graph behind ``visit``, or looped over: more than one visit of it."""
+        number = self.backwards
+        again = self.due() or _sequence(visit) not in self._sequences
+        self.backwards = number
+        return bool(
+            not self.settled
+            or self.looped
+            or again
+            or self._pending(visit, again)[0]
+            or any(_kind(use) not in self._right for use in visit.uses)
+        )
+
     def look(self, visit: Visit, params: dict[str, nn.Parameter]) -> None:
         """Prove what is not proven yet of the graph behind ``visit``.
 

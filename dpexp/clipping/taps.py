@@ -24,6 +24,7 @@ from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 
 if TYPE_CHECKING:
+    from dpexp.clipping.sharding import Shards
     from dpexp.clipping.uses import Use
 
 REENTRANT = (
@@ -73,10 +74,13 @@ class Recorder:
     Args:
         params: trainable parameters by their first name.
         roles: decided in earlier passes; shared with the survey, which fills it.
+        shards: where the parameters are sharded.
     """
 
-    def __init__(self, params: dict[str, nn.Parameter], roles: dict[str, str]) -> None:
-        self.params, self.roles = params, roles
+    def __init__(
+        self, params: dict[str, nn.Parameter], roles: dict[str, str], shards: Shards | None = None
+    ) -> None:
+        self.params, self.roles, self.shards = params, roles, shards
         self.names = {id(p): name for name, p in params.items()}
         self.anchor = torch.zeros((), requires_grad=True)
         self.current: ForwardPass | None = None
@@ -105,6 +109,15 @@ class Recorder:
             # what all examples share is no batch: a single row, where there are several
             self.flow = DataFlow(t for t in inputs if rows == 1 or t.dim() == 0 or t.shape[0] != 1)
             self.flow.__enter__()
+
+    def is_followed(self, param: Any, name: str, original: Any) -> bool:
+        """Tell whether what stands in a module is the attached parameter; of a shard, whether it is the whole one."""
+        return param is (original if self.shards is None else self.shards.whole(name))
+
+    def leaf(self, name: str) -> nn.Parameter:
+        """Return a parameter as autograd knows it: of a shard, the whole one."""
+        whole = self.shards.whole(name) if self.shards is not None else None
+        return self.params[name] if whole is None else whole
 
     def close(self) -> None:
         """End the root's forward."""

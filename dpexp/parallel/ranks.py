@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpexp.errors import UserError
+from dpexp.parallel.shards import is_sharded
 
 T = TypeVar("T")
 
@@ -158,8 +159,10 @@ class Ranks:
 
     @torch.no_grad()
     def copy_(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite each tensor with rank 0's."""
+        """Overwrite each tensor with rank 0's. Of a sharded one every rank has its own part, and keeps it."""
         for tensor in tensors if self.several else ():
+            if is_sharded(tensor):
+                continue
             whole = tensor if tensor.is_contiguous() else tensor.contiguous()
             dist.broadcast(whole, group=self.group, group_src=0)
             if whole is not tensor:

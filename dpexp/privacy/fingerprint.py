@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpexp.parallel.shards import part_here
+
 # elements: a chunk and its weights stay in the cache
 _CHUNK = 1 << 17
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,17 +51,34 @@ def checksum(tensors: Iterable[Tensor]) -> bytes:
 
     Every chunk contributes Σ_j bits_j·w_j mod 2^64 with fixed odd pseudo-random weights: one pass over memory, on the
     tensor's own device. A plain sum or exclusive-or would miss differences that cancel, such as one element a rounding
-    step higher and another one lower.
+    step higher and another one lower. Of a sharded tensor each rank takes its part of the sums, so that it has the checksum of
+    the whole one; all ranks must call together.
     """
     sums: list[Tensor] = []
     weights: dict[torch.device, Tensor] = {}
+    spread: dict[tuple[Any, ...], list[int]] = {}  # process groups -> which of the sums lie in parts
     for tensor in tensors:
-        device = tensor.device
+        part, place, groups = part_here(tensor.detach())
+        device = part.device
         if device not in weights:
             weights[device] = _weights().to(device)
-        bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
-        for chunk in bits.split(_CHUNK):
-            sums.append((chunk.to(torch.int64) * weights[device][: len(chunk)]).sum())
+        bits = part.reshape(-1).view(_BITS[part.element_size()])
+        of_chunks = [torch.zeros((), dtype=torch.int64, device=device)] * -(-tensor.numel() // _CHUNK)
+        at = 0
+        while at < len(bits):
+            number, first = divmod(place + at, _CHUNK)
+            chunk = bits[at : at + _CHUNK - first]
+            of_chunks[number] = (chunk.to(torch.int64) * weights[device][first : first + len(chunk)]).sum()
+            at += len(chunk)
+        if groups:
+            spread.setdefault(tuple(groups), []).extend(range(len(sums), len(sums) + len(of_chunks)))
+        sums += of_chunks
+    for groups, numbers in spread.items():
+        together = torch.stack([sums[number] for number in numbers])
+        for group in groups:
+            torch.distributed.all_reduce(together, group=group)
+        for number, value in zip(numbers, together, strict=True):
+            sums[number] = value
     by_device: dict[torch.device, list[Tensor]] = {}
     for value in sums:
         by_device.setdefault(value.device, []).append(value)

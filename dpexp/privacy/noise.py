@@ -23,8 +23,9 @@ from torch import Tensor
 
 from dpexp import native
 from dpexp.errors import UserError
+from dpexp.parallel.shards import is_sharded, part_here
 from dpexp.privacy import exact
-from dpexp.privacy.staircase import SCALE_BITS, Piece, chacha, integers, staircase
+from dpexp.privacy.staircase import GROUP, SCALE_BITS, Piece, chacha, integers, staircase
 
 # The noise is larger than asked for by this share: it pays for the rounding of the values to the grid (`check_multiplier`).
 INFLATION = 2.0**-16
@@ -65,12 +66,13 @@ class SecureGenerator(KeyedGenerator):
 
 
 class _Job(NamedTuple):
-    """A contiguous, flat tensor, the step of its grid, and which stream of which key serves it."""
+    """A contiguous, flat tensor, the step of its grid, and from which place on which stream of which key serves it."""
 
     flat: Tensor
     grid: float
     key: bytes
     stream: int
+    start: int = 0
 
 
 @torch.no_grad()
@@ -88,8 +90,8 @@ def add_gaussian_(
 
     Args:
         tensors: floating point tensors of any shape, strides and device. Values below float32 are raised to float32 before they
-            are rounded for the last time. Of a DTensor each rank adds to its own shard: all ranks must pass the same seed, and
-            replicas then get the same noise.
+            are rounded for the last time. Of a DTensor each rank adds to its own part, with the noise that this part would get
+            in one process: all ranks must pass the same tensors and the same seed.
         std: one standard deviation for all or one per tensor, in the unit of the tensors. Where it is 0
             nothing changes.
         generator: its key (of a `torch.Generator`: its seed and state), and how often it was used before, decide all noise, for
@@ -106,18 +108,25 @@ def add_gaussian_(
     key = generator.next_key() if isinstance(generator, KeyedGenerator) else _draw_key(generator)
     jobs: list[_Job] = []
     copies: list[tuple[Tensor, Tensor]] = []
-    for index, ((tensor, shard), sigma) in enumerate(zip(locals_, stds, strict=True)):
+    secure = isinstance(generator, SecureGenerator)
+    if secure and any(map(is_sharded, targets)):
+        raise UserError(
+            "the exact form of the noise draws for all tensors one after another, and here they lie in shards: leave secure out, "
+            "or let every process hold the whole model"
+        )
+    tensor_key = hashlib.sha256(key).digest()
+    for index, ((tensor, place), sigma) in enumerate(zip(locals_, stds, strict=True)):
         if sigma == 0 or tensor.numel() == 0:
             continue
         flat = tensor if tensor.device.type in {"cpu", "cuda"} else tensor.cpu()
-        if not flat.is_contiguous() or flat is not tensor:
-            flat = flat.contiguous()
-            copies.append((tensor, flat))
+        # of a part of a tensor: noise is drawn in groups, of which the part may begin in the middle
+        lead = place % GROUP
+        if lead or not flat.is_contiguous() or flat is not tensor:
+            flat = torch.cat([flat.new_zeros(lead), flat.reshape(-1)])
+            copies.append((tensor, flat[lead:]))
         grid = sigma * (1 + INFLATION) * 2.0**-SCALE_BITS
-        tensor_key = hashlib.sha256(key + shard.encode()).digest()
-        jobs.append(_Job(flat.view(-1), grid, tensor_key, index))
+        jobs.append(_Job(flat.view(-1), grid, tensor_key, index, place - lead))
     kernels = native.kernels()
-    secure = isinstance(generator, SecureGenerator)
     in_batches = []
     for job in jobs:
         if kernels is None or secure or job.flat.device.type != "cpu":
@@ -126,7 +135,7 @@ def add_gaussian_(
             _add_natively(kernels, job)
     _add_in_batches(in_batches, secure)
     for tensor, noisy in copies:
-        tensor.copy_(noisy)
+        tensor.copy_(noisy.view(tensor.shape))
 
 
 def check_multiplier(noise_multiplier: float, elements: int) -> None:
@@ -173,12 +182,12 @@ def _add_natively(kernels: Any, job: _Job) -> None:
     stairs = _stairs()
     key = _words_of(job.key)
     if job.flat.dtype in {torch.float32, torch.float64}:
-        kernels.add_noise_(job.flat, job.grid, key, job.stream, 0, *stairs)
+        kernels.add_noise_(job.flat, job.grid, key, job.stream, job.start, *stairs)
         return
     for start in range(0, job.flat.numel(), _CAST_BLOCK):
         part = job.flat[start : start + _CAST_BLOCK]
         raised = part.float()
-        kernels.add_noise_(raised, job.grid, key, job.stream, start, *stairs)
+        kernels.add_noise_(raised, job.grid, key, job.stream, job.start + start, *stairs)
         part.copy_(raised)
 
 
@@ -209,7 +218,7 @@ def _batches(jobs: Iterable[_Job], limit: int) -> Iterator[list[tuple[_Job, int,
     for job in jobs:
         for start in range(0, job.flat.numel(), limit):
             part = job.flat[start : start + limit]
-            batch.append((job, start, part))
+            batch.append((job, job.start + start, part))
             size += part.numel()
             if size >= limit:
                 yield batch
@@ -270,27 +279,15 @@ def _standard_deviations(std: float | Sequence[float] | Tensor, number: int) -> 
     return stds
 
 
-def _local(tensor: Tensor, index: int) -> tuple[Tensor, str]:
-    """The tensor that lies in this process, and which shard it is (the same text on all ranks that hold a
-    replica)."""
+def _local(tensor: Tensor, index: int) -> tuple[Tensor, int]:
+    """The part of a tensor that lies in this process, and its place in the flattened whole."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided:
         kind = f"{tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise UserError(
             f"tensor {index} ({kind}) cannot hold noise: a dense tensor of floating point numbers is needed"
         )
-    if not hasattr(tensor, "to_local"):
-        return tensor, ""
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(tensor, DTensor)
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise UserError(f"tensor {index} is a partial sum: reduce it over the ranks before noise is added")
-    shard = [
-        tensor.device_mesh.get_local_rank(dim)
-        for dim, p in enumerate(tensor.placements)
-        if not p.is_replicate()
-    ]
-    return tensor.to_local(), str(shard)
+    part, place, _ = part_here(tensor)
+    return part, place
 
 
 def _draw_key(generator: torch.Generator | None) -> bytes:

@@ -143,7 +143,8 @@ def continued(
 def weights_hash(model: nn.Module) -> str:
     """16 hex digits of everything that a prediction is made with."""
     digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    # not of state_dict(), which would make a sharded model give up what it has gathered
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]

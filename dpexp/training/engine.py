@@ -321,7 +321,7 @@ class PrivacyEngine:
             last_charge=self.ledger.seal.check,
         )
         with state.disk_errors(folder):
-            self.ranks.once(lambda: state.save_checkpoint(folder, checkpoint))
+            state.save_together(folder, checkpoint, self.ranks)
 
     def load(self, folder: Path | None = None) -> None:
         """Go on from a checkpoint of this run: its last one, or that in another folder.
@@ -330,12 +330,13 @@ class PrivacyEngine:
             UserError: there is none, it is damaged or of another run, or the ledger has lost steps that it stands on.
         """
         folder = folder or self.folder / "checkpoint"
-        checkpoint = self.ranks.once(lambda: state.load_checkpoint(folder, self._identity))
+        optimizer = self._optimizer.optimizer
+        checkpoint = state.read_together(folder, self._identity, self.ranks, self.model, optimizer)
         if checkpoint is None:
             raise UserError(f"there is no checkpoint in {folder}")
         self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
         state.load_model_state(self.model, checkpoint.model)
-        self._optimizer.optimizer.load_state_dict(checkpoint.optimizer)
+        optimizer.load_state_dict(checkpoint.optimizer)
         self.policy.load_state_dict(checkpoint.thresholds)
         if self._optimizer.scheduler is not None:
             self._optimizer.scheduler.load_state_dict(checkpoint.scheduler)

@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from dpexp.errors import UserError
 from dpexp.models import rgp
 from dpexp.models.precision import autocast
 from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel.sharded import filled, held_whole, shard, skeleton_of
+from dpexp.parallel.shards import part_here
 from dpexp.parallel.sharing import sharing
 from dpexp.privacy.keys import LEDGER, Keys
 from dpexp.privacy.ledger import Ledger, Seal
@@ -116,6 +118,10 @@ class Trainer:
         self.folder, self.device, self.metrics = folder, device, metrics
         self.model = bundle.model.to(device).train()
         ranks.copy_([*self.model.parameters(), *self.model.buffers()])
+        self.sharded = run.runtime.parallel == "fsdp" and ranks.several
+        if self.sharded:
+            self.skeleton = skeleton_of(self.model)
+            shard(self.model)
         self.model = self.own_part(self.model)
         self.optimizer = build_optimizer(run.optim, rgp.moved_tensors(self.model))
         rgp.follow(self.model, self.optimizer)
@@ -200,9 +206,8 @@ class Trainer:
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, where there is one."""
-        checkpoint = self.ranks.once(
-            lambda: state.load_checkpoint(self.folder / "checkpoint", self.signature)
-        )
+        folder = self.folder / "checkpoint"
+        checkpoint = state.read_together(folder, self.signature, self.ranks, self.model, self.optimizer)
         if checkpoint is None:
             self.metrics.resume_at(0)
             return
@@ -231,7 +236,8 @@ class Trainer:
             UserError: the weights are no numbers any more; the checkpoint before stays.
         """
         tensors, optimizer = self.states()
-        if broken := sum(not bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        here = [part_here(tensor)[0] for tensor in tensors.values()]
+        if broken := max(self.ranks.gather(sum(not bool(torch.isfinite(part).all()) for part in here))):
             raise UserError(
                 f"the run diverged: after step {self.step} {broken} of its {len(tensors)} tensors hold NaN or infinity. No "
                 f"model was exported, and the steps stay charged: lower optim.lr={self.run.optim.lr:g}"
@@ -251,7 +257,7 @@ class Trainer:
             search=mover.state_dict() if (mover := self.search or self.feedback) is not None else {},
             contributions=self._contributions(),
         )
-        self.ranks.once(lambda: state.save_checkpoint(self.folder / "checkpoint", checkpoint))
+        state.save_together(self.folder / "checkpoint", checkpoint, self.ranks)
 
     def _method_state(self) -> dict[str, Any]:
         return {"method": self.clipper.method.state_dict()} if isinstance(self.clipper, VectorClipper) else {}
@@ -382,7 +388,7 @@ class Trainer:
         """
         runtime = self.run.runtime
         averaged = self.averages.in_place() if self.averages is not None else nullcontext()
-        with averaged, sharing(self.ranks):
+        with averaged, sharing(self.ranks), held_whole(self.model) if self.sharded else nullcontext():
             metrics = evaluate(
                 self.task,
                 self.model,
@@ -441,6 +447,13 @@ class Trainer:
             if choices := self.clipper.remember().get("choices"):
                 self.machine.keep("choices", (self.machine.get("choices") or {}) | choices)
             self.clipper.detach()
+
+    def gathered(self, bundle: "ModelBundle") -> "ModelBundle":
+        """The bundle with the trained model whole again, on rank 0; all ranks call it, after `detach`."""
+        if not self.sharded:
+            return bundle
+        whole = filled(self.skeleton, self.model, self.ranks.writes)
+        return bundle if whole is None else replace(bundle, model=whole)
 
     def take_step(self, interrupts: Interrupts) -> Sums | None:
         """The next step. None where it was interrupted before it was charged."""
@@ -527,6 +540,8 @@ class Trainer:
         asked = str(self.run.runtime.physical_batch_size)
         if asked != "auto":
             return int(asked)
+        if self.sharded:
+            return UNTRIED_BATCH
         if (known := self.decisions.get("physical_batch_size")) is not None:
             return int(known)
         made_up = [example for example in [self.task.blank()] if example is not None]

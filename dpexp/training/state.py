@@ -14,8 +14,9 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from dpexp.durable import flush_file, flush_folder, make_folder, read_json, write_json
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel.sharded import like, write_into
+from dpexp.parallel.shards import is_sharded
 from dpexp.record import device_name
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -83,6 +86,7 @@ class Checkpoint:
     charges: int = 0  # of the ledger that this state rests on, with the check of the last one
     last_charge: str = ""
     scheduler: dict[str, Any] = field(default_factory=dict)  # where the loop brought its own
+    parts: str = ""  # the folder beside it that holds the tensors, where each rank wrote its own
     search: dict[str, Any] = field(default_factory=dict)  # of the step size, where there is one
     contributions: list[Tensor] = field(default_factory=list)  # of each example, where they are analysed
 
@@ -113,7 +117,7 @@ def load_model_state(model: nn.Module, state: dict[str, Tensor]) -> None:
                     f"the checkpoint does not fit the model: {name!r} has shape {tuple(state[name].shape)} there and "
                     f"{tuple(tensor.shape)} here; start again with another seed, or delete the run's folder"
                 )
-            tensor.copy_(state[name])
+            write_into(tensor, state[name])
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -143,7 +147,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         {"file": target.name, "step": checkpoint.step, "sha256": writer.hash.hexdigest()},
     )
     for old in folder.glob("state-*"):
-        if old != target:
+        if old.is_dir() and old.name != checkpoint.parts:
+            shutil.rmtree(old, ignore_errors=True)
+        elif not old.is_dir() and old != target:
             old.unlink(missing_ok=True)
 
 
@@ -266,3 +272,89 @@ class _HashingWriter:
 
     def flush(self) -> None:
         self.file.flush()
+
+
+def save_together(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """`save_checkpoint` by rank 0; of a sharded model each rank writes its own part (`torch.distributed.checkpoint`).
+
+    All ranks call it.
+    """
+    if not any(map(is_sharded, checkpoint.model.values())):
+        ranks.once(lambda: save_checkpoint(folder, checkpoint))
+        return
+    from torch.distributed import checkpoint as dcp
+
+    tensors, states = _tensors_of(checkpoint)
+    parts = folder / f"state-{checkpoint.step}.parts"
+    ranks.once(lambda: shutil.rmtree(parts, ignore_errors=True))
+    dcp.save(tensors, checkpoint_id=str(parts), process_group=ranks.control)
+    # the pointer moves once all parts are on the disk
+    ranks.once(lambda: flush_folder(parts))
+    rest = replace(
+        checkpoint, model={}, optimizer={**checkpoint.optimizer, "state": states}, parts=parts.name
+    )
+    ranks.once(lambda: save_checkpoint(folder, rest))
+
+
+def read_together(
+    folder: Path, signature: str, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Checkpoint | None:
+    """`load_checkpoint`, with tensors as `model` lies, whole or sharded, whatever wrote them; nothing is written to it yet.
+
+    All ranks call it; None where there is no checkpoint.
+    """
+    checkpoint: Checkpoint | None = ranks.once(lambda: load_checkpoint(folder, signature))
+    if checkpoint is None:
+        return None
+    owners = [p for group in optimizer.param_groups for p in group["params"]]
+    if checkpoint.parts:
+        _read_parts(folder / checkpoint.parts, checkpoint, model_state(model), owners, ranks)
+    if any(map(is_sharded, owners)):
+        for number, values in checkpoint.optimizer.get("state", {}).items():
+            checkpoint.optimizer["state"][number] = {
+                name: like(owners[number], value) if isinstance(value, Tensor) else value
+                for name, value in values.items()
+            }
+    return checkpoint
+
+
+def _tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
+    """All tensors under flat names, and what else the optimiser's states hold."""
+    tensors = {f"model/{name}": tensor for name, tensor in checkpoint.model.items()}
+    states: dict[int, dict[str, Any]] = {}
+    for number, values in checkpoint.optimizer.get("state", {}).items():
+        states[number] = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        named = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors |= {f"optimizer/{number}/{name}": value for name, value in named.items()}
+    return tensors, states
+
+
+def _read_parts(
+    parts: Path, checkpoint: Checkpoint, current: dict[str, Tensor], owners: list[Tensor], ranks: Ranks
+) -> None:
+    """Fill in the tensors of a checkpoint that was written in parts, as the present model lies."""
+    from torch.distributed import checkpoint as dcp
+
+    reader = dcp.FileSystemReader(str(parts))
+    try:
+        known = reader.read_metadata().state_dict_metadata
+        targets: dict[str, Any] = {}
+        for name, about in known.items():
+            kind, _, rest = name.partition("/")
+            owner = current.get(rest) if kind == "model" else owners[int(rest.partition("/")[0])]
+            size, dtype = cast("Any", about).size, cast("Any", about).properties.dtype
+            alike = owner is not None and owner.shape == size
+            targets[name] = torch.empty_like(owner, dtype=dtype) if alike else torch.empty(size, dtype=dtype)
+        dcp.load(targets, storage_reader=reader, process_group=ranks.control, no_dist=not ranks.several)
+    except (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException) as error:
+        raise UserError(
+            f"corrupt checkpoint: cannot read {parts} ({error}). Put a copy of the folder back, or delete {parts.parent} to "
+            "train again from the start (the ledger stays: what was released so far is charged again)"
+        ) from None
+    for name, tensor in targets.items():
+        kind, _, rest = name.partition("/")
+        if kind == "model":
+            checkpoint.model[rest] = tensor
+        else:
+            number, _, field_name = rest.partition("/")
+            checkpoint.optimizer["state"].setdefault(int(number), {})[field_name] = tensor

@@ -28,6 +28,7 @@ from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.clipping.whole import Rows, VectorClipper
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel.shards import is_sharded
 from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
@@ -126,6 +127,10 @@ class Steps:
         self.attempt = 0
         self.piece: np.ndarray | None = None
         self._facts: dict[str, Any] = {}
+        # gathering shards takes all ranks at once: they go through the model equally often
+        self.sharded = ranks.several and any(map(is_sharded, self.parameters))
+        self.borrowed = 0
+        self._lent = False
         self._told: tuple[Mapping[str, Any], dict[str, Any]] | None = None
         self._left = 0
         self._drawn: list[np.ndarray] = []
@@ -165,7 +170,7 @@ class Steps:
             pieces = self.begin(step, self.attempt, size, length)
             for number, piece in enumerate(pieces):
                 self.seed(step, number * self.ranks.size + self.ranks.rank)
-                self.piece = piece
+                self.piece, self._lent = piece, number >= len(pieces) - self.borrowed
                 yield piece
             if not pieces:
                 self.add(torch.zeros(0, device=self.device))
@@ -175,6 +180,7 @@ class Steps:
     ) -> list[np.ndarray]:
         """Draw the batch of a step, cut it, and forget all sums."""
         self.clear()
+        self.borrowed, self._lent = 0, False
         self.sums, self.attempt = self._no_sums(), attempt
         if self.clipper is not None:
             self.clipper.thresholds = self.policy.values
@@ -198,6 +204,11 @@ class Steps:
         if isinstance(self.clipper, VectorClipper):
             self.clipper.method.prepare(stream(self.key, "projections", step, attempt), self._public)
         self._drawn = pieces
+        if self.sharded and len(drawn):
+            # of rank 0, whose share is the largest; an example of the batch, without weight, fills the gap
+            most = -(-len(drawn) // self.ranks.size)
+            self.borrowed = -(-most // size) - len(pieces)
+            pieces += [drawn[:1]] * self.borrowed
         self._left = max(1, len(pieces))
         return pieces
 
@@ -225,7 +236,10 @@ class Steps:
         scales = None
         if self.clip_scales is not None and self.piece is not None:
             scales = self.clip_scales[torch.from_numpy(self.piece)]
-        self.sums.add(losses, self.backward(losses, scales), self.policy)
+        if self._lent:
+            self.backward(losses, torch.zeros(len(losses), device=losses.device))
+        else:
+            self.sums.add(losses, self.backward(losses, scales), self.policy)
         self.piece = None
         self._left -= 1
         return not self._left and self._take()
@@ -235,7 +249,8 @@ class Steps:
         if self.clipper is not None:
             return self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
         if len(losses):
-            (losses.sum() * self.loss_scale).backward()
+            weight = 0.0 if self._lent else self.loss_scale
+            (losses.sum() * weight).backward()
         else:
             for parameter in self.parameters:
                 if parameter.grad is None:
@@ -311,13 +326,14 @@ class Steps:
     def _sum_over_ranks(self) -> None:
         if not self.ranks.several:
             return
-        if self.release is None:
+        if self.release is None and not self.sharded:
             # a parameter that nobody used stays without a gradient, as in one process
             used = self.replicas.gather([p.grad is not None for p in self.parameters])
             for parameter, anywhere in zip(self.parameters, map(any, zip(*used, strict=True)), strict=True):
                 if anywhere and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        self.replicas.sum_(self.gradients)
+        if not self.sharded:  # else FSDP has added them up
+            self.replicas.sum_(self.gradients)
         self.sums.sum_(self.ranks)
 
     def _of_all_ranks(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -271,20 +271,29 @@ def one_process_mesh(tmp_path):
     dist.destroy_process_group()
 
 
-def test_shards_of_a_tensor_get_their_own_noise_and_replicas_the_same(one_process_mesh, monkeypatch):
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+def test_a_shard_gets_the_noise_that_it_would_get_in_the_whole(one_process_mesh, monkeypatch):
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _utils
 
-    def local_noise(placement, rank):
-        monkeypatch.setattr(type(one_process_mesh), "get_local_rank", lambda self, dim=None: rank)
-        tensor = DTensor.from_local(torch.zeros(500), one_process_mesh, [placement])
-        add_gaussian_(tensor, 1.0, seeded())
-        return tensor.to_local()
+    def noise_of(tensors):
+        add_gaussian_(tensors, [0.5, 1.0], seeded())
+        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
-    assert local_noise(Shard(0), 0).std() == pytest.approx(1.0, abs=0.15)
-    assert not torch.equal(local_noise(Shard(0), 0), local_noise(Shard(0), 1))
-    assert torch.equal(local_noise(Replicate(), 0), local_noise(Replicate(), 1))
+    whole = noise_of([torch.ones(37, 9), torch.zeros(500)])
+    for rows in [slice(0, 20), slice(20, 37), slice(5, 6)]:
+        offset = (rows.start, 0)
+        monkeypatch.setattr(_utils, "compute_local_shape_and_global_offset", lambda *_, at=offset: ((), at))
+        part = DTensor.from_local(torch.ones(37, 9)[rows], one_process_mesh, [Shard(0)])
+        copy = DTensor.from_local(torch.zeros(500), one_process_mesh, [Replicate()])
+        found = noise_of([part, torch.zeros(500)])
+        assert torch.equal(found[0], whole[0][rows])
+        assert torch.equal(found[1], whole[1])
+        monkeypatch.undo()
+        assert torch.equal(noise_of([torch.ones(37, 9), copy])[1], whole[1])
+    partial = DTensor.from_local(torch.zeros(500), one_process_mesh, [Partial()])
     with pytest.raises(UserError, match="partial sum"):
-        local_noise(Partial(), 0)
+        noise_of([partial, torch.zeros(1)])
+    with pytest.raises(UserError, match="leave secure out"):
+        add_gaussian_(copy, 1.0, SecureGenerator(b"k" * 32))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,171 @@
+"""Models sharded by ``fully_shard`` (FSDP2): a clipped sum goes to the shards by FSDP's own reduce-scatter.
+
+Outside of its own computation a module holds shards (`DTensor`s), inside the whole parameter, always the same object. Taps follow
+the whole one; groups, thresholds and optimiser know the shard. FSDP gathers weights for the forward and again for the backward,
+as it does without privacy. Its reduction waits until the clipped sums are there: they become the gradients of the whole
+parameters, and ``finalize_backward`` adds them up over ranks, each rank keeping its shards.
+
+Gathering takes all ranks at once, so all of them must go through a graph equally often. That holds for what is known. Whatever
+proves something goes through it as often as it likes: where any rank is about to, all of them keep the model whole for this
+backward pass. These are the first steps, and the 16th, 64th, 256th.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+
+WAY_OUT = "shard the plain module with torch.distributed.fsdp.fully_shard (blocks first, then the whole model), then attach"
+
+
+def shards_of(model: nn.Module) -> Shards | None:
+    """Return what `fully_shard` has made of a model; None where nothing is sharded.
+
+    Raises:
+        UserError: it is sharded in another way, or in part.
+    """
+    for name, module in model.named_modules():
+        kinds = {c.__name__: c.__module__ for c in type(module).__mro__}
+        where = name or "the model"
+        if "fsdp" in kinds.get("FullyShardedDataParallel", ""):
+            raise UserError(
+                f"{where} is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters hide from whom a gradient comes: "
+                f"{WAY_OUT}"
+            )
+        if any("deepspeed" in place for place in kinds.values()):
+            raise UserError(
+                f"{where} belongs to DeepSpeed, whose ZeRO moves gradients before they are clipped: {WAY_OUT}"
+            )
+    if any(hasattr(p, "ds_id") for p in model.parameters()):
+        raise UserError(
+            f"the parameters are partitioned by DeepSpeed (ZeRO 3), which gathers them by itself: {WAY_OUT}"
+        )
+    modules = [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sharded = [name for name, p in trained.items() if _is_dtensor(p)]
+    if not modules and not sharded:
+        return None
+    odd = next((name for name in sharded if not _is_data_parallel(trained[name])), None)
+    if odd is not None or not modules:
+        raise UserError(
+            f"{odd or sharded[0]} is split by tensor parallelism: every rank then has a part of each example's gradient, and no "
+            f"rank its norm. Leave it out; for memory, {WAY_OUT}"
+        )
+    if not any(module is model for module in modules) or len(sharded) < len(trained):
+        alone = next((name for name in trained if name not in sharded), "the model itself")
+        raise UserError(
+            f"{alone} is not sharded, and other parts are: call fully_shard(model) on the whole model too, after its blocks"
+        )
+    return Shards(model, modules, trained)
+
+
+class Shards:
+    """The sharded model of a clipper.
+
+    Args:
+        model: the root.
+        modules: those that `fully_shard` was called on, the root among them.
+        trained: shards by the parameters' names.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], trained: dict[str, nn.Parameter]):
+        self.root: Any = model
+        self.modules: Sequence[Any] = modules
+        self.groups = [g for module in self.modules for g in module._get_fsdp_state()._fsdp_param_groups]
+        held = {id(p.sharded_param): p for group in self.groups for p in group.fsdp_params}
+        self.held = {name: held[id(p)] for name, p in trained.items()}
+        mesh: Any = next(iter(trained.values()))
+        self.mesh = mesh.device_mesh
+        self.root.set_manual_backward_finalization(True)
+        for module in self.modules:
+            # FSDP divides by the number of ranks otherwise
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def whole(self, name: str) -> nn.Parameter | None:
+        """Return the whole parameter, whose memory FSDP fills and frees; None before the first forward."""
+        return getattr(self.held[name], "_unsharded_param", None)
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Return the name of a whole parameter."""
+        return next((name for name in self.held if self.whole(name) is parameter), None)
+
+    def wholes(self) -> list[nn.Parameter]:
+        """Return the whole parameters, as far as there are any yet."""
+        return [whole for name in self.held if (whole := self.whole(name)) is not None]
+
+    def together(self, flag: bool, examples: int) -> bool:
+        """Tell whether the flag is set on any rank.
+
+        Raises:
+            UserError: some ranks have examples and others none: FSDP needs all of them in every forward.
+        """
+        device = "cpu" if self.mesh.device_type == "cpu" else self.mesh.device_type
+        said = torch.tensor([flag, examples > 0, examples == 0], dtype=torch.int32, device=device)
+        for dim in range(self.mesh.ndim):
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
+        anywhere, some, none = said.tolist()
+        if some and none:
+            raise UserError(
+                "a rank has an empty batch and another one has not, and under fully_shard all must go through the model equally "
+                "often: give an empty rank an example with clip_scale=0 (dpexp.PrivacyEngine does so)"
+            )
+        return bool(anywhere)
+
+    @contextmanager
+    def backward(self, curious: bool) -> Iterator[None]:
+        """Around a backward pass: nothing is reduced inside, and where a rank is curious, the model is whole."""
+        before = [(g, g.post_forward_mesh_info, g.reshard_after_backward) for g in self.groups]
+        self.root.set_requires_gradient_sync(False)
+        try:
+            if curious:
+                for group in self.groups:
+                    group.post_forward_mesh_info, group.reshard_after_backward = None, False
+                for module in self.modules:
+                    module.unshard()
+            yield
+        finally:
+            self.root.set_requires_gradient_sync(True)
+            for group, forward, backward in before:
+                group.post_forward_mesh_info, group.reshard_after_backward = forward, backward
+            # what stays whole would be yesterday's weights in the next forward
+            for module in self.modules:
+                module.reshard()
+
+    @torch.no_grad()
+    def deliver(self, params: dict[str, nn.Parameter], sums: dict[str, Tensor]) -> None:
+        """Add the sums over all ranks to the shards' gradients; zeros where there is none."""
+        for name in list(sums) if sums else ():
+            whole = self.whole(name)
+            assert whole is not None
+            whole.grad_dtype = None
+            whole.grad = sums.pop(name)
+        # what no rank has used must not be missing on some
+        for name, parameter in params.items():
+            if (whole := self.whole(name)) is not None and whole.grad is None:
+                whole.grad_dtype = None
+                whole.grad = torch.zeros(whole.shape, dtype=parameter.dtype, device=whole.device)
+        self.root.set_requires_gradient_sync(True)
+        for group in self.groups:
+            group._post_backward_pending = True
+        self.root.finalize_backward()
+        for parameter in params.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _is_dtensor(parameter: Tensor) -> bool:
+    return type(parameter.data).__name__ == "DTensor"
+
+
+def _is_data_parallel(parameter: Any) -> bool:
+    """Whether one dimension of the mesh shards and the others, if any, hold replicas (HSDP)."""
+    split = [placement for placement in parameter.placements if not placement.is_replicate()]
+    return len(split) <= 1 and parameter.placements[-1:] == tuple(split[-1:]) if split else False

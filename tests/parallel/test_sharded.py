@@ -1,0 +1,134 @@
+"""Models that `fully_shard` has cut: sums, weights, noise and checkpoints are those of one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dpexp.clipping import attach
+from dpexp.errors import UserError
+from dpexp.parallel import Ranks
+from dpexp.parallel.sharded import filled, shard, skeleton_of
+from dpexp.privacy.fingerprint import checksum
+from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
+from tests.parallel.cases import Case, check_same, dataset, losses, made, run, whole
+from tests.parallel.pool import run_ranks
+
+CASES = [
+    Case("mlp", "flat"),
+    Case("mlp", "adaptive", pieces=3),
+    Case("mlp", "layer", batch_size=1.0),  # most shares are empty, and some batches
+    Case("gpt2", "flat", pieces=3),
+    Case("gpt2", "adaptive", precision="bf16"),
+    Case("vit", "layer", engine="ghost"),
+    Case("llama", "flat", "lora", pieces=3),
+    Case("llama", "layer", checkpointing=True),
+]  # fmt: skip
+
+
+def found_by(ranks: Ranks, folder: Path, cases: list[Case]):
+    return [run(case, folder / f"sharded-{case}", shard, ranks=ranks.size) for case in cases]
+
+
+def test_two_processes_with_shards_are_one(tmp_path: Path):
+    alone = [run(case, tmp_path / f"alone-{case}") for case in CASES]
+    for results in run_ranks(2, tmp_path, found_by, tmp_path, CASES):
+        for case, found, expected in zip(CASES, results, alone, strict=True):
+            check_same(found, expected, case)
+
+
+def noisy(tensors):
+    add_gaussian_(tensors, [0.5] * len(tensors), KeyedGenerator(b"k" * 32))
+    return [whole(tensor) for tensor in tensors]
+
+
+def parts(ranks: Ranks):
+    model = shard(made(Case("gpt2")))
+    values = [p.detach().clone() for p in model.parameters()]
+    before = checksum(values)
+    return before, noisy(values)
+
+
+def test_shards_have_the_noise_and_the_checksum_of_the_whole(tmp_path: Path):
+    values = [p.detach().clone() for p in made(Case("gpt2")).parameters()]
+    expected = checksum(values)
+    after = noisy(values)
+    for found, found_after in run_ranks(2, tmp_path, parts):
+        assert found == expected
+        assert all(torch.equal(a, b) for a, b in zip(found_after, after, strict=True))
+
+
+def handed_on(ranks: Ranks, folder: Path, case: Case, steps: int):
+    def forget(model: nn.Module) -> nn.Module:
+        return shard(model)
+
+    found = run(case, folder, forget, steps=steps, ranks=ranks.size, checkpoint_every=1)
+    skeleton = skeleton_of(made(case))
+    model = shard(made(case))
+    gathered = filled(skeleton, model, keep=ranks.writes)
+    same = None if gathered is None else {n: p.detach() for n, p in gathered.named_parameters()}
+    return found, same
+
+
+def test_a_run_moves_between_one_process_and_shards(tmp_path: Path):
+    """Finished by shards, read by one process: weights are those that were written, and nothing is charged again."""
+    case, folder = Case("gpt2", "adaptive"), tmp_path / "run"
+    (found, gathered), (_, nothing) = run_ranks(2, tmp_path, handed_on, folder, case, 3)
+    assert (folder / "checkpoint" / "state-3.parts" / ".metadata").exists()
+    assert not (folder / "checkpoint" / "state-2.parts").exists()
+    again = run(case, folder, steps=3, checkpoint_every=1)
+    assert again["charged"] == found["charged"] == 3
+    for name, value in again["weights"].items():
+        assert torch.equal(value, found["weights"][name])
+    assert torch.equal(again["thresholds"], found["thresholds"])
+    assert nothing is None
+    for name, parameter in made(case).named_parameters():
+        assert torch.equal(gathered[name], parameter)
+
+
+def refused(ranks: Ranks):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    told = {}
+
+    def refuse(name, model, **options):
+        with pytest.raises(UserError) as caught:
+            attach(model, **options)
+        told[name] = str(caught.value)
+
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    refuse("tensor parallel", parallelize_module(made(Case()), mesh, {"0": ColwiseParallel()}))
+    half = made(Case())
+    fully_shard(half[0])
+    refuse("in part", half)
+    refuse("opacus", shard(made(Case())), engine="opacus")
+    late = made(Case())
+    clipper = attach(late)
+    shard(late)
+    with pytest.raises(UserError) as caught:
+        clipper.backward(losses(Case(), late, list(dataset("mlp")[:2])))
+    told["late"] = str(caught.value)
+
+    class DeepSpeedEngine(nn.Sequential):
+        __module__ = "deepspeed.runtime.engine"
+
+    refuse("deepspeed", DeepSpeedEngine(nn.Linear(2, 2)))
+    flat = object.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(flat)
+    flat._modules["_fsdp_wrapped_module"] = nn.Linear(2, 2)
+    refuse("fsdp1", flat)
+    return told
+
+
+def test_other_ways_of_sharding_are_refused_by_name(tmp_path: Path):
+    told = run_ranks(2, tmp_path, refused)[0]
+    assert "tensor parallelism" in told["tensor parallel"]
+    assert "fully_shard(model) on the whole model too" in told["in part"]
+    assert "engine='auto'" in told["opacus"]
+    assert "sharded after attach" in told["late"]
+    assert "DeepSpeed" in told["deepspeed"]
+    assert "FSDP1" in told["fsdp1"]
+    assert all("fully_shard" in text or name == "opacus" for name, text in told.items())
