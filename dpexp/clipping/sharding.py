@@ -75,9 +75,9 @@ class Shards:
         trained: shards by the parameters' names.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], trained: dict[str, nn.Parameter]):
+    def __init__(self, model: nn.Module, modules: Sequence[Any], trained: dict[str, nn.Parameter]):
         self.root: Any = model
-        self.modules: Sequence[Any] = modules
+        self.modules = modules
         self.groups = [g for module in self.modules for g in module._get_fsdp_state()._fsdp_param_groups]
         held = {id(p.sharded_param): p for group in self.groups for p in group.fsdp_params}
         self.held = {name: held[id(p)] for name, p in trained.items()}

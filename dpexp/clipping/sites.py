@@ -40,7 +40,7 @@ class Site:
         if torch.is_grad_enabled() and self.recorder.following:
             name = self.params[local]
             if self.recorder.is_followed(param, name, self.originals[local]):
-                return Followed.of(param, name, self.recorder)
+                return Followed.of(param, name, self.recorder)  # type: ignore[arg-type]
         # also what torch.func.functional_call has put in its place, which has a graph of its own
         return param  # type: ignore[return-value]
 

@@ -58,7 +58,7 @@ def checksum(tensors: Iterable[Tensor]) -> bytes:
     weights: dict[torch.device, Tensor] = {}
     spread: dict[tuple[Any, ...], list[int]] = {}  # process groups -> which of the sums lie in parts
     for tensor in tensors:
-        part, place, groups = part_here(tensor.detach())
+        part, place, over = part_here(tensor.detach())
         device = part.device
         if device not in weights:
             weights[device] = _weights().to(device)
@@ -70,8 +70,8 @@ def checksum(tensors: Iterable[Tensor]) -> bytes:
             chunk = bits[at : at + _CHUNK - first]
             of_chunks[number] = (chunk.to(torch.int64) * weights[device][first : first + len(chunk)]).sum()
             at += len(chunk)
-        if groups:
-            spread.setdefault(tuple(groups), []).extend(range(len(sums), len(sums) + len(of_chunks)))
+        if over:
+            spread.setdefault(tuple(over), []).extend(range(len(sums), len(sums) + len(of_chunks)))
         sums += of_chunks
     for groups, numbers in spread.items():
         together = torch.stack([sums[number] for number in numbers])

@@ -282,12 +282,12 @@ def save_together(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
     if not any(map(is_sharded, checkpoint.model.values())):
         ranks.once(lambda: save_checkpoint(folder, checkpoint))
         return
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors, states = _tensors_of(checkpoint)
     parts = folder / f"state-{checkpoint.step}.parts"
     ranks.once(lambda: shutil.rmtree(parts, ignore_errors=True))
-    dcp.save(tensors, checkpoint_id=str(parts), process_group=ranks.control)
+    save(tensors, checkpoint_id=str(parts), process_group=ranks.control)
     # the pointer moves once all parts are on the disk
     ranks.once(lambda: flush_folder(parts))
     rest = replace(
@@ -333,20 +333,22 @@ def _read_parts(
     parts: Path, checkpoint: Checkpoint, current: dict[str, Tensor], owners: list[Tensor], ranks: Ranks
 ) -> None:
     """Fill in the tensors of a checkpoint that was written in parts, as the present model lies."""
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = dcp.FileSystemReader(str(parts))
+    reader = FileSystemReader(str(parts))
     try:
         known = reader.read_metadata().state_dict_metadata
         targets: dict[str, Any] = {}
         for name, about in known.items():
             kind, _, rest = name.partition("/")
-            owner = current.get(rest) if kind == "model" else owners[int(rest.partition("/")[0])]
+            owner: Any = current.get(rest) if kind == "model" else owners[int(rest.partition("/")[0])]
             size, dtype = cast("Any", about).size, cast("Any", about).properties.dtype
             alike = owner is not None and owner.shape == size
             targets[name] = torch.empty_like(owner, dtype=dtype) if alike else torch.empty(size, dtype=dtype)
-        dcp.load(targets, storage_reader=reader, process_group=ranks.control, no_dist=not ranks.several)
-    except (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException) as error:
+        load(targets, storage_reader=reader, process_group=ranks.control, no_dist=not ranks.several)
+    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
         raise UserError(
             f"corrupt checkpoint: cannot read {parts} ({error}). Put a copy of the folder back, or delete {parts.parent} to "
             "train again from the start (the ledger stays: what was released so far is charged again)"
