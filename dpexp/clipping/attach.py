@@ -27,7 +27,7 @@ from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.refusals import refuse_couplings
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.sharding import shards_of
+from dpexp.clipping.sharding import sharded_modules, shards_of
 from dpexp.clipping.sites import CUT, SITE
 from dpexp.clipping.taps import REENTRANT, ForwardPass
 from dpexp.errors import UserError
@@ -400,7 +400,7 @@ class Clipper:
         then = {id(p) for p in self._params.values()}
         if now == then:
             return
-        if self._shards is None and shards_of(self.model) is not None:
+        if self._shards is None and sharded_modules(self.model):
             raise UserError(
                 "the model was sharded after attach: call clipper.detach(), fully_shard, then attach() again"
             )

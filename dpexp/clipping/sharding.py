@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ def shards_of(model: nn.Module) -> Shards | None:
         raise UserError(
             f"the parameters are partitioned by DeepSpeed (ZeRO 3), which gathers them by itself: {WAY_OUT}"
         )
-    modules = [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
+    modules = sharded_modules(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sharded = [name for name, p in trained.items() if _is_dtensor(p)]
     if not modules and not sharded:
@@ -66,6 +66,11 @@ def shards_of(model: nn.Module) -> Shards | None:
     return Shards(model, modules, trained)
 
 
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that `fully_shard` was called on."""
+    return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
+
+
 class Shards:
     """The sharded model of a clipper.
 
@@ -76,7 +81,7 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[Any], trained: dict[str, nn.Parameter]):
-        self.root: Any = model
+        self.root = cast("Any", model)
         self.modules = modules
         self.groups = [g for module in self.modules for g in module._get_fsdp_state()._fsdp_param_groups]
         held = {id(p.sharded_param): p for group in self.groups for p in group.fsdp_params}
@@ -84,7 +89,7 @@ class Shards:
         mesh: Any = next(iter(trained.values()))
         self.mesh = mesh.device_mesh
         self.root.set_manual_backward_finalization(True)
-        for module in self.modules:
+        for module in modules:
             # FSDP divides by the number of ranks otherwise
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -89,7 +89,7 @@ def test_a_run_moves_between_one_process_and_shards(tmp_path: Path):
 
 def refused(ranks: Ranks):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     told = {}
@@ -116,10 +116,11 @@ def refused(ranks: Ranks):
         __module__ = "deepspeed.runtime.engine"
 
     refuse("deepspeed", DeepSpeedEngine(nn.Linear(2, 2)))
-    flat = object.__new__(FullyShardedDataParallel)
-    nn.Module.__init__(flat)
-    flat._modules["_fsdp_wrapped_module"] = nn.Linear(2, 2)
-    refuse("fsdp1", flat)
+
+    class FullyShardedDataParallel(nn.Sequential):
+        __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+    refuse("fsdp1", FullyShardedDataParallel(nn.Linear(2, 2)))
     return told
 
 
