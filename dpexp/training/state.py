@@ -343,7 +343,8 @@ def _read_parts(
         targets: dict[str, Any] = {}
         for name, about in known.items():
             kind, _, rest = name.partition("/")
-            owner: Any = current.get(rest) if kind == "model" else owners[int(rest.partition("/")[0])]
+            numbered = dict(enumerate(owners))
+            owner: Any = current.get(rest) if kind == "model" else numbered.get(int(rest.partition("/")[0]))
             size, dtype = cast("Any", about).size, cast("Any", about).properties.dtype
             alike = owner is not None and owner.shape == size
             targets[name] = torch.empty_like(owner, dtype=dtype) if alike else torch.empty(size, dtype=dtype)
