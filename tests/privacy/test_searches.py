@@ -127,7 +127,7 @@ def test_above_threshold_costs_epsilon():
     assert 0.3 * eps < worst <= eps * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name != "gaussian"])
 @pytest.mark.parametrize("share", [0.05, 0.6])
 def test_gradient_and_search_share_what_one_sigma_costs(mechanism, share):
     plan = make_plan(**SETTINGS, epsilon=2.0, search=SearchBudget(mechanism, share))

@@ -133,7 +133,7 @@ def test_the_command_of_a_cell_makes_records_that_fill_it():
     ("settings", "reason"),
     [
         ({"task": "nosuch", "clip": "flat", "metric": "accuracy"}, "not built: task=nosuch"),
-        ({"task": "sst2", "clip": "perdevice", "metric": "accuracy"}, "not built: clip=perdevice"),
+        ({"task": "sst2", "clip": "nosuch", "metric": "accuracy"}, "not built: clip=nosuch"),
         ({"task": "sst2", "clip": "flat", "metric": "accuracy", "split": "train"}, "not measured"),
         ({"task": "sst2", "metric": "accuracy"}, "no run of its own"),
         ({"task": "cifar10", "metric": "accuracy", "individual": "pate"}, "not built: individual=pate"),

@@ -23,7 +23,7 @@ from dpexp.tasks.target_loss import IGNORED
 
 CONF = Path(__file__).parents[2] / "conf"
 TASKS = sorted(path.stem for path in (CONF / "task").glob("*.yaml") if path.stem != "custom")
-IMAGES = ("cifar10", "cifar100", "cifar10_jpeg", "images", "mnist")
+IMAGES = ("cifar10", "cifar100", "cifar10_jpeg", "fashion_mnist", "images", "mnist")
 GENERATED = ("dart", "e2e", "personachat", "samsum", "text_generation", "webnlg")
 B = 5
 STEP = 3  # of the training: augmentations depend on it
