@@ -100,6 +100,11 @@ def _parallel(run: RunConfig) -> Iterator[str]:
             f"runtime.parallel={kind} and clip.method={run.clip.method}: it looks at all gradients of a batch together, and each "
             "process has a share: choose runtime=auto"
         )
+    if kind != "ddp" and run.schedule.name in ADAPTIVE:
+        yield (
+            f"runtime.parallel={kind} and schedule={run.schedule.name}: its noise follows whole gradients, and each process has a "
+            "part: choose runtime=ddp"
+        )
     if kind != "fsdp":
         return
     if run.optim.name not in ("sgd", "adam", "adamw"):
