@@ -40,9 +40,6 @@ test-lowest: ## engine, privacy, training and integration tests with the lowest 
 	.venv-lowest/bin/python -m pip install --quiet --no-deps --editable .
 	.venv-lowest/bin/python -m pytest $(LOWEST)
 
-test-ranks: $(READY) ## the tests of several processes, with all cases and four processes
-	DPEXP_ALL_RANKS=1 $(PY) -m pytest tests/parallel tests/pipeline
-
 check: $(READY) ## lint, formatting, types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -79,6 +76,7 @@ gpu-wheels: $(READY) ## packages that GPU images lack, to be carried along for `
 
 test-ranks: $(READY) ## every model, clipping, way to fine-tune and precision on 2 and 4 processes, against one (half an hour)
 	$(PY) -m tests.parallel.everything $(if $(ONLY),$(ONLY))
+	DPEXP_ALL_RANKS=1 $(PY) -m pytest tests/parallel tests/pipeline
 
 kill-ranks: $(READY) ## thirty random kills of random ranks: results/ranks/kills.json
 	$(PY) -m tests.parallel.kills results/ranks
