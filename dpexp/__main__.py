@@ -8,20 +8,7 @@ from collections.abc import Sequence
 
 import dpexp
 from dpexp import completion
-from dpexp.usage import print_out
-
-COMMANDS = {
-    "train": "train, evaluate, write a record; -m for grids",
-    "account": "ε of a noise multiplier under every accountant, or the noise for an ε",
-    "report": "tables and figures beside the papers'; report run FOLDER shows a run of your own",
-    "explain": "how each layer of a model is clipped, and what every implementation costs",
-    "bench": "speed and memory of engines relative to training without privacy",
-    "audit": "a lower bound on ε from attacks",
-    "pate": "teachers, noisy votes, a student: training without DP-SGD",
-    "conform": "which libraries clip which models exactly",
-    "demo": "the main job in a minute, on embedded data",
-    "native": "build the optional C++ kernels",
-}
+from dpexp.usage import COMMANDS, print_out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

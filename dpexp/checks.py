@@ -102,8 +102,8 @@ def _parallel(run: RunConfig) -> Iterator[str]:
         )
     if kind != "ddp" and run.schedule.name in ADAPTIVE:
         yield (
-            f"runtime.parallel={kind} and schedule={run.schedule.name}: its noise follows whole gradients, and each process has a "
-            "part: choose runtime=ddp"
+            f"runtime.parallel={kind} and schedule={run.schedule.name}: its noise follows whole gradients, and each process has "
+            "a part: choose runtime=ddp"
         )
     if kind != "fsdp":
         return

@@ -29,15 +29,8 @@ compdef _dpexp dpexp""",
     "fish": """\
 complete -c dpexp -f -a '(dpexp completion words (commandline -cp) 2>/dev/null)'""",
 }
-FILES = (
-    "account",
-    "audit",
-    "bench",
-    "conform",
-    "explain",
-    "pate",
-    "train",
-)  # commands with settings of the form KEY=VALUE
+# commands with settings of the form KEY=VALUE
+FILES = ("account", "audit", "bench", "conform", "explain", "pate", "train")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +54,7 @@ def candidates(line: str) -> list[str]:
     words = line.split(" ")
     last, given = words[-1], [word for word in words[1:-1] if word]
     if not given:
-        from dpexp.__main__ import COMMANDS
+        from dpexp.usage import COMMANDS
 
         return _starting(last, [*COMMANDS, "completion"])
     command = given[0]

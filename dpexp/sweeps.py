@@ -57,7 +57,9 @@ class Jobs(Callback):
             "metrics": dict(value) if isinstance(value, dict) else None,
         }
         with (Path(config.hydra.sweep.dir) / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(line), allow_nan=False) + "\n")  # one write: lines of several processes don't mix
+            file.write(
+                json.dumps(finite(line), allow_nan=False) + "\n"
+            )  # one write: lines of several processes don't mix
 
 
 def _first_line(error: object) -> str:

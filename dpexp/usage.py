@@ -12,6 +12,20 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+# of `dpexp COMMAND`
+COMMANDS = {
+    "train": "train, evaluate, write a record; -m for grids",
+    "account": "ε of a noise multiplier under every accountant, or the noise for an ε",
+    "report": "tables and figures beside the papers'; report run FOLDER shows a run of your own",
+    "explain": "how each layer of a model is clipped, and what every implementation costs",
+    "bench": "speed and memory of engines relative to training without privacy",
+    "audit": "a lower bound on ε from attacks",
+    "pate": "teachers, noisy votes, a student: training without DP-SGD",
+    "conform": "which libraries clip which models exactly",
+    "demo": "the main job in a minute, on embedded data",
+    "native": "build the optional C++ kernels",
+}
+
 MOST_LISTED = 40  # choices of a group in the help
 _TAKE_A_WORD = frozenset(  # Hydra's own options
     ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p")

@@ -232,7 +232,8 @@ def page(found: dict[str, Any]) -> str:
         [
             "# Runs killed at random instants", "",
             f"Made by `make kills`: {found['kills']} kills (SIGKILL) in {len(rows)} runs of {STEPS} steps, trainings and "
-            "audits, of a small model, each gone on with until it ended. Norm methods are chosen by rule: what is measured may differ from "
+            "audits, of a small model, each gone on with until it ended. Norm methods are chosen by rule: "
+            "what is measured may differ from "
             "folder to folder, and with it the order of additions.", "",
             f"- {len(same)} runs ({sum(r['kills'] for r in same)} kills) on a runtime that repeats itself: "
             f"{sum(not r['faults'] for r in same)} ended with the weights, to the last bit, and the ε of the run without kills; "

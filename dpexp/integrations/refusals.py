@@ -6,8 +6,8 @@ from typing import Any
 from dpexp.errors import UserError
 
 _ONE_DEVICE = (
-    "under this Trainer one process on one device trains privately: start one, with one visible GPU, or use dpexp.PrivacyEngine in a "
-    "loop of your own, which takes several"
+    "under this Trainer one process on one device trains privately: start one, with one visible GPU, or use dpexp.PrivacyEngine "
+    "in a loop of your own, which takes several"
 )
 _PACKED = (
     "one row would hold the texts of several people, and privacy protects a row: one text per row, padded"

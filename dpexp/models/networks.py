@@ -48,9 +48,8 @@ def load_config(model: ModelConfig, source: Source | None) -> Any:
             raise UserError(f"model.architecture={model.architecture} is no Hugging Face architecture{close}")
         _check_fields(AutoConfig.for_model(model.architecture), overrides)
         try:
-            return AutoConfig.for_model(
-                model.architecture, **overrides
-            )  # so that derived fields follow the overrides
+            # made anew, so that derived fields follow the overrides
+            return AutoConfig.for_model(model.architecture, **overrides)
         except (ValueError, TypeError) as error:
             raise UserError(
                 f"model.config does not make a {model.architecture}: {_first_line(error)}"

@@ -174,9 +174,8 @@ def reproduce(settings: Settings, target_epsilon: float) -> dict[str, float]:
         "B": plan.expected_batch_size,
         "steps": plan.steps,
         "clt": epsilon(event, plan.delta, "gdp"),
-        "composed": prv_bounds(parts, plan.delta, eps_error=0.02)[
-            1
-        ],  # what the authors' code reports as its estimate
+        # what the authors' code reports as its estimate
+        "composed": prv_bounds(parts, plan.delta, eps_error=0.02)[1],
     }
 
 

@@ -93,11 +93,8 @@ class Slot:
         if self.reason:
             return []
         factor = printed_factor(self.metric)
-        where = {
-            "schedule.name": (None, "constant"),
-            "model.retrain": (None, False),
-            **self.where,
-        }  # noise that decays, and random weights to begin with, only where the cell says so
+        # noise that decays, and random weights to begin with, only where the cell says so
+        where = {"schedule.name": (None, "constant"), "model.retrain": (None, False), **self.where}
         found = []
         for group in by_configuration(record for record in records if record.matches(where)):
             values = [(r, value) for r in group if (value := r.metric(self.metric)) is not None]

@@ -44,9 +44,8 @@ PRINTED_TOTALS = {
     "resnet34": ("444M", "21.6M", "2.3M"),
     "resnet50": ("528M", "22.7M", "2.8M"),
 }
-_STAGES = dict(
-    zip(("conv1", "layer1", "layer2", "layer3", "layer4", "fc"), STAGES, strict=True)
-)  # timm's names
+# by timm's names
+_STAGES = dict(zip(("conv1", "layer1", "layer2", "layer3", "layer4", "fc"), STAGES, strict=True))
 _NOTES_4 = {
     ("resnet34", "conv4_x"): "2.6e5 is a slip: 256 · 128 · 9 = 294,912, as for resnet18",
     ("resnet50", "conv5_x"): "its first 1 x 1 convolution still runs at 14 x 14, as in conv3_x and conv4_x;"

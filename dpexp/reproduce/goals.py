@@ -32,11 +32,8 @@ COLUMNS = (
     "workload", "method", "time / non-private", "goal for time", "memory / non-private", "goal for memory", "goals",
     "printed for the like", "scale", "hardware", "record", "note",
 )  # fmt: skip
-_TABLE_1 = {
-    "gpt2": "GPT2-large",
-    "roberta": "RoBERTa-large",
-    "vit": "BEiT-large",
-}  # the paper's network of the same kind
+# the paper's network of the same kind
+_TABLE_1 = {"gpt2": "GPT2-large", "roberta": "RoBERTa-large", "vit": "BEiT-large"}
 
 Loaded = Sequence[tuple[str, dict[str, Any], str]]
 

@@ -39,7 +39,8 @@ from dpexp.training.methods import build_method
 from dpexp.training.optim import build_optimizer, learning_rate
 from dpexp.training.progress import Progress
 from dpexp.training.release import Release, build_policy
-from dpexp.training.search import StepSearch, build_search
+from dpexp.training.search import StepSearch
+from dpexp.training.searches import build_search
 from dpexp.training.steps import Steps
 from dpexp.training.sums import Sums
 

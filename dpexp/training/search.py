@@ -192,24 +192,3 @@ class StepSearch:
             tensors = [t.to(p.device) for t, p in zip(state[name], self.parameters, strict=False)]
             setattr(self, name, tensors or None)
         self.prepare()
-
-
-def build_search(
-    settings: "SearchConfig",
-    release: Release,
-    model: nn.Module,
-    losses: Losses,
-    *,
-    expected_batch: float,
-    largest: float,
-) -> StepSearch:
-    """The search of a configuration, for a plan that pays for it."""
-    from dpexp.training.hyfreedp import HyFreeDP
-    from dpexp.training.noisybtls import NoisyBTLS
-    from dpexp.training.noisymax import NoisyMax
-
-    kinds: dict[str, type[StepSearch]] = {"noisymax": NoisyMax, "noisybtls": NoisyBTLS, "hyfreedp": HyFreeDP}
-    kind = kinds[settings.name]
-    made = kind(settings, release, model, losses, expected_batch=expected_batch, largest=largest)
-    made.prepare()
-    return made
