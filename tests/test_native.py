@@ -147,6 +147,23 @@ def test_convolutions_over_cores_equal_the_loop(transposed, dtype, groups, rows,
     torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
+@needs_kernels
+@pytest.mark.parametrize("examples", [1, 2, 5])
+def test_a_convolution_leaves_the_process_its_threads(examples):
+    """That of a single example is computed outside of any team, where a number of threads that is set stays."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        x = torch.randn(examples, 3, 9, 9, generator=seeded(0))
+        conv = Conv(
+            x, torch.ones(examples, 4, 9, 9), (4, 3, 3, 3), Geometry((1, 1), (1, 1), (1, 1)), examples
+        )
+        conv.sq_norms("cores")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_without_them_torch_computes_and_says_so(without_kernels):
     assert native.kernels() is None
     assert native.backend() == "torch"

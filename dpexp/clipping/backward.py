@@ -107,6 +107,8 @@ class Step:
         self.kept: dict[int, dict[str, PerExampleGradient]] = {}
         # norms of a group that may have to be measured again, once the whole group's are known
         self.doubts: dict[int, list[Doubt]] = {}
+        # examples that are summed alone, of each parameter, for a second pass
+        self.apart: dict[str, Tensor] = {}
         self.pending: dict[str, list[PerExampleGradient]] = {}
         self.expected = dict.fromkeys(self.params, 0)
         for use in visit.uses:
@@ -130,6 +132,9 @@ class Step:
     def measure(self) -> Tensor:
         """Find the squared norms, ``[K, B]``; unless `deferred`, groups that are complete are summed on the way."""
         outside = [name for name in self.params if name not in self.looped]
+        if (shards := self.visit.recorder.shards) is not None and not self.deferred:
+            # what is complete may leave while the back-propagation goes on
+            shards.sums = self.sums
         native = self.visit.back_propagate(
             self._record,
             retain=bool(self.looped) or self.engine.second_pass,
@@ -215,6 +220,8 @@ class Step:
         # a second pass keeps nothing that could be measured later
         doubts = None if self.engine.second_pass else self.doubts.setdefault(k, [])
         self.sq_norms[k].add_(merged.sq_norms(method, keep, self.methods.scratch, doubts))
+        if merged.apart is not None:
+            self.apart[name] = merged.apart
         if not self.engine.second_pass:
             self.kept.setdefault(k, {})[name] = kept(merged) if keep else merged
 
@@ -266,8 +273,7 @@ class Step:
         # What frees most memory goes first, and nothing is held once its sum is formed.
         for name in sorted(held, key=lambda n: self.params[n].nbytes - held[n].nbytes):
             gradient = held.pop(name)
-            if keep is not None:
-                gradient = gradient.mask(keep)
+            gradient = gradient.finite(keep)
             if isinstance(gradient, Lookup | Tied) and name not in self.sums:
                 self.sums[name] = LateSum(gradient, factors)
             else:
@@ -297,7 +303,8 @@ class Step:
     def _add_weighted(self, name: str) -> None:
         factors, keep = self.factor[self.group_of[name]]
         gradient = reduce(merge, self.pending.pop(name))
-        self._add(name, (gradient if keep is None else gradient.mask(keep)).weighted_sum(factors))
+        gradient.apart = self.apart.get(name)
+        self._add(name, gradient.finite(keep).weighted_sum(factors))
 
     def _add(self, name: str, value: Tensor) -> None:
         held = self.sums.get(name)

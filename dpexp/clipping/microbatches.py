@@ -5,19 +5,15 @@ Dupuy et al. 2022 give each microbatch to a GPU of its own; Monir et al., sectio
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.attach import Report
-from dpexp.clipping.groups import Group, build_groups
-from dpexp.clipping.refusals import refuse_couplings
+from dpexp.clipping.plain import PlainClipper
 from dpexp.clipping.rules import RULES
-from dpexp.errors import UserError
 
 
-class MicrobatchClipper:
+class MicrobatchClipper(PlainClipper):
     """What `Clipper` is for single examples: `backward` takes the losses of one microbatch, and adds its clipped mean gradient.
 
     Which microbatch an example is in must not depend on which others were drawn (`dpexp.training.batching.microbatches`).
@@ -32,27 +28,10 @@ class MicrobatchClipper:
     """
 
     reach = 2.0
-    max_clip_scale = 1.0
 
     def __init__(self, model: nn.Module, size: float, clip_norm: float = 1.0, rule: str = "abadi"):
-        if rule not in RULES or rule == "none":
-            raise UserError(
-                f"rule={rule!r} does not bound a microbatch: choose abadi, automatic or normalized"
-            )
-        refuse_couplings(model)
-        self.model, self.size, self.rule = model, size, rule
-        self.groups: list[Group] = build_groups(model, "flat")
-        self.params = list(self.groups[0].params.values())
-        self.thresholds = torch.full(
-            (1,), float(clip_norm), dtype=torch.float64, device=self.params[0].device
-        )
-        self.choices: dict[str, str] = {}
-        self.notes: list[str] = []
-
-    @property
-    def sensitivity(self) -> float:
-        """2C: how far one example can move the sum of the clipped microbatches."""
-        return self.reach * float(self.thresholds.norm())
+        super().__init__(model, "flat", clip_norm, rule)
+        self.size = size
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -64,8 +43,7 @@ class MicrobatchClipper:
             clip_scale: refused; there are no single examples here.
             loss_scale: undone before the norm is taken.
         """
-        if clip_scale is not None:
-            raise UserError("thresholds for single examples (individual=scaling) need clip=flat or the like")
+        self.refuse_scales(clip_scale)
         total = torch.zeros((), dtype=torch.float64, device=losses.device)
         gradients: list[Tensor] = [torch.zeros_like(p) for p in self.params]
         if len(losses):
@@ -89,13 +67,3 @@ class MicrobatchClipper:
         for p in self.params:
             if p.grad is not None:
                 p.grad.mul_(self.size)
-
-    def remember(self) -> dict[str, Any]:
-        """Nothing is measured."""
-        return {}
-
-    def recall(self, state: dict[str, Any]) -> None:
-        """See `remember`."""
-
-    def detach(self) -> None:
-        """Nothing was attached."""

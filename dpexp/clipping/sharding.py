@@ -3,7 +3,8 @@
 Outside of its own computation a module holds shards (`DTensor`s), inside the whole parameter, always the same object. Taps follow
 the whole one; groups, thresholds and optimiser know the shard. FSDP gathers weights for the forward and again for the backward,
 as it does without privacy. Its reduction waits until the clipped sums are there: they become the gradients of the whole
-parameters, and ``finalize_backward`` adds them up over ranks, each rank keeping its shards.
+parameters, and FSDP adds them up over ranks, each rank keeping its shards. Where all sums of a sharded module are there when
+its back-propagation ends (per-layer and per-block clipping), that is the moment, as without privacy; else the end of all.
 
 Gathering takes all ranks at once, so all of them must go through a graph equally often. That holds for what is known. Whatever
 proves something goes through it as often as it likes: where any rank is about to, all of them keep the model whole for this
@@ -12,8 +13,9 @@ backward pass. These are the first steps, and the 16th, 64th, 256th.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -86,6 +88,17 @@ class Shards:
         self.groups = [g for module in self.modules for g in module._get_fsdp_state()._fsdp_param_groups]
         held = {id(p.sharded_param): p for group in self.groups for p in group.fsdp_params}
         self.held = {name: held[id(p)] for name, p in trained.items()}
+        place = {id(p): number for number, group in enumerate(self.groups) for p in group.fsdp_params}
+        self.members: list[list[str]] = [[] for _ in self.groups]
+        for name, p in self.held.items():
+            self.members[place[id(p)]].append(name)
+        # of the pass that runs: sums that are formed, where they are wanted early
+        self.sums: dict[str, Any] | None = None
+        # of each module: whether its sums were there in time in the last pass, on this rank, and on all; and those that are
+        # reduced in this pass
+        self.in_time = [False] * len(self.groups)
+        self.agreed = [False] * len(self.groups)
+        self.reduced: set[int] = set()
         mesh: Any = next(iter(trained.values()))
         self.mesh = mesh.device_mesh
         self.root.set_manual_backward_finalization(True)
@@ -113,10 +126,12 @@ class Shards:
             UserError: some ranks have examples and others none: FSDP needs all of them in every forward.
         """
         device = "cpu" if self.mesh.device_type == "cpu" else self.mesh.device_type
-        said = torch.tensor([flag, examples > 0, examples == 0], dtype=torch.int32, device=device)
+        late = [not seen for seen in self.in_time]
+        said = torch.tensor([flag, examples > 0, examples == 0, *late], dtype=torch.int32, device=device)
         for dim in range(self.mesh.ndim):
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
-        anywhere, some, none = said.tolist()
+        anywhere, some, none, *late = said.tolist()
+        self.agreed = [not flag for flag in late]
         if some and none:
             raise UserError(
                 "a rank has an empty batch and another one has not, and under fully_shard all must go through the model equally "
@@ -126,40 +141,81 @@ class Shards:
 
     @contextmanager
     def backward(self, curious: bool) -> Iterator[None]:
-        """Around a backward pass: nothing is reduced inside, and where a rank is curious, the model is whole."""
+        """Around a backward pass: only clipped sums are reduced inside, and where a rank is curious, the model is whole."""
         before = [(g, g.post_forward_mesh_info, g.reshard_after_backward) for g in self.groups]
         self.root.set_requires_gradient_sync(False)
+        self.sums, self.reduced = None, set()
         try:
-            if curious:
+            if not curious:
+                self.in_time = [False] * len(self.groups)
+                ended: set[int] = set()
+                for number, group in enumerate(self.groups):
+                    group.post_backward = partial(self._ended, number, group.post_backward, ended)
+            else:
                 for group in self.groups:
                     group.post_forward_mesh_info, group.reshard_after_backward = None, False
                 for module in self.modules:
                     module.unshard()
             yield
         finally:
+            self.sums = None
             self.root.set_requires_gradient_sync(True)
             for group, forward, backward in before:
+                vars(group).pop("post_backward", None)
                 group.post_forward_mesh_info, group.reshard_after_backward = forward, backward
             # what stays whole would be yesterday's weights in the next forward
             for module in self.modules:
                 module.reshard()
 
     @torch.no_grad()
+    def _ended(self, number: int, post_backward: Callable[[], None], ended: set[int]) -> None:
+        """Take the place of FSDP's ``post_backward`` of a module: its sums are reduced now, where all ranks have them."""
+        names, sums = self.members[number], self.sums
+        first = number not in ended
+        ended.add(number)
+        if sums is not None and first:
+            self.in_time[number] = bool(names) and all(name in sums for name in names)
+        if sums is None or not first or not self.agreed[number]:
+            post_backward()
+            return
+        if not self.in_time[number]:
+            raise UserError(
+                f"the clipped sum of {names[0]} was there at the end of its module's back-propagation in the last step and is "
+                "not in this one, and other ranks wait for it: give all ranks batches of one kind, and start again from the "
+                "last checkpoint"
+            )
+        for name in names:
+            value = sums.pop(name)
+            dtype = self.held[name].sharded_param.dtype
+            self._give(name, value if isinstance(value, Tensor) else value.tensor(dtype))
+        self.reduced.add(number)
+        group = self.groups[number]
+        group.reduce_grads = group.all_reduce_grads = True
+        try:
+            post_backward()
+        finally:
+            group.reduce_grads = group.all_reduce_grads = False
+
+    def _give(self, name: str, value: Tensor) -> None:
+        whole = self.whole(name)
+        assert whole is not None
+        whole.grad_dtype = None
+        whole.grad = value
+
+    @torch.no_grad()
     def deliver(self, params: dict[str, nn.Parameter], sums: dict[str, Tensor]) -> None:
-        """Add the sums over all ranks to the shards' gradients; zeros where there is none."""
+        """Add the sums over all ranks to the shards' gradients, as far as they are not there yet; zeros where there is none."""
         for name in list(sums) if sums else ():
-            whole = self.whole(name)
-            assert whole is not None
-            whole.grad_dtype = None
-            whole.grad = sums.pop(name)
+            self._give(name, sums.pop(name))
         # what no rank has used must not be missing on some
+        early = {name for number in self.reduced for name in self.members[number]}
         for name, parameter in params.items():
-            if (whole := self.whole(name)) is not None and whole.grad is None:
-                whole.grad_dtype = None
-                whole.grad = torch.zeros(whole.shape, dtype=parameter.dtype, device=whole.device)
+            whole = self.whole(name)
+            if name not in early and whole is not None and whole.grad is None:
+                self._give(name, torch.zeros(whole.shape, dtype=parameter.dtype, device=whole.device))
         self.root.set_requires_gradient_sync(True)
-        for group in self.groups:
-            group._post_backward_pending = True
+        for number, group in enumerate(self.groups):
+            group._post_backward_pending = number not in self.reduced
         self.root.finalize_backward()
         for parameter in params.values():
             if parameter.grad is None:

@@ -317,6 +317,24 @@ void chacha_(at::Tensor out, const at::Tensor& key, int64_t first, int64_t strea
 
 // ---- Convolutions ---------------------------------------------------------------------------------------------------
 
+// Inside of a team of threads each works alone: otherwise the convolution library lays its scratch memory out for a team that
+// it does not get, and is silently wrong. A single example is computed outside of any team, with all threads, and what is set
+// there would stay: every later operation of the process would then have one thread.
+class AloneInTeam {
+ public:
+#ifdef _OPENMP
+  AloneInTeam() : threads_(omp_get_max_threads()) {
+    if (omp_in_parallel()) omp_set_num_threads(1);
+  }
+  ~AloneInTeam() { omp_set_num_threads(threads_); }
+  AloneInTeam(const AloneInTeam&) = delete;
+  AloneInTeam& operator=(const AloneInTeam&) = delete;
+
+ private:
+  int threads_;
+#endif
+};
+
 // Weight gradients [B, *weight] from x [B * rows, C, ...] and gy [B * rows, O, ...], written into `out`.
 void conv_gradients_(at::Tensor out, const at::Tensor& x, const at::Tensor& gy, int64_t rows, at::IntArrayRef stride,
                      at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
@@ -324,11 +342,8 @@ void conv_gradients_(at::Tensor out, const at::Tensor& x, const at::Tensor& gy, 
   const int64_t examples = out.size(0);
   const at::Tensor weight = at::empty(out.sizes().slice(1), x.options()); // only its shape is looked at
   at::parallel_for(0, examples, 1, [&](int64_t begin, int64_t end) {
-#ifdef _OPENMP
-    // Without it the convolution library lays its scratch memory out for a team that it does not get, and is silently wrong.
-    omp_set_num_threads(1);
-#endif
-    at::NoGradGuard no_grad;
+    const AloneInTeam alone;
+    const at::NoGradGuard no_grad;
     for (int64_t i = begin; i < end; ++i) {
       auto gradients =
           at::convolution_backward(gy.narrow(0, i * rows, rows), x.narrow(0, i * rows, rows), weight, std::nullopt, stride,

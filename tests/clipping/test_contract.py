@@ -379,6 +379,35 @@ def test_moving_the_model_keeps_the_clipper() -> None:
     assert model[0].weight.grad.dtype == torch.float64
 
 
+@pytest.mark.parametrize("engine", ALL)
+def test_a_step_leaves_the_settings_of_the_process_as_they_were(engine: str) -> None:
+    """Trials of norm methods, proofs, looks and C++ kernels set some of them; batches of one are not computed in a team."""
+
+    def settings() -> tuple:
+        return (
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_rng_state().tolist(),
+        )
+
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4 * 36, C))
+    try:
+        torch.set_num_threads(2)
+        clipper = attach(model, clip_norm=0.1, engine=engine)
+        for size in (4, 1, 3, 0):
+            losses = losses_of(model, torch.randn(size, 3, 8, 8))
+            before = settings()
+            clipper.backward(losses)
+            assert settings() == before
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_reentrant_checkpointing_is_refused() -> None:
     from torch.utils.checkpoint import checkpoint
 

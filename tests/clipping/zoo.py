@@ -349,8 +349,8 @@ def hf_roberta() -> Problem:
 def hf_gpt2() -> Problem:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=V, n_embd=8, n_layer=2, n_head=2, n_positions=20, resid_pdrop=0, embd_pdrop=0,
-                        attn_pdrop=0)  # fmt: skip
+    config = GPT2Config(vocab_size=V, n_embd=8, n_layer=2, n_head=2, n_positions=20, resid_pdrop=0.0, embd_pdrop=0.0,
+                        attn_pdrop=0.0)  # fmt: skip
     return huggingface(lambda: GPT2LMHeadModel(config))
 
 

@@ -44,6 +44,8 @@ class PerExampleGradient(ABC):
         self.dtype = numerics.wide(dtype)
         self.device = device
         self._kept: Tensor | None = None
+        # indices of the examples that are summed alone (see `rounding.rough`); found with the norms
+        self.apart: Tensor | None = None
 
     # What a kind writes.
 
@@ -170,7 +172,11 @@ class PerExampleGradient(ABC):
         if magnitudes is None:
             return squares
         terms = self._terms()
-        return rounding.of_instantiated_norms(squares, magnitudes, terms, rounding.UNCORRELATED * terms)
+        bounds = rounding.of_instantiated_norms(squares, magnitudes, terms, rounding.UNCORRELATED * terms)
+        if not numerics.static(bounds):
+            return rounding.raised(bounds, magnitudes, terms)
+        self.set_apart(rounding.rough(bounds, magnitudes, terms))
+        return bounds
 
     def weighted_sum(self, factors: Tensor | None, out: Tensor | None = None) -> Tensor:
         """``sum_i factors[i] * g_i``.
@@ -185,9 +191,28 @@ class PerExampleGradient(ABC):
         """
         if self.num_examples == 0:
             return self._zeros(*self.shape) if out is None else out
-        if self._kept is None:
+        if self._kept is not None:
+            return numerics.add_to(out, numerics.combine(self._kept, factors))
+        if self.apart is None or factors is None:
             return self._weighted_sum(factors, out)
-        return numerics.add_to(out, numerics.combine(self._kept, factors))
+        total = self._weighted_sum(factors.index_fill(0, self.apart, 0.0), out)
+        method = self.resolve("instantiate")
+        for i in self.apart.tolist():
+            total += self._gradients(i, i + 1, method, None)[0] * factors[i]
+        return total
+
+    def set_apart(self, rough: Tensor) -> None:
+        """Have the examples where ``rough`` (``[B]``, bool) is True summed alone."""
+        found = rough.nonzero().squeeze(1)
+        self.apart = found if len(found) else None
+
+    def finite(self, keep: Tensor | None) -> PerExampleGradient:
+        """As `mask`, with the same examples set apart; None keeps all."""
+        if keep is None:
+            return self
+        other = self.mask(keep)
+        other.apart = self.apart
+        return other
 
     def norms_and_sum(
         self, method: str, factors_of: FactorsOf, scratch: Scratch | None = None, out: Tensor | None = None
@@ -216,7 +241,7 @@ class PerExampleGradient(ABC):
             if numerics.static(norms) and numerics.all_finite(norms):
                 return norms, self.weighted_sum(factors, out)
             finite = torch.isfinite(norms)
-            return norms, self.mask(finite).weighted_sum(torch.where(finite, factors, 0), out)
+            return norms, self.finite(finite).weighted_sum(torch.where(finite, factors, 0), out)
         found = []
         for rows, examples in self._chunks(method, scratch):
             norms = numerics.squared_norms(rows)
@@ -259,7 +284,7 @@ class PerExampleGradient(ABC):
         """
         bounds = rounding.of_gram_norms(squares, magnitudes, self._terms())
         if not numerics.static(squares):
-            return bounds
+            return rounding.raised(bounds, magnitudes)
         cancels = rounding.cancels(squares, magnitudes)
         if not bool(cancels.any()):
             return bounds
@@ -272,7 +297,7 @@ class PerExampleGradient(ABC):
     def _replace(self, **fields: Any) -> Self:
         """A copy with other contents and without kept gradients."""
         other = copy.copy(self)
-        other.__dict__.update(fields, _kept=None)
+        other.__dict__.update(fields, _kept=None, apart=None)
         return other
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -348,4 +373,8 @@ class Doubt:
         again = some._row_norms(some.resolve("instantiate"), self.scratch)
         bounds = self.bounds.clone()
         bounds[examples] = rounding.of_instantiated_norms(again, magnitudes, some._terms(), rounding.ORDINARY)
+        whole = bounds[examples] if total is None else torch.maximum(bounds[examples], total[examples])
+        rough = torch.zeros(len(bounds), dtype=torch.bool)
+        rough[examples] = rounding.rough(whole, magnitudes)
+        self.per_example.set_apart(rough)
         return bounds

@@ -10,6 +10,11 @@ The bound needs the *magnitude* m of a gradient: what its norm would be if nothi
 ``m² = sum_t sum_s |a_t·a_s||g_t·g_s|``, which is about ``|g|²`` for ordinary examples; elsewhere it is the product of the
 Frobenius norms of activations and output gradients, up to ``sqrt(T)`` times the norm of an ordinary example.
 
+A bound does not help the others in the batch. One product over all examples rounds each partial sum, and where huge terms of
+one example pass through it, the errors depend on who else is there: by up to u m of what an example adds, for everyone who
+leaves. So examples whose m is far above their norm are *rough*: they are left out of the product, summed alone, where their terms
+cancel first, and then added. A GPU would have to be waited for to find them; there the bound is raised until none is rough.
+
 What this does not cover is what every sum has: the rounding of the total over the batch, of ``p.grad`` where the parameter
 itself has 16 bits, and of convolutions whose library adds up more than some thousand equal products in one register (a blank
 image of 64 x 64 pixels under a constant output gradient: 5e-5).
@@ -37,6 +42,30 @@ SUM, SUM_BY_TERMS = 4.0, 1 / 16
 ONE_DIRECTION, LONGEST = 1 / 8, 256
 # Of ordinary examples, m² is at most so many times the square of the norm: where Gram matrices gave it, and otherwise, by T.
 ORDINARY, UNCORRELATED = 256.0, 16.0
+
+
+# What rounding in company may cost, in units of the norm that an example may have.
+IN_COMPANY = 1e-5
+
+
+def rough(squares: Tensor, magnitudes: Tensor, terms: int = 1) -> Tensor:
+    """``[B]``, bool: whose terms must cancel alone, before anything else is added to them.
+
+    Args:
+        squares: ``[B]``, |g|².
+        magnitudes: ``[B]``, m².
+        terms: T where m² may be T times too large, as products of Frobenius norms are; otherwise 1.
+    """
+    return magnitudes * _share(squares.dtype, terms) > squares
+
+
+def raised(bounds: Tensor, magnitudes: Tensor, terms: int = 1) -> Tensor:
+    """Bounds ``[B]`` under which no example is `rough`."""
+    return torch.maximum(bounds, magnitudes * _share(bounds.dtype, terms))
+
+
+def _share(dtype: torch.dtype, terms: int) -> float:
+    return min((SUM * unit(dtype) / IN_COMPANY) ** 2, 1 / (UNCORRELATED * max(terms, 1)))
 
 
 def cancels(squares: Tensor, magnitudes: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from dpexp.clipping.independence.replay import Inputs, changed
 # of inputs whose batch dimension the shapes leave open
 READINGS = 12
 
+# examples that are looked at among copies of themselves
+LONELY = 3
+
 # which dimension of every input is the batch; None: shared by all
 Reading = Sequence[int | None]
 
@@ -64,11 +67,14 @@ class Batches:
             others = iter(own * 2)
             mixed.append([(i, False) if i in own else (next(others), True) for i in range(num)])
         whole = [(i, False) for i in range(num)]
+        # where examples share tokens, each half may hold what another one sees of the whole: a maximum, say
+        lonely = order[:LONELY] if num > 2 else []
         return [
             Variant(alone, whole[:cut], [(i, i) for i in front]),
             Variant(alone, whole[cut:], [(i, i - cut) for i in back]),
             Variant(replaced, mixed[0], [(i, i) for i in kept[0]]),
             Variant(replaced, mixed[1], [(i, i) for i in kept[1]]),
+            *(Variant(replaced, [(i, j != i) for j in range(num)], [(i, i)]) for i in lonely),
             Variant("after another batch", whole, [(i, i) for i in range(num)], mixed[0]),
         ]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpexp.clipping.gradients.pages import give_back_freed_memory
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.padding import positional_names
@@ -99,10 +100,13 @@ class Independence:
         if not due:
             return
         self.looking = True
+        # what the last step left free is in pieces that a look does not fit into
+        give_back_freed_memory()
         try:
             looks = [self._look(replay, num_examples) for replay in replays]
         finally:
             self.looking = False
+            give_back_freed_memory()
         self.told = num_examples > 1 and any(look.told for look in looks)
         if not any(look.compared for look in looks):
             note = NOTE.format(why=looks[0].failure if looks else NOT_ENTERED)

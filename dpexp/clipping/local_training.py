@@ -1,0 +1,134 @@
+"""DP-FedAvg (McMahan, Ramage, Talwar & Zhang 2018): what is clipped is what local training makes of the weights, user by user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.attach import Report
+from dpexp.clipping.groups import GroupsSpec
+from dpexp.clipping.plain import PlainClipper, zero_gradients
+from dpexp.clipping.rules import RULES
+from dpexp.errors import UserError
+
+Batch = dict[str, Tensor]
+WEIGHTS = "weights"
+"""Of a user's rows in their loss, as `dpexp.tasks.users` names them."""
+# so that a product in float32 is not longer than its threshold
+ROUNDING = 2.0**-20
+
+
+class LocalClipper(PlainClipper):
+    """Trains a copy of the weights on one user, and clips the update Δ = θ_local - θ as one example's gradient is clipped.
+
+        p.grad += -clip(Δ_k, C_k) in every group k,   so that SGD with learning rate 1 makes θ + (Σ clip(Δ) + noise)/B of it
+
+    (their Algorithm 1 with w_k = 1 and the estimator f̃_f of a fixed denominator). One user more or less moves the sum by
+    √(Σ C_k²) at most: a user's update depends on the weights before the step and on the user's own rows alone.
+
+    Args:
+        model: its trainable parameters train locally.
+        losses: a batch of one user -> ``[1]``, the user's loss.
+        epochs, batch_size, lr: of the local SGD; a ``batch_size`` of 0 takes all rows of the user at once.
+        groups, clip_norm, rule: as for `dpexp.clipping.attach`; ``groups="layer"`` is their per-layer clipping.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        losses: Callable[[Batch], Tensor],
+        *,
+        epochs: int,
+        batch_size: int,
+        lr: float,
+        groups: GroupsSpec = "flat",
+        clip_norm: float = 1.0,
+        rule: str = "abadi",
+    ):
+        super().__init__(model, groups, clip_norm, rule)
+        self.losses, self.epochs, self.batch_size, self.lr = losses, epochs, batch_size, lr
+        self._batch: Batch | None = None
+
+    def see(self, batch: Batch) -> Tensor:
+        """Keep the batch of one user for `backward`, and return the ``[1]`` loss under the weights before local training."""
+        self._batch = batch
+        with torch.no_grad():
+            return self.losses(batch)
+
+    def backward(
+        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
+    ) -> Report:
+        """Add the clipped update of the user whose batch was seen last, with its sign turned, to ``p.grad``.
+
+        An update with a NaN or an infinity in it adds nothing.
+
+        Args:
+            losses: what `see` gave; ``[0]`` is an empty batch.
+            clip_scale: refused.
+            loss_scale: keeps fp16 gradients representable; undone before the weights move.
+
+        Raises:
+            UserError: more than one user, or one whose batch was not seen.
+        """
+        self.refuse_scales(clip_scale)
+        zero_gradients(self.params)
+        batch, self._batch = self._batch, None
+        device = self.params[0].device
+        if not len(losses):
+            return Report(torch.zeros(len(self.groups), 0, device=device), torch.zeros(len(self.groups)))
+        if len(losses) > 1 or batch is None:
+            raise UserError("clip=fedavg trains on one user after the other: give it one at a time, by see()")
+        kept = [(t, t.detach().clone()) for t in (*self.params, *self.model.buffers())]
+        before = {id(t): value for t, value in kept}
+        try:
+            for part in self._parts(batch):
+                self._descend(part, loss_scale)
+            updates = {id(p): p.detach() - before[id(p)] for p in self.params}
+        finally:
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
+        return self._add(updates)
+
+    def _add(self, updates: dict[int, Tensor]) -> Report:
+        squares = torch.stack(
+            [
+                torch.stack([updates[id(p)].double().square().sum() for p in group.params.values()]).sum()
+                for group in self.groups
+            ]
+        )
+        if finite := bool(squares.isfinite().all()):
+            for k, group in enumerate(self.groups):
+                factor = RULES[self.rule](squares[k], float(self.thresholds[k])) * (1 - ROUNDING)
+                for p in group.params.values():
+                    assert p.grad is not None
+                    p.grad.sub_(updates[id(p)] * factor.to(p.dtype))
+        norms = squares.sqrt()[:, None] if finite else torch.full_like(squares, torch.nan)[:, None]
+        return Report(norms, (norms > self.thresholds.to(norms)[:, None]).sum(1))
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """The batches of the local epochs; each epoch has an order of its own, drawn from torch's generator."""
+        weights = batch.get(WEIGHTS)
+        for _ in range(self.epochs):
+            if not self.batch_size or weights is None:
+                yield batch
+                continue
+            real = (weights[0] > 0).nonzero()[:, 0]
+            real = real[torch.randperm(len(real)).to(real.device)]
+            for rows in real.split(self.batch_size):
+                some = {
+                    name: value[rows.to(value.device)] for name, value in batch.items() if name != WEIGHTS
+                }
+                chosen = weights[:, rows]
+                yield some | {WEIGHTS: chosen / chosen.sum()}
+
+    def _descend(self, batch: Batch, loss_scale: float) -> None:
+        """One step of SGD."""
+        loss = self.losses(batch).sum() * loss_scale
+        found = torch.autograd.grad(loss, self.params, allow_unused=True)
+        with torch.no_grad():
+            for p, gradient in zip(self.params, found, strict=True):
+                if gradient is not None:
+                    p.sub_(gradient, alpha=self.lr / loss_scale)

@@ -1,0 +1,143 @@
+"""Clipping by norms that are estimated from random projections (Bu et al. 2021, "Fast and Memory Efficient DP-SGD via JL
+Projections"): one forward, and back-propagations without any per-example gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.attach import Report
+from dpexp.clipping.given import check_losses
+from dpexp.clipping.independence import Independence
+from dpexp.clipping.plain import PlainClipper, zero_gradients
+from dpexp.clipping.roots import Roots
+from dpexp.clipping.rules import RULES
+from dpexp.errors import UserError
+
+
+class ProjectedClipper(PlainClipper):
+    """Clips by M_i² = (1/r)·Σ_j ⟨g_i, v_j⟩² in the place of ‖g_i‖².
+
+    The inner products of all examples with one v_j come from one back-propagation through the back-propagation: with weights
+    u_i on the losses, Σ_i u_i g_i is linear in u, and d/du_i of its inner product with v_j is ⟨g_i, v_j⟩.
+
+    A norm may be under-estimated, so an example may move the sum by more than C: `sensitivity` is C, the unit in which
+    `dpexp.privacy.projected` knows how far. That rests on the v_j being normal, independent of the data, new in each step and
+    the same for all examples of it.
+
+    Args:
+        model: its trainable parameters are clipped together.
+        projections: r.
+        clip_norm, rule, rows_per_example, fixed_length: as for `dpexp.clipping.attach`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        projections: int,
+        clip_norm: float = 1.0,
+        rule: str = "abadi",
+        *,
+        rows_per_example: int = 1,
+        fixed_length: bool = False,
+    ):
+        super().__init__(model, "flat", clip_norm, rule)
+        self.projections = projections
+        self._seed: int | None = None
+        self._independence = Independence(model, rows_per_example, fixed_length)
+        self._hook = model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        self.notes = self._independence.notes
+
+    def prepare(self, seed: int) -> None:
+        """Begin a step: its projections follow from ``seed``, which is secret and new."""
+        self._seed = seed
+
+    def backward(
+        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
+    ) -> Report:
+        """As `Clipper.backward`; the norms in the report are estimates.
+
+        Raises:
+            UserError: as `Clipper.backward`; `prepare` was not called; the model cannot be differentiated twice; or the
+                gradient of an example is NaN or infinite.
+        """
+        self.refuse_scales(clip_scale)
+        check_losses(losses)
+        if self._seed is None:
+            raise UserError("clip=jl draws its projections for each step: call prepare(seed) first")
+        zero_gradients(self.params)
+        device, count = self.params[0].device, len(losses)
+        if not count:
+            return Report(torch.zeros(1, 0, device=device), torch.zeros(1, device=device))
+        self._independence.begin(Roots.of_losses(losses), self.params)
+        squares = self._squared_norms(losses * loss_scale) / loss_scale**2
+        with torch.no_grad():
+            factors = RULES[self.rule](squares, float(self.thresholds))
+        found = torch.autograd.grad(
+            losses, self.params, grad_outputs=(factors * loss_scale).to(losses), allow_unused=True
+        )
+        self._independence.check(count)
+        if not all(bool(g.isfinite().all()) for g in found if g is not None):
+            raise UserError(
+                "the gradient of an example is NaN or infinite, and clip=jl knows no gradient of a single example that it could "
+                "leave out: find the example (torch.isfinite on the inputs and losses), or use clip=flat"
+            )
+        for p, gradient in zip(self.params, found, strict=True):
+            if gradient is not None:
+                assert p.grad is not None
+                p.grad.add_(gradient, alpha=1 / loss_scale)
+        norms = squares.sqrt()[None]
+        return Report(norms, (norms > self.thresholds.to(norms)[:, None]).sum(1))
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        self._hook.remove()
+
+    def _squared_norms(self, losses: Tensor) -> Tensor:
+        """M_i², ``[B]``, float64."""
+        weights = torch.ones_like(losses, requires_grad=True)
+        try:
+            found = torch.autograd.grad(
+                losses, self.params, grad_outputs=weights, create_graph=True, allow_unused=True
+            )
+            pairs = [
+                (p, g) for p, g in zip(self.params, found, strict=True) if g is not None and g.requires_grad
+            ]
+            total = torch.zeros(len(losses), dtype=torch.float64, device=losses.device)
+            if not pairs:
+                return total
+            for directions in self._directions():
+                product = torch.stack([(directions[id(p)] * g).sum() for p, g in pairs]).sum()
+                (each,) = torch.autograd.grad(product, weights, retain_graph=True)
+                total += each.detach().double().square()
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UserError(
+                f"clip=jl differentiates twice, which an operation of this model does not allow ({error}): use clip=flat, or "
+                "model.config.attn_implementation=eager where it is the attention"
+            ) from error
+        return total / self.projections
+
+    def _directions(self) -> Iterator[dict[int, Tensor]]:
+        """v_1, …, v_r, each by ``id(p)``; the same for all physical batches of a step."""
+        device = self.params[0].device
+        generator = torch.Generator(device)
+        assert self._seed is not None
+        generator.manual_seed(self._seed)
+        for _ in range(self.projections):
+            yield {
+                id(p): torch.randn(
+                    p.shape,
+                    generator=generator,
+                    device=device,
+                    dtype=torch.promote_types(p.dtype, torch.float32),
+                )
+                for p in self.params
+            }
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.is_grad_enabled() and not self._independence.looking:
+            self._independence.enter(args, kwargs)
