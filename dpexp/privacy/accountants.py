@@ -27,6 +27,7 @@ from dp_accounting.rdp import RdpAccountant
 from dpexp.errors import UserError
 from dpexp.privacy.events import REPLACE_ONE, Releases, coarsen, neighbouring, releases, without_noise
 from dpexp.privacy.gaussian import gaussian_epsilon
+from dpexp.privacy.projected import projected, projected_epsilon
 from dpexp.privacy.renyi import renyi_epsilon
 
 # Beyond this both libraries work with e^ε near overflow; no such ε means anything, and "inf" says so.
@@ -48,6 +49,13 @@ def epsilon(event: DpEvent, delta: float, accountant: str = "rdp") -> float:
         raise UserError(f"accountant={accountant} is not a choice; choices: {', '.join(ACCOUNTANTS)}")
     parts = releases(event)
     if parts is None:
+        if (kinds := projected(event)) is not None:
+            if accountant != "pld":
+                raise UserError(
+                    f"accountant={accountant} cannot treat norms that are estimated, which may be too small by any factor: its "
+                    "epsilon would be infinite or wrong; choose pld"
+                )
+            return projected_epsilon(kinds, delta)
         return _by_library(event, delta, accountant)
     if not parts:
         return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -32,11 +33,11 @@ def calibrate(
 
     if spent(0.0) <= target_epsilon:
         return 0.0
-    # prv and pld take seconds for many steps: start at the answer of rdp, which is cheap and a little above
-    # theirs.
-    start, factor = (
-        (calibrate(make_event, target_epsilon, delta), 1.15) if accountant in ("prv", "pld") else (1.0, 2.0)
-    )
+    start, factor = 1.0, 2.0
+    if accountant in ("prv", "pld"):
+        # They take seconds for many steps: start at the answer of rdp, which is cheap and a little above theirs.
+        with contextlib.suppress(UserError):
+            start, factor = calibrate(make_event, target_epsilon, delta), 1.15
     short, spent_short = 0.0, math.inf
     enough, spent_enough = start, spent(start)
     while spent_enough > target_epsilon:

@@ -5,7 +5,8 @@ instant, a run never under-counts. A line holds
 
     {"step": 12, "attempt": 0, "event": {…}, "fingerprint": "…", "time": 1700000000.0, "check": "…"}
 
-where ``check`` is the beginning of an HMAC-SHA-256, under the run's secret key, of the line and the check before it: without the
+where ``time`` is null in a strict release (how long a step takes follows from how many examples were drawn), and ``check`` is the
+beginning of an HMAC-SHA-256, under the run's secret key, of the line and the check before it: without the
 key nobody can alter, remove, add or displace a line unnoticed. Lines that are missing at the end leave a sound ledger behind;
 so a checkpoint keeps the `seal` of the charges that it rests on, and the ledger is asked for them (`require`). Steps count
 from 0, and each line is charged in full.
@@ -45,7 +46,10 @@ from dpexp.privacy.events import GroupEvents, composed, decode, decode_groups, e
 if TYPE_CHECKING:
     from dpexp.parallel import Ranks
 
-_FIELDS = {"step": int, "attempt": int, "event": dict, "fingerprint": str, "time": float, "check": str}
+_FIELDS: dict[str, Any] = {
+    "step": int, "attempt": int, "event": dict, "fingerprint": str,
+    "time": float | None, "check": str,
+}  # fmt: skip
 _DIGITS = 32
 _UNKEYED_DIGITS = 16
 _WAY_OUT = "restore the file from a copy: without it nobody can say what was released"
@@ -77,10 +81,13 @@ class Ledger:
     last line that only lacks its line break is complete, and is). Anything else that is wrong raises
     `UserError` with file and line.
 
-    With ``ranks``, all of them make it together, with the same key, and all call `begin_step`."""
+    With ``ranks``, all of them make it together, with the same key, and all call `begin_step`. ``times`` says whether lines
+    tell when they were written."""
 
-    def __init__(self, path: str | os.PathLike[str], key: bytes, ranks: Ranks | None = None) -> None:
-        self.path, self.ranks = Path(path), ranks
+    def __init__(
+        self, path: str | os.PathLike[str], key: bytes, ranks: Ranks | None = None, *, times: bool = True
+    ) -> None:
+        self.path, self.ranks, self.times = Path(path), ranks, times
         self._key = hmac.digest(key, b"ledger", "sha256")
         self._entries: dict[int, list[Entry]] = {}
         self._counts: Counter[str] = Counter()
@@ -262,7 +269,7 @@ class Ledger:
             "attempt": entry.attempt,
             "event": json.loads(entry.event),
             "fingerprint": entry.fingerprint,
-            "time": time.time(),
+            "time": time.time() if self.times else None,
         }
         record["check"] = self._sign(record)
         signed = json.dumps(record, allow_nan=False)

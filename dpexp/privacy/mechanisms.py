@@ -42,7 +42,16 @@ class BoundedRangeDpEvent(DpEvent):
     mechanism: str = ""
 
 
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class ProjectedGaussianDpEvent(DpEvent):
+    """A sum clipped by norms that are estimated from r random projections, under noise of σ thresholds; see `.projected`."""
+
+    noise_multiplier: float
+    projections: int
+
+
 OWN_EVENTS: dict[str, type[DpEvent]] = {
+    "ProjectedGaussianDpEvent": ProjectedGaussianDpEvent,
     "PureDpEvent": PureDpEvent,
     "BoundedRangeDpEvent": BoundedRangeDpEvent,
 }

@@ -30,10 +30,13 @@ from dpexp.privacy.events import (
     step_event,
 )
 from dpexp.privacy.individual import Budgets, solve
+from dpexp.privacy.mechanisms import ProjectedGaussianDpEvent
 from dpexp.privacy.schedules import CONSTANT, Schedule, joint_counts
 from dpexp.privacy.searches import ORDERS, SearchBudget, filter_admits
 
 SAMPLINGS = ("poisson", "fixed", "shuffle")
+UNITS = {"example": "example", "user": "user with all examples of theirs"}
+"""Whom N counts and the guarantee protects, and how the neighbouring relation calls them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Plan:
     search: SearchBudget | None = None  # of the step size, and how far the budgets were raised for it
     batches: Schedule = CONSTANT  # the expected batch of a step is that of the first one over its factor
     level: float = 1.0  # of the noise, where the schedule follows the training; the budget is that of level 1
+    unit: str = "example"  # what N counts, see `UNITS`
+    projections: int = 0  # r, where norms are estimated (`dpexp.privacy.projected`); 0: they are exact
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", Schedule.of(self.schedule))  # `to_dict` gives it as plain values
@@ -103,7 +108,12 @@ class Plan:
     @property
     def neighbouring(self) -> str:
         """Which data sets ε speaks of, in words."""
-        return neighbouring(self.step_event(0))
+        said = neighbouring(self.step_event(0))
+        if self.unit == "example":
+            return said
+        return said.replace("one example", f"one {UNITS[self.unit]}", 1).replace(
+            "the example", f"the {self.unit}"
+        )
 
     def sigma(self, step: int) -> float:
         """σ of the step, before the budget is split."""
@@ -226,6 +236,11 @@ class Plan:
                 f"The noise multiplier is that of the first step; schedule={self.schedule.name} takes it to {last:.4g} in the"
                 " last one, and epsilon counts every step with its own."
             )
+        if self.projections:
+            found.append(
+                f"Norms were estimated from {self.projections} random projections: an example may move a sum by more than the "
+                "threshold, and epsilon counts how likely that is. The noise multiplier is in units of the threshold."
+            )
         if self.budgets is not None:
             found.append(
                 f"Budgets are individual ({self.budgets.method}): each group of examples has an epsilon of its own, and where one"
@@ -252,6 +267,10 @@ class Plan:
                 del plain[name]
         if self.level == 1.0:
             del plain["level"]
+        if self.unit == "example":
+            del plain["unit"]
+        if not self.projections:
+            del plain["projections"]
         return plain
 
     def _event_at(self, sigma: float, budget: int | None, rate: float) -> DpEvent:
@@ -261,12 +280,18 @@ class Plan:
             rate, scale = self.budgets.rates[group], self.budgets.scales[group]
         if self.search is not None:
             return _searching(rate, sigma, self.search)
+        if self.projections:
+            return _projecting(rate, sigma, self.projections)
         multipliers = _multipliers(sigma, self.quantile_budget, scale)
         return _sampled(self.sampling, self.num_examples, rate, multipliers)
 
 
 def _searching(rate: float, sigma: float, search: SearchBudget) -> DpEvent:
     return step_event(rate, [search.gradient_sigma(sigma)], [search.event(sigma)])
+
+
+def _projecting(rate: float, sigma: float, projections: int) -> DpEvent:
+    return step_event(rate, (), [ProjectedGaussianDpEvent(sigma, projections)])
 
 
 def _sampled(sampling: str, num_examples: int, rate: float, multipliers: Sequence[float]) -> DpEvent:
@@ -301,6 +326,8 @@ def make_plan(
     batches: Schedule | str | Mapping[str, Any] = CONSTANT,
     individual: tuple[str, Sequence[float], NDArray[np.int64]] | None = None,
     search: SearchBudget | None = None,
+    unit: str = "example",
+    projections: int = 0,
 ) -> Plan:
     """A checked plan, with σ calibrated to ``epsilon`` unless ``noise_multiplier`` is given.
 
@@ -309,14 +336,17 @@ def make_plan(
     ``schedule`` (its name, if it has no parameters) lets the noise change over time, ``batches``
     the expected batch; ``individual``: method, ε of each
     group and the group of each example (see `dpexp.privacy.individual`), in the place of ``epsilon``; ``search``: of the step
-    size (see `dpexp.privacy.searches`), whose raises shorten the run.
+    size (see `dpexp.privacy.searches`), whose raises shorten the run; ``unit``: what N counts, see `UNITS`;
+    ``projections``: r, where norms are estimated.
     Raises `UserError` for values that make no plan, and for the gdp accountant without ``allow_clt``: its ε
     is not a guarantee."""
+    if unit not in UNITS:
+        raise UserError(f"unit={unit} is not a choice; choices: {', '.join(UNITS)}")
     if num_examples < 1:
-        raise UserError(f"the data set has {num_examples} examples; at least one is needed")
+        raise UserError(f"the data set has {num_examples} {unit}s; at least one is needed")
     if not 0 < expected_batch_size <= num_examples:
         raise UserError(
-            f"batch_size={expected_batch_size} must be above 0 and at most N = {num_examples} examples"
+            f"batch_size={expected_batch_size} must be above 0 and at most N = {num_examples} {unit}s"
         )
     if steps < 1:
         raise UserError(f"steps={steps}: at least one is needed")
@@ -349,6 +379,8 @@ def make_plan(
         )
         if noise_multiplier == 0:
             raise UserError("noise_multiplier=0 leaves a step-size search without a budget: give some noise")
+    if projections:
+        _check_projections(projections, accountant, sampling, quantile_budget, individual, search)
     delta = resolve_delta(delta, num_examples)
     sample_rate = expected_batch_size / num_examples
     schedule = Schedule.of(schedule)
@@ -364,6 +396,11 @@ def make_plan(
     def make_event(rate: float, sigma: float, scale: float) -> DpEvent:
         if search is not None:
             return composed((_searching(rate, sigma * factor, search), count) for factor, _, count in counts)
+        if projections:
+            return composed(
+                (_projecting(rate * growth, sigma * factor, projections), count)
+                for factor, growth, count in counts
+            )
         return composed(
             (
                 _sampled(
@@ -407,7 +444,27 @@ def make_plan(
         budgets=budgets,
         search=search,
         batches=batches,
+        unit=unit,
+        projections=projections,
     )
+
+
+def _check_projections(
+    projections: int, accountant: str, sampling: str, quantile_budget: float, individual: Any, search: Any
+) -> None:
+    """Raises `UserError` where no accountant speaks of norms that are estimated."""
+    if accountant != "pld":
+        raise UserError(
+            f"clip=jl estimates norms, and one that is too small lets an example move the sum by more than C: "
+            f"accountant={accountant} would not see that; use accountant=pld, or clip=flat, whose norms are exact"
+        )
+    if projections < 1:
+        raise UserError(f"clip.projections={projections}: at least one is needed")
+    if sampling != "poisson" or quantile_budget or individual is not None or search is not None:
+        raise UserError(
+            "clip=jl needs Poisson batches, a fixed threshold and one budget: drop privacy.sampling, clip.adaptive, individual= "
+            "and search="
+        )
 
 
 def _check_batches(batches: Schedule, steps: int, sample_rate: float, sampling: str, others: bool) -> None:

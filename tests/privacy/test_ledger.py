@@ -179,6 +179,17 @@ def test_a_forged_ledger_is_refused(path, forger):
         Ledger(path, KEY)
 
 
+def test_a_strict_ledger_tells_no_times(path):
+    """How long a step took follows from how many examples it drew."""
+    strict = Ledger(path, KEY, times=False)
+    for step in range(3):
+        strict.begin_step(step, EVENT, f"a{step}")
+    assert [json.loads(line)["time"] for line in path.read_text().splitlines()] == [None] * 3
+    assert Ledger(path, KEY).epsilon(DELTA) == strict.epsilon(DELTA)
+    Ledger(path, KEY).begin_step(3, EVENT, "a3")
+    assert json.loads(path.read_text().splitlines()[3])["time"] > 0
+
+
 def test_a_ledger_of_an_earlier_version_is_named(path):
     trained(path, 2)
     lines = [json.loads(line) for line in path.read_text().splitlines()]

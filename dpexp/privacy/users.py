@@ -1,0 +1,68 @@
+"""Who gave which rows, where the guarantee protects users and not rows (`dpexp.privacy.plan.UNITS`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from dpexp.errors import UserError
+
+
+class Users:
+    """Who gave which rows.
+
+    Args:
+        names: `[rows]`, of each row's user, in the order of the data. Users count from 0 in the order of their first rows.
+        most: M, the rows that a step takes of one user.
+
+    Raises:
+        UserError: M is below 1, or nobody is there.
+    """
+
+    def __init__(self, names: Sequence[Hashable], most: int):
+        if most < 1:
+            raise UserError(f"{most} rows of a user in a step: at least one is needed")
+        if not len(names):
+            raise UserError("there are no rows, and so no users: give the user of each row")
+        found: dict[Hashable, list[int]] = {}
+        for row, name in enumerate(names):
+            found.setdefault(name, []).append(row)
+        self.most = most
+        self.members = [np.asarray(rows, dtype=np.int64) for rows in found.values()]
+        self.num_rows = len(names)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def rows(self, user: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """What a step takes of a user: a function of these three numbers and of the user's rows alone.
+
+        Returns:
+            `[M]` row numbers, of which the last ones only fill up where a user has fewer, and `[M]` float32 weights that add
+            up to 1 and are 0 for those.
+        """
+        chosen = self.members[user]
+        if len(chosen) > self.most:
+            chosen = np.random.default_rng([seed, step, user]).choice(chosen, self.most, replace=False)
+        weights = np.zeros(self.most, dtype=np.float32)
+        weights[: len(chosen)] = 1 / len(chosen)
+        return np.resize(chosen, self.most), weights
+
+    def sha256(self) -> str:
+        """Of who gave which rows; hexadecimal."""
+        digest = hashlib.sha256()
+        for rows in self.members:
+            digest.update(len(rows).to_bytes(8, "little") + rows.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def longest(self, length: Callable[[int], int]) -> Callable[[int], int]:
+        """From the length of a row to that of a user, the length of the longest row."""
+        return lambda user: max(length(int(row)) for row in self.members[user])
+
+
+def of_users(losses: Tensor, weights: Tensor) -> Tensor:
+    """Make of the losses of rows, `[B·M]`, those of users, `[B]`: their means with the weights of `Users.rows`, `[B, M]`."""
+    return (losses.reshape(weights.shape) * weights.to(losses)).sum(1)

@@ -1,0 +1,231 @@
+"""Norms that are estimated: what an example can do to a sum, and the accountant that covers it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
+from scipy.integrate import quad
+from scipy.stats import chi2, norm
+from torch import Tensor, nn
+
+from dpexp.clipping.projected import ProjectedClipper
+from dpexp.config import compose
+from dpexp.errors import UserError
+from dpexp.privacy.accountants import epsilon, epsilons
+from dpexp.privacy.events import composed, decode, encode, step_event
+from dpexp.privacy.mechanisms import ProjectedGaussianDpEvent
+from dpexp.privacy.plan import make_plan
+from dpexp.privacy.projected import one_step, projected, sensitivities
+from tests.training.tiny import NUM_EXAMPLES, run_to_end, tiny_run
+
+
+def step(q: float, sigma: float, r: int):
+    return step_event(q, (), [ProjectedGaussianDpEvent(sigma, r)])
+
+
+def hockey_stick(eps: float, q: float, sigma: float, added: bool) -> float:
+    """Of N(0, σ²) against (1 - q)·N(0, σ²) + q·N(1, σ²), either way round: the set where the ratio exceeds e^ε is a half-line."""
+    inside = (math.exp(-eps if added else eps) - (1 - q)) / q
+    if inside <= 0:
+        return 0.0 if added else -math.expm1(eps)
+    x = sigma**2 * math.log(inside) + 0.5
+    if added:
+        return norm.cdf(x / sigma) - math.exp(eps) * (
+            (1 - q) * norm.cdf(x / sigma) + q * norm.cdf((x - 1) / sigma)
+        )
+    return (1 - q) * norm.sf(x / sigma) + q * norm.sf((x - 1) / sigma) - math.exp(eps) * norm.sf(x / sigma)
+
+
+def exact_delta(eps: float, q: float, sigma: float, r: int) -> float:
+    """E_T[δ_T(ε)] by numerical integration over the quantiles of T, the worse of both directions."""
+
+    def at(p: float, added: bool) -> float:
+        return max(0.0, hockey_stick(eps, q, sigma / math.sqrt(r / chi2.ppf(p, r)), added))
+
+    edges = [0.0, 1e-8, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 1.0]
+    pairs = list(itertools.pairwise(edges))
+    return max(sum(quad(at, a, b, args=(added,), limit=60)[0] for a, b in pairs) for added in (False, True))
+
+
+@pytest.mark.parametrize(("q", "sigma", "r"), [(1.0, 2.0, 8), (0.1, 1.0, 20), (0.02, 0.8, 30)])
+def test_the_loss_distribution_of_a_step_is_the_mixture_and_never_below_it(q: float, sigma: float, r: int):
+    found = one_step(q, sigma, r, 1e-9, 5e-3)
+    for eps in (0.0, 0.3, 1.0, 2.0):
+        truth = exact_delta(eps, q, sigma, r)
+        assert truth * (1 - 1e-6) <= found.get_delta_for_epsilon(eps) <= truth * 1.2 + 2e-9
+
+
+def test_the_sensitivities_are_rounded_upwards():
+    limits, shares = sensitivities(10, 1e-7)
+    assert shares.sum() == pytest.approx(1)
+    assert (shares > 0).all()
+    assert (np.diff(limits) > 0).all()
+    for limit, beyond in zip(limits, 1 - np.cumsum(shares[:-1]), strict=True):
+        # P(T > t) = P(χ² < r/t²)
+        assert chi2.cdf(10 / limit**2, 10) == pytest.approx(beyond, rel=1e-6, abs=1e-12)
+    with pytest.raises(UserError, match="0 projections"):
+        sensitivities(0, 1e-7)
+
+
+def test_pretending_that_norms_are_exact_undercounts():
+    event = SelfComposedDpEvent(step(0.01, 1.0, 10), 1000)
+    exact = SelfComposedDpEvent(step_event(0.01, [1.0]), 1000)
+    assert epsilon(event, 1e-5, "pld") > 1.15 * epsilon(exact, 1e-5, "pld")
+    # with many projections norms are nearly exact
+    many = SelfComposedDpEvent(step(0.01, 1.0, 3000), 1000)
+    assert epsilon(many, 1e-5, "pld") == pytest.approx(epsilon(exact, 1e-5, "pld"), rel=0.05)
+    assert epsilon(many, 1e-5, "pld") >= epsilon(exact, 1e-5, "pld") * (1 - 1e-3)
+
+
+def test_no_other_accountant_speaks_of_it():
+    event = step(0.1, 1.0, 10)
+    found = epsilons(event, 1e-5)
+    assert [name for name, value in found.items() if value is None] == ["rdp", "gdp", "prv"]
+    with pytest.raises(UserError, match="which may be too small by any factor"):
+        epsilon(event, 1e-5, "rdp")
+    # one direction estimates next to nothing, and without noise there is nothing to speak of
+    assert epsilon(step(0.5, 1.0, 1), 1e-5, "pld") == math.inf
+    assert epsilon(step(0.5, 0.0, 10), 1e-5, "pld") == math.inf
+    assert projected(ComposedDpEvent([event, GaussianDpEvent(1.0)])) is None
+
+
+def test_the_event_survives_the_ledger_and_calibration_keeps_the_target():
+    plan = make_plan(
+        num_examples=1000, expected_batch_size=20, steps=50, delta=1e-4, epsilon=2.0, accountant="pld", projections=20
+    )  # fmt: skip
+    assert plan.epsilon() <= 2.0
+    assert plan.epsilon() == pytest.approx(2.0, rel=1e-3)
+    assert decode(encode(plan.step_event(3))) == plan.step_event(3)
+    assert epsilon(composed([(plan.step_event(0), 50)]), 1e-4, "pld") == plan.epsilon()
+    exact = make_plan(
+        num_examples=1000, expected_batch_size=20, steps=50, delta=1e-4, epsilon=2.0, accountant="pld"
+    )
+    assert plan.noise_multiplier > exact.noise_multiplier
+    assert "may move a sum by more than the threshold" in " ".join(plan.caveats())
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(7, 5, generator=generator, dtype=torch.float64) * torch.logspace(-1, 1.3, 7)[:, None]
+    return x, torch.arange(7) % 3
+
+
+def per_example(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    rows = []
+    for i in range(len(x)):
+        loss = nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        rows.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(model.parameters()))]))
+    return torch.stack(rows)
+
+
+def test_the_sum_is_that_of_the_projections():
+    model, (x, y) = network(), data()
+    gradients = per_example(model, x, y)
+    clipper = ProjectedClipper(model, 6, clip_norm=0.5)
+    sums = []
+    for pieces in ([x, y],), ([x[:3], y[:3]], [x[3:], y[3:]]):
+        model.zero_grad()
+        clipper.prepare(99)
+        reports = [
+            clipper.backward(nn.functional.cross_entropy(model(a), b, reduction="none")) for a, b in pieces
+        ]
+        sums.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+        norms = torch.cat([report.norms[0] for report in reports])
+    directions = torch.stack(
+        [torch.cat([d[id(p)].reshape(-1) for p in model.parameters()]) for d in clipper._directions()]
+    )
+    estimated = (gradients @ directions.T).square().mean(1).sqrt()
+    assert torch.allclose(norms, estimated)
+    wanted = ((0.5 / estimated).clamp(max=1)[:, None] * gradients).sum(0)
+    # physical batches share the projections: the sum does not depend on how it was cut
+    assert all(torch.allclose(found, wanted) for found in sums)
+    clipper.backward(torch.zeros(0))
+    assert torch.equal(torch.cat([p.grad.reshape(-1) for p in model.parameters()]), sums[-1])
+
+
+def test_leave_one_out_moves_the_sum_as_far_as_the_accountant_says():
+    """An audit with the exact divergences: T of 400 steps of the real clipper, put into δ of the Gaussian that each makes."""
+    model, (x, y) = network(), data()
+    r, sigma, reach = 6, 1.5, []
+    clipper = ProjectedClipper(model, r, clip_norm=0.01)
+    for seed in range(400):
+        found = []
+        for rows in (slice(0, 7), slice(0, 6)):
+            model.zero_grad()
+            clipper.prepare(seed)
+            clipper.backward(nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="none"))
+            found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+        reach.append(float((found[0] - found[1]).norm()) / 0.01)
+    assert max(reach) > 1.5, "C is no bound"
+    mean_square = np.mean(np.square(reach))
+    # E[r/χ²_r] = r/(r - 2)
+    assert mean_square == pytest.approx(r / (r - 2), rel=0.15)
+    claimed = one_step(1.0, sigma, r, 1e-9)
+    for eps in (0.0, 0.5, 1.0):
+        audited = np.mean([hockey_stick(eps, 1.0, sigma / t, added=False) for t in reach])
+        assert audited <= claimed.get_delta_for_epsilon(eps) * 1.05
+        assert audited >= claimed.get_delta_for_epsilon(eps) * 0.75
+
+
+def test_a_run_is_charged_for_it(tmp_path: Path):
+    run = tiny_run(steps=3, adaptive=False)
+    run.clip.method, run.clip.groups, run.clip.projections, run.accountant.name = "jl", "flat", 8, "pld"
+    trainer = run_to_end(tmp_path / "run", run)
+    event = SelfComposedDpEvent(step(20 / NUM_EXAMPLES, 1.0, 8), 3)
+    assert trainer.ledger is not None
+    assert trainer.ledger.epsilon(1e-3, "pld") == pytest.approx(epsilon(event, 1e-3, "pld"))
+    assert trainer.step == 3
+
+
+def test_what_it_cannot_do_is_refused_in_one_sentence():
+    with pytest.raises(UserError, match="use accountant=pld, or clip=flat, whose norms are exact") as caught:
+        compose(["task=sst2", "scale=demo", "clip=jl", "accountant=rdp"])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="thresholds fixed"):
+        compose(
+            [
+                "task=sst2",
+                "scale=demo",
+                "clip=jl",
+                "accountant=pld",
+                "clip.adaptive=true",
+                "clip.quantile_budget=0.1",
+            ]
+        )
+    model, (x, y) = network(), data()
+    clipper = ProjectedClipper(model, 4)
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+    with pytest.raises(UserError, match="call prepare"):
+        clipper.backward(losses)
+    clipper.prepare(1)
+    with pytest.raises(UserError, match="is NaN or infinite"):
+        clipper.backward(nn.functional.cross_entropy(model(x * torch.nan), y, reduction="none"))
+    coupled = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+    with pytest.raises(UserError, match="statistics of the whole batch"):
+        ProjectedClipper(coupled, 4)
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x - x.mean(0))
+
+    centred = Centred()
+    clipper = ProjectedClipper(centred, 4)
+    clipper.prepare(1)
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward(nn.functional.cross_entropy(centred(x), y, reduction="none"))
