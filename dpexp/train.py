@@ -15,7 +15,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from dpexp import record, siblings, statement
+from dpexp import provenance, record, siblings, statement
 from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
 from dpexp.durable import write_atomic, write_json
 from dpexp.errors import UserError
@@ -29,6 +29,7 @@ from dpexp.privacy.searches import SearchBudget
 from dpexp.sweeps import Result
 from dpexp.tasks import build_task
 from dpexp.tasks.features import freeze
+from dpexp.tasks.users import by_user
 from dpexp.trackers import tells_all, tracking, what_is_told
 from dpexp.training.batching import sampler_for
 from dpexp.training.export import export, write_card
@@ -128,6 +129,9 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     if run.model.frozen_features:
         texts = task
         task, learner = ranks.first(lambda: freeze(texts, bundle, run.data, device, run.runtime.precision))
+
+    task = by_user(run, task)
+    ranks.agree("who gave which rows", task.data.sha256)
 
     # What is guaranteed.
     batch = run.optim.batch_size
@@ -309,6 +313,8 @@ def build_plan(
         batches=run.optim.batch_growth or "constant",
         individual=None if groups is None else (run.individual.name, _epsilons(run, num_examples), groups),
         search=None if run.search.name == "none" else SearchBudget(run.search.mechanism, run.search.share),
+        unit=run.unit.name,
+        projections=run.clip.projections if run.clip.method == "jl" else 0,
     )
 
 
@@ -341,10 +347,11 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
     plan, task = trainer.plan, trainer.task
     lines = [
         f"{run.task.name}  {run.model.name}  {run.clip.name}  scale={run.scale.name}  seed={run.seed}",
-        f"data: {task.data.name} ({task.data.source}), N = {task.num_examples}",
+        f"data: {task.data.name} ({task.data.source}), N = {task.num_examples}"
+        + (f" users, at most {run.unit.rows} rows of each in a step" if run.unit.name == "user" else ""),
         *(f"  {note}" for note in record.data_notes(run, task)),
         f"steps: {trainer.steps}, expected batch {trainer.expected_batch:g}, "
-        f"physical batch {trainer.physical_batch_size}, {record.device_name(trainer.device)}",
+        f"physical batch {trainer.physical_batch_size}, {provenance.device_name(trainer.device)}",
     ]
     if trainer.ranks.several:
         lines.append(
@@ -389,7 +396,7 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
 
 def how_to_resume(folder: Path) -> str:
     """What to do after an interruption."""
-    return f"interrupted. {folder} can be resumed: run the same command again\n  {record.command_line()}"
+    return f"interrupted. {folder} can be resumed: run the same command again\n  {provenance.command_line()}"
 
 
 def report_finished(summary: dict[str, Any], folder: Path, console: Console) -> None:
@@ -411,7 +418,7 @@ def report_finished(summary: dict[str, Any], folder: Path, console: Console) -> 
         f"this run is finished: nothing was trained again; its record is {folder / 'summary.json'}",
         markup=False,
     )
-    if changed := record.code_changes(summary):
+    if changed := provenance.code_changes(summary):
         console.print(
             f"note: {changed}. For a fresh run, change the seed or move {folder} away", markup=False
         )

@@ -186,7 +186,7 @@ def interrupted(runs, number, *overrides):
 
 @pytest.mark.slow
 def test_interrupted_or_killed_the_same_command_goes_on_to_the_same_model(tmp_path):
-    longer = ["optim.steps=40", "privacy.noise_seed=7", "runtime.checkpoint_every=3"]
+    longer = ["optim.steps=20", "privacy.noise_seed=7", "runtime.checkpoint_every=3"]
     whole = subprocess.run(
         command(tmp_path / "whole", *longer), capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -208,7 +208,7 @@ def test_interrupted_or_killed_the_same_command_goes_on_to_the_same_model(tmp_pa
         assert (
             json.loads((folder / "summary.json").read_text())["privacy"]["steps"]
             == ledger_lines(folder)
-            == 40
+            == 20
         )
 
 

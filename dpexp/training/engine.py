@@ -4,32 +4,33 @@ It owns everything that could be put together wrongly: plan, ledger, key, sample
 checkpoints. The loop keeps what is its own: model, optimiser, data set, collate function, losses.
 """
 
-import hmac
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dpexp import native, record, statement
+from dpexp import provenance
 from dpexp.clipping import attach
 from dpexp.errors import UserError
 from dpexp.parallel.replicas import ranks_of, silent, unwrapped
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger, Seal
 from dpexp.privacy.plan import make_plan
-from dpexp.privacy.sampling import PoissonSampler
-from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
+from dpexp.privacy.sampling import PoissonSampler, stream
+from dpexp.privacy.users import Users, of_users
+from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig, UnitConfig
 from dpexp.training import state
-from dpexp.training.export import write_card
+from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
-from dpexp.training.identity import data_identity, model_identity, recognise, refuse_other_ledgers
+from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
 
@@ -74,7 +75,10 @@ class PrivacyEngine:
         schedule: how the noise changes over time, see `dpexp.privacy.schedules`.
         scheduler: of the learning rate; stepped once after every step of the optimiser, empty batches included.
         loss_scale: static, for autocast to fp16; the losses given to `step` are unscaled.
-        rows_per_example: the model sees this many adjacent rows of each example.
+        rows_per_example: M, the model sees this many adjacent rows of each example.
+        users: who gave each example of the data set, in its order: then whole users are the unit of privacy, and N and
+            `batch_size` are of users. A batch holds M rows of every user that was drawn (others in each step where a user has
+            more, repeated ones without weight where there are fewer); `step` takes a loss for each row.
         fixed_length: the promise, which is checked, that all batches of tokens are padded to one length; for models to which
             padding is not nothing (`dpexp.clipping.attach`).
         checkpoint_every: steps between checkpoints; 0: none besides the first and the last.
@@ -112,6 +116,7 @@ class PrivacyEngine:
         scheduler: Any = None,
         loss_scale: float = 1.0,
         rows_per_example: int = 1,
+        users: Sequence[Hashable] | None = None,
         fixed_length: bool = False,
         checkpoint_every: int = 100,
         secure: bool = False,
@@ -131,13 +136,21 @@ class PrivacyEngine:
             raise UserError(
                 'rule="none" clips nothing, and noise would hide nothing: choose abadi or automatic'
             )
+        self._users = None if users is None else Users(users, rows_per_example)
+        if self._users is not None and self._users.num_rows != len(dataset):
+            raise UserError(
+                f"users names {self._users.num_rows} users for {len(dataset)} examples: give one for each"
+            )
+        units = len(dataset) if self._users is None else len(self._users)
+        unit = UnitConfig() if users is None else UnitConfig("user", rows=rows_per_example)
         adaptive = target_quantile is not None
         self.model, self.dataset = model, dataset
         self.folder, self.checkpoint_every = Path(folder), checkpoint_every
         self.plan = make_plan(
-            num_examples=len(dataset),
+            num_examples=units,
+            unit=unit.name,
             expected_batch_size=batch_size,
-            steps=steps if steps is not None else max(1, round((epochs or 0) * len(dataset) / batch_size)),
+            steps=steps if steps is not None else max(1, round((epochs or 0) * units / batch_size)),
             delta=delta,
             accountant=accountant,
             epsilon=epsilon,
@@ -156,6 +169,7 @@ class PrivacyEngine:
                 quantile_lr=quantile_lr,
             ),
             privacy=PrivacyConfig(noise_seed=noise_seed, release="strict", secure=secure),
+            unit=unit,
         )
         self._optimizer = GuardedOptimizer(optimizer, scheduler, model)
         self._gradients = GradientGuard(model)
@@ -164,13 +178,18 @@ class PrivacyEngine:
         try:
             self._keys = ranks.once(lambda: self._take_folder(noise_seed))
             key = self._keys.draws
+            self._seed, self._weights = stream(key, "rows of users", 0), torch.zeros(0, 0)
             self._open.enter_context(silent(wrapper))
             ranks.copy_([*model.parameters(), *model.buffers()])
-            settings = self._settings(optimizer, data_name)
+            data = data_identity(dataset, data_name)
+            data += "" if self._users is None else f" of users {self._users.sha256()}"
+            settings = settings_of(self.plan, self._run.clip, model, optimizer, data, self._keys.run)
             ranks.agree("what is trained on what", settings)
             self._identity = ranks.once(lambda: recognise(self.folder, settings))
             self.device = next(p for p in model.parameters() if p.requires_grad).device
-            self.ledger = Ledger(self.folder / LEDGER, self._keys.run, ranks if ranks.several else None)
+            self.ledger = Ledger(
+                self.folder / LEDGER, self._keys.run, ranks if ranks.several else None, times=False
+            )
             self.clipper = attach(
                 model, groups, clip_norm, rule, engine, rows_per_example=rows_per_example, fixed_length=fixed_length
             )  # fmt: skip
@@ -179,7 +198,7 @@ class PrivacyEngine:
             # rescaling a single threshold to C would undo its adaptation
             self._run.clip.rescale = len(self.clipper.groups) > 1
             self.policy = build_policy(self._run.clip, len(self.clipper.groups))
-            machine = record.device_name(self.device)
+            machine = provenance.device_name(self.device)
             decisions = state.Decisions(self.folder / "decisions.json", machine, ranks=ranks)
             if (memory := decisions.of_rank("engine")) is not None:
                 self.clipper.recall(memory)
@@ -200,7 +219,7 @@ class PrivacyEngine:
         weakref.finalize(self, self._open.close)
         self._loop: object = None
         self._charged = self.ledger.steps_charged
-        self._engine, self._code = engine, record.code_hash()
+        self._engine, self._code = engine, provenance.code_hash()
 
     @property
     def steps(self) -> int:
@@ -250,13 +269,18 @@ class PrivacyEngine:
             raise UserError(f"physical_batch_size={physical_batch_size}: at least one example is needed")
         self._loop = loop = object()
         last = self.steps if steps is None else min(self.steps, self.steps_taken + steps)
-        facts = self._facts(physical_batch_size, length is not None)
+        if self._users is not None and length is not None:
+            length = self._users.longest(length)
+        facts = facts_of(
+            self.device, run=self._identity, code=self._code, engine=self._engine, physical_batch_size=physical_batch_size,
+            by_length=length is not None,
+        )  # fmt: skip
         # as torch's DataLoader does: data sets that read several rows at once are faster so
         several = getattr(self.dataset, "__getitems__", None)
         try:
             while self.steps_taken < last:
                 for piece in self._steps.pieces(physical_batch_size, facts, length):
-                    numbers = piece.tolist()
+                    numbers = self._rows_of(piece)
                     batch = collate_fn(several(numbers) if several else [self.dataset[i] for i in numbers])
                     if not self._steps.sums.drawn:
                         self._gradients.look()  # of the first piece: all gradients are None
@@ -277,7 +301,8 @@ class PrivacyEngine:
         The step: ledger, noise, division by the expected batch size, optimiser, scheduler, thresholds, checkpoint.
 
         Args:
-            losses: `[b]`, one for each example of the batch and of that example alone, unreduced and unscaled.
+            losses: `[b]`, one for each example of the batch and of that example alone, unreduced and unscaled; with `users`,
+                one for each of the M rows of every user.
 
         Returns:
             Whether the optimiser has moved.
@@ -291,11 +316,14 @@ class PrivacyEngine:
             raise UserError(
                 "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches()"
             )
-        if losses.ndim == 1 and len(losses) != len(piece):
+        rows = len(piece) if self._users is None else self._weights.numel()
+        if losses.ndim == 1 and len(losses) != rows:
             raise UserError(
-                f"{len(losses)} losses for a batch of {len(piece)} examples: one loss per example is needed, in the same order "
+                f"{len(losses)} losses for a batch of {rows} examples: one loss per example is needed, in the same order "
                 "(does the collate function drop examples, or pack several into one row?)"
             )
+        if self._users is not None and losses.ndim == 1:
+            losses = of_users(losses, self._weights)
         self._gradients.check()
         try:
             return self._steps.add(losses)
@@ -347,30 +375,8 @@ class PrivacyEngine:
         """Write PRIVACY.md, what is guaranteed about the training data, beside a saved model; rank 0 does."""
         if not self.ranks.writes:
             return
-        spent = self.ledger.epsilons(self.plan.delta)
-        groups, charged = len(self.clipper.groups), self.ledger.steps_charged
-        summary = {
-            "task": type(self.model).__name__,
-            "clip": f"{self.clipper.rule} clipping, {groups} group{'s' * (groups > 1)}",
-            "privacy": statement.privacy_block(
-                self._run,
-                self.plan,
-                spent,
-                groups,
-                charged,
-                copied=self._keys.copied,
-                events=self.ledger.events(),
-            ),
-            "data": {
-                "name": type(self.dataset).__name__,
-                "source": "own files",
-                "rows": {"train": self.plan.num_examples},
-                "sha256": None,
-            },
-            "command": record.command_line(),
-            "git": record.git_state(),
-        }
-        write_card(summary, Path(folder))
+        of = self._run, self.plan, self.ledger, self.clipper, self.model, self.dataset
+        write_card(summary_of(*of, copied=self._keys.copied), Path(folder))
 
     def close(self) -> None:
         """Give model, optimiser and folder back. The ledger stays readable."""
@@ -383,6 +389,14 @@ class PrivacyEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _rows_of(self, piece: np.ndarray) -> list[int]:
+        """The numbers in the data set of what a physical batch holds."""
+        if self._users is None:
+            return list(piece.tolist())
+        found = [self._users.rows(int(user), self._seed, self.steps_taken) for user in piece]
+        self._weights = torch.from_numpy(np.stack([weights for _, weights in found]))
+        return [int(row) for rows, _ in found for row in rows]
 
     def _taken(self) -> None:
         """After every step."""
@@ -402,37 +416,6 @@ class PrivacyEngine:
         self._open.enter_context(state.exclusive(self.folder))
         refuse_other_ledgers(self.folder)
         return open_keys(self.folder, noise_seed)
-
-    def _settings(self, optimizer: torch.optim.Optimizer, data_name: str | None) -> dict[str, Any]:
-        """What must be the same in every session of a run."""
-        trained, frozen = model_identity(self.model)
-        data = data_identity(self.dataset, data_name).encode()
-        return {
-            # what was asked for first: a mismatch is named by the first that differs
-            "target_epsilon": self.plan.target_epsilon,
-            **self.plan.to_dict(),
-            **{name: value for name, value in vars(self._run.clip).items() if name != "name"},
-            "optimizer": type(optimizer).__name__,
-            "trained parameters": trained,
-            # keyed: plain hashes would let who has the folder, and not the key, test guesses at the data
-            "data": hmac.digest(self._keys.run, data, "sha256").hex(),
-            "frozen weights": hmac.digest(self._keys.run, frozen, "sha256").hex(),
-        }
-
-    def _facts(self, physical_batch_size: int, by_length: bool) -> dict[str, Any]:
-        """What makes two computations of a step equal. The loop's own code is missing: where it makes a difference,
-        that is in the sums, whose checksum is part of the fingerprint and of the noise's seed."""
-        return {
-            "run": self._identity,
-            "code": self._code,
-            "engine": self._engine,
-            "physical_batch_size": physical_batch_size,
-            "by_length": by_length,
-            "device": record.device_name(self.device),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "kernels": native.backend(),
-        }
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

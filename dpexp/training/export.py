@@ -7,19 +7,24 @@ import torch
 import transformers
 from torch import nn
 
+from dpexp import provenance, statement
 from dpexp.durable import write_atomic
 from dpexp.models import adapters, rgp
 from dpexp.privacy.tradeoff import FPR, TPR
 
 if TYPE_CHECKING:
+    from dpexp.clipping import Clipper
     from dpexp.models import ModelBundle
+    from dpexp.privacy.ledger import Ledger
+    from dpexp.privacy.plan import Plan
+    from dpexp.schemas import RunConfig
 
 
 def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path:
     """Write the model, its tokenizer and PRIVACY.md to `folder`.
 
-    Under peft=lora and prefix it is what `peft.PeftModel.from_pretrained(network, folder)` puts back onto the network, under
-    peft=adapters what `dpexp.models.adapters.load_adapters(network, folder)` does; else the whole network.
+    Under peft=lora, prefix, prompt and p_tuning it is what `peft.PeftModel.from_pretrained(network, folder)` puts back onto the
+    network, under peft=adapters what `dpexp.models.adapters.load_adapters(network, folder)` does; else the whole network.
 
     Args:
         bundle: the model, with its clipper detached.
@@ -50,6 +55,40 @@ def write_card(summary: dict[str, Any], folder: Path) -> None:
     """PRIVACY.md of an exported model; nothing where there is no such folder."""
     if folder.is_dir():
         write_atomic(folder / "PRIVACY.md", privacy_card(summary))
+
+
+def summary_of(
+    run: "RunConfig",
+    plan: "Plan",
+    ledger: "Ledger",
+    clipper: "Clipper",
+    model: nn.Module,
+    dataset: Any,
+    *,
+    copied: bool,
+) -> dict[str, Any]:
+    """Say of a run in a loop of one's own what `privacy_card` asks for.
+
+    Args:
+        run, plan, ledger, clipper: of the run.
+        model, dataset: of which the types are named, and N.
+        copied: the run's folder was found to be a copy (`dpexp.privacy.keys`).
+    """
+    groups = len(clipper.groups)
+    privacy = statement.privacy_block(
+        run, plan, ledger.epsilons(plan.delta), groups, ledger.steps_charged, copied=copied, events=ledger.events()
+    )  # fmt: skip
+    return {
+        "task": type(model).__name__,
+        "clip": f"{clipper.rule} clipping, {groups} group{'s' * (groups > 1)}",
+        "privacy": privacy,
+        "data": {
+            "name": type(dataset).__name__, "source": "own files", "sha256": None,
+            "rows": {"train" if plan.unit == "example" else "users": plan.num_examples},
+        },
+        "command": provenance.command_line(),
+        "git": provenance.git_state(),
+    }  # fmt: skip
 
 
 def privacy_card(summary: dict[str, Any]) -> str:

@@ -1,19 +1,25 @@
 """Which run a folder belongs to: its settings, data and model, with which a later session is compared."""
 
 import hashlib
+import hmac
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
+from dpexp import native, provenance
 from dpexp.durable import read_json, write_json
 from dpexp.errors import UserError
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.keys import LEDGER
+
+if TYPE_CHECKING:
+    from dpexp.privacy.plan import Plan
+    from dpexp.schemas import ClipConfig
 
 RUN = "run.json"
 
@@ -49,6 +55,53 @@ def recognise(folder: Path, settings: Mapping[str, Any]) -> str:
             "noise may be used for nothing else: take another folder, or go back to what it was"
         )
     return hashlib.sha256(json.dumps(present, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def settings_of(
+    plan: "Plan",
+    clip: "ClipConfig",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: str,
+    key: bytes,
+) -> dict[str, Any]:
+    """List what must be the same in every session of a run.
+
+    Args:
+        plan: how many steps, with which noise.
+        clip: groups, rule and thresholds.
+        model: with the parameters that train, and frozen ones.
+        optimizer: of which the type counts; its step size may be changed.
+        data: of `data_identity`.
+        key: of the run. Data and frozen weights are hashed with it: plain hashes would let who has the folder, and not the
+            key, test guesses at the data.
+    """
+    trained, frozen = model_identity(model)
+    return {
+        # what was asked for first: a mismatch is named by the first that differs
+        "target_epsilon": plan.target_epsilon,
+        **plan.to_dict(),
+        **{name: value for name, value in vars(clip).items() if name != "name"},
+        "optimizer": type(optimizer).__name__,
+        "trained parameters": trained,
+        "data": hmac.digest(key, data.encode(), "sha256").hex(),
+        "frozen weights": hmac.digest(key, frozen, "sha256").hex(),
+    }
+
+
+def facts_of(device: torch.device, **of_the_run: Any) -> dict[str, Any]:
+    """List what makes two computations of a step equal, besides its number and its noise.
+
+    The code of a person's own loop is missing: where it makes a difference, that is in the sums, whose checksum is part of the
+    fingerprint and of the noise's seed.
+    """
+    return {
+        **of_the_run,
+        "device": provenance.device_name(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "kernels": native.backend(),
+    }
 
 
 def data_identity(dataset: Any, name: str | None = None) -> str:

@@ -1,7 +1,5 @@
 """The training loop of a configured run: steps (`dpexp.training.steps`), evaluation, checkpoints, and lines of metrics."""
 
-import math
-import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,11 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp import native, record
+from dpexp import native, provenance, record
 from dpexp.clipping import Clipper, attach
 from dpexp.clipping.devices import device_groups
 from dpexp.clipping.groups import GroupsSpec
+from dpexp.clipping.local_training import LocalClipper
 from dpexp.clipping.microbatches import MicrobatchClipper
+from dpexp.clipping.plain import PlainClipper
+from dpexp.clipping.projected import ProjectedClipper
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.clipping.whole import Rows, VectorClipper
 from dpexp.errors import UserError
@@ -28,13 +29,15 @@ from dpexp.parallel.shards import part_here
 from dpexp.parallel.sharing import sharing
 from dpexp.privacy.keys import LEDGER, Keys
 from dpexp.privacy.ledger import Ledger, Seal
-from dpexp.privacy.output_specific import OutputSpecific
 from dpexp.training import state
+from dpexp.training.analysis import OutputAnalysis
 from dpexp.training.averaging import Averages
 from dpexp.training.batching import automatic_size, repeated
+from dpexp.training.best import Best
 from dpexp.training.evaluation import evaluate
 from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.interrupt import Interrupts
+from dpexp.training.logbook import Logbook
 from dpexp.training.methods import build_method
 from dpexp.training.optim import build_optimizer, learning_rate
 from dpexp.training.progress import Progress
@@ -50,9 +53,6 @@ if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan
     from dpexp.tasks.base import Task
 
-NORM_QUANTILES = [0.25, 0.5, 0.75, 0.85]  # those that Figure 4 of He et al. marks
-# in which the ratio of signal to noise is logged, marked not private: Li et al., Figure 3 average it over so many
-FIRST_STEPS = 30
 FP16_LOSS_SCALE = 2.0**10
 UNTRIED_BATCH = 16  # a physical batch that fits nearly everywhere
 
@@ -128,17 +128,23 @@ class Trainer:
         rgp.follow(self.model, self.optimizer)
         decay = None if run.optim.uniform_average else run.optim.ema_decay
         self.averages = None if decay == 0 else Averages(rgp.moved_tensors(self.model), decay)
-        self.decisions = state.Decisions(folder / "decisions.json", record.device_name(device), ranks=ranks)
+        moved = self.averages.values if self.averages is not None else rgp.moved_tensors(self.model)
+        self.best = Best(moved, run.task.metric) if run.optim.keep_best_every else None
+        self.decisions = state.Decisions(
+            folder / "decisions.json", provenance.device_name(device), ranks=ranks
+        )
         self.machine = state.Decisions(state.machine_file(), state.machine_name(device), ranks=ranks)
-        self.code = record.code_hash()
+        self.code = provenance.code_hash()
         self.ledger: Ledger | None = None
-        self.clipper: Clipper | MicrobatchClipper | None = None
+        self.clipper: Clipper | PlainClipper | None = None
         self.policy = FixedThresholds(torch.zeros(0))
         self.search: StepSearch | None = None
         self.feedback: Feedback | None = None
         release: Release | None = None
         if plan is not None:
-            self.ledger = Ledger(folder / LEDGER, keys.run, ranks if ranks.several else None)
+            self.ledger = Ledger(
+                folder / LEDGER, keys.run, ranks if ranks.several else None, times=not record.withheld(run)
+            )
             self.clipper = self._attach()
             self.policy = build_policy(run.clip, len(self.clipper.groups))
             if run.clip.method != "norm" and not run.clip.adaptive:
@@ -159,18 +165,16 @@ class Trainer:
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
             clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search, public=self._public_rows,
         )  # fmt: skip
-        self.output_specific: OutputSpecific | None = None
-        self.ratios: np.ndarray | None = None
+        self.analysis: OutputAnalysis | None = None
         if plan is not None and run.analysis.output_specific_every:
-            total, rounding = task.num_examples, run.analysis.rounding
-            self.output_specific = OutputSpecific(total, plan.sample_rate, rounding)
-        if ranks.several and (self.search is not None or self.output_specific is not None):
+            self.analysis = OutputAnalysis(run.analysis, plan, task.num_examples)
+        if ranks.several and (self.search is not None or self.analysis is not None):
             raise UserError(
                 "search and analysis.output_specific_every look at all losses in one place so far: start one process"
             )
-        self.wall_before, self.started = 0.0, time.perf_counter()
-        self.step_times: list[float] = []
-        self.timings: dict[str, Any] = {}
+        self.log = Logbook(
+            run, metrics, device, expected_batch=expected_batch, groups=self._groups_with_norms()
+        )  # fmt: skip
         self._restore()
         self.physical_batch_size = self._physical_batch_size()
 
@@ -178,10 +182,21 @@ class Trainer:
         """What this process trains of the model: all of it."""
         return model
 
-    def _attach(self) -> Clipper | MicrobatchClipper:
+    def _attach(self) -> Clipper | PlainClipper:
         clip, engine = self.run.clip, self.run.engine
         if clip.method == "microbatch":
             return MicrobatchClipper(self.model, clip.microbatch, clip.clip_norm, clip.rule)
+        if clip.method == "fedavg":
+            return LocalClipper(
+                self.model, self.losses,
+                epochs=clip.local_epochs, batch_size=clip.local_batch, lr=clip.local_lr,
+                groups=groups_of(self.model, clip), clip_norm=clip.clip_norm, rule=clip.rule,
+            )  # fmt: skip
+        if clip.method == "jl":
+            return ProjectedClipper(
+                self.model, clip.projections, clip.clip_norm, clip.rule,
+                rows_per_example=self.task.rows_per_example, fixed_length=self.task.pad_to is not None,
+            )  # fmt: skip
         if clip.method != "norm":
             return VectorClipper(
                 self.model, build_method(clip, self.expected_batch), clip.clip_norm, clip.rule,
@@ -218,16 +233,18 @@ class Trainer:
             self.clipper.method.load_state_dict(checkpoint.thresholds["method"])
         if self.averages is not None:
             self.averages.load_state(checkpoint.averages)
+        if self.best is not None:
+            self.best.load_state(checkpoint.best)
         if self.search is not None:
             self.search.load_state_dict(checkpoint.search)
         if self.feedback is not None:
             self.feedback.load_state_dict(checkpoint.search)
-        if self.output_specific is not None:
-            self.output_specific.spent, self.ratios = (t.numpy() for t in checkpoint.contributions)
+        if self.analysis is not None:
+            self.analysis.load_state(checkpoint.contributions)
         if self.ledger is not None:
             self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
         self.stepper.taken = checkpoint.step
-        self.wall_before, self.timings = checkpoint.wall_s, checkpoint.timings
+        self.log.wall_before, self.log.timings = checkpoint.wall_s, checkpoint.timings
         self.metrics.resume_at(self.step)
 
     def save(self) -> None:
@@ -244,19 +261,22 @@ class Trainer:
                 f"model was exported, and the steps stay charged: lower optim.lr={self.run.optim.lr:g}"
             )
         seal = self.ledger.seal if self.ledger is not None else Seal(0, "")
+        # how long steps took follows from how many rows were drawn
+        strict = record.withheld(self.run)
         checkpoint = state.Checkpoint(
             step=self.step,
             model=tensors,
             optimizer=optimizer,
             thresholds=self.policy.state_dict() | self._method_state(),
             signature=self.signature,
-            wall_s=self.wall_s,
-            timings=self.performance(),
+            wall_s=0.0 if strict else self.log.wall_s,
+            timings={} if strict else self.performance(),
             averages=self.averages.state() if self.averages is not None else [],
+            best=self.best.state() if self.best is not None else {},
             charges=seal.charges,
             last_charge=seal.check,
             search=mover.state_dict() if (mover := self.search or self.feedback) is not None else {},
-            contributions=self._contributions(),
+            contributions=self.analysis.state() if self.analysis is not None else [],
         )
         state.save_together(self.folder / "checkpoint", checkpoint, self.ranks)
 
@@ -272,20 +292,10 @@ class Trainer:
         state.load_model_state(self.model, model)
         self.optimizer.load_state_dict(optimizer)
 
-    def _contributions(self) -> list[Tensor]:
-        if self.output_specific is None or self.ratios is None:
-            return []
-        return [torch.from_numpy(self.output_specific.spent), torch.from_numpy(self.ratios)]
-
     @property
     def step(self) -> int:
         """Steps taken so far."""
         return self.stepper.taken
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds spent on the run so far, earlier sessions included as far as they reached a checkpoint."""
-        return self.wall_before + time.perf_counter() - self.started
 
     @property
     def num_groups(self) -> int:
@@ -300,62 +310,39 @@ class Trainer:
         with Interrupts() as interrupts:
             while self.step < self.steps and self.affordable() and not self.ranks.any(interrupts.requested):
                 begun = time.perf_counter()
-                self._look()
-                self.stepper.keep_norms = self._norms_due(self.step + 1)
-                self.stepper.keep_signal = self.step < FIRST_STEPS and not self.metrics.strict
+                if self.analysis is not None:
+                    self.analysis.look(self.stepper, self.losses_of, self.physical_batch_size)
+                self.stepper.keep_norms = self.log.wants_norms(self.step + 1, self.steps)
+                self.stepper.keep_signal = self.log.wants_signal(self.step + 1)
                 sums = self.take_step(interrupts)
                 if sums is None:
                     break  # cut off before anything was released: this step has not happened
-                self.step_times.append(self._elapsed_since(begun))
-                self._log(sums, progress)
-                self._log_norms(sums)
+                self.log.took(begun)
+                self._tell(sums, progress)
                 self._feed_back(progress)
-                if runtime.eval_every and self.step % runtime.eval_every == 0 and self.step < self.steps:
+                chosen = self.best is not None and self._is_candidate()
+                looked = runtime.eval_every and self.step % runtime.eval_every == 0 and self.step < self.steps
+                if chosen or looked:
                     metrics = self.evaluate(progress)
+                if self.best is not None and chosen:
+                    self.best.offer(self.step, metrics)
                 if runtime.checkpoint_every and self.step % runtime.checkpoint_every == 0:
                     self.save()
                     saved_at = self.step
             if saved_at != self.step:
                 self.save()
             if self.step < self.steps and self.affordable():
-                return Outcome("interrupted", self.step, self.wall_s, metrics, self.performance())
+                return Outcome("interrupted", self.step, self.log.wall_s, metrics, self.performance())
+        if self.best is not None:
+            self.best.put_back()
         metrics = self.evaluate(progress, final=True)
-        return Outcome("finished", self.step, self.wall_s, metrics, self.performance())
+        return Outcome("finished", self.step, self.log.wall_s, metrics, self.performance())
 
-    def _look(self) -> None:
-        """Charge every example with what it would contribute to the coming step (`dpexp.privacy.output_specific`)."""
-        release, every = self.stepper.release, self.run.analysis.output_specific_every
-        if self.output_specific is None or release is None or self.plan is None:
-            return
-        if self.ratios is None or self.step % every == 0:
-            release.clipper.thresholds = self.policy.values
-            stds = torch.tensor(release.noise(self.step)["gradients"], dtype=torch.float64).unsqueeze(1)
-            bounds = self.policy.values.double().cpu().unsqueeze(1)
-            found = []
-            for start in range(0, self.task.num_examples, self.physical_batch_size):
-                stop = min(start + self.physical_batch_size, self.task.num_examples)
-                report = release.clipper.backward(self.losses_of(np.arange(start, stop)))
-                self.stepper.clear()
-                contributed = torch.minimum(report.norms.double().cpu(), bounds) / stds
-                found.append(contributed.square().sum(0).sqrt() * self.plan.sigma_new(self.step))
-            self.ratios = torch.cat(found).numpy()
-        self.output_specific.add(self.ratios, self.plan.sigma_new(self.step), 1)
-
-    def _conclude(self) -> dict[str, Any] | None:
-        """Quantiles of the ε of examples along this run's outputs; the whole list stays in the folder."""
-        if self.output_specific is None or self.plan is None:
-            return None
-        found = self.output_specific.epsilons(self.plan.delta)
-        np.save(self.folder / "output_specific.npy", found)
-        shares = [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
-        quantiles = dict(zip(map(str, shares), np.quantile(found, shares).tolist(), strict=True))
-        return {
-            "epsilon_quantiles": quantiles,
-            "every": self.run.analysis.output_specific_every,
-            "rounding": self.run.analysis.rounding,
-            "not_private": True,
-            "note": "an analysis of this run's outputs, not a guarantee",
-        }
+    def _is_candidate(self) -> bool:
+        """Whether the weights of this step may be kept: those of every so many steps, and the last ones."""
+        return self.step % self.run.optim.keep_best_every == 0 or not (
+            self.step < self.steps and self.affordable()
+        )
 
     def affordable(self) -> bool:
         """Whether the budget covers the next step: always, but where the noise moves with the run."""
@@ -405,29 +392,15 @@ class Trainer:
         return metrics
 
     def performance(self) -> dict[str, Any]:
-        """`examples_per_s`, `step_s`, `peak_memory_mib` and `device`.
-
-        `step_s` is the median step of this session, without its first one (an engine may still be measuring then), and
-        `examples_per_s` the *expected* batch over it: the drawn sizes are private. A session without a step passes on
-        what an earlier one measured.
-        """
-        times = self.step_times[1:] or self.step_times
-        if not times:
-            return self.timings or {"device": record.device_name(self.device)}
-        step_s = statistics.median(times)
-        return {
-            "examples_per_s": self.expected_batch / step_s,
-            "step_s": step_s,
-            "peak_memory_mib": record.peak_memory_mib(self.device),
-            "device": record.device_name(self.device),
-        }
+        """See `Logbook.performance`."""
+        return self.log.performance()
 
     def details(self) -> dict[str, Any]:
         """Provenance for the summary, beside its fixed keys."""
         return {
             "signature": self.signature,
             "code": self.code,
-            "hardware": record.hardware(self.device),
+            "hardware": provenance.hardware(self.device),
             "physical_batch_size": self.physical_batch_size,
             "clipping_groups": self.num_groups,
             "processes": self.ranks.size,
@@ -437,7 +410,9 @@ class Trainer:
             # what of the model could not be proven, in words
             "clipping_notes": getattr(self.clipper, "notes", []),
             "plan": self.plan.to_dict() if self.plan is not None else None,
-            **({"output_specific": looked} if (looked := self._conclude()) is not None else {}),
+            # whose weights these are, where not the last step's
+            **({"kept_step": self.best.step} if self.best is not None else {}),
+            **({"output_specific": self.analysis.conclude(self.folder)} if self.analysis is not None else {}),
         }
 
     def detach(self) -> None:
@@ -492,7 +467,10 @@ class Trainer:
     def losses_of(self, piece: np.ndarray) -> Tensor:
         """`[b]` losses of training examples, as the present step sees them."""
         batch = self.on_device(self.task.collate([self.task.train[int(i)] for i in piece]))
-        return self.losses(self.task.augmented(batch, piece, self.run.seed, self.step))
+        batch = self.task.augmented(batch, piece, self.run.seed, self.step)
+        if isinstance(self.clipper, LocalClipper):
+            return self.clipper.see(self.on_device(batch))
+        return self.losses(batch)
 
     def losses(self, batch: dict[str, Tensor]) -> Tensor:
         """`[b]` losses of a collated batch, in the precision of the run."""
@@ -530,7 +508,7 @@ class Trainer:
             "engine": self.run.engine.name,
             "physical_batch_size": self.physical_batch_size,
             "precision": runtime.precision,
-            "device": record.device_name(self.device),
+            "device": provenance.device_name(self.device),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "kernels": native.backend(),
@@ -538,6 +516,9 @@ class Trainer:
 
     def _physical_batch_size(self) -> int:
         """As configured, or found once per machine and kept: a resumed run must add up the same pieces."""
+        if isinstance(self.clipper, LocalClipper):
+            # they are trained one after the other, and no user's texts are padded to another's
+            return 1
         asked = str(self.run.runtime.physical_batch_size)
         if asked != "auto":
             return int(asked)
@@ -565,42 +546,15 @@ class Trainer:
         self.decisions.keep("physical_batch_size", size)
         return size
 
-    def _elapsed_since(self, begun: float) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begun
+    def _groups_with_norms(self) -> list[str]:
+        """Names of the groups in which this process sees the norms of examples."""
+        return [group.name for group in self.clipper.groups] if self.clipper is not None else []
 
-    def _norms_due(self, step: int) -> bool:
-        """Whether the norms of every example are looked at in this step: the first one, and those with an evaluation."""
-        every = self.run.runtime.eval_every
-        if not every or self.clipper is None or self.metrics.strict:
-            return False
-        return step in (1, self.steps) or step % every == 0
-
-    def _log_norms(self, sums: Sums) -> None:
-        """Quantiles of the norms of each group (He et al., Figures 2, 4), without noise: marked not private."""
-        if not sums.every or self.clipper is None or not sums.drawn:
-            return
-        norms = torch.cat(sums.every, 1)  # [K, b]
-        values = torch.nanquantile(norms, torch.tensor(NORM_QUANTILES), dim=1).T
-        groups = [group.name for group in self.clipper.groups]
-        quantiles = {"quantiles": NORM_QUANTILES, "groups": groups, "values": values.tolist()}
-        self.metrics.write(self.step, {"norm_quantiles": quantiles}, released=False)
-
-    def _log(self, sums: Sums, progress: Progress) -> None:
-        """A released line and one that is not, and the progress bar."""
-        strict = self.metrics.strict
-        drawn = max(1, sums.drawn)
-        loss = None if strict else float(sums.loss) / drawn
-        rate = self.expected_batch / self.step_times[-1]
-        progress.step(self.step, loss, rate, self.ledger)
-        every = self.run.runtime.log_every
-        if not every or (self.step % every and self.step != self.steps):
-            return
-        released: dict[str, Any] = {
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "time_s": round(self.wall_s, 3),
-        }
+    def _tell(self, sums: Sums, progress: Progress) -> None:
+        """The lines of a step, and the progress bar."""
+        loss = None if self.metrics.strict else float(sums.loss) / max(1, sums.drawn)
+        progress.step(self.step, loss, self.expected_batch / self.log.step_times[-1], self.ledger)
+        released: dict[str, Any] = {"lr": self.optimizer.param_groups[0]["lr"]}
         if self.search is not None:
             released["lr"] = self.search.chosen
             released["levels"] = [self.search.gradient_level, self.search.search_level]
@@ -608,17 +562,7 @@ class Trainer:
             released["noise_level"] = self.feedback.level
         if self.policy.adaptive:
             released["thresholds"] = self.policy.values.tolist()
-        self.metrics.write(self.step, released)
-        if not strict:
-            private: dict[str, Any] = {"loss": loss, "drawn": sums.drawn}
-            if self.clipper is not None:
-                private |= {
-                    "mean_norms": (sums.norms / drawn).tolist(),
-                    "clipped_share": (sums.clipped / drawn).tolist(),
-                }
-            if sums.signal_to_noise is not None and math.isfinite(sums.signal_to_noise):
-                private["signal_to_noise"] = sums.signal_to_noise
-            self.metrics.write(self.step, private, released=False)
+        self.log.write(self.step, self.steps, sums, released, loss)
 
 
 def groups_of(model: nn.Module, clip: "ClipConfig") -> GroupsSpec:

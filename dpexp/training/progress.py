@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live bar in a terminal, plain lines elsewhere, a table at the end."""
 
+import contextlib
 import statistics
 import sys
 import time
@@ -13,8 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from dpexp.errors import UserError
 from dpexp.privacy.tradeoff import FPR, TPR
-from dpexp.record import peak_memory_mib
+from dpexp.provenance import peak_memory_mib
 from dpexp.statement import ACCOUNTANTS
 
 EPSILON_EVERY_S = 5.0
@@ -98,7 +100,10 @@ class Progress:
             and self.delta is not None
             and (self.stale or last or now - self.epsilon_at > EPSILON_EVERY_S)
         ):
-            self.epsilon, self.epsilon_at, self.stale = ledger.epsilon(self.delta, "rdp"), now, False
+            self.epsilon_at, self.stale = now, False
+            # an accountant that cannot treat the event has nothing to show
+            with contextlib.suppress(UserError):
+                self.epsilon = ledger.epsilon(self.delta, "rdp")
         facts = self.facts(loss, rate)
         left = self.time_left(step)
         self.bar.update(self.training, completed=step, facts=facts, left=left)

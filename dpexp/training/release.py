@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping import Clipper
-from dpexp.clipping.microbatches import MicrobatchClipper
+from dpexp.clipping.plain import PlainClipper
 from dpexp.clipping.thresholds import FixedThresholds, NormThresholds, QuantileThresholds
 from dpexp.errors import UserError
 from dpexp.privacy.fingerprint import fingerprint, fingerprint_of_facts
@@ -43,7 +43,7 @@ class Release:
     def __init__(
         self,
         plan: "Plan",
-        clipper: Clipper | MicrobatchClipper,
+        clipper: Clipper | PlainClipper,
         policy: FixedThresholds,
         ledger: Ledger,
         *,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpexp import record
+from dpexp import provenance
 from dpexp.clipping import Report
 from dpexp.errors import UserError
 from dpexp.models.precision import autocast
@@ -30,7 +30,6 @@ from dpexp.training.loop import Trainer, groups_of
 from dpexp.training.progress import Progress
 from dpexp.training.release import Release
 from dpexp.training.steps import Steps
-from dpexp.training.sums import Sums
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
@@ -231,11 +230,11 @@ class StageTrainer(Trainer):
     def performance(self) -> dict[str, Any]:
         """As in one process; with the peak memory of each stage, and bytes sent in a step by kind."""
         found = super().performance()
-        if not self.step_times:
+        if not self.log.step_times:
             return found
-        each = self.ranks.gather(record.peak_memory_mib(self.device))
+        each = self.ranks.gather(provenance.peak_memory_mib(self.device))
         sent = self.ranks.gather(dict(self.traffic.bytes))
-        steps = max(1, len(self.step_times))
+        steps = max(1, len(self.log.step_times))
         kinds = sorted({kind for one in sent for kind in one})
         return found | {
             "peak_memory_mib_of_stages": each[: self.stages],
@@ -274,12 +273,9 @@ class StageTrainer(Trainer):
         asked = str(self.run.runtime.physical_batch_size)
         return self.task.num_examples if asked == "auto" else int(asked)
 
-    def _norms_due(self, step: int) -> bool:
-        """No norms of examples leave a stage."""
-        return False
-
-    def _log_norms(self, sums: Sums) -> None:
-        """See `_norms_due`."""
+    def _groups_with_norms(self) -> list[str]:
+        """None: no norms of examples leave a stage."""
+        return []
 
     def _places(self) -> list[int]:
         """Of each parameter that trains here, its number in the whole model."""
@@ -317,8 +313,15 @@ def refuse_unstaged(run: RunConfig, task: Any, ranks: Ranks) -> None:
         raise UserError(f"peft={run.peft.name} has no stages: choose {', '.join(PEFT)}{way}")
     if run.clip.method != "norm":
         raise UserError(f"clip={run.clip.name} needs the whole gradient of an example in one place{way}")
-    if run.search.name != "none" or run.optim.ema_decay or run.optim.uniform_average:
-        raise UserError(f"line searches and averages of the weights look at all parameters together{way}")
+    if (
+        run.search.name != "none"
+        or run.optim.ema_decay
+        or run.optim.uniform_average
+        or run.optim.keep_best_every
+    ):
+        raise UserError(
+            f"line searches, averages and a choice of the weights look at all parameters together{way}"
+        )
 
 
 def _groups(ranks: Ranks, stages: int) -> tuple[Any, Any, Ranks]:

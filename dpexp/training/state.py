@@ -28,7 +28,7 @@ from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.sharded import like, write_into
 from dpexp.parallel.shards import is_sharded
-from dpexp.record import device_name
+from dpexp.provenance import device_name
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -88,6 +88,7 @@ class Checkpoint:
     scheduler: dict[str, Any] = field(default_factory=dict)  # where the loop brought its own
     parts: str = ""  # the folder beside it that holds the tensors, where each rank wrote its own
     search: dict[str, Any] = field(default_factory=dict)  # of the step size, where there is one
+    best: dict[str, Any] = field(default_factory=dict)  # weights on dev, where these are kept
     contributions: list[Tensor] = field(default_factory=list)  # of each example, where they are analysed
 
 

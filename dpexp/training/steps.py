@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from dpexp.clipping import Clipper, Report
 from dpexp.clipping.microbatches import MicrobatchClipper
+from dpexp.clipping.plain import PlainClipper
+from dpexp.clipping.projected import ProjectedClipper
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.clipping.whole import Rows, VectorClipper
 from dpexp.errors import UserError
@@ -136,7 +138,7 @@ class Steps:
         self._drawn: list[np.ndarray] = []
 
     @property
-    def clipper(self) -> Clipper | MicrobatchClipper | None:
+    def clipper(self) -> Clipper | PlainClipper | None:
         """None where nothing is clipped."""
         return self.release.clipper if self.release is not None else None
 
@@ -203,6 +205,8 @@ class Steps:
             pieces = physical_batches(drawn, length, size, self.replicas.rank, self.replicas.size)
         if isinstance(self.clipper, VectorClipper):
             self.clipper.method.prepare(stream(self.key, "projections", step, attempt), self._public)
+        if isinstance(self.clipper, ProjectedClipper):
+            self.clipper.prepare(stream(self.key, "projections", step, attempt))
         self._drawn = pieces
         if self.sharded and len(drawn):
             # of rank 0, whose share is the largest; an example of the batch, without weight, fills the gap

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dpexp import record
+from dpexp import provenance
 
 
 @pytest.fixture(autouse=True)
 def settled_code(monkeypatch):
-    monkeypatch.setattr(record, "code_hash", lambda: "c0de")
+    monkeypatch.setattr(provenance, "code_hash", lambda: "c0de")

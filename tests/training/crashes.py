@@ -10,15 +10,16 @@ import os
 import random
 import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch._dynamo  # the optimisers would import it, slowly, once for every fork
 
-from dpexp import record
+from dpexp import provenance
 from dpexp.training import loop, release, state
+from tests.killing import in_child
 from tests.training.tiny import run_to_end, tiny_run, weights
 
 STEPS = 6
@@ -72,32 +73,19 @@ NAMED = (
 )  # fmt: skip
 
 
-def child(folder: Path, instant: str | None) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        if instant is not None:
-            patch(instant)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        trainer = run_to_end(folder, tiny_run(steps=STEPS))
-        (folder / "weights.txt").write_text(hashlib.sha256(weights(trainer).tobytes()).hexdigest())
-    except BaseException as error:
-        print(error, file=sys.stderr)
-        os._exit(1)
-    os._exit(0)
+def work(folder: Path, instant: str | None) -> None:
+    if instant is not None:
+        patch(instant)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    trainer = run_to_end(folder, tiny_run(steps=STEPS))
+    (folder / "weights.txt").write_text(hashlib.sha256(weights(trainer).tobytes()).hexdigest())
 
 
-def run(folder: Path, instant: str | None = None, kill_after: list[float] | None = None) -> dict[str, object]:
-    """Start again and again until a run ends by itself."""
-    killed = 0
-    delays = list(kill_after or [])
+def run(folder: Path, instant: str | None = None, at: Sequence[int] = ()) -> dict[str, object]:
+    """Start again and again until a run ends by itself; `at`: of the first ones, the call at which each is killed."""
+    killed, later = 0, iter(at)
     while True:
-        pid = child(folder, instant if killed == 0 else None)
-        if delays:
-            time.sleep(delays.pop())
-            os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
+        status, calls = in_child(partial(work, folder, instant if not killed else None), next(later, None))
         if os.WIFEXITED(status):
             if os.WEXITSTATUS(status):
                 raise SystemExit(f"{folder.name}: the run failed")
@@ -105,18 +93,20 @@ def run(folder: Path, instant: str | None = None, kill_after: list[float] | None
         killed += 1
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     charged = [(line["step"], line["attempt"]) for line in lines if "step" in line]
-    return {"killed": killed, "weights": (folder / "weights.txt").read_text(), "charged": charged}
+    found = (folder / "weights.txt").read_text()
+    return {"killed": killed, "weights": found, "charged": charged, "calls": calls}
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    record.code_hash = lambda: "c0de"  # the sources may be edited while this runs
+    provenance.code_hash = lambda: "c0de"  # the sources may be edited while this runs
     rng = random.Random(0)
     results = {"never": run(folder / "never")}
     for name in NAMED:
         results[name] = run(folder / name.replace(" ", "-"), name)
-    # A whole run takes some tenths of a second: most of these fall into its middle.
-    results["at random"] = run(folder / "at-random", kill_after=[rng.uniform(0.01, 0.2) for _ in range(6)])
+    results["at random"] = run(
+        folder / "at-random", at=[rng.randrange(1, results["never"]["calls"]) for _ in range(6)]
+    )
     print(json.dumps(results))
 
 

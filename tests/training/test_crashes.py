@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpexp import record
+from dpexp import provenance
 from dpexp.training import release
 from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_run, train, weights
 
@@ -106,7 +106,7 @@ def test_with_anything_changed_the_repeated_steps_get_fresh_noise_and_are_charge
     elif change == "engine":
         run.engine.name = "loop"
     elif change == "code":
-        monkeypatch.setattr(record, "code_hash", lambda: "edited")
+        monkeypatch.setattr(provenance, "code_hash", lambda: "edited")
     else:
         changes["task"] = OtherData(forged="forged" in change)
     keys, attempts, drawn = [], {}, {}

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import shutil
-import signal
-import time
 import warnings
 
 import numpy as np
@@ -20,6 +18,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
 from dpexp.training import release
+from tests.killing import in_child
 from tests.training.tiny import TinyTask, run_to_end, tiny_run, weights
 
 TASK = TinyTask()
@@ -160,32 +159,23 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit_and_pays_once(tmp_path, monk
     assert resumed.ledger.steps_charged == 6
 
 
-def test_killed_at_random_it_ends_with_the_same_weights(tmp_path):
-    def session(folder, delay=None):
-        pid = os.fork()
-        if not pid:
-            try:
-                model = network(0.3)
-                optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-                scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
-                engine = train(make(folder, model, optimizer, steps=40, scheduler=scheduler))
-                (folder / "weights").write_text(hashlib.sha256(flat(engine).tobytes()).hexdigest())
-                os._exit(0)
-            except BaseException:
-                os._exit(1)
-        if delay is not None:
-            time.sleep(delay)
-            os.kill(pid, signal.SIGKILL)
-        return os.waitpid(pid, 0)[1]
+def test_killed_anywhere_it_ends_with_the_same_weights(tmp_path):
+    def session(folder, at=None):
+        def work():
+            model = network(0.3)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+            engine = train(make(folder, model, optimizer, steps=40, scheduler=scheduler))
+            (folder / "weights").write_text(hashlib.sha256(flat(engine).tobytes()).hexdigest())
+
+        return in_child(work, at)
 
     make(tmp_path / "warm").close()  # imports, before the forks
-    begun = time.monotonic()
-    assert session(tmp_path / "whole") == 0
-    took = time.monotonic() - begun
-    shares = (0.3, 0.4, 0.5, 0.6, 0.7)
-    killed = [os.WIFSIGNALED(session(tmp_path / "cut", took * share)) for share in shares]
-    assert any(killed)
-    assert session(tmp_path / "cut") == 0
+    status, calls = session(tmp_path / "whole")
+    assert status == 0
+    for share in (0.3, 0.25, 0.2, 0.25):
+        assert os.WIFSIGNALED(session(tmp_path / "cut", int(calls * share))[0])
+    assert session(tmp_path / "cut")[0] == 0
     assert (tmp_path / "cut/weights").read_text() == (tmp_path / "whole/weights").read_text()
     lines = (tmp_path / "cut/ledger.jsonl").read_text().splitlines()
     assert sum('"step"' in line for line in lines) == 40

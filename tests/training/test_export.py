@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpexp import record, statement
+from dpexp import provenance, statement
 from dpexp.schemas import RunConfig
 from dpexp.training.export import export, privacy_card
 from tests.test_record import block, plan, summary
@@ -22,7 +22,7 @@ def test_the_card_states_the_guarantee_and_its_conditions():
         assert words in card
     for note in block()["notes"]:
         assert note in card
-    assert f"`{record.command_line()}`" in card
+    assert f"`{provenance.command_line()}`" in card
 
 
 def test_the_card_goes_with_the_model_and_has_no_hash_of_private_data():

@@ -28,6 +28,8 @@ WAYS: dict[str, list[str]] = {
     "full": [],
     "lora": ["peft.rank=2"],
     "prefix": ["peft.prefix_length=3", "peft.prefix_hidden=8"],
+    "prompt": ["peft.prefix_length=3"],
+    "p_tuning": ["peft.prefix_length=3", "peft.prefix_hidden=8"],
     "rgp": [],
     "top2": ["peft.blocks=1"],
     "bitfit": [],
@@ -46,7 +48,7 @@ def network_of(run: RunConfig, peft: PeftConfig) -> ModelBundle:
 
 def reloaded(run: RunConfig, way: str, folder: Path) -> nn.Module:
     """The exported model as its reader gets it back."""
-    if way in ("lora", "prefix"):
+    if way in ("lora", "prefix", "prompt", "p_tuning"):
         from peft import PeftModel
 
         return PeftModel.from_pretrained(network_of(run, PeftConfig()).model, str(folder))

@@ -143,8 +143,8 @@ def test_what_the_outputs_told_about_each_example_is_an_analysis(tmp_path):
     train(cut)
     resumed = make_trainer(tmp_path / "cut", run)
     train(resumed)
-    found = resumed.output_specific.epsilons(1e-3)
-    assert np.array_equal(found, whole.output_specific.epsilons(1e-3))
+    found = resumed.analysis.specific.epsilons(1e-3)
+    assert np.array_equal(found, whole.analysis.specific.epsilons(1e-3))
     assert 0 < found.min() <= found.max() <= whole.plan.epsilon() * 1.02
     quantiles = whole.details()["output_specific"]
     assert quantiles["not_private"]

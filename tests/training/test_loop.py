@@ -303,6 +303,11 @@ def test_a_strict_release_withholds_them_everywhere(tmp_path, capsys):
         assert "loss" not in text
         assert "norm" not in text
         assert "drawn" not in text
+    lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    assert [json.loads(line)["time"] for line in lines] == [None] * 2
+    checkpoint = torch.load(next((tmp_path / "checkpoint").glob("*.pt")), weights_only=True)
+    assert checkpoint["wall_s"] == 0
+    assert checkpoint["timings"] == {}
 
 
 def test_an_interruption_drops_the_step_it_falls_into_and_the_run_goes_on_to_the_same_weights(tmp_path):

@@ -1,0 +1,82 @@
+"""What the outputs of a run tell about each example, added up beside its steps (`dpexp.privacy.output_specific`)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpexp.privacy.output_specific import OutputSpecific
+from dpexp.privacy.plan import Plan
+from dpexp.schemas import AnalysisConfig
+from dpexp.training.steps import Steps
+
+SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)  # of the examples, whose quantiles a record holds
+
+
+class OutputAnalysis:
+    """Charge every example with what it contributes, by looking at all of them now and then.
+
+    Args:
+        settings: how often to look, and how finely.
+        plan: of the run.
+        num_examples: N.
+    """
+
+    def __init__(self, settings: AnalysisConfig, plan: Plan, num_examples: int):
+        self.settings, self.plan, self.num_examples = settings, plan, num_examples
+        self.specific = OutputSpecific(num_examples, plan.sample_rate, settings.rounding)
+        self.ratios: np.ndarray | None = None
+
+    def look(self, steps: Steps, losses_of: Callable[[np.ndarray], Tensor], physical_batch_size: int) -> None:
+        """Charge the coming step.
+
+        Args:
+            steps: what takes it; its sums are cleared.
+            losses_of: numbers of examples -> ``[b]`` losses, as the coming step would see them.
+            physical_batch_size: how many at once.
+        """
+        step, release = steps.taken, steps.release
+        assert release is not None
+        if self.ratios is None or step % self.settings.output_specific_every == 0:
+            release.clipper.thresholds = steps.policy.values
+            stds = torch.tensor(release.noise(step)["gradients"], dtype=torch.float64).unsqueeze(1)
+            bounds = steps.policy.values.double().cpu().unsqueeze(1)
+            found = []
+            for start in range(0, self.num_examples, physical_batch_size):
+                stop = min(start + physical_batch_size, self.num_examples)
+                report = release.clipper.backward(losses_of(np.arange(start, stop)))
+                steps.clear()
+                contributed = torch.minimum(report.norms.double().cpu(), bounds) / stds
+                found.append(contributed.square().sum(0).sqrt() * self.plan.sigma_new(step))
+            self.ratios = torch.cat(found).numpy()
+        self.specific.add(self.ratios, self.plan.sigma_new(step), 1)
+
+    def conclude(self, folder: Path) -> dict[str, Any]:
+        """Return quantiles of the ε of examples along this run's outputs; the whole list goes to the folder."""
+        found = self.specific.epsilons(self.plan.delta)
+        np.save(folder / "output_specific.npy", found)
+        return {
+            "epsilon_quantiles": dict(
+                zip(map(str, SHARES), np.quantile(found, SHARES).tolist(), strict=True)
+            ),
+            "every": self.settings.output_specific_every,
+            "rounding": self.settings.rounding,
+            "not_private": True,
+            "note": "an analysis of this run's outputs, not a guarantee",
+        }
+
+    def state(self) -> list[Tensor]:
+        """Return what a checkpoint keeps."""
+        return (
+            []
+            if self.ratios is None
+            else [torch.from_numpy(self.specific.spent), torch.from_numpy(self.ratios)]
+        )
+
+    def load_state(self, kept: list[Tensor]) -> None:
+        """Go on from what `state` gave."""
+        if kept:
+            self.specific.spent, self.ratios = (tensor.numpy() for tensor in kept)

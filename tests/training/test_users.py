@@ -1,0 +1,269 @@
+"""Users as the unit of privacy: whole users are drawn, and what all rows of one do together is bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpexp import PrivacyEngine
+from dpexp.audit import estimates
+from dpexp.auditing.canaries import Without, flip_coins
+from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
+from dpexp.config import compose
+from dpexp.errors import UserError
+from dpexp.privacy.plan import make_plan
+from dpexp.privacy.users import Users, of_users
+from dpexp.schemas import UnitConfig
+from dpexp.tasks.users import ByUser, by_user
+from dpexp.train import summarise
+from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_run
+
+# 60 rows: one user with 20, some with three, many with one
+NAMES = ["heavy"] * 20 + [f"three {i // 3}" for i in range(15)] + [f"one {i}" for i in range(25)]
+MOST = 4
+NOBODY = -1
+
+
+def plain_model() -> nn.Module:
+    """Without dropout, so that a sum can be computed again."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def noiseless(steps: int = 1, batch: float = 20.0, **clip: object):
+    run = tiny_run(steps=steps, batch_size=batch, adaptive=False)
+    run.clip.groups, run.engine.name, run.privacy.noise_multiplier = "flat", "auto", 0.0
+    run.optim.name, run.optim.lr = "sgd", 1.0
+    run.unit = UnitConfig("user", file="somewhere", rows=MOST)
+    for name, value in clip.items():
+        setattr(run.clip, name, value)
+    return run
+
+
+def moved(before: nn.Module, after: nn.Module) -> Tensor:
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    return torch.cat([(a.detach() - b.detach()).double().reshape(-1) for a, b in pairs])
+
+
+def user_gradient(task: TinyTask, users: Users, user: int, seed: int, step: int) -> Tensor:
+    """Of the mean loss of the rows that the step takes, in float64."""
+    model = plain_model().double()
+    rows, weights = users.rows(user, seed, step)
+    rows = rows[weights > 0]
+    x = torch.stack([task.train[int(r)][0] for r in rows]).double()
+    y = torch.stack([task.train[int(r)][1] for r in rows])
+    nn.functional.cross_entropy(model(x), y).backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+def test_a_step_takes_some_rows_of_a_user_and_of_nobody_else():
+    users = Users(NAMES, MOST)
+    assert len(users) == 1 + 5 + 25
+    assert [len(rows) for rows in users.members[:7]] == [20, 3, 3, 3, 3, 3, 1]
+    seen: set[int] = set()
+    for step in range(60):
+        rows, weights = users.rows(0, 7, step)
+        assert len(set(rows.tolist())) == MOST
+        assert np.allclose(weights, 1 / MOST)
+        seen |= set(rows.tolist())
+    assert seen == set(range(20)), "a heavy user's rows are all seen in time"
+    rows, weights = users.rows(1, 7, 0)
+    assert rows.tolist() == [20, 21, 22, 20]
+    assert np.allclose(weights, [1 / 3, 1 / 3, 1 / 3, 0])
+    again = Users(NAMES, MOST)
+    assert all((users.rows(0, 7, s)[0] == again.rows(0, 7, s)[0]).all() for s in range(5))
+    assert users.sha256() == again.sha256() != Users(NAMES[1:] + NAMES[:1], MOST).sha256()
+
+
+def test_the_sum_is_that_of_users_clipped_one_by_one(tmp_path: Path):
+    task, users = TinyTask(), Users(NAMES, MOST)
+    run = noiseless(clip_norm=0.3)
+    trainer = make_trainer(tmp_path / "run", run, task=ByUser(task, users), model=plain_model())
+    drawn = trainer.stepper.sampler.draw(0, 0)
+    assert 5 < len(drawn) < len(users)
+    wanted = torch.zeros(sum(p.numel() for p in trainer.model.parameters()), dtype=torch.float64)
+    norms = []
+    for user in drawn:
+        gradient = user_gradient(task, users, int(user), run.seed, 0)
+        norms.append(float(gradient.norm()))
+        wanted += gradient * min(1.0, 0.3 / norms[-1])
+    assert min(norms) < 0.3 < max(norms) or max(norms) > 0.3
+    run_to_end(tmp_path / "run", run, task=ByUser(task, users), model=(model := plain_model()))
+    assert torch.allclose(moved(plain_model(), model) * 20.0, wanted, atol=2e-6)
+
+
+def test_the_plan_counts_users_and_the_record_says_so(tmp_path: Path):
+    users = Users(NAMES, MOST)
+    run = tiny_run(steps=3, batch_size=6.0, adaptive=False)
+    run.unit = UnitConfig("user", file="somewhere", rows=MOST)
+    trainer = run_to_end(tmp_path / "run", run, task=ByUser(TinyTask(), users))
+    plan = trainer.plan
+    assert plan is not None
+    assert trainer.ledger is not None
+    assert (plan.num_examples, plan.sample_rate) == (31, 6 / 31)
+    alone = make_plan(num_examples=31, expected_batch_size=6, steps=3, delta="1e-3", noise_multiplier=1.0)
+    assert trainer.ledger.epsilons(1e-3) == alone.epsilons()
+    assert alone.event() == plan.event()
+    outcome = type("Outcome", (), {"metrics": {}, "performance": {}, "wall_s": 0.0, "status": "finished"})
+    summary = summarise(run, trainer, outcome, type("Bundle", (), {"source": ""}))
+    assert summary["privacy"]["unit"] == "user"
+    assert summary["privacy"]["neighbouring"].startswith("add or remove one user with all examples of theirs")
+    assert "so the user is zeroed out" in summary["privacy"]["neighbouring"]
+    said = " ".join(summary["privacy"]["notes"])
+    assert "the unit of privacy is one user" in said
+    assert "at most 4 rows of a user" in said
+    assert summary["data"]["sha256"]["users"] == users.sha256()
+    run.privacy.release = "strict"
+    strict = summarise(run, trainer, outcome, type("Bundle", (), {"source": ""}))
+    assert strict["data"]["sha256"]["users"] is None, "who gave how many rows is private"
+    assert "unit" not in alone.to_dict()
+    assert plan.fingerprint() != alone.fingerprint()
+
+
+@pytest.mark.parametrize("method", ["flat", "layer", "fedavg"])
+def test_a_user_with_enormous_rows_moves_the_sum_by_no_more_than_the_threshold(tmp_path: Path, method: str):
+    """Leave one user out, in every place: all rows of the heavy one are outliers."""
+    task, users = TinyTask(), Users(NAMES, MOST)
+    for row in range(20):
+        task.train[row][0].mul_(1e3)
+    clip = (
+        {"method": "fedavg", "local_lr": 0.5, "groups": "layer"} if method == "fedavg" else {"groups": method}
+    )
+    run = noiseless(batch=31.0, clip_norm=0.25, **clip)
+    sums = {}
+    for out in (NOBODY, 0, 3, 17):
+        trainer = make_trainer(tmp_path / f"{out}", run, task=ByUser(task, users), model=plain_model())
+        trainer.stepper.sampler = Without(trainer.stepper.sampler, np.array([out]))
+        before = plain_model()
+        trainer.take_step(type("I", (), {"requested": False})())
+        sums[out] = moved(before, trainer.model) * 31.0
+    difference = [float((sums[NOBODY] - sums[out]).norm()) for out in (0, 3, 17)]
+    # the weights, which are read here, have less digits than the sums
+    assert max(difference) <= 0.25 * (1 + 2e-5)
+    # of two layers the rows saturate one
+    assert difference[0] >= (0.24 if method == "flat" else 0.17)
+
+
+def test_an_engine_of_ones_own_loop_takes_users(tmp_path: Path):
+    task, users = TinyTask(), Users(NAMES, MOST)
+    data = [(x, y) for x, y in task.train]
+
+    def engine(folder: Path, names: list[str]) -> PrivacyEngine:
+        model = plain_model()
+        return PrivacyEngine(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), data, folder=folder, users=names, rows_per_example=MOST,
+            batch_size=31, steps=1, noise_multiplier=0.0, delta=1e-3, clip_norm=0.3, noise_seed=1,
+        )  # fmt: skip
+
+    one = engine(tmp_path / "one", NAMES)
+    assert one.plan.unit == "user"
+    assert one.plan.num_examples == 31
+    for x, y in one.batches(physical_batch_size=8):
+        assert len(x) <= 8 * MOST
+        with pytest.raises(UserError, match=r"32 examples: one loss per|28 examples: one loss per"):
+            one.step(torch.zeros(5))
+        one.step(nn.functional.cross_entropy(one.model(x), y, reduction="none"))
+    wanted = sum(
+        gradient * min(1.0, 0.3 / float(gradient.norm()))
+        for gradient in (user_gradient(task, users, user, one._seed, 0) for user in range(31))
+    )
+    assert torch.allclose(moved(plain_model(), one.model) * 31.0, wanted, atol=5e-6)
+    one.write_card(tmp_path)
+    assert "one user with all examples of theirs" in (tmp_path / "PRIVACY.md").read_text()
+    one.close()
+    with pytest.raises(UserError, match="the data differ"):
+        engine(tmp_path / "one", NAMES[1:] + NAMES[:1])
+    with pytest.raises(UserError, match="users names 59 users for 60 examples"):
+        engine(tmp_path / "two", NAMES[1:])
+
+
+def test_the_weighted_mean_is_that_of_the_rows():
+    losses = torch.arange(8.0)
+    weights = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
+    assert of_users(losses, weights).tolist() == [0.5, 5.5]
+    assert of_users(torch.zeros(0), torch.zeros(0, 4)).shape == (0,)
+
+
+def test_users_come_from_a_file_a_column_or_are_made_up(tmp_path: Path):
+    task = TinyTask()
+    file = tmp_path / "users.txt"
+    file.write_text("\n".join(NAMES) + "\n")
+    run = tiny_run()
+    run.unit = UnitConfig("user", file=str(file), num_users=31, rows=2)
+    grouped = by_user(run, task)
+    assert grouped.num_examples == 31
+    assert grouped.rows_per_example == 2
+    assert grouped.data.sha256["users"] == Users(NAMES, 2).sha256()
+    run.unit = UnitConfig("user", file=str(file), num_users=30)
+    with pytest.raises(UserError, match=r"has 31 users and unit\.num_users=30"):
+        by_user(run, task)
+    file.write_text("\n".join(NAMES[1:]) + "\n")
+    with pytest.raises(UserError, match="names 59 users for 60 training rows"):
+        by_user(run, task)
+    file.write_text("\n".join(["", *NAMES[1:]]) + "\n")
+    with pytest.raises(UserError, match="row 1 has no user"):
+        by_user(run, task)
+    table = tmp_path / "train.csv"
+    table.write_text("text,author\n" + "".join(f"t,{name}\n" for name in NAMES))
+    run.unit, run.data.train = UnitConfig("user", column="author", num_users=31), str(table)
+    assert by_user(run, task).data.sha256["users"] == Users(NAMES, 1).sha256()
+    run.unit, run.data.train, run.data.num_examples = UnitConfig("user", size=7), None, 60
+    made = by_user(run, task)
+    assert made.num_examples == 9
+    assert "users were made up" in made.data.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["unit=user"], "nothing says who they are"),
+        (["unit=user", "unit.size=5", "unit.file=x"], "unit.file and unit.size are given"),
+        (["unit=user", "unit.file=x"], "unit.num_users is not given"),
+        (["unit=user", "unit.column=author", "unit.num_users=9000"], "not given: give it, or unit.file=FILE"),
+        (["unit.size=5"], "choose unit=user"),
+        (["unit=user", "unit.size=100", "optim.batch_size=600"], "more than the 160 users of sst2"),
+        (["unit=user", "unit.size=5", "clip=microbatch"], "clips means of several users together"),
+        (["unit=user", "unit.size=5", "unit.rows=0"], "unit.rows=0 must be above 0"),
+    ],
+)
+def test_bad_settings_get_one_sentence(settings: list[str], sentence: str):
+    with pytest.raises(UserError) as caught:
+        compose(["task=sst2", "scale=demo", "clip=flat", *settings])
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_user_is_audited_as_an_example_is(tmp_path: Path):
+    """Gradient canaries in the slots of users: the bound stays below the epsilon of the plan, and comes near it."""
+    users = 300
+    task = ByUser(TinyTask(2 * users), Users([i // 2 for i in range(2 * users)], 2))
+    slots, included = np.arange(users), flip_coins(users, b"k" * 32)
+    run = noiseless(steps=2, batch=float(users), clip_norm=0.5)
+    run.privacy.noise_multiplier, run.runtime.physical_batch_size = 1.5, "300"
+    trainer = make_trainer(
+        tmp_path / "run",
+        run,
+        task=WithGradientCanaries(task, slots, 0.5),
+        model=Watched(plain_model(), users),
+    )
+    trainer.stepper.sampler = Without(trainer.stepper.sampler, slots[~included])
+    observer = Observer(users, 1.0)
+    release = trainer.stepper.release
+    add_noise = release.add_noise
+
+    def seen(step: int, attempt: int, counts: Tensor) -> Tensor | None:
+        noisy = add_noise(step, attempt, counts)
+        observer.see(trainer.model.canary_table.weight.grad, 0.5, 0.5 * 1.5)
+        return noisy
+
+    release.add_noise = seen
+    for _ in range(2):
+        trainer.take_step(type("I", (), {"requested": False})())
+    claimed = trainer.ledger.epsilon(1e-3, "pld")
+    bounds = [row["epsilon_lower"] for row in estimates(observer.scores, included, [1.0, 0.3], 1e-3, 0.95)]
+    assert 0.3 * claimed < max(bounds) <= claimed * (1 - 1e-6)
