@@ -5,9 +5,9 @@ from typing import Any
 
 from dpexp.errors import UserError
 
-_ONE_DEVICE = (
-    "under this Trainer one process on one device trains privately: start one, with one visible GPU, or use dpexp.PrivacyEngine "
-    "in a loop of your own, which takes several"
+_WHOLE = (
+    "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "
+    "model and use dpexp.PrivacyEngine in a loop of your own"
 )
 _PACKED = (
     "one row would hold the texts of several people, and privacy protects a row: one text per row, padded"
@@ -15,11 +15,10 @@ _PACKED = (
 
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fp16": (bool, "its gradient scaler skips steps, which tells something without noise: use bf16=True"),
-    "fsdp": (bool, _ONE_DEVICE),
-    "deepspeed": (bool, _ONE_DEVICE),
-    "parallelism_config": (bool, _ONE_DEVICE),
-    "n_gpu": (lambda count: count > 1, _ONE_DEVICE + " (CUDA_VISIBLE_DEVICES=0)"),
-    "world_size": (lambda count: count > 1, _ONE_DEVICE),
+    "fsdp": (bool, _WHOLE),
+    "deepspeed": (bool, _WHOLE),
+    "parallelism_config": (bool, _WHOLE),
+    "n_gpu": (lambda count: count > 1, _WHOLE + " (one process alone: CUDA_VISIBLE_DEVICES=0)"),
     "torch_compile": (bool, "it has not been tried together with per-example clipping: leave it out"),
     "use_liger_kernel": (bool, "its fused loss gives one number for the whole batch: leave it out"),
     "neftune_noise_alpha": (

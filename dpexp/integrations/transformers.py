@@ -8,9 +8,13 @@
     print(trainer.engine.epsilon())
 
 One step of the Trainer is one step of `dpexp.PrivacyEngine`: a Poisson sample whose expected size is
-`per_device_train_batch_size * gradient_accumulation_steps`, in pieces of at most `per_device_train_batch_size`. Schedulers,
-evaluation, callbacks, saving and `resume_from_checkpoint` are Hugging Face's own. The ledger and the secret key lie beside the
-output folder, in `<output_dir>.privacy`, so that an upload of the model does not take the key along.
+`per_device_train_batch_size * gradient_accumulation_steps` times the number of processes, in pieces of at most
+`per_device_train_batch_size`. Schedulers, evaluation, callbacks, saving and `resume_from_checkpoint` are Hugging Face's own. The
+ledger and the secret key lie beside the output folder, in `<output_dir>.privacy`, so that an upload of the model does not take
+the key along.
+
+Under torchrun all processes train together, each on its share of every sample (docs/many_processes.md). Another number of
+processes goes on with a run whose accumulation makes the expected size the same.
 
 An example is one row of `train_dataset`. Where the texts of several people are packed into one row, the row is protected, and
 nobody in it.
@@ -70,7 +74,9 @@ class Trainer(transformers.Trainer):
     ):
         args = copy.copy(args or transformers.TrainingArguments("trainer_output"))
         refuse_arguments(args)
-        self.expected_batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.expected_batch = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        )
         self.privacy, self.show_losses = dict(privacy), show_losses
         self.engine: PrivacyEngine | None = None
         if args.max_grad_norm:
@@ -79,6 +85,8 @@ class Trainer(transformers.Trainer):
             )
         # One step of the Trainer is a whole logical batch; the engine cuts it.
         args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
+        # The losses of an evaluation would be multiplied by the number of processes, also where a head takes its own mean.
+        args.average_tokens_across_devices = False
         super().__init__(model, args, *others, **named)
         refuse_overrides(self, self.plain)
 
@@ -132,7 +140,8 @@ class Trainer(transformers.Trainer):
         for batch in self.engine.batches(self._collate, size, length=self._length, steps=1):
             inputs = self._prepare_inputs(batch)
             with self.compute_loss_context_manager():
-                losses = self.per_example_losses(model, inputs)
+                # not DistributedDataParallel around it: the engine adds up over processes, once for each sample
+                losses = self.per_example_losses(self.model, inputs)
             self.engine.step(losses)
         mean = self.engine.private_loss / self.expected_batch if self.show_losses else 0.0
         return torch.as_tensor(mean, device=self.args.device, dtype=torch.float32)

@@ -8,7 +8,12 @@ An example is one row: one conversation, or one prompt with its completion. Its 
 TRL's `completion_only_loss` and `assistant_only_loss` leave.
 """
 
-import trl
+try:
+    import trl
+except ModuleNotFoundError as error:
+    if error.name != "trl":
+        raise
+    raise ModuleNotFoundError("dpexp.integrations.trl is for TRL: pip install trl", name="trl") from None
 
 from dpexp.integrations.transformers import Trainer
 

@@ -9,8 +9,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from dpexp.errors import UserError
+from dpexp.parallel.meeting import fresh
 from dpexp.parallel.ranks import ALONE, Ranks
 
 # A rank waits so long for the others: while rank 0 reads the data, or one of them measures its engine.
@@ -22,6 +24,20 @@ def started_by_torchrun() -> int:
     """How many processes torchrun (or what sets its environment variables) has started together; 1 without it."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
+
+
+def told_by_submitit() -> None:
+    """Set torchrun's environment variables in a task of a submitit job that has several tasks; nothing elsewhere.
+
+    A GPU for each task is chosen by `joined`, from the task's number on its machine.
+    """
+    if "SUBMITIT_EXECUTOR" not in os.environ or started_by_torchrun() > 1:
+        return
+    from submitit import JobEnvironment
+    from submitit.helpers import TorchDistributedEnvironment
+
+    if JobEnvironment().num_tasks > 1:
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
 
 
 @contextmanager
@@ -52,7 +68,12 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
                 f"--nproc-per-node {max(1, there)}), or choose runtime.device=cpu"
             )
         torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=TIMEOUT)
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
+        store=fresh(store, rank, size, TIMEOUT), rank=rank, world_size=size, timeout=TIMEOUT,
+    )  # fmt: skip
     try:
         yield current()
     finally:

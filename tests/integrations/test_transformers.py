@@ -3,9 +3,7 @@
 import itertools
 import json
 import os
-import signal
-import sys
-import time
+from typing import NamedTuple
 
 import numpy as np
 import peft
@@ -18,7 +16,12 @@ from torch import nn
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
 from dpexp.integrations.transformers import Trainer
+from dpexp.models.adapters import add_adapters
+from dpexp.schemas import PeftConfig
 from dpexp.training import release
+from tests.killing import in_child
+from tests.parallel.cases import NumberedNoise
+from tests.parallel.pool import run_ranks
 from tests.training.tiny import TinyTask, run_to_end, tiny_run
 
 ROWS, LONGEST, VOCABULARY = 48, 7, 40
@@ -55,7 +58,7 @@ def collate(examples):
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
 
 
-def network(kind, lora=False):
+def network(kind, lora=False, checkpointing=False):
     sizes = dict(vocab_size=VOCABULARY, num_labels=3, pad_token_id=0)
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -74,6 +77,9 @@ def network(kind, lora=False):
         if lora:
             task = "SEQ_CLS" if kind == "classifier" else "CAUSAL_LM"
             model = peft.get_peft_model(model, peft.LoraConfig(task_type=task, r=2, lora_dropout=0.0))
+    if checkpointing:
+        base = model.get_base_model() if lora else model
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
@@ -147,61 +153,69 @@ def same_noise(monkeypatch):
     return reset
 
 
-def by_loop(folder, kind, precision="fp32", lora=False):
+def by_loop(folder, cell):
     run = tiny_run(steps=20, batch_size=16, adaptive=False)
     run.clip.groups, run.clip.clip_norm, run.privacy.noise_multiplier = "flat", 0.5, 0.8
-    run.optim.name, run.optim.lr, run.runtime.precision, run.engine.name = "sgd", 0.5, precision, "auto"
-    trainer = run_to_end(folder, run, task=SameTask(kind), model=network(kind, lora))
+    run.optim.name, run.optim.lr, run.runtime.precision, run.engine.name = "sgd", 0.5, cell.precision, "auto"
+    run.runtime.physical_batch_size = str(16 // cell.accumulation)
+    trainer = run_to_end(folder, run, task=SameTask(cell.kind), model=cell.network())
     return flat(trainer.model), trainer.ledger
 
 
-def by_engine(folder, kind, size, precision="fp32", lora=False):
-    model, task = network(kind, lora).train(), SameTask(kind)
+def by_engine(folder, cell):
+    model, task = cell.network().train(), SameTask(cell.kind)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     engine = PrivacyEngine(model, optimizer, task.train, folder=folder, batch_size=16, steps=20, **PRIVACY)
-    for batch in engine.batches(collate, size):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+    for batch in engine.batches(collate, 16 // cell.accumulation):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cell.precision == "bf16"):
             losses = task.losses(model, batch)
         engine.step(losses)
     return flat(model), engine.ledger
 
 
-CASES = [
-    # kind, accumulation, checkpointing, LoRA, precision
-    ("classifier", 1, False, False, "fp32"),
-    ("classifier", 2, True, False, "fp32"),
-    ("classifier", 8, False, True, "fp32"),
-    ("causal", 1, True, False, "fp32"),
-    ("causal", 2, False, True, "fp32"),
-    ("causal", 8, False, False, "fp32"),
-    ("classifier", 2, False, False, "bf16"),
-    ("causal", 2, True, True, "bf16"),
-]
-
-
-@pytest.mark.parametrize(("kind", "accumulation", "checkpointing", "lora", "precision"), CASES)
-def test_three_ways_to_the_same_weights(
-    tmp_path, same_noise, kind, accumulation, checkpointing, lora, precision
-):
-    same_noise()
-    expected, ledger = by_loop(tmp_path / "loop", kind, precision, lora)
-    same_noise()
-    own, own_ledger = by_engine(tmp_path / "engine", kind, 16 // accumulation, precision, lora)
-    same_noise()
+def by_trainer(folder, cell):
     trainer = make(
-        tmp_path / "trainer", kind, network(kind, lora), accumulation,
-        bf16=precision == "bf16", **{CHECKPOINTING: checkpointing},
+        folder, cell.kind, network(cell.kind, cell.lora), cell.accumulation,
+        bf16=cell.precision == "bf16", **{CHECKPOINTING: cell.checkpointing},
         train_sampling_strategy="group_by_length",
     )  # fmt: skip
     trainer.train()
-    start = flat(network(kind, lora))
-    assert np.linalg.norm(expected - start) > 0.1
-    tolerance = 1e-6 if precision == "fp32" else 1e-3
-    np.testing.assert_allclose(own, expected, rtol=0, atol=tolerance)
-    np.testing.assert_allclose(flat(trainer.model), expected, rtol=0, atol=tolerance)
-    for accountant in ("rdp", "pld"):
-        spent = ledger.epsilon(1e-3, accountant)
-        assert own_ledger.epsilon(1e-3, accountant) == spent == trainer.engine.epsilon(accountant)
+    return flat(trainer.model), trainer.engine.ledger
+
+
+class Cell(NamedTuple):
+    precision: str
+    accumulation: int
+    checkpointing: bool
+    lora: bool
+
+    @property
+    def kind(self):
+        """Each kind of model meets every accumulation, with and without checkpointing and LoRA."""
+        return ("classifier", "causal")[(self.accumulation.bit_length() + self.checkpointing + self.lora) % 2]
+
+    def network(self):
+        return network(self.kind, self.lora, self.checkpointing)
+
+
+SWITCH = (False, True)
+CELLS = [
+    *(Cell("fp32", *rest) for rest in itertools.product((1, 2, 8), SWITCH, SWITCH)),
+    *(Cell("bf16", number, number == 2, lora) for number, lora in itertools.product((1, 2, 8), SWITCH)),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_three_ways_to_the_same_weights(tmp_path, same_noise, cell):
+    ways = []
+    for way in (by_loop, by_engine, by_trainer):
+        same_noise()
+        ways.append(way(tmp_path / way.__name__, cell))
+    (expected, ledger), *others = ways
+    assert np.linalg.norm(expected - flat(cell.network())) > 0.1
+    for found, own in others:
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 if cell.precision == "fp32" else 1e-3)
+        assert own.epsilons(1e-3) == ledger.epsilons(1e-3)
 
 
 def test_the_model_comes_back_plain_and_is_saved_with_its_card(tmp_path):
@@ -285,29 +299,20 @@ def test_a_resumed_run_ends_with_the_same_weights_and_pays_once(tmp_path, checkp
 
 
 def test_killed_and_resumed(tmp_path):
-    def session(folder, delay=None):
-        pid = os.fork()
-        if not pid:
-            try:
-                trainer = make(folder, max_steps=30, save_strategy="steps", save_steps=3, save_total_limit=2)
-                trainer.train(resume_from_checkpoint=True)
-                np.save(folder / "weights.npy", flat(trainer.model))
-                os._exit(0)
-            except BaseException as error:
-                print(repr(error), file=sys.stderr)
-                os._exit(1)
-        if delay is not None:
-            time.sleep(delay)
-            os.kill(pid, signal.SIGKILL)
-        return os.waitpid(pid, 0)[1]
+    def session(folder, at=None):
+        def work():
+            trainer = make(folder, max_steps=30, save_strategy="steps", save_steps=3, save_total_limit=2)
+            trainer.train(resume_from_checkpoint=True)
+            np.save(folder / "weights.npy", flat(trainer.model))
+
+        return in_child(work, at)
 
     make(tmp_path / "warm", max_steps=1).train()  # imports, before the forks
-    begun = time.monotonic()
-    assert session(tmp_path / "whole") == 0
-    took = time.monotonic() - begun
-    killed = sum(os.WIFSIGNALED(session(tmp_path / "cut", took * share)) for share in (0.4, 0.6))
-    assert killed
-    assert session(tmp_path / "cut") == 0
+    status, calls = session(tmp_path / "whole")
+    assert status == 0
+    for share in (0.5, 0.4):
+        assert os.WIFSIGNALED(session(tmp_path / "cut", int(calls * share))[0])
+    assert session(tmp_path / "cut")[0] == 0
     assert np.array_equal(np.load(tmp_path / "cut/weights.npy"), np.load(tmp_path / "whole/weights.npy"))
     assert (tmp_path / "cut.privacy/ledger.jsonl").read_text().count('"step"') == 30
 
@@ -318,6 +323,7 @@ def test_killed_and_resumed(tmp_path):
         peft.LoraConfig(task_type="CAUSAL_LM", r=2),
         peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        peft.IA3Config(task_type="CAUSAL_LM"),
     ],
     ids=lambda tuner: type(tuner).__name__,
 )
@@ -333,6 +339,15 @@ def test_peft_trains_and_loads_again(tmp_path, tuner):
     assert trained
     for name, tensor in peft.get_peft_model_state_dict(again).items():
         assert torch.equal(tensor, trained[name])
+
+
+def test_bottleneck_adapters_train_alone(tmp_path):
+    model, trained = add_adapters(network("causal"), PeftConfig(name="adapters", rank=2), [])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    make(tmp_path, "causal", model, max_steps=3).train()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == set(trained)
+    assert any(".up." in name for name in moved)
 
 
 def test_a_head_of_ones_own_brings_its_losses(tmp_path):
@@ -427,3 +442,52 @@ def test_clipping_of_the_noiseless_sum_is_switched_off_with_a_word(tmp_path, cap
 def test_nothing_to_train_is_refused(tmp_path):
     with pytest.raises((UserError, ValueError), match=r"nothing to train|empty parameter list"):
         make(tmp_path, model=network("classifier").requires_grad_(False)).train()
+
+
+def together(ranks, folder):
+    """What `torchrun` makes of the Trainer: the process group is there, and so are the environment variables."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    who = {
+        "RANK": ranks.rank,
+        "LOCAL_RANK": ranks.rank,
+        "WORLD_SIZE": ranks.size,
+        "LOCAL_WORLD_SIZE": ranks.size,
+    }
+    os.environ |= {name: str(value) for name, value in who.items()}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    return ended(folder / "together", 8, max_steps=3, save_strategy="steps", save_steps=2)
+
+
+def ended(folder, size, **arguments):
+    before, release.add_gaussian_ = release.add_gaussian_, NumberedNoise()
+    try:
+        trainer = make(
+            folder,
+            per_device_train_batch_size=size,
+            named={"eval_dataset": Dataset.from_list(rows("classifier"))},
+            **{"max_steps": 3, **arguments},
+        )
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.save_model()
+        return flat(trainer.model), loss, trainer.engine.epsilon(), trainer.expected_batch
+    finally:
+        release.add_gaussian_ = before
+
+
+def test_two_processes_under_torchrun_are_one(tmp_path):
+    weights, loss, epsilon, batch = ended(tmp_path / "alone", 16)
+    (tmp_path / "ranks").mkdir()
+    for theirs, their_loss, their_epsilon, their_batch in run_ranks(
+        2, tmp_path / "ranks", together, tmp_path
+    ):
+        assert (their_batch, their_epsilon) == (batch, epsilon)
+        assert np.abs(theirs - weights).max() < 1e-5
+        assert their_loss == pytest.approx(loss, rel=1e-5)
+    lines = (tmp_path / "together.privacy" / "ledger.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    assert (tmp_path / "together" / "checkpoint-2" / "privacy" / "latest.json").exists()
+    assert (tmp_path / "together" / "PRIVACY.md").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dpexp import record
+from dpexp import provenance, record
 from dpexp.clipping import attach
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
@@ -125,7 +125,7 @@ def configured(ranks: Ranks, folder: Path, private: bool):
     folder.mkdir(parents=True, exist_ok=True)
     noise = NumberedNoise()
     before, release.add_gaussian_ = release.add_gaussian_, noise
-    code, record.code_hash = record.code_hash, lambda: "c0de"
+    code, provenance.code_hash = provenance.code_hash, lambda: "c0de"
     try:
         metrics = record.Metrics(folder / "metrics.jsonl", strict=False, writes=ranks.writes)
         run = tiny_run(private=private)
@@ -138,7 +138,7 @@ def configured(ranks: Ranks, folder: Path, private: bool):
             "epsilon": trainer.ledger.epsilon(1e-3) if trainer.ledger is not None else None,
         }
     finally:
-        release.add_gaussian_, record.code_hash = before, code
+        release.add_gaussian_, provenance.code_hash = before, code
 
 
 def first_part(ranks: Ranks, folder: Path, case: Case):

@@ -1,11 +1,15 @@
 """What processes tell each other."""
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel.meeting import fresh
 from dpexp.parallel.ranks import ToldElsewhere, _buckets
 from tests.parallel.pool import run_ranks
 
@@ -58,6 +62,24 @@ def test_what_ranks_tell_each_other(tmp_path: Path):
         assert found["any"] == [True, False]
         assert found["sums"] == [[[3.0, 3.0]] * 3, [3.0] * 4, [[3.0, 3.0]] * 5]
         assert found["copied"] == [1.0]
+
+
+def test_a_store_is_shared_by_the_living_alone():
+    """Of a first life rank 1 dies before, and after, it has met rank 0; the second life finds what they left behind."""
+    store, long = dist.HashStore(), timedelta(seconds=60)
+    for numbers in ([0], [0, 1]):
+        with ThreadPoolExecutor() as pool:
+            brief = long if len(numbers) == 2 else timedelta(seconds=0.2)
+            store.set_timeout(brief)
+            lives = [pool.submit(fresh, store, rank, 2, brief) for rank in numbers]
+            if len(numbers) == 2:
+                for rank, life in enumerate(lives):
+                    life.result().set(f"address of {rank}", "dead")
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(lambda rank: fresh(store, rank, 2, long), range(2))
+    assert not first.check(["address of 0"])
+    first.set("address of 0", "alive")
+    assert second.get("address of 0") == b"alive"
 
 
 def test_alone_nothing_is_sent():

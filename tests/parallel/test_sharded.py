@@ -1,5 +1,6 @@
 """Models that `fully_shard` has cut: sums, weights, noise and checkpoints are those of one process."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from dpexp.clipping import attach
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
-from dpexp.parallel.sharded import filled, shard, skeleton_of
+from dpexp.parallel.sharded import blocks_of, filled, shard, skeleton_of
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 from tests.parallel.cases import Case, check_same, dataset, losses, made, run, whole
@@ -36,6 +37,106 @@ def test_two_processes_with_shards_are_one(tmp_path: Path):
     for results in run_ranks(2, tmp_path, found_by, tmp_path, CASES):
         for case, found, expected in zip(CASES, results, alone, strict=True):
             check_same(found, expected, case)
+
+
+def cut(model: nn.Module, **options) -> nn.Module:
+    """As somebody shards a model by hand."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks_of(model):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def by_hand(ranks: Ranks, folder: Path, case: Case, shapes: list[tuple[int, int]]):
+    """HSDP on meshes of replicas × shards, and parameters that stay on the host."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    ways = {
+        f"{shape}": {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))}
+        for shape in shapes
+    }
+    ways["offload"] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    return [
+        run(case, folder / name, lambda model, way=way: cut(model, **way), ranks=ranks.size)
+        for name, way in ways.items()
+    ]
+
+
+def test_replicas_of_shards_and_offloaded_shards_are_one_process(tmp_path: Path):
+    case = Case("gpt2", "adaptive", pieces=2)
+    expected = run(case, tmp_path / "alone")
+    for results in run_ranks(2, tmp_path, by_hand, tmp_path, case, [(2, 1), (1, 2)]):
+        for found in results:
+            check_same(found, expected, case)
+
+
+@pytest.mark.skipif(not os.environ.get("DPEXP_ALL_RANKS"), reason="four processes: make test-ranks")
+def test_two_replicas_of_two_shards_are_one_process(tmp_path: Path):
+    case = Case("gpt2", "adaptive", pieces=2)
+    expected = run(case, tmp_path / "alone")
+    for results in run_ranks(4, tmp_path, by_hand, tmp_path, case, [(2, 2)]):
+        for found in results:
+            check_same(found, expected, case)
+
+
+def summed_in_bf16(ranks: Ranks, case: Case):
+    """What several passes leave in the gradients, with weights in bfloat16 and sums reduced in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = cut(made(case), mp_policy=policy) if ranks.several else made(case).to(torch.bfloat16)
+    clipper = attach(model, "layer", 0.05)
+    rows = list(range(12))[ranks.rank :: ranks.size]
+    for _ in range(3):
+        model.zero_grad()
+        batch = [values[rows] for values in dataset(case.model).tensors]
+        # FSDP casts what enters a module to the weights' type
+        batch = [x.to(torch.bfloat16) if x.is_floating_point() else x for x in batch]
+        clipper.backward(losses(case, model, batch))
+    types = {p.grad.dtype for p in model.parameters()}
+    return types, {name: whole(p.grad).float() for name, p in model.named_parameters()}
+
+
+def test_a_mixed_precision_policy_clips_what_bfloat16_weights_give(tmp_path: Path):
+    for case in (Case("mlp"), Case("gpt2")):
+        _, expected = summed_in_bf16(Ranks(), case)
+        for types, found in run_ranks(2, tmp_path, summed_in_bf16, case):
+            assert types == {torch.float32}
+            for name, value in expected.items():
+                assert float((found[name] - value).norm()) <= 1e-2 * float(value.norm()) + 1e-4, name
+
+
+def formed_in_time(ranks: Ranks, groups: str):
+    """Which parameters' sums wait for the end of the back-propagation, pass by pass, and the gradients of the last one."""
+    case, waiting = Case("llama"), []
+    model = shard(made(case))
+    clipper = attach(model, groups, 0.05, choice="rule")
+    deliver = clipper._shards.deliver
+    clipper._shards.deliver = lambda params, sums: (waiting.append(sorted(sums)), deliver(params, sums))
+    rows = list(range(12))[ranks.rank :: ranks.size]
+    for _ in range(5):
+        model.zero_grad()
+        clipper.backward(losses(case, model, [values[rows] for values in dataset("llama").tensors]))
+    return waiting, {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def test_sums_of_a_block_are_reduced_when_its_back_propagation_ends(tmp_path: Path):
+    """Per-layer clipping holds one block's sums at a time, not the model's; flat clipping knows none before the end."""
+    case = Case("llama")
+    for groups in ("layer", "flat"):
+        alone = made(case)
+        attach(alone, groups, 0.05).backward(
+            losses(case, alone, [values[:12] for values in dataset("llama").tensors])
+        )
+        for waiting, found in run_ranks(2, tmp_path, formed_in_time, groups):
+            blocks = [name for name in found if ".layers." in name]
+            assert set(waiting[0]) >= set(blocks)
+            # what lies outside of the blocks is last, and in time
+            assert waiting[-1] == ([] if groups == "layer" else sorted(blocks))
+            for name, p in alone.named_parameters():
+                torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-7)
 
 
 def noisy(tensors):

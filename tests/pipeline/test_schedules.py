@@ -143,7 +143,7 @@ def test_two_stages_sum_what_one_process_sums(
 ) -> None:
     size, way, precision = CASES[number][3], CASES[number][5], CASES[number][-1]
     one, (first, last) = expected[number], (ranks[number] for ranks in found)
-    tolerance = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2}[precision]
+    tolerance = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-3}[precision]
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(last["losses"].to(one["losses"]), one["losses"], **close)
     # a group that spans the stages has its whole norm in both

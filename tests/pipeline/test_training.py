@@ -13,6 +13,7 @@ from dpexp import train
 from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel.shards import is_sharded
 from dpexp.training import release, stages
 from dpexp.training.stages import refuse_unstaged
 from tests.parallel.pool import run_ranks
@@ -40,9 +41,12 @@ def numbered_noise(calls: int = 0) -> Any:
         stds = std if isinstance(std, list) else [std] * len(tensors)
         for place, (tensor, sigma) in enumerate(zip(tensors, stds, strict=True)):
             own = torch.Generator().manual_seed(1000 * calls + place)
-            tensor.add_(
-                torch.randn(tensor.shape, generator=own, dtype=torch.float64).to(tensor.dtype) * sigma
-            )
+            noise = torch.randn(tensor.shape, generator=own, dtype=torch.float64).to(tensor.dtype) * sigma
+            if is_sharded(tensor):
+                from torch.distributed.tensor import distribute_tensor
+
+                noise = distribute_tensor(noise, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.add_(noise)
 
     return add
 
