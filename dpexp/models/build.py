@@ -28,6 +28,7 @@ from dpexp.models.networks import (
     pretrained_network,
     random_network,
     set_dropout,
+    untie_head,
 )
 from dpexp.models.sources import Source, locate
 from dpexp.models.tokenizer import fit_together, load_tokenizer
@@ -140,6 +141,8 @@ def build_model(
             config.use_cache = False  # a decoder's cache of keys and values serves generation only
         weights = None if model.retrain else source
         network = _network(config, weights, head, model)
+        if model.untied:
+            untie_head(network)
         network.train()
         if head == "causal_lm":
             check_causal(network)

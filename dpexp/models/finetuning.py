@@ -5,6 +5,7 @@
 | full | what `model.trainable` says | |
 | lora | low-rank factors beside query and value | Hu et al. 2021 |
 | prefix | further keys and values of every attention | Li & Liang 2021 |
+| prompt, p_tuning | vectors before the tokens, from a table or a network | Lester et al. 2021, Liu et al. 2021 |
 | rgp | carriers of the weight matrices, from which their update is assembled | Yu et al. 2021, see `rgp` |
 | top2 | the last blocks and what follows | Li et al. 2022, section 5.2 |
 | bitfit | all biases | Ben Zaken et al. 2021 |
@@ -29,6 +30,7 @@ from dpexp.errors import UserError
 from dpexp.models.adapters import add_adapters
 from dpexp.models.lora import add_lora
 from dpexp.models.prefix import add_prefix
+from dpexp.models.prompts import add_prompt
 from dpexp.models.rgp import add_carriers
 from dpexp.models.trainable import (
     head_modules,
@@ -93,6 +95,11 @@ def _prefix(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepare
     return adapted, trainable_names(adapted)
 
 
+def _prompt(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
+    adapted = add_prompt(model, peft, head, head_modules(model) if new_head(model, head) else [])
+    return adapted, trainable_names(adapted)
+
+
 def _rgp(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
     return add_carriers(model, peft, new_head(model, head), seed)
 
@@ -116,6 +123,8 @@ def _adapters(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepa
 WAYS: dict[str, Callable[[nn.Module, PeftConfig, str, int], Prepared]] = {
     "lora": _lora,
     "prefix": _prefix,
+    "prompt": _prompt,
+    "p_tuning": _prompt,
     "rgp": _rgp,
     "top2": _top,
     "bitfit": _bitfit,

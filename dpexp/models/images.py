@@ -9,16 +9,22 @@ from torch import nn
 
 from dpexp.errors import UserError
 from dpexp.models.cnn import Shape, build_cnn, check_settings
+from dpexp.models.scattering import ScatteringClassifier
 from dpexp.models.sources import Source, hub, not_found
 from dpexp.models.wide_resnet import WideResNet
 
 if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig
 
-OWN_FAMILIES = ("cnn", "wide_resnet")
+OWN_FAMILIES = ("cnn", "wide_resnet", "scattering")
 FAMILIES = (*OWN_FAMILIES, "timm", "random_timm")
 """`model.family` of the networks that are made here; Hugging Face's image classifiers belong to "hf" and "random_hf"."""
-PUBLISHED = {"wide_resnet": (3, 32, 32), "cnn mnist": (1, 28, 28), "cnn cifar": (3, 32, 32)}
+PUBLISHED = {
+    "wide_resnet": (3, 32, 32),
+    "cnn mnist": (1, 28, 28),
+    "cnn cifar": (3, 32, 32),
+    "scattering": (3, 32, 32),
+}
 """Own networks -> the images that they were published for."""
 HALF = (0.5, 0.5, 0.5)
 
@@ -155,6 +161,9 @@ def build_own_network(model: ModelConfig, shape: Shape | None, num_labels: int) 
     if model.family == "wide_resnet":
         settings = check_settings(WideResNet, config, "a wide ResNet")
         return WideResNet(shape or PUBLISHED["wide_resnet"], num_labels, **settings)
+    if model.family == "scattering":
+        settings = check_settings(ScatteringClassifier, config, "the network on scattering coefficients")
+        return ScatteringClassifier(shape or PUBLISHED["scattering"], num_labels, **settings)
     native = PUBLISHED.get(f"cnn {model.architecture}", (3, 32, 32))
     return build_cnn(model.architecture, shape or native, num_labels, config)
 
@@ -162,6 +171,8 @@ def build_own_network(model: ModelConfig, shape: Shape | None, num_labels: int) 
 def _described(model: ModelConfig) -> str:
     if model.family == "cnn":
         return f"cnn {model.architecture}"
+    if model.family == "scattering":
+        return f"scattering coefficients, then {model.config.get('widths') or 'a linear layer'}"
     return f"wide ResNet {model.config.get('depth', 16)}-{model.config.get('widening', 4)}"
 
 

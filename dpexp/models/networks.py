@@ -138,6 +138,32 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier", **
     return network
 
 
+def untie_head(network: Any) -> None:
+    """Give the output layer of a language model a weight of its own, which begins as a copy of the embedding.
+
+    Both train then, and the norm of an example's gradient is that of two matrices. In the code of Li et al. heads are so (for
+    GPT-2 private-transformers, table2text/run_language_modeling.py:104-121, for RoBERTa classification/src/models.py:203).
+
+    Args:
+        network: of transformers; changed in place, its config too, so that a saved copy loads as it is.
+
+    Raises:
+        UserError: its head is not tied to the embedding.
+    """
+    output, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    if output is None or output.weight is not embedding.weight:
+        raise UserError(
+            f"model.untied=true: the output layer of {type(network).__name__} is not tied to its embedding; leave it out"
+        )
+    output.weight = nn.Parameter(embedding.weight.detach().clone())
+    for module in network.modules():  # BERT and RoBERTa register the bias of the output layer a second time
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if module is not output and parameter is getattr(output, "bias", None):
+                delattr(module, name)
+    network.config.tie_word_embeddings = False
+    network.all_tied_weights_keys = {}
+
+
 def described_head(network: nn.Module, head: str, seed: int) -> str:
     """What a record must say about the head of a pretrained network; "" where it says nothing unusual.
 

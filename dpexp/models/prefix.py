@@ -63,16 +63,17 @@ def add_prefix(model: nn.Module, peft: PeftConfig, head: str, new_head: list[str
         raise UserError(refused) from error
     adapted.prompt_encoder.to(next(model.parameters()).dtype)
     longest = longest_input(model.config) - peft.prefix_length
-    adapted.register_forward_pre_hook(partial(_refuse_long_inputs, longest), with_kwargs=True)
+    adapted.register_forward_pre_hook(partial(refuse_long_inputs, longest), with_kwargs=True)
     return adapted
 
 
-def _refuse_long_inputs(
+def refuse_long_inputs(
     longest: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    """Raise `UserError` for an input that leaves no positions for what stands before it."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     if ids is not None and ids.dim() == 2 and ids.shape[1] > longest:
         raise UserError(
-            f"an input of {ids.shape[1]} tokens and the prefix are more than the positions of the model: give "
+            f"an input of {ids.shape[1]} tokens and peft.prefix_length are more than the positions of the model: give "
             f"data.max_length={longest} or less, or a shorter peft.prefix_length"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 from torch import nn
 
 from dpexp.durable import flush_file, write_atomic
+from dpexp.models.prompts import UNPADDED
 from dpexp.parallel.sharing import by_one, shared_out, writes
+from dpexp.tasks.beams import whole_lengths
 
 if TYPE_CHECKING:
     from dpexp.schemas import GenerationConfig
@@ -59,7 +62,8 @@ def decode(
         device: where it is.
         tokenizer: with a padding token.
         contexts: any number.
-        settings: `num_beams`, `length_penalty`, `max_target` (the most new tokens); `top_p` samples instead.
+        settings: `num_beams`, `length_penalty`, `beam_length`, `max_target` (the most new tokens), `banned`; `top_p` samples
+            instead.
         rows: beams at once; a batch holds `rows / num_beams` prompts.
         path: predictions are appended to this file, a line each with input, references and prediction, and those that stand there
             already are not made again. A file of other weights, other settings or other data is begun anew.
@@ -69,6 +73,10 @@ def decode(
         ("num_beams", "length_penalty", "max_target") if settings.top_p is None else ("top_p", "max_target")
     )
     terms = {name: getattr(settings, name) for name in names}
+    if settings.beam_length != "target" and settings.top_p is None:
+        terms["beam_length"] = settings.beam_length
+    if settings.banned:
+        terms["banned"] = list(settings.banned)
     head = {"weights": weights_hash(model), "settings": terms, "contexts": _hash(contexts)}
     done = by_one(partial(_read, path, head)) if path is not None else {}
     left = [i for i in range(len(contexts)) if i not in done]
@@ -107,6 +115,8 @@ def continued(
     """
     from transformers import GenerationConfig as Settings
 
+    if len(prompts) > 1 and getattr(model, UNPADDED, False):
+        return [text for one in prompts for text in continued(model, device, tokenizer, [one], settings)]
     longest = max(len(prompt) for prompt in prompts)
     input_ids = torch.full((len(prompts), longest), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros_like(input_ids)
@@ -114,30 +124,43 @@ def continued(
         input_ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
         mask[row, longest - len(prompt) :] = 1
     generate: Any = model.generate
-    found = generate(
-        input_ids=input_ids.to(device),
-        attention_mask=mask.to(device),
-        generation_config=Settings(
-            max_new_tokens=settings.max_target,
-            **(
-                {
-                    "num_beams": settings.num_beams,
-                    "length_penalty": settings.length_penalty,
-                    "do_sample": False,
-                }
-                if settings.top_p is None
-                else {"do_sample": True, "top_p": settings.top_p, "top_k": 0}
-            ),
-            use_cache=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        ),
+    end = tokenizer.eos_token_id
+    scored = (
+        whole_lengths(model, (longest - mask.sum(1)).to(device), end, settings.length_penalty)
+        if settings.beam_length == "whole" and settings.top_p is None and settings.num_beams > 1
+        else nullcontext()
     )
+    with scored:
+        found = generate(
+            input_ids=input_ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=Settings(
+                max_new_tokens=settings.max_target,
+                **(
+                    {
+                        "num_beams": settings.num_beams,
+                        "length_penalty": settings.length_penalty,
+                        "do_sample": False,
+                    }
+                    if settings.top_p is None
+                    else {"do_sample": True, "top_p": settings.top_p, "top_k": 0}
+                ),
+                bad_words_ids=banned_tokens(tokenizer, settings.banned) or None,
+                use_cache=True,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=end,
+                pad_token_id=tokenizer.pad_token_id,
+            ),
+        )
     new = found[:, longest:]
     texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-    end = tokenizer.eos_token_id
     return [Written(text.strip(), end in row) for text, row in zip(texts, new.tolist(), strict=True)]
+
+
+def banned_tokens(tokenizer: Any, banned: Sequence[str]) -> list[list[int]]:
+    """The tokens of strings that may not be written; a string that the tokenizer has no token for can't be."""
+    found = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in banned)
+    return [list(tokens) for tokens in found if tokens]
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -2,7 +2,8 @@
 
 With the encoder frozen, what it makes of an example never changes, and depends on this example and on public weights alone. So it
 is computed once, without dropout, and kept; the head is then trained like any other model, with every way to clip and every
-accountant. It is linear probing, as fast as logistic regression.
+accountant. It is linear probing, as fast as logistic regression. Texts have features of a pretrained encoder, images those of
+wavelets (`dpexp.models.scattering`).
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from dpexp.models.pooling import HEAD_SETTING
 from dpexp.models.precision import autocast
 from dpexp.tasks.base import Progress, Task
 from dpexp.tasks.classification import Examples, TextClassification
+from dpexp.tasks.images import Examples as Pictures
+from dpexp.tasks.images import ImageClassification
 
 if TYPE_CHECKING:
     from dpexp.models import ModelBundle
     from dpexp.schemas import DataConfig
 
 log = logging.getLogger(__name__)
-BATCH = 256
+BATCH, IMAGES = 256, 32  # that go through the encoder together
 FORMAT = 1
 NOTE = "features: computed once by the frozen encoder, without dropout; the head alone is trained"
 
@@ -61,18 +64,21 @@ class FeatureRows(Sequence[Features]):
 
 
 class FrozenFeatures(Task):
-    """A text classification whose examples are features of a frozen encoder.
+    """A classification whose examples are features of a frozen encoder.
 
     Args:
         task: what they are features of; its metric, classes and data stay.
         values: split -> `[rows, d]` float32.
     """
 
-    def __init__(self, task: TextClassification, values: dict[str, Tensor]) -> None:
+    def __init__(self, task: TextClassification | ImageClassification, values: dict[str, Tensor]) -> None:
         self.name, self.num_examples, self.labels = task.name, task.num_examples, task.labels
         self.metric, self.metric_name = task.metric, task.metric_name
-        self.splits = {split: FeatureRows(values[split], rows.labels) for split, rows in task.splits.items()}
         self.width = values["train"].shape[1]
+        self.splits = {
+            split: FeatureRows(values[split].reshape(-1, self.width), rows.labels)
+            for split, rows in splits_of(task).items()
+        }
         self.train = self.splits["train"]
         self.dev = self.splits.get("dev", FeatureRows(torch.zeros(0, self.width), np.zeros(0, np.int64)))
         self.data = dataclasses.replace(task.data, notes=[*task.data.notes, NOTE])
@@ -102,7 +108,7 @@ class FrozenFeatures(Task):
         model.eval()
         try:
             for split, rows in self.splits.items():
-                if not split.startswith("dev"):
+                if not split.startswith("dev") or not len(rows):
                     continue
                 logits = model(rows.values.to(device)).float()
                 labels = torch.from_numpy(rows.labels).to(device)
@@ -124,9 +130,10 @@ def freeze(
     """Compute the features of all splits, or take them from the cache.
 
     Args:
-        task: of texts.
-        bundle: a `dpexp.models.pooling.PooledClassifier` whose head alone trains.
-        data: its cache is where features lie; they are private like the texts they come from, and for their owner alone.
+        task: of texts or images.
+        bundle: a `dpexp.models.pooling.PooledClassifier` whose head alone trains, or, for images, a
+            `dpexp.models.scattering.ScatteringClassifier`.
+        data: its cache is where features lie; they are private like the data they come from, and for their owner alone.
         device: where to compute.
         precision: of the encoder's pass: fp32, bf16 or fp16. The features are kept as float32.
 
@@ -137,38 +144,50 @@ def freeze(
         UserError: a task or a model of another kind.
     """
     model = bundle.model
-    if not isinstance(task, TextClassification) or not hasattr(model, "pooled"):
+    if not isinstance(task, TextClassification | ImageClassification) or not hasattr(model, "pooled"):
         raise UserError(
-            "model.frozen_features=true needs a text classification, and model.pooling=cls or mean"
+            "model.frozen_features=true needs a text classification and model.pooling=cls or mean, or images and model=scattering"
         )
+    if task.rows_per_example > 1:
+        raise UserError("task.augmentations: features are computed once, of each image as it is; set it to 0")
     if not all(name.startswith("classifier.") for name in bundle.trainable):
         raise UserError("model.frozen_features=true trains the head alone: set model.trainable=head")
     cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser() / "features"
     model.to(device)
     weights = _weights_hash(model) + ("" if precision == "fp32" else f" {precision}")
     values = {
-        split: _cached(cache, f"{weights} {_content_hash(rows)}", model, task, rows, device, precision)
-        for split, rows in task.splits.items()
+        split: _cached(cache, f"{weights} {_content_hash(task, rows)}", model, task, rows, device, precision)
+        for split, rows in splits_of(task).items()
     }
     head = nn.Sequential(model.get_submodule("dropout"), model.get_submodule("classifier"))
     names = [name for name, _ in head.named_parameters()]
     return FrozenFeatures(task, values), dataclasses.replace(bundle, model=head, trainable=names)
 
 
+def splits_of(task: TextClassification | ImageClassification) -> dict[str, Any]:
+    """Split -> its examples."""
+    return task.splits if isinstance(task, TextClassification) else {"train": task.train, "dev": task.dev}
+
+
 @torch.no_grad()
 def features_of(
-    model: nn.Module, task: TextClassification, rows: Examples, device: torch.device, precision: str = "fp32"
+    model: nn.Module,
+    task: TextClassification | ImageClassification,
+    rows: Examples | Pictures,
+    device: torch.device,
+    precision: str = "fp32",
 ) -> Tensor:
     """What the head reads, `[rows, d]` float32 on the CPU. Texts of one length go together, so that none is padded."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     found: Tensor | None = None
     try:
-        lengths = rows.tokens.lengths
+        lengths = rows.tokens.lengths if isinstance(rows, Examples) else np.ones(len(rows))
+        size = BATCH if isinstance(rows, Examples) else IMAGES
         for length in np.unique(lengths):
             alike = np.flatnonzero(lengths == length)
-            for start in range(0, len(alike), BATCH):
-                chosen = alike[start : start + BATCH]
+            for start in range(0, len(alike), size):
+                chosen = alike[start : start + size]
                 batch = task.collate([rows[i] for i in chosen])
                 inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
                 with autocast(precision, device):
@@ -178,15 +197,15 @@ def features_of(
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return torch.zeros(0, model.config.hidden_size) if found is None else found  # type: ignore[union-attr,arg-type]
+    return torch.zeros(0, 0) if found is None else found
 
 
 def _cached(
     cache: Path,
     content: str,
     model: nn.Module,
-    task: TextClassification,
-    rows: Examples,
+    task: TextClassification | ImageClassification,
+    rows: Examples | Pictures,
     device: torch.device,
     precision: str,
 ) -> Tensor:
@@ -198,7 +217,7 @@ def _cached(
             return found
     except (OSError, SafetensorError, KeyError):
         pass  # not there, or not readable: made anew
-    log.info("features of %d texts are being computed; later runs read them from %s", len(rows), cache)
+    log.info("features of %d examples are being computed; later runs read them from %s", len(rows), cache)
     values = features_of(model, task, rows, device, precision)
     try:
         _save(path, values)
@@ -224,7 +243,7 @@ def _save(path: Path, values: Tensor) -> None:
 def _weights_hash(model: nn.Module) -> str:
     """Of what makes the features: the way to pool, and every tensor but the head's."""
     digest = hashlib.sha256(f"{type(model).__name__} {getattr(model, 'pooling', '')}".encode())
-    config = model.config.to_diff_dict()  # type: ignore[union-attr,operator]
+    config = getattr(model, "encoder_settings", None) or model.config.to_diff_dict()  # type: ignore[union-attr,operator]
     # Dropout is off here, and the head reads what is computed.
     said = {key: value for key, value in config.items() if "drop" not in key and key != HEAD_SETTING}
     digest.update(json.dumps(said, sort_keys=True, default=str).encode())
@@ -235,8 +254,13 @@ def _weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _content_hash(rows: Examples) -> str:
+def _content_hash(task: TextClassification | ImageClassification, rows: Examples | Pictures) -> str:
     digest = hashlib.sha256()
+    if isinstance(rows, Pictures):
+        assert isinstance(task, ImageClassification)
+        for values in (rows.pixels, task.mean.numpy(), task.std.numpy()):
+            digest.update(str(values.shape).encode() + np.ascontiguousarray(values).tobytes())
+        return digest.hexdigest()
     for array in (rows.tokens.tokens, rows.tokens.offsets, rows.tokens.segments):
         digest.update(b"none" if array is None else array.tobytes())
     return digest.hexdigest()

@@ -27,7 +27,7 @@ from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
 from dpexp.tasks.decoding import Context, decode
 from dpexp.tasks.files import Table
 from dpexp.tasks.formats import GROUP, SOURCE, TARGET
-from dpexp.tasks.pairs import find_pairs
+from dpexp.tasks.pairs import find_pairs, without
 from dpexp.tasks.sequences import NO_TOKENS, Example, Sequences, make_frame, tokenize_pairs
 from dpexp.tasks.target_loss import IGNORED, example_losses, token_losses, vocabulary
 
@@ -56,13 +56,28 @@ class Generation(Task):
         found = find_pairs(task, data, scale)
         train = found.splits["train"]
         self.name, self.labels, self.suite, self.settings = task.name, [], task.metric, task.generation
-        self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
+        if task.drop_over is None:
+            self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
         self.tokenizer = tokenizer
         max_length = min(data.max_length or task.max_length, tokenizer.model_max_length)
         self.pad_to = padded_length(task, tokenizer)
         settings = with_shots(task.generation, train) if task.generation.shots else task.generation
         frame = make_frame(tokenizer, settings, max_length)
         cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+        dropped: list[str] = []
+        if task.drop_over is not None:
+            long = tokenize_pairs(cache, train, tokenizer, frame).longer_than(task.drop_over)
+            if long.all():
+                raise UserError(
+                    f"{train.where}: all {len(train)} rows have more than {task.drop_over} tokens: raise task.drop_over"
+                )
+            train = without(train, set(np.flatnonzero(long).tolist()))
+            found = replace(found, splits={**found.splits, "train": train})
+            self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
+            dropped.append(
+                f"train: {int(long.sum())} of {len(long)} rows of more than {task.drop_over} tokens were left out, and N counts "
+                "the others (counted without noise on private data)"
+            )
         self.tables = found.splits
         self.splits = {s: tokenize_pairs(cache, table, tokenizer, frame) for s, table in found.splits.items()}
         self.train: Sequences = self.splits["train"]
@@ -70,7 +85,7 @@ class Generation(Task):
         if task.overlong == "error":
             for split, sequences in self.splits.items():
                 _refuse_cuts(found.splits[split], sequences)
-        notes = [
+        notes = dropped + [
             note for split in self.splits for note in _notes(split, found.splits[split], self.splits[split])
         ]
         notes += self._prompt_notes()
@@ -134,7 +149,8 @@ class Generation(Task):
     ) -> dict[str, float]:
         """As `evaluate`, on test too where there is one (`..._test`), and the suite's metrics of generated text.
 
-        `generated` counts the texts, and `unended` those that `generation.max_target` cut short.
+        `generated` counts the texts, and `unended` those that `generation.max_target` cut short. With
+        `generation.candidates`, `hits1` is the share of right replies that are likelier than their rivals.
 
         Args:
             model: its mode is restored.
@@ -218,6 +234,12 @@ class Generation(Task):
                     for name, x in self._likelihood(model, device, batch_size, split, say).items()
                 }
                 done += len(self.splits[split])
+                if final and self.settings.candidates and split in self.settings.splits:
+                    from dpexp.tasks.ranking import hits_at_1
+
+                    rows = [group[0] for group in self._groups(split)]
+                    count = self.settings.candidates
+                    metrics["hits1" + suffix] = hits_at_1(model, self, split, rows, count, device, batch_size)
             for split, asked in contexts.items():
                 suffix = "" if split == "dev" else f"_{split}"
                 path = None if folder is None else folder / f"{split}.jsonl"

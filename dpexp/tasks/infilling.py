@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -33,14 +33,28 @@ if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
 
 FIRST, SECOND, MASK = "<S1>", "<S2>", "[MASK]"
-_MARKS = re.compile(r"(<S1>|<S2>|\[MASK\])")
+_MARKS = re.compile(r"(<S[12](?::\w*)?>|\[MASK\])")
+EDITS: dict[str, Callable[[str], str]] = {
+    "": str.strip,
+    "raw": str,
+    "cut": lambda text: text[:-1],
+    "lower": lambda text: text[:1].lower() + text[1:],
+}
+"""What becomes of a text in its place, <S1:NAME>: blanks around it go ("", the usual), or it stays as the file has it (raw),
+loses its last character (cut), or its first letter becomes small (lower). The last three are those of the code of Gao et al. 2021
+(LM-BFF), which Li et al. used; there, blanks around a text stay."""
 
 
 class Piece(NamedTuple):
-    """One piece of a template: a mark (`FIRST`, `SECOND`, `MASK`) or words between them; does white space precede it?"""
+    """One piece of a template: a mark (`FIRST`, `SECOND`, `MASK`) or words between them.
+
+    spaced: does white space precede it?
+    edit: a key of `EDITS`, of a text.
+    """
 
     text: str
     spaced: bool
+    edit: str = ""
 
 
 def parse_template(template: str, pairs: bool) -> list[Piece]:
@@ -49,14 +63,21 @@ def parse_template(template: str, pairs: bool) -> list[Piece]:
     White space is where the template has it, and nothing else: "<S1> ? [MASK] , <S2>" keeps a space before the question mark.
 
     Args:
-        template: words around <S1> (the text), [MASK] (written so for every model) and, for pairs, <S2>.
+        template: words around <S1> (the text), [MASK] (written so for every model) and, for pairs, <S2>. A text can be
+            changed first, <S1:cut>; see `EDITS`.
         pairs: whether the task has a second text.
 
     Raises:
-        UserError: a mark is missing, there twice, or not wanted.
+        UserError: a mark is missing, there twice, or not wanted, or a change of a text is unknown.
     """
     wanted = (FIRST, SECOND, MASK) if pairs else (FIRST, MASK)
-    found = _MARKS.findall(template)
+    marks = [_mark(part) for part in _MARKS.findall(template)]
+    if unknown := [edit for _, edit in marks if edit not in EDITS]:
+        raise UserError(
+            f"task.template={template!r}: a text can't be changed by {unknown[0]!r}; choose one of "
+            f"{', '.join(filter(None, EDITS))}"
+        )
+    found = [text for text, _ in marks]
     if sorted(found) != sorted(wanted):
         raise UserError(
             f"task.template={template!r} must hold {', '.join(wanted[:-1])} and {wanted[-1]} once each, and holds "
@@ -66,10 +87,17 @@ def parse_template(template: str, pairs: bool) -> list[Piece]:
     spaced = False
     for part in _MARKS.split(template):
         if part.strip():
-            pieces.append(Piece(part.strip(), spaced or part[0].isspace()))
+            text, edit = _mark(part) if _MARKS.fullmatch(part) else (part.strip(), "")
+            pieces.append(Piece(text, spaced or part[0].isspace(), edit))
             spaced = False
         spaced = spaced or part[-1:].isspace()
     return pieces
+
+
+def _mark(part: str) -> tuple[str, str]:
+    """A mark without the change of its text, and that change: "<S1:cut>" is "<S1>", "cut"."""
+    text, _, edit = part.partition(":")
+    return (f"{text}>", edit[:-1]) if edit else (part, "")
 
 
 def label_word_tokens(
@@ -157,7 +185,8 @@ def tokenize_template(
         for piece in pieces:
             if piece not in fixed:
                 chosen = (pairs or ()) if piece.text == SECOND else texts
-                inserted = [Piece(text, piece.spaced) for text in chosen[start : start + CHUNK]]
+                change = EDITS[piece.edit]
+                inserted = [Piece(change(text), piece.spaced) for text in chosen[start : start + CHUNK]]
                 filled[piece] = _encode(tokenizer, inserted)
         for ids in zip(*filled.values(), strict=True):
             lengths = _shortened([len(text) for text in ids], room)
@@ -241,7 +270,7 @@ class TextInfilling(TextClassification):
         """The logits of the label words at the mask, `[B, K]`."""
         inputs = {name: t for name, t in batch.items() if name not in ("labels", "mask_positions")}
         at_mask = batch["mask_positions"][:, None, None]
-        with _passing_on(model, at_mask):
+        with _passing_on(model, at_mask, batch["input_ids"].shape[1]):
             logits = model(**inputs).logits
         if logits.shape[1] != 1:  # a model without a base model to tell its head from
             logits = logits.take_along_dim(at_mask, 1)
@@ -249,7 +278,7 @@ class TextInfilling(TextClassification):
 
 
 @contextmanager
-def _passing_on(model: nn.Module, positions: Tensor) -> Iterator[None]:
+def _passing_on(model: nn.Module, positions: Tensor, length: int) -> Iterator[None]:
     """Let the base model hand one position per example to the head: `[B, 1, V]` logits instead of `[B, T, V]`.
 
     The head works position by position, so that nothing else changes; to a clipping engine it is a shorter sequence.
@@ -257,10 +286,12 @@ def _passing_on(model: nn.Module, positions: Tensor) -> Iterator[None]:
     Args:
         model: with the head.
         positions: `[B, 1, 1]`.
+        length: tokens of the batch; prompt tuning puts vectors of its own before them, and all positions move on by as many.
     """
 
     def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state.take_along_dim(positions, 1)
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden.take_along_dim(positions + (hidden.shape[1] - length), 1)
         return output
 
     base = _base_model(model)
@@ -283,8 +314,8 @@ def _base_model(model: nn.Module) -> nn.Module | None:
 
 def _encode(tokenizer: Any, texts: Sequence[Piece]) -> list[list[int]]:
     """Tokens of words that stand behind a space or not, without special ones."""
-    strings = [text.text.strip() for text in texts]
-    spaced = [(" " if text.spaced else "") + string for text, string in zip(texts, strings, strict=True)]
+    strings = [text.text for text in texts]
+    spaced = [(" " if text.spaced else "") + text.text for text in texts]
     ids = tokenizer(
         spaced,
         add_special_tokens=False,

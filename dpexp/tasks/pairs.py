@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -51,7 +51,7 @@ class PairReader(Reader[Table]):
 
     def demo(self, rows: int | None) -> Found[Table]:
         task = self.task
-        layout, files = (task.format, task.files) if task.format else ("columns", DEMO_FILES)
+        layout, files = (self.format.layout, task.files) if task.format else ("columns", DEMO_FILES)
         form = self.format if task.format else Columns("source", "target")
         with tempfile.TemporaryDirectory() as folder:
             write_demo(Path(folder), layout, files, rows or DEMO_ROWS)
@@ -83,10 +83,11 @@ def _checked(split: str, table: Table) -> Table:
         raise UserError(
             f"{table.at(empty[0])}: the target is empty, so there is nothing to learn from this row"
         )
-    return _without(table, set(empty)) if empty else table
+    return replace(without(table, set(empty)), skipped=len(empty)) if empty else table
 
 
-def _without(table: Table, rows: set[int]) -> Table:
+def without(table: Table, rows: Container[int]) -> Table:
+    """The table without these rows."""
     kept = [row for row in range(len(table)) if row not in rows]
     columns = {name: [cells[row] for row in kept] for name, cells in table.columns.items()}
-    return replace(table, columns=columns, lines=[table.lines[row] for row in kept], skipped=len(rows))
+    return replace(table, columns=columns, lines=[table.lines[row] for row in kept])

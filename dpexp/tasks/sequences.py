@@ -94,6 +94,17 @@ def _affix(tokenizer: Any, text: str, begin: int) -> np.ndarray:
     return np.asarray(pieces, np.int32)
 
 
+def target_tokens(tokenizer: Any, frame: Frame, texts: Sequence[str]) -> list[np.ndarray]:
+    """Texts as targets: `[L]` int32 each, the end token last unless it was cut."""
+    return [
+        _ended(np.asarray(row, np.int32), frame) for row in _plain_ids(tokenizer, [f" {t}" for t in texts])
+    ]
+
+
+def _ended(target: np.ndarray, frame: Frame) -> np.ndarray:
+    return np.append(target, np.int32(frame.end))[: frame.longest_target].astype(np.int32)
+
+
 class Sequences(Sequence[Example]):
     """A tokenised split.
 
@@ -116,9 +127,13 @@ class Sequences(Sequence[Example]):
         return len(self.target_lengths)
 
     def __getitem__(self, i: Any) -> Any:
-        target = _row(self.targets, i)
-        ended = np.append(target, np.int32(self.frame.end))[: self.frame.longest_target].astype(np.int32)
+        ended = _ended(_row(self.targets, i), self.frame)
         return Example(self.frame.prompt(_row(self.sources, i), len(ended)), ended)
+
+    def longer_than(self, most: int) -> np.ndarray:
+        """`[rows]` bool: which rows have more tokens than `most`, before anything is cut."""
+        around = len(self.frame.prefix) + len(self.frame.suffix) + 1  # 1: the end token
+        return np.asarray(around + self.sources.lengths + self.targets.lengths > most)
 
     def prompt(self, i: int) -> np.ndarray:
         """`[P]` int32: what a model is given to go on from, cut so that the longest target fits behind it."""

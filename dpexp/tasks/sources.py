@@ -69,9 +69,8 @@ class Reader(ABC, Generic[Split]):
     """
 
     own_data: ClassVar[str] = "data.train=FILE data.text=COLUMN data.label=COLUMN, and data.dev=FILE"
-    hub_splits: ClassVar[
-        dict[str, tuple[str, ...]]
-    ]  # split -> its names on the hub, of which the first there counts
+    # split -> its names on the hub, of which the first there counts
+    hub_splits: ClassVar[dict[str, tuple[str, ...]]]
 
     def __init__(self, task: TaskConfig, data: DataConfig) -> None:
         self.task, self.data = task, data

@@ -46,6 +46,7 @@ def test_a_new_head_trains_under_every_way_and_the_rest_is_the_way_s_own(way: st
     assert plain >= HEAD
     marks = {
         "lora": (".lora_A.", ".lora_B."), "prefix": ("prompt_encoder.",), "prefix_direct": ("prompt_encoder.",),
+        "prompt": ("prompt_encoder.",), "p_tuning": ("prompt_encoder.",),
         "rgp": (".left.", ".right."), "rgp_history": (".left.", ".right."), "top2": (".layer.1.",),
         "bitfit": (".bias",), "head": (), "adapters": (".down.", ".up.", "LayerNorm"), "full": ("",),
         "adapters_feed_forward": (".down.", ".up."),
@@ -207,6 +208,23 @@ def test_a_network_that_takes_no_prefix_is_refused() -> None:
             build_it()
 
 
+def test_a_network_that_takes_no_prompt_is_refused() -> None:
+    for way in ("prompt", "p_tuning"):
+        with pytest.raises(UserError, match=f"peft={way}: .* takes no vectors before its tokens"):
+            vit(way)
+        with pytest.raises(UserError, match="reads its last token, which it cannot tell from padding"):
+            build(config("gpt2"), peft_of(way))
+
+
+def test_a_prompt_begins_with_embeddings_of_the_vocabulary_and_its_logits_are_left_out() -> None:
+    model = bundle_of("gpt2", "prompt").model
+    table = model.get_input_embeddings().weight
+    prompt = model.prompt_encoder["default"].embedding.weight
+    assert all(bool((table == row).all(1).any()) for row in prompt)
+    batch = batch_of("gpt2")
+    assert model(**batch).logits.shape[:2] == batch["input_ids"].shape
+
+
 def test_an_input_too_long_for_the_prefix_is_refused() -> None:
     for architecture, rows in (
         ("bert", "max_position_embeddings"),
@@ -248,7 +266,7 @@ def test_a_language_model_s_head_that_the_checkpoint_lacks_trains(way: str) -> N
     assert not [name for name in trains if "embeddings" in name or "decoder.weight" in name]
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("prefix")])
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith(("prefix", "prompt", "p_tuning"))])
 def test_image_classifiers(way: str) -> None:
     model, names = vit(way)
     assert any("classifier" in name for name in names)

@@ -20,6 +20,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": {"name": "lora", "rank": 2, "alpha": 4.0},
     "prefix": {"name": "prefix", "prefix_length": 3, "prefix_hidden": 5},
     "prefix_direct": {"name": "prefix", "prefix_length": 3},
+    "prompt": {"name": "prompt", "prefix_length": 3},
+    "p_tuning": {"name": "p_tuning", "prefix_length": 2, "prefix_hidden": 4},
     "rgp": {"name": "rgp", "rank": 2},
     "rgp_history": {"name": "rgp", "rank": 1, "carriers": "history"},
     "top2": {"name": "top2", "blocks": 1},

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from dpexp import record, statement
 from dpexp.errors import UserError
 from dpexp.models import ModelBundle
-from dpexp.schemas import DataConfig, TaskConfig
+from dpexp.schemas import DataConfig, RunConfig, TaskConfig
 from dpexp.tasks import build_task
 from dpexp.tasks.classification import TextClassification
+from dpexp.train import build_plan
 
 Data = Callable[..., DataConfig]
 Tiny = Callable[..., ModelBundle]
@@ -61,6 +63,31 @@ def test_own_classes_are_the_sorted_distinct_labels_and_the_record_says_so(
     declared = build_task(own, own_data(rows, [("d", "ham")]), "small", tokenizer, 0)
     assert [example.label for example in declared.train] == [0, 1, 0]
     assert declared.data.notes == []
+
+
+@pytest.mark.parametrize("release", ["normal", "strict"])
+def test_a_label_that_one_row_alone_has_shows_nowhere(
+    own: TaskConfig, own_data: Data, tokenizer: Any, release: str
+) -> None:
+    """Of two files that differ in the label of one row, everything is the same that is built, planned and written about them."""
+    rows = [(f"film {i}", "spam" if i % 2 else "ham") for i in range(8)]
+    own.labels = ["ham", "rare", "spam"]
+    run = RunConfig(task=own)
+    run.privacy.release, run.privacy.noise_multiplier, run.privacy.epsilon = release, 1.0, None
+    run.optim.batch_size = 4.0
+    written = []
+    for last in ("spam", "rare"):
+        built = build_task(own, own_data([*rows[:-1], ("film 7", last)]), "small", tokenizer, 0)
+        plan = build_plan(run, built.num_examples, 5)
+        privacy = statement.privacy_block(run, plan, {"rdp": 1.0}, 1, 5, data=built.data.notes)
+        summary = record.summarise(
+            run, built, privacy=privacy, metrics={}, performance={}, wall_s=0.0, status="finished", details={}
+        )  # fmt: skip
+        if release == "normal":
+            # It is for who holds the data; a strict release withholds it.
+            summary["data"]["sha256"] = {}
+        written.append((built.labels, built.num_examples, len(built.labels), summary))
+    assert written[0] == written[1]
 
 
 def test_labels_outside_the_classes(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ from dpexp.tasks.files import Table
 from dpexp.tasks.formats import FORMATS, GROUP, SOURCE, TARGET, Columns
 from dpexp.tasks.formats.base import hub_table
 from dpexp.tasks.formats.demo import WRITERS, write_demo
+from dpexp.tasks.formats.e2e import tokenised
 from dpexp.tasks.pairs import find_pairs
 
 FILES = {  # layout -> the names that its demo files get here
@@ -147,7 +148,7 @@ def test_demo_sources_of_dev_are_not_in_train(tmp_path: Path) -> None:
     assert not train & dev
     with pytest.raises(UserError, match="from 1 to 20000 rows"):
         write_demo(tmp_path, "e2e", FILES["e2e"], 20_001)
-    assert set(WRITERS) == {*FORMATS, "columns"}
+    assert set(WRITERS) == {*(form.layout for form in FORMATS.values()), "columns"}
 
 
 def test_rows_of_the_hub() -> None:
@@ -234,3 +235,35 @@ def test_the_real_test_set_of_dart_is_xml(real_data: Path) -> None:
     assert (len(table), table.skipped, len(set(table.columns[GROUP]))) == (12551, 1, 5097), (
         "one text is empty"
     )
+
+
+def test_e2e_as_the_authors_had_it_is_tokenised(tmp_path: Path) -> None:
+    mr = "name[The Punter], priceRange[£20-25], familyFriendly[no], near[Café Rouge]"
+    text = "It's not family-friendly, near the Café Rouge.  It has 3.5 stars (1,000 votes)."
+    path = write(tmp_path / "e2e.csv", f'mr,ref\n"{mr}","{text}"\n')
+    assert read("e2e_tokenised", path) == [
+        (
+            " name : The Punter | price : £ 20 - 25 | family friendly : no | near : Café Rouge ",
+            "It's not family - friendly , near the Café Rouge . It has 3.5 stars ( 1,000 votes ) .",
+            mr,
+        )
+    ]
+    printed = (
+        "Located near the Raja Indian Cuisine at the city centre , is family - friendly pub The Vaults ."
+    )
+    assert tokenised(printed) == printed, "Li et al., Table 11: a reference"
+
+
+def test_triples_as_the_authors_code_has_them(tmp_path: Path) -> None:
+    triples = [["Albany,_Oregon", "isPartOf", "Benton County"], ["[TABLECONTEXT]", "ETHNIC_GROUP", "A_b"]]
+    path = write(tmp_path / "d.json", json.dumps([{"tripleset": triples, "annotations": [{"text": "One."}]}]))
+    source = " Albany,_Oregon : ispartof : Benton County | [TABLECONTEXT] : ethnic_group : A_b "
+    assert read("triples_as_coded", path) == [(source, "One.", "1")]
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_every_format_has_demo_data(layout: str, tmp_path: Path) -> None:
+    files = FILES[FORMATS[layout].layout]
+    task = TaskConfig(kind="generation", format=layout, files=files, num_examples={"demo": 7})
+    found = find_pairs(task, DataConfig(), "demo")
+    assert len(found.splits["train"]) == 7

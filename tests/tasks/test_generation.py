@@ -1,6 +1,7 @@
 """Generation: what is learnt and what is only read, and one loss per example that depends on nothing else."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -285,3 +286,41 @@ def test_in_context_learning_shows_pairs_of_the_training_file(
         make(shots=10**6)
     with pytest.raises(UserError, match=r"optim\.steps=0"):
         compose(["task=e2e", "scale=demo", "clip=nonprivate", "task.generation.shots=2"])
+
+
+def test_long_training_rows_are_left_out_and_n_counts_the_others(
+    bundle: ModelBundle, own_data: Callable[..., DataConfig]
+) -> None:
+    rows = [
+        ("the place", "a b"),
+        ("the place is the place", "a a"),
+        ("the place", "a " * 9),
+        ("the", "a b a"),
+    ]
+    lengths = [6, 9, 13, 6]  # prompt and target, with what stands between them and the end token
+
+    def build(most: int | None, declared: int) -> Generation:
+        task = TaskConfig(
+            name="text_generation", kind="generation", metric="summarization", max_length=64, drop_over=most,
+            generation=GenerationConfig(max_target=20, when="never"), num_examples={"small": None},
+        )  # fmt: skip
+        data = own_data(rows, rows, text="text", label="label")
+        made = build_task(task, replace(data, num_examples=declared), "small", bundle.tokenizer, 0)
+        assert isinstance(made, Generation)
+        return made
+
+    whole = build(None, 4)
+    assert [whole.length(i) for i in range(4)] == lengths
+    short = build(9, 3)
+    assert [short.length(i) for i in range(3)] == [6, 9, 6], "a row of exactly so many tokens stays"
+    assert short.num_examples == 3
+    assert len(short.dev) == 4, "what is measured stays whole"
+    assert any(
+        note.startswith("train: 1 of 4 rows of more than 9 tokens were left out") for note in short.data.notes
+    )
+    for i, j in enumerate((0, 1, 3)):
+        assert short.train[i].target.tolist() == whole.train[j].target.tolist()
+    with pytest.raises(UserError, match=r"4 examples are declared, and .* has 3"):
+        build(9, 4)
+    with pytest.raises(UserError, match=r"all 4 rows .* more than 3 tokens"):
+        build(3, 4)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
+from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.models import ModelBundle
 from dpexp.models.tokenizer import demo_tokenizer
@@ -97,6 +98,7 @@ def test_the_pieces_of_a_template_know_their_white_space() -> None:
         ("<S1> [MASK]", True, r"must hold <S1>, <S2> and \[MASK\] once each"),
         ("<S1> [MASK] [MASK]", False, "once each"),
         ("nothing", False, "holds none of them"),
+        ("<S1:upper> [MASK]", False, "can't be changed by 'upper'; choose one of raw, cut, lower"),
     ],
 )
 def test_templates_that_can_not_be(template: str, pairs: bool, message: str) -> None:
@@ -191,6 +193,50 @@ def test_a_row_is_the_filled_template(name: str, which: str, request: pytest.Fix
     if which == "demo":
         assert table.segments is not None
         assert not table.segments.any()
+
+
+@pytest.mark.parametrize("name", TABLE_10)
+def test_the_recipes_fill_templates_as_the_code_of_the_authors(name: str, roberta: Any) -> None:
+    """Their template, in their own notation (private-transformers, run_wrapper.py:74), read by the rules of LM-BFF."""
+    notation = {
+        "sst2": "*cls**sent_0*_It_was*mask*.*sep+*",
+        "mnli": "*cls**sent-_0*?*mask*,*+sentl_1**sep+*",
+        "qnli": "*cls**sent-_0*?*mask*,*+sentl_1**sep+*",
+        "qqp": "*cls**sent-_0**mask*,*+sentl_1**sep+*",
+    }[name]
+    words_there = {
+        "sst2": ["terrible", "great"],
+        "mnli": ["yes", "maybe", "no"],
+        "qnli": ["yes", "no"],
+        "qqp": ["no", "yes"],
+    }
+    run = compose([f"task={name}_infilling", f"recipe=li2022_{name}_infilling", "model=roberta_base"])
+    task = run.task
+    pairs = name != "sst2"
+    assert [task.label_words[label] for label in task.labels] == words_there[name]
+
+    def encoded(text: str) -> list[int]:
+        return roberta(text, add_special_tokens=False)["input_ids"]
+
+    def small(text: str) -> str:
+        return text[:1].lower() + text[1:]
+
+    texts = ["hide new secretions from the parental units ", "Is it so.", "A"]
+    seconds = ["How is It ?", "the cast", "A plot "]
+    pieces = parse_template(task.template or "", pairs)
+    table = tokenize_template(pieces, roberta, texts, seconds if pairs else None, 64)
+    for row, (text, second) in enumerate(zip(texts, seconds, strict=True)):
+        wanted: list[int] = []
+        for part in filter(None, notation.split("*")):
+            wanted += {
+                "cls": [roberta.cls_token_id], "mask": [roberta.mask_token_id], "sep+": [roberta.sep_token_id],
+                "sent_0": encoded(text), "sent-_0": encoded(text[:-1]), "+sentl_1": encoded(" " + small(second)),
+            }.get(part) or (encoded(part.replace("_", " ")) if "sent" not in part else [])  # fmt: skip
+        found = table.tokens[table.offsets[row] : table.offsets[row + 1]]
+        assert words(roberta, found) == words(roberta, wanted)
+    behind_space = next(piece.spaced for piece in pieces if piece.text == MASK)
+    tokens = label_word_tokens(roberta, task.label_words, task.labels, behind_space)
+    assert tokens == [encoded(f" {word}")[0] for word in words_there[name]]
 
 
 def test_special_tokens_in_a_text_are_letters(roberta: Any) -> None:

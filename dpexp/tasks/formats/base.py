@@ -17,13 +17,16 @@ from dpexp.errors import UserError
 from dpexp.tasks.files import Table
 
 SOURCE, TARGET, GROUP = "source", "target", "group"
+CANDIDATES, SEPARATOR = "candidates", "|"
+"""A column that a layout may have besides: what could stand in the place of the target, as ParlAI separates it."""
 Pair = tuple[int, str, str, str]
 """Where a row stands in its file, counted from 1; source, target, group."""
 
 
 class Format(ABC):
-    """One published layout."""
+    """One published layout, in one of the ways to make text of its rows."""
 
+    layout = ""  # the layout's name, which those ways share
     unit = "line"  # what the number of a pair counts
 
     def layouts(self, stem: str) -> list[tuple[str, ...]]:

@@ -1,7 +1,8 @@
 """Persona-Chat (Zhang et al. 2018) as in ConvAI2: ParlAI's text files, or pairs of source and target files made of them.
 
 ParlAI: numbered lines; `N your persona: ...` describes who answers, `N UTTERANCE<TAB>REPLY...` is one exchange, and number 1
-begins a dialogue. Source and target: a line each, `PERSONA<TAB>...<TAB>UTTERANCE` and `REPLY`, without earlier exchanges.
+begins a dialogue. Files that are not called `no_cands` have the candidates for hits@1 in the fourth cell, the reply among them.
+Source and target: a line each, `PERSONA<TAB>...<TAB>UTTERANCE` and `REPLY`, without earlier exchanges.
 
     your persona: i like to ski.
     partner: hello , how are you ?
@@ -16,12 +17,13 @@ privately.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dpexp.errors import UserError
 from dpexp.tasks.files import Table, read_text
-from dpexp.tasks.formats.base import Format, Pair, make_table
+from dpexp.tasks.formats.base import CANDIDATES, Format, Pair, make_table
 
 HISTORY = 5  # utterances, the last of the partner included
 PERSONA, PARTNER, YOU = "your persona: ", "partner: ", "you: "
@@ -29,6 +31,8 @@ PERSONA, PARTNER, YOU = "your persona: ", "partner: ", "you: "
 
 class PersonaChat(Format):
     """The original personas of the one who answers ("self_original")."""
+
+    layout = "personachat"
 
     def layouts(self, stem: str) -> list[tuple[str, ...]]:
         """ParlAI's file, the one without candidates, or the latter's source and target files."""
@@ -44,7 +48,11 @@ class PersonaChat(Format):
         """One file of ParlAI's, or a source and a target file."""
         where, (text, digest) = str(paths[0]), read_text(paths[0])
         if len(paths) == 1:
-            return make_table(where, _parlai(text, where), digest, self.unit)
+            table = make_table(where, _parlai(text, where), digest, self.unit)
+            lines = text.split("\n")
+            cells = [lines[line - 1].rstrip("\r").split("\t") for line in table.lines]
+            given = [row[3].strip() if len(row) > 3 else "" for row in cells]
+            return replace(table, columns={**table.columns, CANDIDATES: given}) if any(given) else table
         targets, other = read_text(paths[1])
         return make_table(where, _lines_of(text, targets, paths), f"{digest}+{other}", self.unit)
 

@@ -17,6 +17,7 @@ from dpexp.tasks.formats.base import Format, make_table, text_of
 class Samsum(Format):
     """Every dialogue has one summary; the line ends of some files (CR LF) become plain ones."""
 
+    layout = "samsum"
     unit = "item"
 
     def read(self, paths: Sequence[Path]) -> Table:

@@ -3,7 +3,12 @@
     [["Mars_Hill_College", "IS_PART_OF", "Mars Hill"], ...]    ->    " Mars Hill College : is part of : Mars Hill | ... "
 
 The encoding is that of Li et al., Table 12 (the bar is drawn as a dash there): subject, relation and object between colons, the
-relation in small letters and words of its own. Every text is one example. Published as JSON; DART's test set as XML, too.
+relation in small letters and words of its own. Their code (private-transformers, table2text/data_utils/language_modeling.py:318)
+makes small letters of the relation and changes nothing else, which is `triples_as_coded` here:
+
+    " Mars_Hill_College : is_part_of : Mars Hill | ... "
+
+Every text is one example. Published as JSON; DART's test set as XML, too.
 """
 
 from __future__ import annotations
@@ -23,9 +28,17 @@ _WORD_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_|\s+")
 
 
 class Triples(Format):
-    """The texts of one set of triples are references for it."""
+    """The texts of one set of triples are references for it.
 
+    Args:
+        words: whether names and relations become words, as in print; else they stay as they are, in small letters a relation.
+    """
+
+    layout = "triples"
     unit = "item"
+
+    def __init__(self, words: bool = True) -> None:
+        self.words = words
 
     def read(self, paths: Sequence[Path]) -> Table:
         """JSON: a list of `{"tripleset": [[s, p, o], ...], "annotations": [{"text": ...}, ...]}`; XML: entries."""
@@ -37,7 +50,7 @@ class Triples(Format):
     def _pairs(self, items: Iterator[dict[str, Any]], where: str) -> Iterator[Pair]:
         for number, item in enumerate(items, 1):
             at = f"{where}, item {number}"
-            source = encode(item.get("tripleset") if isinstance(item, dict) else None, at)
+            source = encode(item.get("tripleset") if isinstance(item, dict) else None, at, self.words)
             for text in _texts(item, at):
                 yield number, source, text, str(number)
 
@@ -49,7 +62,7 @@ class Triples(Format):
             sets = _column(row.get("modified_triple_sets"), "mtriple_set") or [[]]
             triples = [str(triple).split(" | ") for triple in sets[0]]
             texts = _column(row.get("lex"), "text")
-        source = encode(triples, where)
+        source = encode(triples, where, self.words)
         for text in _texts({"annotations": [{"text": text} for text in texts]}, where):
             yield source, text, ""
 
@@ -61,8 +74,8 @@ def _column(rows: Any, name: str) -> list[Any]:
     return [row.get(name) for row in rows or [] if isinstance(row, dict)]
 
 
-def encode(triples: Any, where: str) -> str:
-    """The prompt of a set of triples.
+def encode(triples: Any, where: str, words: bool = True) -> str:
+    """The prompt of a set of triples; `words` as in `Triples`.
 
     Raises:
         UserError: it is not a list of [subject, relation, object].
@@ -74,6 +87,8 @@ def encode(triples: Any, where: str) -> str:
         raise UserError(f"{where}: malformed row: tripleset must be a list of [subject, relation, object]")
     parts = [
         f"{subject.replace('_', ' ')} : {_words(relation)} : {object_.replace('_', ' ')}"
+        if words
+        else f"{subject} : {relation.lower()} : {object_}"
         for subject, relation, object_ in triples
     ]
     return f" {' | '.join(parts)} "

@@ -1,0 +1,181 @@
+"""Users as the unit of privacy: every user is one example to the rest of the program, and has several rows.
+
+A step draws users, not rows. Of a user who was drawn it takes at most M rows, at random where there are more; their mean loss is
+the user's one loss, whose gradient is clipped. So the noise hides a person with all rows (McMahan et al. 2018; the "user-level
+sampling" of Charles et al. 2024), and N, δ and the sampling rate are those of the users.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpexp.checks import declared_users
+from dpexp.errors import UserError
+from dpexp.privacy.users import Users, of_users
+from dpexp.tasks.base import Progress, Task
+from dpexp.tasks.files import read_table
+
+if TYPE_CHECKING:
+    from dpexp.schemas import RunConfig
+
+PERSON, WEIGHTS = "person", "weights"
+MADE_UP = "users were made up: every {size} rows drawn at random are one (unit.size)"
+
+
+class Person(NamedTuple):
+    """A user of the training data, or one row of the public dev set that stands for one."""
+
+    public: bool
+    number: int
+
+
+class People(Sequence[Person]):
+    """Users by number."""
+
+    def __init__(self, public: bool, count: int):
+        self.public, self.length = public, count
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: Any) -> Any:
+        if not -self.length <= i < self.length:
+            raise IndexError(i)
+        return Person(self.public, int(i) % self.length)
+
+
+class ByUser(Task):
+    """A task whose examples are the users of another one.
+
+    Args:
+        task: of rows; one row of the model for each.
+        users: who gave which rows of its training data.
+
+    Raises:
+        UserError: another number of rows has a user than the training data has.
+    """
+
+    def __init__(self, task: Task, users: Users):
+        if users.num_rows != len(task.train):
+            raise UserError(f"{users.num_rows} rows have a user, and the training data has {len(task.train)}")
+        if task.rows_per_example != 1:
+            raise UserError("unit=user needs one row for each example: set task.augmentations=0")
+        self.task, self.users = task, users
+        self.name, self.labels, self.num_examples = task.name, task.labels, len(users)
+        self.rows_per_example, self.image_shape, self.pad_to = users.most, task.image_shape, task.pad_to
+        self.head = task.head  # type: ignore[misc]
+        self.train, self.dev = People(False, len(users)), People(True, len(task.dev))
+        self.data = dataclasses.replace(task.data, sha256={**task.data.sha256, "users": users.sha256()})
+
+    def collate(self, examples: list[Person]) -> dict[str, Tensor]:
+        """Who they are, `[B, 2]`: which rows of theirs a step sees is up to `augmented`, which knows the step."""
+        return {PERSON: torch.tensor(examples, dtype=torch.int64).reshape(len(examples), 2)}
+
+    def augmented(
+        self, batch: dict[str, Tensor], indices: np.ndarray, seed: int, step: int
+    ) -> dict[str, Tensor]:
+        """Return M adjacent rows of every user, as the task collates them, and `weights` `[B, M]`."""
+        examples: list[Any] = []
+        weights = np.zeros((len(batch[PERSON]), self.users.most), dtype=np.float32)
+        for place, (public, number) in enumerate(batch[PERSON].tolist()):
+            if public:
+                rows, weights[place] = np.full(self.users.most, number), 1 / self.users.most
+            else:
+                rows, weights[place] = self.users.rows(number, seed, step)
+            source = self.task.dev if public else self.task.train
+            examples += [source[int(row)] for row in rows]
+        others = {name: value for name, value in batch.items() if name != PERSON}
+        return others | self.task.collate(examples) | {WEIGHTS: torch.from_numpy(weights)}
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """The weighted mean of each user's losses, `[B]`."""
+        of_rows = {name: value for name, value in batch.items() if name != WEIGHTS}
+        return of_users(self.task.losses(model, of_rows), batch[WEIGHTS])
+
+    def evaluate(
+        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """As the task of rows does it: of each row of the dev set."""
+        return self.task.evaluate(model, device, batch_size, progress)
+
+    def evaluate_at_end(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        batch_size: int,
+        progress: Progress | None = None,
+        folder: Path | None = None,
+    ) -> dict[str, float]:
+        """As `evaluate`."""
+        return self.task.evaluate_at_end(model, device, batch_size, progress, folder)
+
+    def length(self, i: int) -> int:
+        """Of the longest row of a user."""
+        return self.users.longest(self.task.length)(i)
+
+
+def by_user(run: RunConfig, task: Task) -> Task:
+    """The task as `unit` says: itself, or that of its users.
+
+    Raises:
+        UserError: a file or a column that does not fit the training data, or another number of users than was declared.
+    """
+    unit = run.unit
+    if unit.name == "example":
+        return task
+    users = Users(_names(run, len(task.train)), unit.rows)
+    declared = declared_users(run)
+    if declared is not None and declared != len(users):
+        raise UserError(
+            f"the training data has {len(users)} users and unit.num_users={declared} was declared: it is public and fixes the "
+            "guarantee, so give the number that holds"
+        )
+    made = ByUser(task, users)
+    if unit.size:
+        note = MADE_UP.format(size=unit.size)
+        made.data = dataclasses.replace(made.data, notes=[*made.data.notes, note])
+    return made
+
+
+def _names(run: RunConfig, rows: int) -> Sequence[Hashable]:
+    """`[rows]`, the user of each."""
+    unit = run.unit
+    if unit.size:
+        order = np.random.default_rng([run.seed, rows]).permutation(rows)
+        owners = np.empty(rows, dtype=np.int64)
+        owners[order] = np.arange(rows) // unit.size
+        return owners.tolist()
+    if unit.file is not None:
+        where = f"unit.file={unit.file}"
+        try:
+            names = Path(unit.file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{where} cannot be read: {error}") from None
+    else:
+        assert run.data.train is not None
+        assert unit.column is not None
+        where = f"unit.column={unit.column}"
+        table = read_table(
+            Path(run.data.train).expanduser(),
+            [unit.column],
+            header=run.task.columns,
+            skip_malformed=run.task.malformed == "skip",
+        )
+        names = table.columns[unit.column]
+        if run.task.held_out:
+            # the last rows are the dev set
+            names = names[:rows]
+    if len(names) != rows:
+        raise UserError(
+            f"{where} names {len(names)} users for {rows} training rows: one name for each is needed, in the order of the data"
+        )
+    if blank := [row for row, name in enumerate(names) if not name.strip()]:
+        raise UserError(f"{where}: row {blank[0] + 1} has no user; every row needs one")
+    return names
