@@ -15,6 +15,7 @@ from rich.table import Table
 from dpexp import record
 from dpexp.auditing import canaries, gaussian, one_run
 from dpexp.auditing.canaries import Planted, Without
+from dpexp.auditing.verdict import sentences, verdict
 from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
 from dpexp.checks import did_you_mean
 from dpexp.config import RunConfig, hydra_entry, signature, to_dict
@@ -27,10 +28,12 @@ from dpexp.privacy.keys import Keys, delete_key, open_keys
 from dpexp.privacy.plan import resolve_delta
 from dpexp.sweeps import Result
 from dpexp.tasks import Task, build_task
+from dpexp.tasks.users import by_user
 from dpexp.trackers import tells_all, tracking
 from dpexp.train import (
     INTERRUPTED,
     announce,
+    budget_groups,
     build_plan,
     choose_device,
     dry_start,
@@ -49,7 +52,7 @@ REFUTES = (
 )
 ADJACENCY = (
     "canaries take the slots of examples drawn at random, so that N stays as declared; the slot of a canary that is out stays "
-    f"empty. So it is this relation that is audited: {ADD_OR_REMOVE_ONE}"
+    "empty. So it is this relation that is audited: {relation}"
 )
 BLACK_BOX = "the attacker sees the last model alone; epsilon also covers one who sees every step, so a gap is to be expected"
 WHITE_BOX = (
@@ -60,6 +63,7 @@ ESTIMATORS = (
     "each estimator has its share of the error; the Gaussian pair takes scores for independent and Gaussian, which full batches "
     "make them; the others do without"
 )
+BY_GROUP = "each group of examples has an epsilon of its own, which its canaries are held against; the groups share the error"
 NOT_A_MODEL = "the training data holds canaries: this model is for the audit alone"
 CHANCE = "a secret that was never trained on has a mean exposure of 1/ln 2 = 1.44 bits"
 SHARED = "the secrets of all repetitions are in one training set; Li et al., Table 9, has a training set for each repetition"
@@ -108,6 +112,12 @@ def main(run: AuditConfig) -> dict[str, float]:
     return Result(summary["metrics"], first)
 
 
+def relation(trainer: Trainer) -> str:
+    """Which data sets the audited ε speaks of, in words."""
+    told = trainer.plan.neighbouring if trainer.plan is not None else ADD_OR_REMOVE_ONE
+    return ADJACENCY.format(relation=told)
+
+
 def audit_folder(run: AuditConfig) -> Path:
     """``runs_dir/audit/<task>/<signature>/seed<k>``: never among the training runs."""
     return Path(run.runtime.runs_dir) / "audit" / run.task.name / signature(run) / f"seed{run.seed}"
@@ -147,6 +157,10 @@ def check(run: AuditConfig) -> None:
         raise UserError(
             f"search={run.search.name} releases more than noisy sums, and an audit looks at these alone: set search=none"
         )
+    if run.unit.name == "user" and run.method != "white_box":
+        raise UserError(
+            f"unit=user and method={run.method}: its canaries are single examples; take method=white_box"
+        )
     run.task.generation.when = "never"
 
 
@@ -170,6 +184,7 @@ def audit(run: AuditConfig, folder: Path, console: Console) -> dict[str, Any]:
         image_shape=task.image_shape,
     )  # fmt: skip
     keys = open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}")
+    task = by_user(run, task)
     method = {"one_run": one_run_audit, "white_box": white_box_audit, "exposure": exposure_audit}[run.method]
     summary = method(run, folder, console, task, bundle, keys)
     write_json(folder / "summary.json", summary)
@@ -192,24 +207,25 @@ def one_run_audit(
     )
     after = canaries.canary_losses(task, trainer.model, made, device)
     delta = trainer.plan.delta if trainer.plan else resolve_delta(run.privacy.delta, task.num_examples)
-    tried = one_run.attempts(before - after, included, run.guesses, delta, run.confidence)
-    lower = max(attempt.epsilon_lower for attempt in tried)
-    privacy = summary["privacy"]
-    claimed = privacy["epsilon"][privacy["accountant"]] if privacy["accountant"] else None
-    summary["metrics"] |= {"epsilon_lower": lower, "guess_accuracy": tried[0].correct / tried[0].guesses}
+    scores = before - after
+
+    def bounds(mine: np.ndarray, confidence: float) -> list[dict[str, Any]]:
+        tried = one_run.attempts(scores[mine], included[mine], run.guesses, delta, confidence)
+        return [vars(attempt) for attempt in tried]
+
+    members = members_of(run, task, slots)
+    found = verdict(summary["privacy"], members, len(slots), run.confidence, bounds)
+    summary["metrics"] |= _measured(found)
     summary["audit"] = {
         "method": run.method,
         "what": REFUTES,
-        "epsilon_lower": lower,
-        "epsilon_claimed": claimed,
-        "refuted": claimed is not None and lower > claimed,
+        **found,
         "delta": delta,
         "confidence": run.confidence,
         "canaries": len(slots),
         "included": int(included.sum()),
         "score": f"loss of the initial model minus loss of the trained one, on {run.content} canaries",
-        "rows": [vars(attempt) for attempt in tried],
-        "notes": [ADJACENCY, BLACK_BOX, NOT_A_MODEL],
+        "notes": [relation(trainer), *([] if members is None else [BY_GROUP]), BLACK_BOX, NOT_A_MODEL],
     }
     return summary
 
@@ -231,6 +247,7 @@ def white_box_audit(
     included = canaries.flip_coins(len(slots), keys.run)
     planted = WithGradientCanaries(task, slots, run.clip.clip_norm)
     watched = Watched(bundle.model, len(slots))
+    members = members_of(run, task, slots)
     observer = Observer(len(slots), min(1.0, run.optim.batch_size / task.num_examples))
 
     def watch(trainer: Trainer) -> None:
@@ -240,6 +257,11 @@ def white_box_audit(
             )
         release = trainer.stepper.release
         assert release is not None
+        if members is not None:
+            budgets = release.plan.budgets
+            assert budgets is not None
+            rates, lengths = np.asarray(budgets.rates), np.asarray(budgets.scales)
+            observer.rates, observer.lengths = rates[members], lengths[members]
         add_noise = release.add_noise
 
         def seen(step: int, attempt: int, counts: torch.Tensor) -> torch.Tensor | None:
@@ -258,25 +280,42 @@ def white_box_audit(
     assert trainer.plan is not None
     delta, scores = trainer.plan.delta, observer.scores
     shares = len(run.guesses)
-    rows = estimates(scores, included, run.guesses, delta, run.confidence)
-    lower = max(float(row["epsilon_lower"]) for row in rows)
-    claimed = summary["privacy"]["epsilon"][summary["privacy"]["accountant"]]
-    summary["metrics"] |= {"epsilon_lower": lower, "guess_accuracy": rows[0]["correct"] / rows[0]["guesses"]}
+
+    def bounds(mine: np.ndarray, confidence: float) -> list[dict[str, Any]]:
+        return estimates(scores[mine], included[mine], run.guesses, delta, confidence)
+
+    found = verdict(summary["privacy"], members, len(slots), run.confidence, bounds)
+    summary["metrics"] |= _measured(found)
     summary["audit"] = {
         "method": run.method,
         "what": REFUTES,
-        "epsilon_lower": lower,
-        "epsilon_claimed": claimed,
-        "refuted": lower > claimed,
+        **found,
         "delta": delta,
         "confidence": run.confidence,
         "canaries": len(slots),
         "included": int(included.sum()),
         "score": f"log-likelihood ratio of {trainer.steps} noisy sums; {2 * shares + 2} estimators share the error",
-        "rows": rows,
-        "notes": [ADJACENCY, WHITE_BOX, ESTIMATORS, NOT_A_MODEL],
+        "notes": [
+            relation(trainer),
+            *([] if members is None else [BY_GROUP]),
+            WHITE_BOX,
+            ESTIMATORS,
+            NOT_A_MODEL,
+        ],
     }
     return summary
+
+
+def members_of(run: AuditConfig, task: Task, slots: np.ndarray) -> np.ndarray | None:
+    """`[m]`, the budget group of each canary: that of its slot. None where all examples have one budget."""
+    groups = budget_groups(run, task.num_examples)
+    return None if groups is None else groups[slots]
+
+
+def _measured(found: dict[str, Any]) -> dict[str, float]:
+    """The audit's metrics: the best bound, and how many guesses the first estimator got right."""
+    first = found["rows"][0]
+    return {"epsilon_lower": found["epsilon_lower"], "guess_accuracy": first["correct"] / first["guesses"]}
 
 
 def estimates(
@@ -383,12 +422,10 @@ def train_once(
     """
     batch, total = run.optim.batch_size, task.num_examples
     steps = number_of_steps(run, total)
-    if run.individual.name != "none":
-        raise UserError(
-            "an audit estimates one epsilon, and individual budgets are several: set individual=none"
-        )
-    plan = build_plan(run, total, steps)
-    sampler = sampled(sampler_for(run.privacy.sampling, total, batch, keys.draws))
+    groups = budget_groups(run, total)
+    plan = build_plan(run, total, steps, groups)
+    rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
+    sampler = sampled(sampler_for(run.privacy.sampling, total, batch, keys.draws, groups, rates))
     device = choose_device(run.runtime.device)
     with tracking(run, to_dict(run), folder) as tracker:
         trainer = Trainer(
@@ -398,6 +435,7 @@ def train_once(
             metrics=record.Metrics(
                 folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run)
             ),
+            groups=groups,
         )  # fmt: skip
         watch(trainer)
         announce(run, trainer, folder, console)
@@ -416,14 +454,8 @@ def show(summary: dict[str, Any], folder: Path, console: Console) -> None:
     console.print(table_of(summary))
     found = summary["audit"]
     if found["method"] != "exposure":
-        claimed = found["epsilon_claimed"]
-        if found["refuted"]:
-            verdict = f"REFUTED: the training leaks more than the claimed epsilon of {claimed:.4g} allows"
-        elif claimed is None:
-            verdict = "no epsilon is claimed, so there is nothing to refute"
-        else:
-            verdict = f"the claimed epsilon of {claimed:.4g} is not refuted"
-        console.print(verdict, markup=False)
+        for sentence in sentences(found):
+            console.print(sentence, markup=False)
     for note in [found["what"], *found["notes"]]:
         console.print(f"- {note}", markup=False)
     console.print(f"record: {folder / 'summary.json'}", markup=False)
@@ -433,7 +465,7 @@ def table_of(summary: dict[str, Any]) -> Table:
     """The audit's numbers beside the claim."""
     found, privacy = summary["audit"], summary["privacy"]
     claimed = privacy["epsilon"][privacy["accountant"]] if privacy["accountant"] else None
-    shown = "none" if claimed is None else f"{claimed:.4g} ({privacy['accountant']})"
+    shown = _claim(claimed, privacy["accountant"])
     title = f"audit: {summary['task']}  {summary['clip']}  scale={summary['scale']}"
     if found["method"] != "exposure":
         title += f", {found['canaries']} canaries, delta {found['delta']:.3g}"
@@ -446,11 +478,14 @@ def table_of(summary: dict[str, Any]) -> Table:
             "claimed",
             title=title,
         )
+        claims = {part["group"]: part["epsilon_claimed"] for part in found.get("groups", [])}
         for row in found["rows"]:
-            share = row["correct"] / row["guesses"]
+            share, estimator = row["correct"] / row["guesses"], row.get("estimator", "Steinke")
+            grouped = "group" in row
             table.add_row(
-                row.get("estimator", "Steinke"), str(row["guesses"]), str(row["correct"]), f"{share:.3f}",
-                f"{row['epsilon_lower']:.4f}", shown,
+                f"group {row['group']}: {estimator}" if grouped else estimator,
+                str(row["guesses"]), str(row["correct"]), f"{share:.3f}", f"{row['epsilon_lower']:.4f}",
+                _claim(claims[row["group"]], privacy["accountant"]) if grouped else shown,
             )  # fmt: skip
         return table
     title += f", {found['candidates']} of 2^{found['space_bits']:.1f} candidates"
@@ -465,6 +500,10 @@ def table_of(summary: dict[str, Any]) -> Table:
         cells = [_spread(row[name], row[f"{name}_std"]) for name in ("by_distribution", "by_rank")]
         table.add_row(str(row["repetitions"]), *cells, shown)
     return table
+
+
+def _claim(epsilon: float | None, accountant: str | None) -> str:
+    return "none" if epsilon is None else f"{epsilon:.4g} ({accountant})"
 
 
 def _spread(mean: float, deviation: float | None) -> str:

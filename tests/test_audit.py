@@ -16,7 +16,7 @@ from dpexp.config import compose, to_dict
 from dpexp.errors import UserError
 from dpexp.privacy.events import ADD_OR_REMOVE_ONE
 from dpexp.privacy.noise import KeyedGenerator
-from dpexp.training import release
+from dpexp.training import loop, release
 
 TINY = [
     "scale=demo", "clip=flat", "optim.epochs=null", "optim.steps=2", "runtime=cpu", "runtime.physical_batch_size=64",
@@ -190,6 +190,47 @@ def test_the_white_box_audit_refutes_noise_that_is_too_small_and_no_other(tmp_pa
     if noise == 1:
         assert 0.5 < found["epsilon_lower"] <= 4
     assert {row["estimator"] for row in found["rows"]} == {"Steinke", "f-DP", "Gaussian pair", "two worlds"}
+
+
+INDIVIDUAL = [
+    *WHITE_BOX, "individual=scaling", "individual.epsilons=[1,6]", "individual.shares=[0.5,0.5]", "privacy.delta=1e-5",
+    "accountant=pld",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", [False, True])
+def test_each_budget_is_audited_by_its_own_canaries(tmp_path, monkeypatch, defect):
+    """Where everybody is clipped as the most generous group may be, the claim of the strict group falls, and only that one."""
+    right, calls, scales = release.add_gaussian_, itertools.count(), loop.clip_scales_of
+
+    def drawn(sums, stds, generator):
+        right(sums, stds, KeyedGenerator(next(calls).to_bytes(32, "little")))
+
+    def most(plan, groups):
+        found = scales(plan, groups)
+        return torch.full_like(found, float(found.max()))
+
+    monkeypatch.setattr(release, "add_gaussian_", drawn)
+    if defect:
+        monkeypatch.setattr(loop, "clip_scales_of", most)
+    summary, _, printed = audited(tmp_path, *INDIVIDUAL)
+    found = summary["audit"]
+    strict, generous = found["groups"]
+    assert strict["canaries"] + generous["canaries"] == 300
+    assert strict["epsilon_claimed"] == pytest.approx(1.0, abs=0.1)
+    assert generous["epsilon_claimed"] == pytest.approx(6.0, abs=0.3)
+    assert strict["refuted"] == found["refuted"] == ("group 1: REFUTED" in printed) == defect
+    assert not generous["refuted"]
+    assert {row["group"] for row in found["rows"]} == {1, 2}
+    assert "group 2: the claimed epsilon of" in printed
+
+
+def test_budgets_by_sampling_are_audited_from_the_last_model_too(tmp_path):
+    overrides = [*ONE_RUN, "individual=sampling", "individual.epsilons=[1,6]", "individual.shares=[0.5,0.5]"]
+    found = audited(tmp_path, *overrides)[0]["audit"]
+    assert [part["canaries"] > 0 for part in found["groups"]] == [True, True]
+    assert not found["refuted"]
+    assert found["epsilon_claimed"] in [part["epsilon_claimed"] for part in found["groups"]]
 
 
 def test_the_white_box_audit_needs_one_clipping_group(tmp_path):

@@ -8,6 +8,7 @@ k-th of, times a large constant. The other examples, and the rest of the model, 
 Who sees x_t = (sum's coordinate)/C of step t knows for each step how much likelier "in" is than "out" (Poisson batches of rate
 q, noise multiplier σ): log(1 - q + q·exp((x_t - 1/2)/σ²)). The sum over steps is the score, the best there is; its distribution
 is what the accountants bound, which is why this attack comes close to ε where one on the last model's losses stays far below.
+With individual budgets a canary of group g is drawn at rate q_g and is s_g·C long: log(1 - q_g + q_g·exp(s_g·(x_t - s_g/2)/σ²)).
 """
 
 from __future__ import annotations
@@ -96,11 +97,13 @@ class Observer:
 
     Args:
         canaries: m.
-        rate: q of the sampling that is claimed.
+        rates: q of the sampling that is claimed, or `[m]`, that of each canary.
+        lengths: in units of C, after clipping: s, or `[m]`.
     """
 
-    def __init__(self, canaries: int, rate: float):
-        self.rate = rate
+    def __init__(self, canaries: int, rates: npt.ArrayLike, lengths: npt.ArrayLike = 1.0):
+        self.rates = np.broadcast_to(np.asarray(rates, np.float64), (canaries,))
+        self.lengths = np.asarray(lengths, np.float64)
         self.scores = np.zeros(canaries)
 
     def see(self, noisy_sum: Tensor, threshold: float, std: float) -> None:
@@ -112,8 +115,7 @@ class Observer:
             std: claimed standard deviation of its noise.
         """
         x = noisy_sum.detach().double().cpu().numpy()[1:, 0] / threshold
-        gain = (x - 0.5) * (threshold / std) ** 2
-        if self.rate >= 1:
-            self.scores += gain
-        else:
-            self.scores += np.logaddexp(np.log1p(-self.rate), np.log(self.rate) + gain)
+        gain = self.lengths * (x - self.lengths / 2) * (threshold / std) ** 2
+        # a rate of 1 leaves no "drawn although in": log(0), and the score is the gain
+        with np.errstate(divide="ignore"):
+            self.scores += np.logaddexp(np.log1p(-self.rates), np.log(self.rates) + gain)

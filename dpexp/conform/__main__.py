@@ -40,16 +40,15 @@ class ConformArguments:
 
 @hydra_entry("conform", ConformArguments)
 def main(arguments: ConformArguments) -> None:
-    """Ask, write the tables, and end with status 1 where one of our own engines was silently wrong."""
+    """Ask, write the tables, and end with status 1 where one of our own engines was wrong or crashed."""
     console = Console(highlight=False, soft_wrap=True)
-    wrong = conform(arguments, console)
-    if wrong:
-        console.print(f"{wrong} cells of dpexp are silently wrong", markup=False)
+    if failed := conform(arguments, console):
+        console.print(f"{failed} answers of dpexp are wrong, or errors that are no refusals", markup=False)
         sys.exit(1)
 
 
 def conform(arguments: ConformArguments, console: Console) -> int:
-    """Run the suites. Returns how many cells of dpexp are silently wrong.
+    """Run the suites. Returns how many answers of dpexp are wrong, or errors that are no refusals.
 
     Raises:
         UserError: a suite, library or engine that there is not, or a name that no case contains.
@@ -60,7 +59,7 @@ def conform(arguments: ConformArguments, console: Console) -> int:
     out = Path(arguments.out) if arguments.out else None
     with quiet():
         if arguments.suite == "random":
-            return random_suite(asked, arguments.models, arguments.seed, out, console)
+            return random_suite(asked, arguments.models, arguments.seed, out, console, fresh=arguments.fresh)
         suites = ("traps", "classes") if arguments.suite == "all" else (arguments.suite,)
         return sum(_suite(suite, asked, arguments, out, console) for suite in suites)
 
@@ -86,7 +85,7 @@ def _suite(
     if path is not None:
         render.write(path, suite, rows, complete=arguments.only is None)
     console.print("\n".join(render.totals(rows)), markup=False)
-    return render.wrong_cells(rows)
+    return render.failed_cells(rows)
 
 
 def _ask(case: Case, row: render.Row, asked: list[Adapter]) -> None:

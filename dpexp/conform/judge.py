@@ -24,6 +24,8 @@ Gradients = dict[str, Tensor]
 Step = Callable[..., Mapping[str, Tensor]]
 MakeStep = Callable[[nn.Module, LossFn, float], Step]
 VERDICTS = ("exact", "refused", "wrong", "crash")
+FAILURES = ("wrong", "crash")
+"""What our own engines must never be. A wrong number breaks the promise; an error that names no part leaves its reader alone."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """``python -m dpexp.conform.kills``: private runs killed (SIGKILL) at random instants a hundred times: results/kills.
 
-Each run is begun in a process of its own and killed at a random time, up to twelve times, until it ends by itself. Half of them
-are trainings, half audits (gradient canaries in the same trainer). In every third run one process of four computes slightly other
-sums, as a runtime that is not deterministic does: its steps may not reuse noise, and must be charged again. A log beside the
-run, written and synced as soon as a step's noise is drawn, says what was released; it is compared with the ledger.
+Each run is begun in a process of its own and killed at a random time, up to twelve times, until it ends by itself. A third of
+them are trainings, a third audits (gradient canaries in the same trainer), and a third train a model that writes, and write
+texts at their end, in which they are killed too. In every fourth run one process of four computes slightly other sums, as a
+runtime that is not deterministic does: its steps may not reuse noise, and must be charged again. A log beside the run, written
+and synced as soon as a step's noise is drawn, says what was released; it is compared with the ledger.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -17,30 +19,45 @@ import signal
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpexp import record
 from dpexp.auditing.canaries import Without, flip_coins
 from dpexp.auditing.white_box import Watched, WithGradientCanaries
+from dpexp.config import compose
 from dpexp.conform.adapters import quiet
 from dpexp.conform.render import versions
 from dpexp.conform.replay import Points, loop_sampler, network, settings
 from dpexp.durable import write_atomic
-from dpexp.models import ModelBundle
+from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed
 from dpexp.privacy.keys import open_keys
+from dpexp.schemas import RunConfig
+from dpexp.tasks import Task, build_task
 from dpexp.train import build_plan
 from dpexp.training import loop
 from dpexp.training.progress import Progress
 
 KILLS, MOST, STEPS, DELTA = 100, 12, 12, 1e-3
+KINDS = {
+    "training": "trainings",
+    "audit": "audits",
+    "generation": "trainings that end with writing texts",
+}
+WRITING = [
+    "task=e2e", "scale=demo", "clip=adaptive_perlayer", "optim.epochs=null", f"optim.steps={STEPS}", "optim.batch_size=20",
+    "data.num_examples=60", "data.cache=null", "runtime=cpu", "runtime.physical_batch_size=16", "task.max_length=64",
+    "task.generation.max_target=12", "task.generation.examples=8",
+]  # fmt: skip
 RELEASED, END = "released.log", "end.json"
 
 
@@ -50,18 +67,13 @@ def train(folder: Path, seed: int, kind: str, *, other_sums: bool = False) -> No
     Args:
         folder: of the run.
         seed: of its key.
-        kind: "training" or "audit".
+        kind: one of `KINDS`.
         other_sums: one example is a little different, so that no sum is what it was.
     """
-    run = settings(STEPS)
+    run, task, model, slots = _asked(kind, seed)
     run.privacy.noise_seed, run.runtime.checkpoint_every = seed, 3
     # Measured choices are another order of additions in each folder, and so another end.
     run.engine.choice = "rule"
-    task, model, slots = Points(), network(), np.zeros(0, np.int64)
-    if kind == "audit":
-        run.clip.groups, slots = "flat", np.arange(0, task.num_examples, 3)
-        task, model = WithGradientCanaries(task, slots, run.clip.clip_norm), Watched(model, len(slots))  # type: ignore[assignment]
-        slots = slots[~flip_coins(len(slots), seed.to_bytes(32, "little"))]
     plan = build_plan(run, task.num_examples, STEPS)
     assert plan is not None
     keys = open_keys(folder, seed)
@@ -99,12 +111,45 @@ def train(folder: Path, seed: int, kind: str, *, other_sums: bool = False) -> No
         trainer.train(progress)
     assert trainer.ledger is not None
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    texts = b"".join(file.read_bytes() for file in sorted(folder.glob("predictions/*.jsonl")))
     end = {
         "weights": hashlib.sha256(weights).hexdigest()[:16],
+        "texts": hashlib.sha256(texts).hexdigest()[:16] if texts else None,
         "epsilon": trainer.ledger.epsilon(DELTA, "rdp"),
         "charged": [len(trainer.ledger.fingerprints(step)) for step in range(STEPS)],
     }
     write_atomic(folder / END, json.dumps(end))
+
+
+def _asked(kind: str, seed: int) -> tuple[RunConfig, Task, nn.Module, NDArray[np.int64]]:
+    """Configuration, task, model, and slots without an example."""
+    none = np.zeros(0, np.int64)
+    if kind == "generation":
+        run, texts, tokenizer = _writing()
+        bundle = build_model(
+            run.model,
+            run.peft,
+            head=texts.head,
+            num_labels=0,
+            scale=run.scale.name,
+            seed=0,
+            tokenizer=tokenizer,
+        )
+        return copy.deepcopy(run), texts, bundle.model, none
+    run, points = settings(STEPS), Points()
+    if kind == "training":
+        return run, points, network(), none
+    run.clip.groups, slots = "flat", np.arange(0, points.num_examples, 3)
+    task, model = WithGradientCanaries(points, slots, run.clip.clip_norm), Watched(network(), len(slots))
+    return run, task, model, slots[~flip_coins(len(slots), seed.to_bytes(32, "little"))]
+
+
+@cache
+def _writing() -> tuple[RunConfig, Task, Any]:
+    """The embedded texts and a tiny GPT-2; made once, before processes are started."""
+    run = compose(WRITING)
+    tokenizer = build_tokenizer(run.model, scale=run.scale.name)
+    return run, build_task(run.task, run.data, run.scale.name, tokenizer, 0), tokenizer
 
 
 def killed_run(
@@ -168,10 +213,8 @@ def faults(run: dict[str, Any], whole: dict[str, Any], plan_event: Any) -> list[
         found.append(
             f"epsilon {run['epsilon']:.4f} is below {least:.4f}, the price of {len(places)} releases"
         )
-    if not run["processes_with_other_sums"] and (run["weights"], run["epsilon"]) != (
-        whole["weights"],
-        whole["epsilon"],
-    ):
+    same = all(run[name] == whole[name] for name in ("weights", "epsilon", "texts"))
+    if not run["processes_with_other_sums"] and not same:
         found.append("the end is another one than that of the run without kills")
     return found
 
@@ -181,20 +224,20 @@ def main(out: str = "results/kills", kills: int = KILLS) -> int:
     torch.set_num_threads(1)
     rng, runs, wrong = random.Random(0), [], 0
     console = Console(highlight=False, soft_wrap=True)
-    event, target = _event(), Path(out)
+    events, target = {kind: _event(kind) for kind in KINDS}, Path(out)
     target.mkdir(parents=True, exist_ok=True)
     with quiet(), tempfile.TemporaryDirectory() as name:
         seed = done = 0
         while done < kills:
-            kind = ("training", "audit")[seed % 2]
+            kind = tuple(KINDS)[seed % len(KINDS)]
             folders = [Path(name) / f"{seed}{end}" for end in ("whole", "killed")]
             for folder in folders:
                 folder.mkdir()
             begun = time.monotonic()
             whole = killed_run(folders[0], seed, kind, rng, other=False, typical=1e9)
             typical = time.monotonic() - begun
-            run = killed_run(folders[1], seed, kind, rng, other=seed % 3 == 2, typical=typical)
-            said = faults(run, whole, event)
+            run = killed_run(folders[1], seed, kind, rng, other=seed % 4 == 3, typical=typical)
+            said = faults(run, whole, events[kind])
             wrong += bool(said)
             done += run["kills"]
             second = sum(run["charged"]) - STEPS
@@ -217,8 +260,9 @@ def main(out: str = "results/kills", kills: int = KILLS) -> int:
     return wrong
 
 
-def _event() -> Any:
-    plan = build_plan(settings(STEPS), Points().num_examples, STEPS)
+def _event(kind: str = "training") -> Any:
+    run, task = (settings(STEPS), Points()) if kind != "generation" else _writing()[:2]
+    plan = build_plan(run, task.num_examples, STEPS)
     assert plan is not None
     return plan.charge(0)
 
@@ -226,17 +270,18 @@ def _event() -> Any:
 def page(found: dict[str, Any]) -> str:
     """The record in Markdown."""
     rows = found["runs"]
+    kinds = ", ".join(KINDS[kind] for kind in KINDS if any(row["kind"] == kind for row in rows))
     same = [row for row in rows if not row["processes_with_other_sums"]]
     other = [row for row in rows if row["processes_with_other_sums"]]
     return "\n".join(
         [
             "# Runs killed at random instants", "",
-            f"Made by `make kills`: {found['kills']} kills (SIGKILL) in {len(rows)} runs of {STEPS} steps, trainings and "
-            "audits, of a small model, each gone on with until it ended. Norm methods are chosen by rule: "
-            "what is measured may differ from "
+            f"Made by `make kills`: {found['kills']} kills (SIGKILL) in {len(rows)} runs of {STEPS} steps of small models: "
+            f"{kinds}; each gone on with until it ended. Norm methods are chosen by rule: what is measured may differ from "
             "folder to folder, and with it the order of additions.", "",
             f"- {len(same)} runs ({sum(r['kills'] for r in same)} kills) on a runtime that repeats itself: "
-            f"{sum(not r['faults'] for r in same)} ended with the weights, to the last bit, and the ε of the run without kills; "
+            f"{sum(not r['faults'] for r in same)} ended with the same weights, texts where there are any, and ε as the run "
+            "without kills, to the last bit; "
             f"{sum(r['second_attempts'] for r in same)} second attempts.",
             f"- {len(other)} runs ({sum(r['kills'] for r in other)} kills) in which some processes computed other sums: "
             f"{sum(r['second_attempts'] for r in other)} second attempts, all charged; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -11,9 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpexp.conform.judge import VERDICTS, Verdict
+from dpexp import __version__
+from dpexp.conform.judge import FAILURES, VERDICTS, Verdict
 from dpexp.durable import write_atomic
 
+ENGINE = Path(__file__).parents[1] / "clipping"
 PACKAGES = ("torch", "transformers", "timm", "peft", "opacus")
 COLUMNS = {
     "dpexp, flat": r"(?!opacus (hooks|fast|ghost)).* flat",
@@ -131,17 +134,21 @@ def line(row: Row) -> str:
     return f"{row.name} | {' | '.join(shown)}"
 
 
-def wrong_cells(rows: Mapping[str, Row]) -> int:
-    """How many cells of dpexp are silently wrong."""
+def failed_cells(rows: Mapping[str, Row]) -> int:
+    """How many cells of dpexp are wrong, or an error that is no refusal."""
     ours = [COLUMNS["dpexp, flat"], COLUMNS["dpexp, per layer"]]
     return sum(
-        cell[0] == "wrong" for row in rows.values() for p in ours for cell in _matching(row, p).values()
+        cell[0] in FAILURES for row in rows.values() for p in ours for cell in _matching(row, p).values()
     )
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that the verdicts depend on."""
-    return {name: metadata.version(name) for name in PACKAGES}
+    """Of what the verdicts depend on: our version, a hash of the engine's sources, and the packages."""
+    digest = hashlib.sha256()
+    for path in sorted(ENGINE.rglob("*.py")):
+        digest.update(f"{path.relative_to(ENGINE)}\0".encode() + path.read_bytes() + b"\0")
+    own = {"dpexp": __version__, "engine": digest.hexdigest()[:12]}
+    return own | {name: metadata.version(name) for name in PACKAGES}
 
 
 def _matching(row: Row, pattern: str) -> dict[str, list[Any]]:

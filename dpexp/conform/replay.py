@@ -121,7 +121,7 @@ class Trace:
 
 def run_points(
     run: RunConfig, *, without: Sequence[int] = (), frozen: Trace | None = None, task: Task | None = None,
-    model: nn.Module | None = None, sampler: Any = None,
+    model: nn.Module | None = None, sampler: Any = None, groups: np.ndarray | None = None,
 ) -> Trace:  # fmt: skip
     """Train, and see every step.
 
@@ -130,11 +130,12 @@ def run_points(
         without: examples that are not there; N and the draws stay (adding or removing one example, as in the audits).
         frozen: a recorded run whose releases take the place of this one's.
         task, model, sampler: instead of the points, their network, and the sampler of the configuration.
+        groups: `[N]`, the budget group of each example, where the configuration has individual budgets.
     """
     task, model = task or Points(), model or network()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plan = build_plan(run, task.num_examples, run.optim.steps or 1)
+        plan = build_plan(run, task.num_examples, run.optim.steps or 1, groups)
         assert plan is not None
         keys = open_keys(folder, run.privacy.noise_seed)
         drawn = sampler or loop_sampler(run, task, keys.draws)
@@ -142,7 +143,7 @@ def run_points(
             run, task, ModelBundle(model, None, "random"), plan,
             steps=run.optim.steps or 1, expected_batch=run.optim.batch_size,
             sampler=Without(drawn, np.array(without, np.int64)), keys=keys, signature="points", folder=folder,
-            device=torch.device("cpu"), metrics=record.Metrics(folder / "metrics.jsonl", False),
+            device=torch.device("cpu"), metrics=record.Metrics(folder / "metrics.jsonl", False), groups=groups,
         )  # fmt: skip
         progress = Progress(trainer.steps, trainer.step, plan.delta, torch.device("cpu"), Console(quiet=True))
         with _watched(trainer, frozen) as (seen, updates), progress:

@@ -94,18 +94,19 @@ def test_two_worlds_is_the_bound_of_clopper_and_pearson():
     assert two_world_lower_bound(scores, included, 0.5, DELTA) == pytest.approx(math.log((tpr - DELTA) / fpr))
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.3])
-def test_the_observers_score_is_the_log_likelihood_ratio(rate):
+@pytest.mark.parametrize("length", [1.0, np.array([0.4, 1.0, 1.7])])
+@pytest.mark.parametrize("rate", [1.0, 0.3, np.array([0.1, 1.0, 0.6])])
+def test_the_observers_score_is_the_log_likelihood_ratio(rate, length):
     import torch
     from scipy import stats
 
-    observer, sigma, threshold = Observer(3, rate), 0.8, 2.5
+    observer, sigma, threshold = Observer(3, rate, length), 0.8, 2.5
     seen = torch.tensor([[99.0], [2.0], [-1.0], [0.3]])
     observer.see(seen, threshold, sigma * threshold)
     observer.see(seen, threshold, sigma * threshold)
     x = seen[1:, 0].numpy() / threshold
     absent = stats.norm.pdf(x, 0, sigma)
-    present = (1 - rate) * absent + rate * stats.norm.pdf(x, 1, sigma)
+    present = (1 - rate) * absent + rate * stats.norm.pdf(x, length, sigma)
     np.testing.assert_allclose(observer.scores, 2 * np.log(present / absent), rtol=1e-5)
 
 

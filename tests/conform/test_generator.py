@@ -29,13 +29,13 @@ def test_every_statement_builds_a_model_that_trains():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_random_models_are_never_silently_wrong(part):
-    # without couplings through values, which are asked for in the nightly run and in the table of traps
+def test_random_models_are_exact_or_refused(part):
+    """Without couplings through values, which are asked for in the nightly run and in the table of traps."""
     ours_alone = [adapter for adapter in adapters("dpexp") if not adapter.name.startswith("opacus ")]
     for seed in range(50 * part, 50 * part + 50):
         spec = random_spec(seed, coupled=0.0)
         verdict = judged(spec, ours_alone[seed % len(ours_alone)])
-        assert verdict.verdict != "wrong", (seed, verdict.message, spec.source)
+        assert verdict.verdict in ("exact", "refused"), (seed, verdict.message, spec.source)
 
 
 def test_a_failure_is_made_small():

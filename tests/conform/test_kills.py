@@ -17,7 +17,7 @@ def test_the_record_holds_a_hundred_kills_and_no_fault():
     found = json.loads(RECORD.read_text())
     rows = found["runs"]
     assert found["kills"] == sum(row["kills"] for row in rows) >= 100
-    assert {row["kind"] for row in rows} == {"training", "audit"}
+    assert {"training", "audit"} <= {row["kind"] for row in rows} <= set(kills.KINDS)
     assert not any(row["faults"] for row in rows)
     assert any(row["second_attempts"] for row in rows)
     assert all(

@@ -101,6 +101,21 @@ def _() -> Case:
     return Case(Twice(), {"x": x, "near": near}, losses, clip_norm=1e-3, tolerance=2e-1, slack=1e-4)
 
 
+@trap("an ordinary example among others whose gradients cancel, in 32 bits", dtype=torch.float32)
+def _() -> Case:
+    x = torch.randn(B, 2, D)
+    x[:3] = 300 * torch.randn(3, 1, D)
+    x[:3, 1] *= 1 + 2e-5
+    sign = torch.tensor([[1.0, -1.0]] * 3 + [[1.0, 1.0]])
+
+    def losses(net: nn.Module, b: Batch) -> Tensor:
+        return net(b["x"], b["sign"]).sum(1)
+
+    return Case(
+        _Cancels(), {"x": x, "sign": sign}, losses, clip_norm=0.1, tolerance=2e-1, slack=1e-4, left_out=(3,)
+    )
+
+
 @trap("32 bits, with gradients of very different sizes", dtype=torch.float32)
 def _() -> Case:
     batch = floats(T, D)
