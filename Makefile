@@ -8,7 +8,7 @@ VENV := $(or $(VIRTUAL_ENV),.venv)
 JOBS ?= 2
 TESTS ?= tests
 SCALE ?= small
-LOWEST ?= tests/clipping/test_contract.py tests/privacy tests/training tests/integrations
+LOWEST ?= tests/clipping tests/privacy tests/training tests/integrations
 # `make tables figures report` is one process, which computes every number once.
 WITH_PAGE := $(filter report,$(MAKECMDGOALS))
 FILL := $(if $(RUN),--run --scale $(SCALE))
@@ -21,7 +21,7 @@ else
   READY := $(VENV)/.stamp-dpexp
 endif
 
-.PHONY: help setup demo test test-lowest test-ranks kill-ranks check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
+.PHONY: help setup demo test test-lowest try-wheel loops test-ranks kill-ranks check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,24 +74,31 @@ gpu-wheels: $(READY) ## packages that GPU images lack, to be carried along for `
 	--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 	-d .wheels $$name || echo "$$name: no wheel; built here" && test -n "$$(ls .wheels | grep -i $${name//-/[-_.]})" || $(PY) -m pip wheel -q --no-deps -w .wheels $$name; done; du -sh .wheels
 
+try-wheel: $(READY) ## what a stranger does: the wheel in a fresh environment, the README's examples in an empty folder: results/examples/wheel.json
+	$(PY) scripts/try_wheel.py build/stranger results/examples/wheel.json
+
+loops: $(READY) ## what a step costs in dpexp.train, in a loop of one's own and in Hugging Face's Trainer: results/examples/loops.json
+	$(PY) -m dpexp.benchmark.loops results/examples/loops.json
+
 test-ranks: $(READY) ## every model, clipping, way to fine-tune and precision on 2 and 4 processes, against one (half an hour)
 	$(PY) -m tests.parallel.everything $(if $(ONLY),$(ONLY))
 	DPEXP_ALL_RANKS=1 $(PY) -m pytest tests/parallel tests/pipeline
 
-kill-ranks: $(READY) ## thirty random kills of random ranks: results/ranks/kills.json
+kill-ranks: $(READY) ## thirty random kills of random ranks: results/ranks
 	$(PY) -m tests.parallel.kills results/ranks
 
-conform: $(READY) ## which libraries clip which models exactly: results/conform (an hour; ONLY='weight norm' asks about some)
-	$(PY) -m dpexp.conform $(if $(ONLY),'only="$(ONLY)"')
+conform: $(READY) ## which libraries clip which models exactly: results/conform (an hour; ONLY='weight norm' asks about some, RESUME=1 goes on)
+	$(PY) -m dpexp.conform $(if $(ONLY),'only="$(ONLY)"') $(if $(RESUME),fresh=false)
 
-conform-nightly: $(READY) ## 10,000 random models, failures shrunk to the smallest program (SEED=0)
-	$(PY) -m dpexp.conform suite=random library=dpexp models=10000 seed=$(or $(SEED),0)
+conform-nightly: $(READY) ## 10,000 random models, failures shrunk to the smallest program (SEED=0 MODELS=10000, RESUME=1 goes on)
+	$(PY) -m dpexp.conform suite=random library=dpexp models=$(or $(MODELS),10000) seed=$(or $(SEED),0) $(if $(RESUME),fresh=false)
 
 sabotage: $(READY) ## plant defects in our own trainer and see which check finds each: results/sabotage
 	$(PY) -m dpexp.conform.sabotage
 
-audits: $(READY) ## what the white-box audit sees, and 200 runs on which it must be silent: results/audit
+audits: $(READY) ## what the white-box audit sees, of budgets of groups too, and 200 runs on which it must be silent: results/audit
 	$(PY) -m dpexp.auditing.trials
+	$(PY) -m dpexp.auditing.budgets
 
 kills: $(READY) ## kill private runs a hundred times at random instants: results/kills
 	$(PY) -m dpexp.conform.kills

@@ -19,13 +19,15 @@ from dpexp import native
 from dpexp.benchmark.measure import Protocol, measure
 from dpexp.benchmark.methods import ENGINE, LEAN, chosen_methods
 from dpexp.benchmark.noise import NOISE, measure_noise, noise_table
+from dpexp.benchmark.ranks import RANKS, measure_ranks
+from dpexp.benchmark.ranks_page import ranks_table, write_ranks
 from dpexp.benchmark.render import overview, workload_table, write
 from dpexp.benchmark.workloads import SIZES, workload_named
 from dpexp.checks import did_you_mean
 from dpexp.config import hydra_entry
 from dpexp.durable import write_json
 from dpexp.errors import UserError
-from dpexp.record import code_hash, command_line, git_state, hardware, versions
+from dpexp.provenance import code_hash, command_line, git_state, hardware, versions
 
 _DEVICES = ("cpu", "cuda")
 _PRECISIONS = ("fp32", "bf16")
@@ -91,7 +93,18 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
             record["noise"] = measure_noise(arguments.rounds)
             record["hardware"] = hardware(torch.device("cpu"))
             console.print(noise_table(record["noise"]))
-        for workload in (name for name in arguments.workloads if name != NOISE):
+        for name in arguments.workloads:
+            if name.partition("@")[0] == RANKS:
+                processes = int(name.partition("@")[2] or 2)
+                record.setdefault("ranks", []).extend(
+                    measure_ranks(
+                        arguments.size, arguments.rounds, arguments.steps, processes, arguments.noise
+                    )
+                )
+                record["hardware"] = hardware(torch.device("cpu"))
+                console.print(ranks_table(record["ranks"]))
+                write_ranks(record["ranks"], out)
+        for workload in (name for name in arguments.workloads if not is_special(name)):
             with console.status("", spinner="dots") as status:
                 measured = measure(workload, methods, protocol, arguments.max_batch, status.update).to_dict()
             record["rows"] += measured["rows"]
@@ -104,7 +117,8 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
     except KeyboardInterrupt:
         record["status"] = "interrupted"
         console.print("interrupted: what follows is what was measured until then")
-    if "noise" in record and not record["rows"]:
+    if ("noise" in record or "ranks" in record) and not record["rows"]:
+        record["wall_s"] = round(time.monotonic() - started, 1)
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out.with_name(f"{out.name}.json"), record)
         console.print(f"written: {out}.json", markup=False)
@@ -117,11 +131,17 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
     return record
 
 
+def is_special(name: str) -> bool:
+    """Whether a name stands in the place of a workload for something that has a measurement of its own."""
+    plain, _, number = name.partition("@")
+    return name == NOISE or (plain == RANKS and (not number or (number.isdecimal() and int(number) > 1)))
+
+
 def _check(arguments: BenchArguments) -> list[str]:
     if not arguments.workloads:
         raise UserError("workloads=[] names nothing to measure")
     for name in arguments.workloads:
-        if name != NOISE:
+        if not is_special(name):
             workload_named(name)
     for key, value, choices in (
         ("size", arguments.size, SIZES),

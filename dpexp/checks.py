@@ -21,15 +21,18 @@ _POSITIVE = (
     "optim.lr", "optim.eps", "optim.floor", "optim.tolerance", "optim.batch_size", "optim.epochs",
     "clip.clip_norm", "clip.init_threshold",
     "clip.norm_factor", "clip.norm_bound", "clip.scale_floor", "clip.init_norm", "clip.public_examples", "clip.residual_norm",
-    "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.pad_to", "task.generation.max_target",
-    "task.generation.num_beams", "task.generation.examples", "data.max_length",
+    "clip.local_epochs", "clip.local_lr", "clip.projections",
+    "clip.quantile_lr", "clip.threshold_floor", "privacy.epsilon", "task.max_length", "task.pad_to", "task.drop_over",
+    "task.generation.max_target", "task.generation.num_beams", "task.generation.examples", "data.max_length",
     "search.objective_clip", "search.raise_by", "search.candidates", "search.window", "search.tries", "search.angle_high",
     "search.angle_low",
-    "data.num_examples", "runtime.eval_batch_size", "runtime.threads", "engine.memory_cap_mib", "trials",
+    "data.num_examples", "unit.num_users", "unit.rows", "runtime.eval_batch_size", "runtime.threads",
+    "engine.memory_cap_mib", "trials",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "optim.weight_decay", "task.held_out", "task.augmentations", "task.image_size", "privacy.noise_multiplier", "peft.alpha",
-    "peft.prefix_hidden", "search.growth", "optim.steps", "task.generation.shots", "analysis.output_specific_every",
+    "peft.prefix_hidden", "search.growth", "optim.steps", "optim.keep_best_every", "task.generation.shots",
+    "analysis.output_specific_every", "task.generation.candidates", "unit.size", "clip.local_batch",
     "task.generation.prompt_set", "search.armijo", "seed",
     "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every",
 )  # fmt: skip
@@ -51,6 +54,7 @@ def check(run: RunConfig) -> None:
         *_numbers(run),
         *_privacy(run),
         *_schedule(run),
+        *_unit(run),
         *_individual(run),
         *_growth(run),
         *_search(run),
@@ -73,6 +77,19 @@ def declared_num_examples(run: RunConfig) -> int | None:
     if run.data.num_examples is not None or run.data.train is not None:
         return run.data.num_examples
     return run.task.num_examples.get(run.scale.name)
+
+
+def declared_users(run: RunConfig) -> int | None:
+    """The number of users that the configuration declares; None where only the data can tell."""
+    rows = declared_num_examples(run)
+    if run.unit.size:
+        return None if rows is None else -(-rows // run.unit.size)
+    return run.unit.num_users
+
+
+def declared_units(run: RunConfig) -> int | None:
+    """N of the guarantee as the configuration declares it: of examples, or of users (``unit=user``)."""
+    return declared_num_examples(run) if run.unit.name == "example" else declared_users(run)
 
 
 def did_you_mean(word: str, names: list[str] | tuple[str, ...]) -> str:
@@ -111,6 +128,8 @@ def _parallel(run: RunConfig) -> Iterator[str]:
         yield f"runtime=fsdp and optim.name={run.optim.name}: it knows whole tensors; choose sgd, adam or adamw, or runtime=ddp"
     if run.optim.ema_decay != 0 or run.optim.uniform_average:
         yield "runtime=fsdp and optim.ema_decay: averages are of whole tensors; leave it out, or choose runtime=ddp"
+    if run.optim.keep_best_every:
+        yield "runtime=fsdp and optim.keep_best_every: the kept weights are whole tensors; set it to 0, or choose runtime=ddp"
     if run.peft.name == "rgp" or run.model.frozen_features:
         yield "runtime=fsdp and peft=rgp or model.frozen_features: there is nothing to shard; choose runtime=ddp"
     if run.privacy.secure:
@@ -229,6 +248,37 @@ def _privacy(run: RunConfig) -> Iterator[str]:
         yield f"trials_law={run.trials_law} is not a choice{did_you_mean(run.trials_law, TRIALS_LAWS)}"
 
 
+def _unit(run: RunConfig) -> Iterator[str]:
+    """Users as the unit of privacy."""
+    unit, data = run.unit, run.data
+    sources = [f"unit.{name}" for name in ("column", "file", "size") if getattr(unit, name)]
+    if unit.name == "example":
+        if sources:
+            yield f"{sources[0]} says who the users are, and unit=example protects single examples: choose unit=user"
+        return
+    if len(sources) != 1:
+        given = f"{' and '.join(sources)} are given" if sources else "nothing says who they are"
+        yield (
+            f"unit=user, and {given}: give one of unit.column=NAME (a column of data.train), unit.file=FILE (a name in the line "
+            "of each training row) and unit.size=K (made-up users of K rows each)"
+        )
+    if unit.column and data.train is None:
+        yield f"unit.column={unit.column} is a column of data.train, which is not given: give it, or unit.file=FILE"
+    if unit.column and run.task.kind == "image_classification":
+        yield f"unit.column={unit.column}: images have no columns; give unit.file=FILE, a name in the line of each image"
+    if run.clip.private and sources and not unit.size and unit.num_users is None:
+        yield (
+            "unit.num_users is not given: the number of users is public and fixes the guarantee, so declare it as you know it "
+            "without looking at the rows (clip=nonprivate counts it)"
+        )
+    if run.task.augmentations:
+        yield f"unit=user and task.augmentations={run.task.augmentations} both say what rows one loss is the mean of: set it to 0"
+    if run.runtime.parallel == "pipeline":
+        yield "unit=user needs all rows of a user in one place: choose another runtime than pipeline"
+    if run.clip.method == "microbatch":
+        yield f"clip={run.clip.name} clips means of several users together: use clip=flat, perlayer or fedavg"
+
+
 def _individual(run: RunConfig) -> Iterator[str]:
     individual, privacy = run.individual, run.privacy
     if individual.name == "none":
@@ -340,15 +390,32 @@ def _whole_gradients(run: RunConfig) -> Iterator[str]:
     clip, name = run.clip, f"clip={run.clip.name}"
     if clip.method == "norm":
         return
-    if clip.groups != "flat" or (clip.adaptive and clip.method in ("embedding", "microbatch")):
+    updates = clip.method == "fedavg"
+    if not updates and (
+        clip.groups != "flat" or (clip.adaptive and clip.method in ("embedding", "microbatch", "jl"))
+    ):
         yield f"{name} says itself what is clipped: leave clip.groups=flat, and thresholds fixed (clip.adaptive=false)"
     if run.engine.name != "auto":
         yield f"{name} has a way of its own to compute the sum: leave engine=auto"
+    if clip.method == "jl":
+        if run.accountant.name != "pld":
+            yield (
+                f"{name} may under-estimate a norm, so that an example moves the sum by more than C, which accountant="
+                f"{run.accountant.name} would not see: use accountant=pld, or clip=flat, whose norms are exact"
+            )
+        if run.trials_law is not None or run.individual.name == "sampling" or run.schedule.name in ADAPTIVE:
+            yield f"{name} is accounted by pld alone: drop trials_law, individual= and a schedule= that follows the training"
     if run.search.name != "none":
         yield f"{name} and search={run.search.name} do not go together: use clip=flat, or search=none"
     if run.individual.name == "scaling":
         yield f"{name} knows no thresholds of single examples: use individual=sampling or clip=flat"
-    if run.peft.name == "rgp" or run.optim.name in ("adam_bc", "adamw_bc"):
+    if updates and run.peft.name == "rgp":
+        yield f"{name} clips how far weights have moved, and peft=rgp moves others than it trains: choose another peft"
+    if (
+        not updates
+        and clip.method != "jl"
+        and (run.peft.name == "rgp" or run.optim.name in ("adam_bc", "adamw_bc"))
+    ):
         yield f"{name} puts other noise into each coordinate: choose another peft than rgp, another optim than adam_bc"
     if len(clip.memory) != 2 or not all(0 <= beta < 1 for beta in clip.memory):
         yield f"clip.memory={clip.memory} must be two numbers in [0, 1)"
@@ -387,13 +454,15 @@ def _length(run: RunConfig) -> Iterator[str]:
             f"optim.epochs={optim.epochs:g} and optim.steps={optim.steps} are both given: set one of them to null "
             "(for example optim.epochs=null)"
         )
-    total = declared_num_examples(run)
+    total = declared_units(run)
     if total is not None and optim.batch_size > total:
         yield (
-            f"optim.batch_size={optim.batch_size:g} is more than the {total} examples of {run.task.name} at "
+            f"optim.batch_size={optim.batch_size:g} is more than the {total} {run.unit.name}s of {run.task.name} at "
             f"scale={run.scale.name}: give at most {total}"
         )
 
+    if run.task.drop_over is not None and run.task.kind != "generation":
+        yield f"task.drop_over={run.task.drop_over} is for pairs of source and target, and {run.task.name} has none: leave it out"
     task, longest = run.task, run.data.max_length or run.task.max_length
     if task.pad_to is not None and task.kind == "image_classification":
         yield f"task.pad_to={task.pad_to} is for texts, and {task.name} has images: leave it out"
@@ -413,13 +482,25 @@ def _model(run: RunConfig) -> Iterator[str]:
         )
     if model.pooling != "own" and run.task.kind != "text_classification":
         yield f"model.pooling={model.pooling}: task={run.task.name} is no classification of text; leave it at own"
+    if model.untied and (
+        run.task.kind not in ("generation", "text_infilling", "custom")
+        or model.family not in ("hf", "minilm", "mpnet", "smollm2", "random_hf")
+    ):
+        yield (
+            f"model.untied=true is about the head of a language model of Hugging Face, and task={run.task.name} "
+            f"model={model.name} has none: leave it out"
+        )
     if model.head != "linear" and model.pooling == "own":
         yield f"model.head={model.head} is a head on what is pooled: set model.pooling=mean (or cls)"
-    if model.frozen_features and (
+    fixed = model.family == "scattering"  # its coefficients never train
+    if (model.frozen_features and not fixed) and (
         model.pooling == "own" or (model.trainable != "head" and peft.name != "head")
     ):
         yield "model.frozen_features=true trains a head alone: set model.pooling=mean (or cls) and model.trainable=head"
+    if peft.name in ("prompt", "p_tuning") and run.engine.name == "opacus":
+        yield f"peft={peft.name} and engine=opacus: Opacus cannot follow a prompt that is looked up inside; use engine=auto"
     sizes = {"lora": "rank", "rgp": "rank", "adapters": "rank", "top2": "blocks", "prefix": "prefix_length"}
+    sizes |= dict.fromkeys(("prompt", "p_tuning"), "prefix_length")
     if (size := sizes.get(peft.name)) is not None and getattr(peft, size) < 1:
         yield f"peft.{size}={getattr(peft, size)} must be 1 or more: nothing would train"
 
@@ -448,6 +529,8 @@ def _generation(run: RunConfig) -> Iterator[str]:
     settings = run.task.generation
     if settings.top_p is not None and not 0 < settings.top_p <= 1:
         yield f"task.generation.top_p={settings.top_p} must be above 0 and at most 1"
+    if settings.candidates == 1:
+        yield "task.generation.candidates=1 leaves nothing to choose from: give 2 or more (ConvAI2 has 20), or 0"
     if settings.shots and run.optim.steps != 0:
         yield (
             f"task.generation.shots={settings.shots} puts training pairs into the prompt as they are, which is not private "

@@ -52,13 +52,14 @@ from dpexp.schemas import (
     SearchConfig,
     TaskConfig,
     TrackerConfig,
+    UnitConfig,
 )
 from dpexp.usage import choices_of, conf_dir, groups_of, help_text, options_last, print_out
 
 __all__ = [
     "AccountantConfig", "ClipConfig", "DataConfig", "EngineConfig", "IndividualConfig", "ModelConfig", "OptimConfig",
     "PeftConfig", "PrivacyConfig", "RunConfig", "RuntimeConfig", "ScaleConfig", "ScheduleConfig", "SearchConfig", "TaskConfig",
-    "TrackerConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict",
+    "TrackerConfig", "UnitConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict",
 ]  # fmt: skip
 
 VERSION_BASE = "1.3"
@@ -264,6 +265,10 @@ def _neutralise(run: RunConfig) -> None:
             "basis",
             "residual_norm",
             "microbatch",
+            "projections",
+            "local_epochs",
+            "local_batch",
+            "local_lr",
         ):
             setattr(run.clip, name, getattr(type(run.clip)(), name))
     names = [] if run.clip.adaptive and run.clip.follows == "norm" else ["norm_factor", "norm_bound"]
@@ -276,6 +281,8 @@ def _neutralise(run: RunConfig) -> None:
         for name in (*takes, *(["updates_per_epoch"] if takes else [])):
             setattr(schedule, name, getattr(run.schedule, name))
         run.schedule = schedule
+    if run.unit.name == "example" and not (run.unit.column or run.unit.file or run.unit.size):
+        run.unit = type(run.unit)()
     if run.individual.name == "none":
         run.individual = type(run.individual)()
     elif run.individual.groups is not None:

@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 
 from dpexp import train
-from dpexp.checks import declared_num_examples
+from dpexp.checks import declared_units
 from dpexp.config import RunConfig, compose, signature
 from dpexp.errors import UserError
 from dpexp.models import build_model, build_tokenizer
@@ -25,13 +25,14 @@ from dpexp.models.images import FAMILIES, OWN_FAMILIES
 from dpexp.models.sources import hub_unreachable, locate
 from dpexp.privacy.keys import open_keys
 from dpexp.record import Metrics
-from dpexp.schemas import DataConfig, ModelConfig
+from dpexp.schemas import DataConfig, ModelConfig, UnitConfig
 from dpexp.tasks import build_task
 from dpexp.tasks.features import freeze
 from dpexp.tasks.image_sources import ImageReader
 from dpexp.tasks.pairs import PairReader
 from dpexp.tasks.sources import Reader, is_demo
 from dpexp.tasks.tables import TableReader
+from dpexp.tasks.users import by_user
 from dpexp.training.batching import sampler_for
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.loop import Trainer
@@ -131,7 +132,7 @@ def weights(model: ModelConfig) -> str:
 
 def plan(run: RunConfig) -> str:
     """The guarantee that the run would give, from its configuration alone."""
-    total = declared_num_examples(run)
+    total = declared_units(run)
     if total is None:
         return "made when the data is counted"
     steps = train.number_of_steps(run, total)
@@ -159,6 +160,7 @@ def one_step(run: RunConfig) -> str:
         )  # fmt: skip
         if small.model.frozen_features:
             task, bundle = freeze(task, bundle, small.data, device)
+        task = by_user(small, task)
         groups = train.budget_groups(small, task.num_examples)
         made = train.build_plan(small, task.num_examples, 1, groups)
         keys = open_keys(folder, small.privacy.noise_seed, signature(small))
@@ -188,9 +190,13 @@ def miniature(run: RunConfig) -> RunConfig:
     privacy = run.privacy
     if run.clip.private and run.individual.name == "none":
         privacy = replace(privacy, epsilon=None, noise_multiplier=privacy.noise_multiplier or 1.0)
+    unit = run.unit
+    if unit.name == "user":
+        unit = UnitConfig("user", size=2, rows=unit.rows)
     return replace(
         run,
         task=examples,
+        unit=unit,
         data=DataConfig(source="demo"),
         scale=demo.scale,
         model=model,

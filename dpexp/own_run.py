@@ -179,10 +179,10 @@ def _of_groups(encoded: str, count: int) -> list[tuple[Any, int]]:
 
 
 def _charges(path: Path) -> Iterator[tuple[str, float]]:
-    """Events and times of a ledger. Its signature is not checked: a finished run has deleted the key."""
+    """Events and times of a ledger, 0 in a strict release. Its signature is not checked: a finished run has deleted the key."""
     for line in _json_lines(path):
         if "event" in line:
-            yield json.dumps(line["event"], sort_keys=True), float(line.get("time", 0.0))
+            yield json.dumps(line["event"], sort_keys=True), float(line.get("time") or 0.0)
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from dpexp import record
+from dpexp import provenance
 from dpexp.checks import did_you_mean
 from dpexp.config import hydra_entry
 from dpexp.durable import flattened, read_json, write_json
@@ -216,8 +216,8 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
         "data": {"source": task.data.source, "name": task.data.name, "rows": task.data.rows, "sha256": task.data.sha256},
         "privacy": privacy_block(plan, ledger, run),
         "metrics": metrics,
-        "performance": {"device": record.device_name(device)},
-        "seed": run.seed, "versions": record.versions(), "git": record.git_state(), "command": record.command_line(),
+        "performance": {"device": provenance.device_name(device)},
+        "seed": run.seed, "versions": provenance.versions(), "git": provenance.git_state(), "command": provenance.command_line(),
         "wall_s": round(time.perf_counter() - begun, 3), "status": "finished",
         "details": {"config": settings, "teachers": teachers, "data_notes": task.data.notes, "method": "pate"},
     }  # fmt: skip

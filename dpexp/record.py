@@ -1,41 +1,23 @@
-"""What a run writes about itself: where it ran, on which code, what it released; the summary with its fixed keys."""
+"""What a run writes about itself: lines of metrics while it runs, and the summary with its fixed keys.
+
+`dpexp.provenance` says where it ran, and on which code."""
 
 import contextlib
-import hashlib
 import json
-import os
-import platform
-import resource
-import shlex
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dpexp import native
 from dpexp.durable import finite, read_json, write_atomic, write_json
 from dpexp.errors import UserError
+from dpexp.provenance import command_line, git_state, versions
 from dpexp.statement import ACCOUNTANTS, COUNTED_WITHOUT_NOISE
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
     from dpexp.tasks.base import Task
 
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "peft",
-    "dp-accounting",
-    "prv-accountant",
-    "opacus",
-    "numpy",
-    "hydra-core",
-)
 SUMMARY_KEYS = (
     *("task", "model", "clip", "engine", "scale", "data", "privacy", "metrics", "performance"),
     *("seed", "versions", "git", "command", "wall_s", "status"),
@@ -43,118 +25,6 @@ SUMMARY_KEYS = (
 # What depends on how many private rows were drawn, and how long they are: withheld by a strict release.
 TIMES = ("time_s", "examples_per_s", "step_s", "peak_memory_mib")
 TUNED_BY_DATA = ("physical_batch_size", "choices")
-
-_PACKAGE = Path(__file__).resolve().parent
-_CODE = ("dpexp/", "conf/", "scripts/")  # any file below may change what a run does
-_IMPORTABLE = (".py", ".pyc", ".so", ".pyd")  # anywhere: from the top folder, modules are found first
-
-
-def git_state() -> dict[str, Any]:
-    """`{"commit": str | None, "dirty": bool | None}` of the code that runs.
-
-    Dirty: a tracked file differs, or there is an untracked one that could change what the code does. Nothing below `results/`
-    can: it is what runs leave, so that the second run of a tree is as clean as the first, whose record was kept. Ignored files
-    don't count.
-
-    A copy without `.git` is told by its caller through the environment: DPEXP_COMMIT, and DPEXP_DIRTY=1 where files
-    differ from it.
-    """
-    if commit := os.environ.get("DPEXP_COMMIT"):
-        return {
-            "commit": commit,
-            "dirty": os.environ.get("DPEXP_DIRTY", "0").lower() not in {"", "0", "false", "no"},
-        }
-    commit = _git("rev-parse", "HEAD")
-    top = _git("rev-parse", "--show-toplevel")
-    if not commit or not top or _PACKAGE.parent != Path(top).resolve():
-        return {"commit": None, "dirty": None}  # installed elsewhere: the repository around it is not ours
-    code = ("--", ":(top)", ":(top,exclude)results")
-    changed = _git("status", "--porcelain", "--untracked-files=no", *code)
-    others = _git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", *code)
-    if changed is None or others is None:
-        return {"commit": commit, "dirty": None}
-    return {"commit": commit, "dirty": bool(changed) or any(map(_is_code, others.split("\0")))}
-
-
-def _is_code(path: str) -> bool:
-    """Could an untracked file with this path from the top of the repository change what the code does?"""
-    return path.startswith(_CODE) or path.endswith(_IMPORTABLE)
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def code_hash() -> str:
-    """16 hex digits of the sources of the package: changes with every edit, with and without git."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def versions() -> dict[str, str]:
-    """Python and the libraries that a result can depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("dpexp", *LIBRARIES):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
-    """The machine, in the words of a record."""
-    facts: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.system(),
-        "kernels": native.backend(),
-    }
-    if device.type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(device)
-    return facts
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def device_name(device: torch.device) -> str:
-    """One string for the performance block: the GPU's name, or the processor's and the number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}: {_cpu_name()}, {torch.get_num_threads()} threads"
-
-
-def command_line() -> str:
-    """The command to type for this run again."""
-    module = getattr(sys.modules.get("__main__"), "__spec__", None)
-    program = f"python -m {module.name}" if module is not None else f"python {sys.argv[0]}"
-    return " ".join([program, *map(shlex.quote, sys.argv[1:])])
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    """High-water mark of this process: allocated GPU memory, or resident memory on a CPU. In MiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB elsewhere
 
 
 class Metrics:
@@ -229,28 +99,41 @@ def summarise(
     if withheld(run):
         performance = performance | dict.fromkeys(name for name in TIMES if name in performance)
         details = details | dict.fromkeys(name for name in TUNED_BY_DATA if name in details)
+    return _summary(
+        run,
+        data={
+            "source": data.source,
+            "name": data.name,
+            "rows": data.rows,
+            "sha256": data_hashes(run, task),
+        },
+        privacy=privacy,
+        metrics=metrics,
+        performance=performance,
+        wall_s=None if withheld(run) else round(wall_s, 3),
+        status=status,
+        details=details | {"data_notes": data_notes(run, task)},
+    )
+
+
+def _summary(
+    run: "RunConfig", *, wall_s: float | None, status: str, details: Any, **found: Any
+) -> dict[str, Any]:
+    """`SUMMARY_KEYS` in their order, `details` behind them; ``found``: data, privacy, metrics, performance."""
     return {
         "task": run.task.name,
         "model": run.model.name,
         "clip": run.clip.name,
         "engine": run.engine.name if run.clip.private else "none",
         "scale": run.scale.name,
-        "data": {
-            "source": data.source,
-            "name": data.name,
-            "rows": data.rows,
-            "sha256": data_hashes(run, task),
-        },
-        "privacy": privacy,
-        "metrics": metrics,
-        "performance": performance,
+        **found,
         "seed": run.seed,
         "versions": versions(),
         "git": git_state(),
         "command": command_line(),
-        "wall_s": None if withheld(run) else round(wall_s, 3),
+        "wall_s": wall_s,
         "status": status,
-        "details": details | {"data_notes": data_notes(run, task)},
+        "details": details,
     }
 
 
@@ -266,14 +149,16 @@ def data_notes(run: "RunConfig", task: "Task") -> list[str]:
 
 
 def data_hashes(run: "RunConfig", task: "Task") -> dict[str, str | None]:
-    """Split -> hash; with a strict release of a private run, None for the training file, of which dev may be a part.
+    """Split -> hash; with a strict release of a private run, None for the training file, of which dev may be a part, and for its
+    users.
 
     Without noise: who knows all rows but one tests guesses at that one with it.
     """
     hashes = task.data.sha256
     if not withheld(run):
         return dict(hashes)
-    return {split: None if value == hashes.get("train") else value for split, value in hashes.items()}
+    private = {hashes.get("train"), hashes.get("users")}
+    return {split: None if value in private else value for split, value in hashes.items()}
 
 
 def finished_summary(folder: Path) -> dict[str, Any] | None:
@@ -317,14 +202,10 @@ def _failed(run: "RunConfig", folder: Path, error: Exception) -> dict[str, Any]:
     charged = len(ledger.read_text(encoding="utf-8").splitlines()) if ledger.exists() else 0
     keys = ("delta", "accountant", "noise_multiplier", "sigma_new", "sigma_b", "sample_rate")
     note = f"the run failed; its {charged} steps are paid for, and the ledger in its folder holds them"
-    return {
-        "task": run.task.name,
-        "model": run.model.name,
-        "clip": run.clip.name,
-        "engine": run.engine.name if run.clip.private else "none",
-        "scale": run.scale.name,
-        "data": dict.fromkeys(("source", "name", "rows", "sha256")),
-        "privacy": {
+    return _summary(
+        run,
+        data=dict.fromkeys(("source", "name", "rows", "sha256")),
+        privacy={
             "epsilon": dict.fromkeys(ACCOUNTANTS),
             **dict.fromkeys(keys),
             "steps": charged,
@@ -332,33 +213,14 @@ def _failed(run: "RunConfig", folder: Path, error: Exception) -> dict[str, Any]:
             "released": ["gradients"] if charged else [],
             "notes": [note] if charged else [],
         },
-        "metrics": {},
-        "performance": dict.fromkeys(("examples_per_s", "step_s", "peak_memory_mib", "device")),
-        "seed": run.seed,
-        "versions": versions(),
-        "git": git_state(),
-        "command": command_line(),
-        "wall_s": None,
-        "status": "failed",
-        "details": {
+        metrics={},
+        performance=dict.fromkeys(("examples_per_s", "step_s", "peak_memory_mib", "device")),
+        wall_s=None,
+        status="failed",
+        details={
             "error": f"{type(error).__name__}, and its words are withheld: privacy.release=strict"
             if withheld(run)
             else f"{type(error).__name__}: {error}",
             "traceback": [] if withheld(run) else traceback.format_exception(error),
         },
-    }
-
-
-def code_changes(summary: dict[str, Any]) -> str | None:
-    """One sentence where the code is not what it was when this run finished, else None."""
-    then, now = summary.get("git", {}), git_state()
-    if summary.get("details", {}).get("code") == code_hash():
-        return None
-    if then.get("commit") != now["commit"]:
-        return f"the code has changed since: it ran at commit {_short(then)}, this is {_short(now)}"
-    return f"the code has changed since, at the same commit ({_short(now)})"
-
-
-def _short(git: dict[str, Any]) -> str:
-    commit = (git.get("commit") or "unknown")[:10]
-    return f"{commit} with local changes" if git.get("dirty") else commit
+    )

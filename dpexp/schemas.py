@@ -21,12 +21,18 @@ class GenerationConfig:
     max_target: int = 128  # tokens: the longest target that is learnt, and the most that are generated
     num_beams: int = 5
     length_penalty: float = 1.0
+    # tokens that a beam's log-probability is divided by: of the text that is written, or of prompt and text together, as
+    # transformers did when the papers were written
+    beam_length: str = "target"  # target | whole
+    banned: list[str] = field(default_factory=list)  # strings that are never written, such as "\n"
     # nucleus sampling from the most likely words that hold this share, in the place of beam search; null = beam search
     top_p: float | None = None
     shots: int = (
         0  # in-context learning without training: pairs of the training file in front of every source
     )
     prompt_set: int = 0  # which pairs: He et al. average over three sets
+    # hits@1: replies that a right one is ranked among, itself included (ConvAI2: 20); 0 = not measured
+    candidates: int = 0
     when: str = "end"  # end | always (at every evaluation) | never
     splits: list[str] = field(default_factory=lambda: ["dev"])  # which of dev and test text is generated for
     examples: int | None = None  # sources of each of them, spread evenly; null = all
@@ -61,6 +67,8 @@ class TaskConfig:
     columns: list[str] = field(default_factory=list)
     malformed: str = "error"  # rows with too few or too many cells: error | skip (and count)
     overlong: str = "cut"  # texts of more tokens than allowed: cut (and count) | error
+    # generation: training rows of more tokens than this, prompt, target and end, are left out; N counts the others
+    drop_over: int | None = None
     held_out: int = 0  # the last rows of the training file that are dev, where there is no file for it
     template: str | None = None  # text infilling: <S1>, <S2> and one [MASK] among words
     label_words: dict[str, str] = field(default_factory=dict)  # text infilling: label -> word at the mask
@@ -105,6 +113,8 @@ class ModelConfig:
     root: str | None = None  # where published tokenizer files may lie: data.root
     # the network of the checkpoint, its weights drawn at random ("retrain" of Li et al. Table 2)
     retrain: bool = False
+    # language models: the output layer has a weight of its own, which begins as a copy of the embedding
+    untied: bool = False
     trainable: str = "all"
     dropout: float | None = None  # null: as the checkpoint says
     attention_dropout: float | None = None
@@ -143,9 +153,8 @@ class ClipConfig:
     threshold_floor: float = 1e-6
     # what is clipped: gradients by their norms, or as dpexp.clipping.whole and .microbatches say
     method: str = "norm"
-    memory: list[float] = field(
-        default_factory=lambda: [0.99, 0.9]
-    )  # adaclip: of mean and variance; scaled: of v
+    # adaclip: of mean and variance; scaled: of v
+    memory: list[float] = field(default_factory=lambda: [0.99, 0.9])
     init_norm: float = 1.0  # adaclip: what gradients are clipped to in the first step
     variance_range: list[float] = field(default_factory=lambda: [1e-12, 10.0])  # adaclip: of a coordinate
     scale_floor: float = 0.01  # ellipsoid, scaled: of a coordinate, relative to the root mean square of all
@@ -153,6 +162,10 @@ class ClipConfig:
     basis: int = 16  # embedding: dimensions of the public subspace
     residual_norm: float = 0.2  # embedding: the threshold outside of it
     microbatch: float = 0.0  # examples of one microbatch
+    projections: int = 30  # jl: r, random directions that a norm is estimated from
+    local_epochs: int = 1  # fedavg: of a user's own training, over the rows that a step takes
+    local_batch: int = 0  # fedavg: rows; 0 = all of them
+    local_lr: float = 0.1  # fedavg
 
 
 @dataclass
@@ -193,6 +206,20 @@ class ScheduleConfig:
     threshold: float | None = None  # validation: the rise below which the noise falls
     window: int | None = None  # scores or gradients that are averaged
     every: int | None = None  # validation: steps
+
+
+@dataclass
+class UnitConfig:
+    """Whom the guarantee protects: one example, or one user with all examples of theirs (`dpexp.tasks.users`)."""
+
+    name: str = "example"
+    # who gave each training row: exactly one of a column of data.train, a file with a name in the line of each row, and a size
+    # (made-up users of so many rows, for experiments on data without users)
+    column: str | None = None
+    file: str | None = None
+    size: int = 0
+    num_users: int | None = None  # N, public; follows from size
+    rows: int = 1  # M, the most rows of a user that a step takes
 
 
 @dataclass
@@ -249,6 +276,8 @@ class OptimConfig:
     # of the average of the weights that is evaluated and exported; 0 = the weights themselves
     ema_decay: float = 0.0
     uniform_average: bool = False  # the mean of all steps' weights instead
+    # steps between two evaluations on the public dev set, of whose weights the best are kept; 0 = the last weights
+    keep_best_every: int = 0
     floor: float = 1e-8  # adam_bc, adamw_bc: of the second moment without the noise
     base: str = "adam"  # doppler, disk: the optimiser behind the filter
     filter_a: list[float] = field(default_factory=lambda: [-0.9])  # doppler: of the filtered past
@@ -274,8 +303,9 @@ class PeftConfig:
     carriers: str = "weights"  # rgp: what is decomposed, weights | history
     placement: str = "both"  # adapters: behind both sublayers, or behind the feed_forward one alone
     blocks: int = 0  # top2: how many of the last blocks train
-    prefix_length: int = 0  # rows
-    prefix_hidden: int = 0  # units of the network that makes the prefix; 0 = none
+    prefix_length: int = 0  # prefix, prompt, p_tuning: rows
+    # prefix, p_tuning: units of the network that makes them; 0 = none, of p_tuning as many as the embedding is wide
+    prefix_hidden: int = 0
 
 
 @dataclass
@@ -348,6 +378,7 @@ class RunConfig:
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     accountant: AccountantConfig = field(default_factory=AccountantConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    unit: UnitConfig = field(default_factory=UnitConfig)
     individual: IndividualConfig = field(default_factory=IndividualConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -368,15 +399,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "task.augmentation": ("flip_crop", "crop", "flip"),
     "data.source": ("auto", "files", "hub", "demo"),
     "task.generation.cut": ("end", "start"),
+    "task.generation.beam_length": ("target", "whole"),
     "task.generation.when": ("end", "always", "never"),
-    "model.family": ("hf", "minilm", "mpnet", "smollm2", "random_hf", "cnn", "wide_resnet", "timm", "random_timm", "custom"),
+    "model.family": (
+        "hf", "minilm", "mpnet", "smollm2", "random_hf", "cnn", "wide_resnet", "scattering", "timm", "random_timm", "custom",
+    ),
     "model.pooling": ("own", "cls", "mean"),
     "model.head": ("linear", "unbiased", "dense"),
     "model.trainable": ("all", "attention+head", "bias", "head"),
     "clip.groups": ("flat", "layer", "block", "device"),
     "clip.allocation": ("global", "equal_budget", "weighted"),
     "clip.rule": ("abadi", "automatic", "normalized", "none"),
-    "clip.method": ("norm", "adaclip", "scaled", "ellipsoid", "embedding", "microbatch"),
+    "clip.method": ("norm", "adaclip", "scaled", "ellipsoid", "embedding", "microbatch", "fedavg", "jl"),
     "clip.quantile_update": ("geometric", "arithmetic"),
     "clip.follows": ("quantile", "norm"),
     "privacy.sampling": ("poisson", "fixed", "shuffle"),
@@ -386,6 +420,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "constant", "time", "exponential", "step", "polynomial", "convergence_rate", "influence", "privacy_utility",
         "privacy_utility_convex", "validation", "privacy_utility_released",
     ),
+    "unit.name": ("example", "user"),
     "individual.name": ("none", "sampling", "scaling"),
     "individual.partition": ("privacy_aware", "utility"),
     "search.name": ("none", "noisymax", "noisybtls", "hyfreedp"),
@@ -395,7 +430,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "optim.base": ("adagrad", "adam", "adamw", "lamb", "sgd"),
     "optim.lr_schedule": ("constant", "linear", "cosine"),
-    "peft.name": ("full", "lora", "prefix", "rgp", "top2", "bitfit", "head", "adapters"),
+    "peft.name": ("full", "lora", "prefix", "prompt", "p_tuning", "rgp", "top2", "bitfit", "head", "adapters"),
     "peft.carriers": ("weights", "history"),
     "peft.placement": ("both", "feed_forward"),
     "engine.name": (

@@ -48,12 +48,13 @@ def sentence(run: RunConfig, settings: dict[str, Any], folder: Path, plan: Plan 
     if plan is None or (known := unfinished(settings, folder)) is None:
         return None
     other, different, charges = known
-    spent = plan.epsilon(min(charges, plan.steps), "rdp")
+    accountant = "pld" if plan.projections else "rdp"
+    spent = plan.epsilon(min(charges, plan.steps), accountant)
     given = " ".join(
         f"{key.removesuffix('.name')}={'null' if value is None else value}"
         for key, value in sorted(different.items())
     )
     return (
         f"note: {other} is an unfinished run of the same settings but for its runtime, with {charges} charges (ε = {spent:.3f} "
-        f"by rdp) on the same data, which no epsilon of this run counts. To go on with it instead: {given}"
+        f"by {accountant}) on the same data, which no epsilon of this run counts. To go on with it instead: {given}"
     )

@@ -9,6 +9,7 @@ from dp_accounting import DpEvent
 from dpexp.privacy.events import decode, encode
 from dpexp.privacy.keys import COPIED
 from dpexp.privacy.noise import describe
+from dpexp.privacy.plan import UNITS
 from dpexp.privacy.tradeoff import NO_BOUND, attack
 from dpexp.privacy.tuning import tuned_epsilons
 
@@ -99,6 +100,7 @@ def privacy_block(
         "trials_law": run.trials_law,
         "epsilon_with_tuning": _with_tuning(fixed, plan.delta, run.trials, run.trials_law),
         **({"individual": individual_block(plan.budgets, by_budget)} if plan.budgets is not None else {}),
+        **({"unit": plan.unit} if plan.unit != "example" else {}),
     }
 
 
@@ -158,8 +160,13 @@ def privacy_notes(
 ) -> list[str]:
     """What a reader of ε must know, in sentences."""
     notes = [
-        f"the unit of privacy is one example: neighbouring data sets differ in one ({plan.neighbouring})"
+        f"the unit of privacy is one {UNITS[plan.unit]}: neighbouring data sets differ in one ({plan.neighbouring})"
     ]
+    if plan.unit == "user":
+        notes.append(
+            f"N, delta and the sampling rate are those of users; a step takes at most {run.unit.rows} rows of a user, and clips "
+            "what they give together"
+        )
     if plan.sampling == "poisson":
         notes.append("batches are drawn by Poisson sampling, as the accountants assume")
     notes += plan.caveats()
@@ -190,6 +197,12 @@ def privacy_notes(
             "runtime, and with fresh noise"
         )
     notes.append(_tuned(run.trials, run.trials_law))
+    if run.optim.keep_best_every:
+        notes.append(
+            f"of the weights after every {run.optim.keep_best_every} steps and the last one, those were kept that scored best on "
+            "the dev set (optim.keep_best_every): all steps are charged, and the choice costs nothing as long as dev is public; "
+            "what is measured on the same set is a little optimistic"
+        )
     if run.task.held_out:
         notes.append(
             f"the last {run.task.held_out} rows of the training file are the dev set (task.held_out): nothing is learnt from "

@@ -8,6 +8,7 @@ folder of the multirun, and the process that started it all prints them as a tab
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,17 @@ class Jobs(Callback):
         """Remember where the jobs will leave their lines."""
         _started.append(Path(config.hydra.sweep.dir))
 
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Let the tasks of a job on a cluster know each other; called in each of them."""
+        # not above: it takes torch, which a question about settings need not wait for
+        from dpexp.parallel import told_by_submitit
+
+        told_by_submitit()
+
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Append the line of a job of a multirun; called in the process that ran it."""
-        if config.hydra.job.get("num") is None:  # a single run
+        # of a job of several processes the line is rank 0's
+        if config.hydra.job.get("num") is None or os.environ.get("RANK", "0") != "0":
             return
         failed = job_return.status == JobStatus.FAILED
         value = job_return._return_value  # reading `return_value` of a failed job would raise
@@ -57,9 +66,8 @@ class Jobs(Callback):
             "metrics": dict(value) if isinstance(value, dict) else None,
         }
         with (Path(config.hydra.sweep.dir) / FILE).open("a", encoding="utf-8") as file:
-            file.write(
-                json.dumps(finite(line), allow_nan=False) + "\n"
-            )  # one write: lines of several processes don't mix
+            # one write: lines of several processes don't mix
+            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
 
 
 def _first_line(error: object) -> str:

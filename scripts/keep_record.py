@@ -1,6 +1,7 @@
 """Copy the summary of a run that counts into results/runs, without the folders of the machine that it ran on, and with a
 thinned curve of what it logged on its way: dev metrics, and quantiles of the norms where they were written. An audit goes to
-results/audits: its data hold canaries, and its metrics belong in no table of training runs.
+results/audits: its data hold canaries, and its metrics belong in no table of training runs. The record of a script of
+docs/examples goes to results/examples.
 
 Usage: python scripts/keep_record.py runs/TASK/SIGNATURE/seedK/summary.json [...]
 """
@@ -59,10 +60,12 @@ def thinned(points: list[Any], most: int = 24) -> list[Any]:
 def keep(path: Path) -> Path:
     """Check that a summary can count, and copy it."""
     summary = json.loads(path.read_text(encoding="utf-8"))
-    if summary["status"] != "finished":
+    if summary.get("status", "finished") != "finished":
         sys.exit(f"error: {path}: status is {summary['status']}; finish the run first")
     if summary["git"]["commit"] is None or summary["git"]["dirty"]:
         sys.exit(f"error: {path}: the code of this run is in no commit; run it from a clean checkout")
+    if "example" in summary:
+        return write(RESULTS / "examples" / f"{Path(summary['example']).stem}.json", summary)
     if kept := curves(path.with_name("metrics.jsonl")):
         summary["curves"] = kept
     epsilon = summary["details"]["config"]["privacy"]["epsilon"]
@@ -72,12 +75,16 @@ def keep(path: Path) -> Path:
         summary["details"]["signature"],
         f"seed{summary['seed']}",
     ]
-    folder = RESULTS / ("audits" if "audit" in summary else "runs")
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / ("-".join(parts) + ".json")
-    target.write_text(
-        json.dumps(without_folders(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    return write(
+        RESULTS / ("audits" if "audit" in summary else "runs") / ("-".join(parts) + ".json"), summary
     )
+
+
+def write(target: Path, summary: dict[str, Any]) -> Path:
+    """Write a record without the folders of this machine. Returns where."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(without_folders(summary), indent=2, ensure_ascii=False)
+    target.write_text(f"{text}\n", encoding="utf-8")
     return target
 
 

@@ -30,7 +30,7 @@ from dpexp.audit import AuditConfig, audit_folder  # noqa: E402
 from dpexp.checks import declared_num_examples  # noqa: E402
 from dpexp.config import RunConfig, compose, run_folder, signature  # noqa: E402
 from dpexp.errors import UserError  # noqa: E402
-from dpexp.record import git_state  # noqa: E402
+from dpexp.provenance import git_state  # noqa: E402
 
 PROGRAMS: dict[str, Any] = {"train": (RunConfig, run_folder), "audit": (AuditConfig, audit_folder)}
 INTERRUPTED = 130

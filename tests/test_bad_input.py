@@ -141,6 +141,15 @@ def test_a_folder_that_cannot_be_made_names_its_setting(tmp_path: Path, place: s
         make_folder(folder, "runtime.runs_dir")
 
 
+def test_a_cache_that_is_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpexp.training.state import machine_file
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPEXP_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"can't be made .*: choose another one with DPEXP_CACHE"):
+        machine_file()
+
+
 # The help, and the words of a command
 
 

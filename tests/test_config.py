@@ -98,6 +98,8 @@ def test_every_task_has_settings_for_every_scale(task, scale):
 def test_every_folder_of_conf_is_a_group_of_the_schema():
     known = {field.name for field in dataclasses.fields(RunConfig)} | {
         "experiment",
+        "recipe",
+        "common",  # what the presets of a paper share
         "sweep",
         "hydra",
         "bench",  # presets of the bench command, which has its own primary config

@@ -8,12 +8,27 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from dpexp.config import compose
 
 ROOT = Path(__file__).parent.parent
+
+
+def loaded(path: Path) -> ModuleType:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+try_wheel = loaded(ROOT / "scripts" / "try_wheel.py")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("   #")[0].strip()
@@ -60,10 +75,28 @@ def test_the_loop_shown_is_one_that_runs(tmp_path: Path) -> None:
     assert said[0] == said[1], "the same script again finds its run finished"
 
 
-def test_hugging_face_s_lines_are_those_of_the_examples() -> None:
-    block = re.findall(r"```python\n(.*?)```", README, re.S)[1]
-    assert "from dpexp.integrations.transformers import Trainer" in block
+def test_hugging_face_s_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scripts/try_wheel.py runs them: with a model, arguments and rows before them."""
+    monkeypatch.chdir(tmp_path)
+    code = try_wheel.examples(README)["Hugging Face"][-1]
+    assert "privacy=privacy" in code
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["trainer"].engine.finished
     assert any("from dpexp.integrations.transformers import Trainer" in text for text in EXAMPLES)
+
+
+def test_a_stranger_tries_every_example_that_needs_no_hub(tmp_path: Path) -> None:
+    found = try_wheel.examples(README)
+    assert list(found) == [
+        "a loop of one's own", "Hugging Face", "dpexp train task=text_classification", "dpexp train task=sst2",
+        "dpexp account noise_multiplier=1.07", "dpexp report run", "dpexp explain model=resnet18",
+    ]  # fmt: skip
+    try_wheel.write_reviews(tmp_path)
+    words = found["dpexp train task=text_classification"]
+    named = {word.split("=")[1] for word in words if word.startswith(("data.train=", "data.dev="))}
+    assert named == {path.name for path in tmp_path.iterdir()}
+    assert f"data.num_examples={len((tmp_path / 'reviews.csv').read_text().splitlines()) - 1}" in words
 
 
 def test_it_is_short() -> None:
@@ -82,11 +115,7 @@ def test_the_demo_scale_runs_and_records(tmp_path: Path) -> None:
 
 
 def test_thirty_lines(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("thirty_lines", ROOT / "docs" / "thirty_lines.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded(ROOT / "docs" / "thirty_lines.py")
     accuracy, rdp, pld = module.train(tmp_path)
     assert accuracy > 0.8
     assert 0 < pld <= rdp <= 3.0

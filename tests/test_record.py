@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpexp import record, statement
+from dpexp import provenance, record, statement
 from dpexp.durable import write_json
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
@@ -44,7 +44,7 @@ def block(run=None, made=None, spent=None, charged=5):
 def summary(privacy):
     return record.summarise(
         RunConfig(), TASK, privacy=privacy, metrics={"accuracy": 0.5}, performance={}, wall_s=1.0, status="finished",
-        details={"code": record.code_hash()},
+        details={"code": provenance.code_hash()},
     )  # fmt: skip
 
 
@@ -181,9 +181,9 @@ def test_shuffling_and_double_charges_are_said():
 def test_without_git_the_caller_says_what_runs(monkeypatch):
     monkeypatch.setenv("DPEXP_COMMIT", "abc123")
     monkeypatch.setenv("DPEXP_DIRTY", "1")
-    assert record.git_state() == {"commit": "abc123", "dirty": True}
+    assert provenance.git_state() == {"commit": "abc123", "dirty": True}
     monkeypatch.delenv("DPEXP_DIRTY")
-    assert record.git_state() == {"commit": "abc123", "dirty": False}
+    assert provenance.git_state() == {"commit": "abc123", "dirty": False}
 
 
 def test_a_copy_says_that_there_is_another_one():
@@ -196,19 +196,22 @@ def test_git_is_asked_about_this_code_and_no_other(monkeypatch, tmp_path):
     monkeypatch.delenv("DPEXP_COMMIT", raising=False)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "venv" / "dpexp").mkdir(parents=True)
-    monkeypatch.setattr(record, "_PACKAGE", tmp_path / "venv" / "dpexp")
-    assert record.git_state() == {"commit": None, "dirty": None}  # installed inside someone else's repository
+    monkeypatch.setattr(provenance, "_PACKAGE", tmp_path / "venv" / "dpexp")
+    assert provenance.git_state() == {
+        "commit": None,
+        "dirty": None,
+    }  # installed inside someone else's repository
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    monkeypatch.setattr(record, "_PACKAGE", tmp_path / "dpexp")
+    monkeypatch.setattr(provenance, "_PACKAGE", tmp_path / "dpexp")
     (tmp_path / "dpexp").mkdir()
     (tmp_path / "dpexp" / "a.py").write_text("1")
     subprocess.run(["git", "-C", str(tmp_path), "add", "dpexp"], check=True)
     subprocess.run(["git", "-C", str(tmp_path), *identity, "commit", "-q", "-m", "x"], check=True)
-    state = record.git_state()
+    state = provenance.git_state()
     assert len(state["commit"]) == 40
     assert state["dirty"] is False
     (tmp_path / "dpexp" / "a.py").write_text("2")
-    assert record.git_state()["dirty"] is True
+    assert provenance.git_state()["dirty"] is True
 
 
 @pytest.fixture
@@ -222,8 +225,8 @@ def repository(monkeypatch, tmp_path):
     identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
     for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "x")):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
-    monkeypatch.setattr(record, "_PACKAGE", tmp_path / "dpexp")
-    assert record.git_state()["dirty"] is False
+    monkeypatch.setattr(provenance, "_PACKAGE", tmp_path / "dpexp")
+    assert provenance.git_state()["dirty"] is False
     return tmp_path
 
 
@@ -239,7 +242,7 @@ def repository(monkeypatch, tmp_path):
 def test_an_untracked_file_is_dirt_where_it_could_change_what_the_code_does(name, dirty, repository):
     (repository / name).parent.mkdir(parents=True, exist_ok=True)
     (repository / name).write_text("1")
-    assert record.git_state()["dirty"] is dirty
+    assert provenance.git_state()["dirty"] is dirty
 
 
 @pytest.mark.parametrize(
@@ -259,17 +262,17 @@ def test_a_tracked_file_is_dirt_unless_it_is_what_runs_leave(name, dirty, change
         (repository / name).write_text("2")
     if change == "staged":
         subprocess.run(["git", "-C", str(repository), "add", name], check=True)
-    assert record.git_state()["dirty"] is dirty
+    assert provenance.git_state()["dirty"] is dirty
 
 
 def test_changed_code_is_noticed(monkeypatch):
     monkeypatch.setenv("DPEXP_COMMIT", "a" * 40)
     finished = summary(block())
-    assert record.code_changes(finished) is None
+    assert provenance.code_changes(finished) is None
     finished["details"]["code"] = "other"
-    assert "at the same commit" in record.code_changes(finished)
+    assert "at the same commit" in provenance.code_changes(finished)
     monkeypatch.setenv("DPEXP_COMMIT", "b" * 40)
-    assert "aaaaaaaaaa, this is bbbbbbbbbb" in record.code_changes(finished)
+    assert "aaaaaaaaaa, this is bbbbbbbbbb" in provenance.code_changes(finished)
 
 
 def test_only_a_finished_summary_counts(tmp_path):
@@ -352,12 +355,19 @@ def test_an_epsilon_that_protects_nobody_is_called_so():
     assert not any("protects nobody" in note for note in block(spent={"rdp": 8.0})["notes"])
 
 
+def test_a_delta_that_a_random_row_would_satisfy_is_called_so():
+    assert any(
+        "publishing a random example would satisfy it" in n for n in block(made=plan(delta="0.5"))["notes"]
+    )
+    assert not any("publishing a random example" in note for note in block()["notes"])
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_peak_memory_is_the_high_water_mark_of_the_process():
     pages = torch.ones(8 << 20)  # 32 MiB, touched
     status = Path("/proc/self/status").read_text()
     high_water_kib = int(status.split("VmHWM:")[1].split()[0])
-    assert record.peak_memory_mib(torch.device("cpu")) == pytest.approx(high_water_kib / 1024, abs=16)
+    assert provenance.peak_memory_mib(torch.device("cpu")) == pytest.approx(high_water_kib / 1024, abs=16)
     del pages
 
 

@@ -1,6 +1,7 @@
 """A multirun: every job is a row, failed or not, in one process or several; an interrupted one goes on where it stopped."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -144,19 +145,19 @@ def test_a_second_multirun_trains_only_what_the_first_left(tmp_path):
 def test_a_multirun_that_was_killed_goes_on_within_the_job(tmp_path):
     """SIGKILL in the middle of the second job: the first is not trained again, the second goes on from its checkpoint."""
     settings = [
-        "task=sst2", "scale=demo", "clip=flat", "runtime=cpu", "optim.epochs=null", "optim.steps=60", "data.cache=null",
+        "task=sst2", "scale=demo", "clip=flat", "runtime=cpu", "optim.epochs=null", "optim.steps=20", "data.cache=null",
         "runtime.physical_batch_size=64", "runtime.checkpoint_every=3", "engine.choice=rule", f"runtime.runs_dir={tmp_path}",
     ]  # fmt: skip
     command = [sys.executable, "-m", "dpexp.train", *settings, "seed=0,1,2", "-m"]
     first, second, third = (run_folder(compose([*settings, f"seed={seed}"])) for seed in range(3))
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 240
-        while charged(second) < 8 and time.monotonic() < deadline and process.poll() is None:
+        while charged(second) < 6 and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.01)
         process.kill()
     assert process.returncode == -signal.SIGKILL
     finished = (first / "summary.json").read_bytes()
-    assert 8 <= charged(second) < 60
+    assert 6 <= charged(second) < 20
     assert not (second / "summary.json").exists()
     assert not third.exists()
 
@@ -168,10 +169,28 @@ def test_a_multirun_that_was_killed_goes_on_within_the_job(tmp_path):
     assert (first / "summary.json").read_bytes() == finished
     for folder in (first, second, third):
         summary = json.loads((folder / "summary.json").read_text())
-        assert (summary["status"], summary["privacy"]["steps"], charged(folder)) == ("finished", 60, 60)
+        assert (summary["status"], summary["privacy"]["steps"], charged(folder)) == ("finished", 20, 20)
 
 
 def charged(folder):
     """Steps in the ledger of a run."""
     ledger = folder / "ledger.jsonl"
     return len(ledger.read_text().splitlines()) if ledger.exists() else 0
+
+
+def test_a_job_of_several_tasks_is_one_run_of_several_processes(tmp_path):
+    """The preset that stands for nodes × GPUs, on this machine: two tasks, one run, one line."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    settings = [
+        "task=mnist", "scale=demo", "model=cnn_small", "clip=perlayer", "optim.steps=2", "optim.epochs=null",
+        "optim.batch_size=24", "runtime=ddp", "runtime.threads=1", "runtime.physical_batch_size=8", "runtime.runs_dir=runs",
+        "hydra.sweep.dir=grid", "hydra/launcher=local_ranks", "-m",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "dpexp.train", *settings], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len((tmp_path / "grid" / sweeps.FILE).read_text().splitlines()) == 1
+    (summary,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("summary.json"))
+    assert (summary["status"], summary["details"]["processes"]) == ("finished", 2)

@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     import torch
 
-    from dpexp.record import code_hash, git_state, hardware, versions
+    from dpexp.provenance import code_hash, git_state, hardware, versions
 
     if not given.rehearse and not torch.cuda.is_available():
         print(

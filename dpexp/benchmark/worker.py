@@ -79,7 +79,7 @@ class Bench:
         from dpexp.benchmark.methods import LEAN, LEARNING_RATE, Settings, make_method
         from dpexp.benchmark.workloads import workload_named
         from dpexp.models.precision import autocast
-        from dpexp.record import hardware
+        from dpexp.provenance import hardware
 
         # loaded before the baseline is taken: its accountants weigh more than a small network
         self._hardware = hardware

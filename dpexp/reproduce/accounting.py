@@ -8,8 +8,6 @@ at once; every row says which."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -19,6 +17,8 @@ from pathlib import Path
 from dpexp.privacy.accountants import epsilon, prv_bounds
 from dpexp.privacy.events import releases
 from dpexp.privacy.plan import make_plan
+from dpexp.reproduce.documents import Document, Section
+from dpexp.reproduce.paper import paper_table
 
 COLUMNS = (
     "paper", "table", "row", "target ε", "printed CLT", "our CLT", "difference CLT", "printed composed", "our composed",
@@ -100,56 +100,44 @@ _LORA_FOR_ALL = tuple(
     replace(s, note="LoRA's values, printed for every method (Table 7 has each its own)") for s in _LORA_E2E
 )
 
-PRINTED = (
-    Printed(
-        "1",
-        "MNLI",
-        ((2.52, 2.75), (5.83, 7.15)),
-        (_as_sst2(392702), Settings("B, E inferred", 392702, 6000, 18, note=_FITTED)),
-    ),
-    Printed(
-        "1",
-        "QQP",
-        ((2.52, 2.75), (5.85, 7.16)),
-        (_as_sst2(363846), Settings("B, E inferred", 363846, 6000, 18, note=_FITTED)),
-    ),
-    Printed(
-        "1",
-        "QNLI",
-        ((2.00, 2.57), (4.75, 6.87)),
-        (_as_sst2(104743), Settings("B, E inferred", 104743, 2000, 6, note=_FITTED)),
-    ),
-    Printed("1", "SST-2", ((1.73, 2.41), (4.33, 6.69)), (_SST2,)),
-    Printed("2", "E2E, all methods", ((2.68, 2.75), (6.77, 7.27)), _LORA_FOR_ALL),
-    Printed(
-        "3",
-        "Persona-Chat",
-        ((2.54, 2.73), (6.00, 7.13)),
-        (Settings("B, E inferred", 131438, 2048, 20, note=_FITTED),),
-    ),
-    *(
-        Printed("7", f"E2E, {method}", values, settings)
-        for method, values, settings in (
-            ("full", ((2.33, 2.67), (5.51, 6.98)), _FULL_E2E),
-            ("LoRA", ((2.68, 2.75), (6.77, 7.28)), _LORA_E2E),
-            ("prefix", ((2.33, 2.67), (5.51, 6.98)), _FULL_E2E),
-            ("RGP", ((2.18, 2.59), (5.19, 6.89)), _RGP_E2E),
-            ("top2", ((2.68, 2.75), (6.77, 7.28)), _LORA_E2E),
-            ("retrain", ((2.33, 2.67), (5.51, 6.98)), _FULL_E2E),
-        )
-    ),
-    *(
-        Printed("8", f"DART, {method}", values, settings)
-        for method, values, settings in (
-            ("full", ((2.28, 2.65), (5.35, 6.95)), _FULL_DART),
-            ("LoRA", ((2.68, 2.76), (6.68, 7.26)), _LORA_DART),
-            ("prefix", ((2.28, 2.65), (5.35, 6.95)), _FULL_DART),
-            ("RGP", ((2.10, 2.54), (5.02, 6.86)), _RGP_DART),
-            ("top2", ((2.68, 2.76), (6.68, 7.26)), _LORA_DART),
-            ("retrain", ((2.28, 2.65), (5.35, 6.95)), _FULL_DART),
-        )
-    ),
-)
+
+def _printed(table: str, row: str, own: str, settings: tuple[Settings, ...]) -> Printed:
+    """A row of ours with what the paper prints; ``own`` is its task, or the method that the names of its rows begin with."""
+    found = {
+        (cell.settings["epsilon"], cell.settings["accountant"]): float(cell.value)
+        for cell in paper_table("li2022", table)
+        if cell.value
+        and cell.settings.get("metric") == "epsilon"
+        and own in (cell.settings["task"], cell.row.partition(",")[0])
+    }
+    at_3, at_8 = ((found[target, "gdp"], found[target, "prv"]) for target in ("3", "8"))
+    return Printed(table, row, (at_3, at_8), settings)
+
+
+@cache
+def printed_rows() -> tuple[Printed, ...]:
+    """Every row with ε columns, as transcribed, and the settings that are tried on it."""
+    methods = (("full", 0), ("LoRA", 1), ("prefix", 0), ("RGP", 2), ("top2", 1), ("retrain", 0))
+    glue = (("MNLI", 392702, 6000, 18), ("QQP", 363846, 6000, 18), ("QNLI", 104743, 2000, 6))
+    return (
+        *(
+            _printed("1", name, name.lower(), (_as_sst2(n), Settings("B, E inferred", n, b, e, note=_FITTED)))
+            for name, n, b, e in glue
+        ),
+        _printed("1", "SST-2", "sst2", (_SST2,)),
+        _printed("2", "E2E, all methods", "e2e", _LORA_FOR_ALL),
+        _printed(
+            "3",
+            "Persona-Chat",
+            "personachat",
+            (Settings("B, E inferred", 131438, 2048, 20, note=_FITTED),),
+        ),
+        *(_printed("7", f"E2E, {name}", name, (_FULL_E2E, _LORA_E2E, _RGP_E2E)[i]) for name, i in methods),
+        *(
+            _printed("8", f"DART, {name}", name, (_FULL_DART, _LORA_DART, _RGP_DART)[i])
+            for name, i in methods
+        ),
+    )
 
 
 @cache
@@ -228,7 +216,7 @@ def _sigma_for_both(printed: tuple[float, float], settings: Settings, target: fl
 def rows() -> list[dict[str, str]]:
     """One row for each printed pair and each of its settings, as text."""
     table: list[dict[str, str]] = []
-    for printed in PRINTED:
+    for printed in printed_rows():
         for target, (clt, composed) in zip((3, 8), printed.values, strict=True):
             for settings in printed.settings:
                 ours = reproduce(settings, float(target))
@@ -260,33 +248,30 @@ INTRODUCTION = (
 )
 
 
-def as_csv(table: list[dict[str, str]]) -> str:
-    """The rows as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return text.getvalue()
-
-
-def as_markdown(table: list[dict[str, str]]) -> str:
-    """The rows as a Markdown page, a section for each table of the paper."""
-    lines = ["# The ε columns of Li et al. (2022)", "", *"\n\n".join(INTRODUCTION).split("\n")]
-    shown = COLUMNS[2:]
-    for name in dict.fromkeys(row["table"] for row in table):
-        lines += ["", f"## Table {name}", "", "| " + " | ".join(shown) + " |", "|" + "---|" * len(shown)]
-        lines += [
-            "| " + " | ".join(row[column] for column in shown) + " |" for row in table if row["table"] == name
-        ]
-    return "\n".join(lines) + "\n"
+def document() -> Document:
+    """The page: a section for each table of the paper."""
+    found = rows()
+    sections = tuple(
+        Section(f"Table {name}", (), COLUMNS[2:], [row for row in found if row["table"] == name])
+        for name in dict.fromkeys(row["table"] for row in found)
+    )
+    return Document(
+        "accounting-li",
+        "The ε columns of Li et al. (2022)",
+        "li",
+        INTRODUCTION,
+        sections,
+        COLUMNS,
+        rule="---|",
+    )
 
 
 def main(folder: Path) -> None:
     """Write ``accounting-li.md`` and ``accounting-li.csv`` into the folder."""
-    table = rows()
+    page = document()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "accounting-li.md").write_text(as_markdown(table), encoding="utf-8")
-    (folder / "accounting-li.csv").write_text(as_csv(table), encoding="utf-8")
+    (folder / "accounting-li.md").write_text(page.as_markdown(), encoding="utf-8")
+    (folder / "accounting-li.csv").write_text(page.as_csv(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from typing import Any
 from dpexp.checks import did_you_mean
 from dpexp.errors import UserError
 from dpexp.reproduce import (
+    accounting,
     benchmarks,
     communication,
+    complexity_tables,
     coverage,
     curves,
     exact,
@@ -21,9 +23,9 @@ from dpexp.reproduce import (
     goals,
     grids,
     hyperparameters,
-    pages,
     runs,
     tables,
+    thresholds,
 )
 from dpexp.reproduce import records as run_records
 from dpexp.reproduce.documents import Document
@@ -33,8 +35,8 @@ from dpexp.reproduce.records import Record
 GROUPS = ("all", "tables", "figures")
 # Names of the paper for pages that have their own.
 ALIASES = {
-    "complexity-bu": tuple(pages.COMPLEXITY), "table-bu-4": ("complexity-bu-table4",), "table-bu-5": ("complexity-bu-table5",),
-    "table-bu-8": ("complexity-bu-table8",), "table-bu-10": ("complexity-bu-table8",),
+    "complexity-bu": tuple(complexity_tables.PAGES), "table-bu-4": ("complexity-bu-table4",),
+    "table-bu-5": ("complexity-bu-table5",), "table-bu-8": ("complexity-bu-table8",), "table-bu-10": ("complexity-bu-table8",),
 }  # fmt: skip
 
 
@@ -71,11 +73,11 @@ class Context:
 
 Builder = Callable[[Context], Document]
 _EXACT_TABLES: dict[str, Callable[[], Document]] = {
-    "accounting-li": pages.accounting_li,
+    "accounting-li": accounting.document,
     "noise-he": exact.noise_he,
     "table-bu-2": exact.implementations_bu,
     "table-bu-3": exact.modules_bu,
-    **pages.COMPLEXITY,
+    **complexity_tables.PAGES,
     "communication-he": communication.communication_he,
     "memory-li": exact.memory_li,
     "memory-monir": exact.memory_monir,
@@ -98,17 +100,18 @@ EXACT = frozenset((*_EXACT_TABLES, *_EXACT_FIGURES))  # arithmetic alone: their 
 def builders() -> dict[str, Builder]:
     """Name -> what makes it, in the order of the report: the papers, then the pages of this repository."""
     found: dict[str, Builder] = {}
-    for name in EXACT:
-        found[name] = partial(_exact, name)
+    for name, make in {**_EXACT_TABLES, **_EXACT_FIGURES}.items():
+        found[name] = partial(_exact, make)
     for key in tables.known():
         found[tables.target_name(*key)] = partial(_table, key)
     for name in benchmarks.TARGETS:
         found[name] = partial(_measured, name)
     for name in curves.TARGETS:
         found[name] = partial(_curves, name)
-    found[grids.NAME] = _grids
-    found[goals.NAME] = _goals
-    found["runs"] = _runs
+    found[grids.NAME] = lambda context: grids.figure_li_9(context.records)
+    found[thresholds.NAME] = lambda context: thresholds.document(context.records)
+    found[goals.NAME] = lambda context: goals.document(context.benchmarks)
+    found["runs"] = lambda context: runs.document(context.results / "runs", show_unclean=context.show_unclean)
     found["coverage"] = _coverage
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 
@@ -170,40 +173,30 @@ def missing_commands(name: str, context: Context, scale: str) -> list[str]:
             return tables.missing(*key, context.records_of(key), scale)
     if name in curves.TARGETS:
         return curves.missing(name, context.records, scale)
+    if name == thresholds.NAME and scale == "small" and not context.document(name).svg:
+        return list(thresholds.COMMANDS)
     return []
 
 
 def nothing_to_run(name: str, scale: str) -> str:
     """Why `missing_commands` has none for a target, in words."""
-    if name in {**_EXACT_TABLES, **_EXACT_FIGURES}:
+    if name in EXACT:
         return "it is arithmetic and needs no run"
     if any(tables.target_name(*key) == name for key in tables.known()) or name in curves.TARGETS:
         return f"every cell that can be run at scale={scale} has a record, or there is none"
     return "its commands stand on its page: they are benchmarks, a sweep for a GPU, or other targets' runs"
 
 
-def _exact(name: str, context: Context) -> Document:
-    return {**_EXACT_TABLES, **_EXACT_FIGURES}[name]()
+def _exact(make: Callable[[], Document], context: Context) -> Document:
+    return make()
 
 
 def _measured(name: str, context: Context) -> Document:
     return benchmarks.build(name, context.benchmarks)
 
 
-def _goals(context: Context) -> Document:
-    return goals.document(context.benchmarks)
-
-
 def _curves(name: str, context: Context) -> Document:
     return curves.build(name, context.records)
-
-
-def _grids(context: Context) -> Document:
-    return grids.figure_li_9(context.records)
-
-
-def _runs(context: Context) -> Document:
-    return runs.document(context.results / "runs", show_unclean=context.show_unclean)
 
 
 def _table(key: tuple[str, str], context: Context) -> Document:

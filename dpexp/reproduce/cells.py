@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,20 @@ class Slot:
         """Every configuration of these records that fills the cell, sorted."""
         if self.reason:
             return []
-        factor = printed_factor(self.metric)
         # noise that decays, and random weights to begin with, only where the cell says so
         where = {"schedule.name": (None, "constant"), "model.retrain": (None, False), **self.where}
-        found = []
-        for group in by_configuration(record for record in records if record.matches(where)):
-            values = [(r, value) for r in group if (value := r.metric(self.metric)) is not None]
-            if values:
-                found.append(
-                    Filling(tuple(r for r, _ in values), tuple(factor * v for _, v in values), self.metric)
-                )
-        return found
+        return measured((record for record in records if record.matches(where)), self.metric)
+
+
+def measured(records: Iterable[Record], metric: str) -> list[Filling]:
+    """Every configuration of these records that has the metric, sorted; values as in print."""
+    factor = printed_factor(metric)
+    found = []
+    for group in by_configuration(records):
+        values = [(r, value) for r in group if (value := r.metric(metric)) is not None]
+        if values:
+            found.append(Filling(tuple(r for r, _ in values), tuple(factor * v for _, v in values), metric))
+    return found
 
 
 def printed_factor(metric: str) -> float:

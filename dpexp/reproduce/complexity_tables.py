@@ -3,11 +3,9 @@ own rules. Only shapes and arithmetic; docs/complexity.md has the derivations.""
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,10 +19,9 @@ from dpexp.reproduce.complexity import (
     relative_speed,
     views,
 )
-from dpexp.reproduce.paper import paper_table
+from dpexp.reproduce.documents import Document, Rows, Section, table
+from dpexp.reproduce.paper import paper_table, printed
 from dpexp.reproduce.shapes import layers_of
-
-Rows = list[dict[str, str]]
 
 NETWORKS = ("resnet18", "resnet34", "resnet50")
 STAGES = ("conv1", "conv2_x", "conv3_x", "conv4_x", "conv5_x", "linear")
@@ -39,11 +36,13 @@ def printed_4(stage: str, network: str) -> tuple[str, str]:
     return ghost, instantiation
 
 
-PRINTED_TOTALS = {
-    "resnet18": ("399M", "11.5M", "1.00M"),
-    "resnet34": ("444M", "21.6M", "2.3M"),
-    "resnet50": ("528M", "22.7M", "2.8M"),
-}
+def printed_totals(network: str) -> tuple[str, str, str]:
+    """2T², pd and the mixed minimum of the whole network in Table 4, in millions."""
+    totals = [cell for cell in paper_table("bu2023", "4") if cell.unit == "million floats"]
+    ghost, instantiation, mixed = (f"{c.value}M" for c in totals if c.settings["network"] == network)
+    return ghost, instantiation, mixed
+
+
 # by timm's names
 _STAGES = dict(zip(("conv1", "layer1", "layer2", "layer3", "layer4", "fc"), STAGES, strict=True))
 _NOTES_4 = {
@@ -52,8 +51,12 @@ _NOTES_4 = {
     " only so do the rows add to the printed 528M",
 }
 
-# Table 1: (model, tokens, printed complexity relative to non-DP).
-PRINTED_1 = {"roberta-large": "0.89", "gpt2-large": "0.97", "beit_large": "0.92"}
+# Table 1: its row of each network; in parentheses there, the complexity relative to non-DP.
+ROWS_1 = {
+    "roberta-large": "QQP, RoBERTa-large (355M)",
+    "gpt2-large": "E2E, GPT2-large (774M)",
+    "beit_large": "CIFAR, BEiT-large (304M)",
+}
 
 # Figure 7: model, image, the depth that the text names.
 FIGURE_7 = (("resnet18", 224, "9"), ("resnet18", 512, "17"), ("vgg11", 224, ""), ("vit_base", 224, ""))
@@ -73,6 +76,12 @@ BATCH = 32  # of table 8: section 3.1 speaks of B = 32
 def _layers(name: str, image: int | None = None, tokens: int | None = None) -> tuple[Layer, ...]:
     network = build(name, image=image, tokens=tokens)
     return tuple(layers_of(network.model, network.run))
+
+
+def printed_1(network: str) -> str:
+    """The complexity relative to non-DP in Table 1; "" for a network that is not there."""
+    row = ROWS_1.get(network)
+    return printed("bu2023", "1", row, "Relative Speed over non-DP, complexity") if row else ""
 
 
 def table_4() -> Rows:
@@ -98,7 +107,7 @@ def table_4() -> Rows:
                 }
             )
         rows.append(
-            _total(name, "total", PRINTED_TOTALS[name], plain, "without shortcut convolutions, as printed")
+            _total(name, "total", printed_totals(name), plain, "without shortcut convolutions, as printed")
         )
         rows.append(_total(name, "complete", ("", "", ""), every, "with shortcut convolutions"))
     return rows
@@ -177,7 +186,7 @@ def table_8() -> Rows:
                 "mixed": str(space.mixed),
                 "last instantiated": str(depth_threshold(layers)),
                 "non-DP / BK": f"{relative_speed(layers):.3f}",
-                "printed": PRINTED_1.get(name, "") if "blocks" in view else "",
+                "printed": printed_1(name) if "blocks" in view else "",
             }
             for cost in costs(layers, BATCH):
                 for key in ("time", "space"):
@@ -225,67 +234,83 @@ def thresholds() -> Rows:
 # Pages.
 
 
-def as_csv(rows: Rows) -> str:
-    """The rows as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 def as_markdown(rows: Rows, columns: Sequence[str] | None = None) -> str:
     """The rows as a table."""
-    shown = list(columns or rows[0])
-    lines = ["| " + " | ".join(shown) + " |", "|" + "---|" * len(shown)]
-    lines += ["| " + " | ".join(row[column] for column in shown) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    return table(list(columns or rows[0]), rows, "---|") + "\n"
 
 
 _FOOT = "\nRegenerate with `python -m dpexp.reproduce.complexity_tables`. Derivations: docs/complexity.md.\n"
 
 
-def pages() -> dict[str, str]:
-    """File name -> content."""
-    four, five, eight = table_4(), table_5(), table_8()
-    shown = [key for key in eight[0] if not key.endswith((" time", " space"))]
+def _page(name: str, title: str, rows: Rows, note: str, body: str, heading: str = "") -> Document:
+    """A page whose Markdown is ``body`` below its title (or ``heading``); the site has ``note`` above all rows."""
+    section = Section("", (note,), tuple(rows[0]), rows)
+    return Document(name, title, "bu", (), (section,), markdown=f"# {heading or title}\n\n{body}{_FOOT}")
+
+
+def page_4() -> Document:
+    """Table 4."""
+    rows = table_4()
+    note = "Floats; `2.0e7 x 4` is four layers of 2.0 · 10⁷. A layer's norm takes the smaller of the two."
+    title = "Bu et al., Table 4: space of per-example norms, one 224 x 224 image"
+    return _page("complexity-bu-table4", title, rows, note, f"{note}\n\n{as_markdown(rows)}")
+
+
+def page_5() -> Document:
+    """Tables 2 and 5."""
+    rows = table_5()
+    pair = "⟨a, b⟩: a where gradients are instantiated, b where the ghost norm is taken (2T² < pd)."
+    body = (
+        f"{pair} Modules of Table 3: 1 forward, 2a output gradient, 2b parameter gradient, 3 ghost norm, 4 instantiation, 5"
+        f" weighted sum. Empty: not printed.\n\n{SPACE}\n\n{as_markdown(rows)}"
+    )
+    title = "Bu et al., Tables 2 and 5: one layer, as printed and as derived"
+    return _page("complexity-bu-table5", title, rows, f"{pair} {SPACE}", body)
+
+
+def page_8() -> Document:
+    """Whole networks."""
+    rows = table_8()
+    shown = [key for key in rows[0] if not key.endswith((" time", " space"))]
     methods = [x.name for x in IMPLEMENTATIONS if x.name not in ("non-DP", "TF-Privacy")]
-    return {
-        "complexity-bu-table4.csv": as_csv(four),
-        "complexity-bu-table4.md": "# Bu et al., Table 4: space of per-example norms, one 224 x 224 image\n\n"
-        "Floats; `2.0e7 x 4` is four layers of 2.0 · 10⁷. A layer's norm takes the smaller of the two.\n\n"
-        + as_markdown(four)
-        + _FOOT,
-        "complexity-bu-table5.csv": as_csv(five),
-        "complexity-bu-table5.md": "# Bu et al., Tables 2 and 5: one layer, as printed and as derived\n\n"
-        "⟨a, b⟩: a where gradients are instantiated, b where the ghost norm is taken (2T² < pd). Modules of Table 3:"
-        " 1 forward, 2a output gradient, 2b parameter gradient, 3 ghost norm, 4 instantiation, 5 weighted sum."
-        f" Empty: not printed.\n\n{SPACE}\n\n" + as_markdown(five) + _FOOT,
-        "complexity-bu-table8.csv": as_csv(eight),
-        "complexity-bu-table8.md": "# Whole networks: space of per-example norms, and every implementation relative to non-DP\n\n"
-        "Bu et al. refer to such tables as 8 and 10, which are not in the text that we have; the column `printed` is the"
-        " complexity in Table 1. Instantiation, ghost and mixed are floats for one example, summed over layers, a tied weight"
-        " once for each use.\n\n"
-        + as_markdown(eight, shown)
-        + f"\n## Time relative to non-DP, derived, B = {BATCH}\n\n"
-        + as_markdown(eight, ["network", "layers", *(f"{name} time" for name in methods)])
-        + f"\n## Space relative to non-DP, derived, B = {BATCH}\n\n"
-        + as_markdown(eight, ["network", "layers", *(f"{name} space" for name in methods)])
-        + _FOOT,
-        "complexity-bu-figure7.csv": as_csv(figure_7()),
-        "complexity-bu-figure7.md": "# Bu et al., Figure 7: from which depth on the ghost norm takes less space\n\n"
-        "Shortcut convolutions left out, as in the paper. The CSV has every layer.\n\n"
-        + as_markdown(thresholds())
-        + "\nAt 512 x 512 the text says 17. The rule says 13: conv5_x has T = 256 and 2T² = 131,072, less than the"
-        " 1,179,648 weights of its first layer.\n" + _FOOT,
-    }
+    unseen = "Bu et al. refer to such tables as 8 and 10, which are not in the text that we have"
+    body = (
+        f"{unseen}; the column `printed` is the complexity in Table 1. Instantiation, ghost and mixed are floats for one example,"
+        f" summed over layers, a tied weight once for each use.\n\n{as_markdown(rows, shown)}"
+    )
+    for what in ("Time", "Space"):
+        columns = ["network", "layers", *(f"{name} {what.lower()}" for name in methods)]
+        body += f"\n## {what} relative to non-DP, derived, B = {BATCH}\n\n{as_markdown(rows, columns)}"
+    title = "Whole networks: space of per-example norms, {}every implementation relative to non-DP"
+    note = f"{unseen}. Floats of one example."
+    return _page("complexity-bu-table8", title.format(""), rows, note, body, title.format("and "))
+
+
+def page_7() -> Document:
+    """Figure 7."""
+    note = "Shortcut convolutions left out, as in the paper."
+    body = (
+        f"{note} The CSV has every layer.\n\n{as_markdown(thresholds())}\nAt 512 x 512 the text says 17. The rule says 13:"
+        " conv5_x has T = 256 and 2T² = 131,072, less than the 1,179,648 weights of its first layer.\n"
+    )
+    title = "Bu et al., Figure 7: from which depth on the ghost norm takes less space"
+    return _page("complexity-bu-figure7", title, figure_7(), note, body)
+
+
+PAGES: dict[str, Callable[[], Document]] = {
+    "complexity-bu-table4": page_4,
+    "complexity-bu-table5": page_5,
+    "complexity-bu-table8": page_8,
+    "complexity-bu-figure7": page_7,
+}
 
 
 def main(folder: Path) -> None:
     """Write the pages into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for name, page in PAGES.items():
+        (folder / f"{name}.md").write_text(page().as_markdown(), encoding="utf-8")
+        (folder / f"{name}.csv").write_text(page().as_csv(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ TARGETS: dict[str, Curves] = {
                 ("he2023_table2_cifar10_wrn16_4_adaptive_perlayer", "cifar10"),
             )
         ),
-        x="clip.target_quantile",
+        x="clip.target_quantile", says=curve_claims.quantiles_matter_on_text_alone,
     ),
     "figure-he-7": Curves(
         "He et al., Figure 7: loss against wall time, E2E",

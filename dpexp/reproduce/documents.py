@@ -69,6 +69,7 @@ class Document:
         sections: in order.
         columns: of the CSV: every section's rows in one file.
         markdown: written as it is, where a page has its own form.
+        rule: what stands below a column's name in the Markdown tables.
         svg, png: of a figure.
         status: for the coverage matrix, as text: "exact", "small 2/8", "not run".
         verdicts: one for each block that was run; none where nothing was, or where it is arithmetic.
@@ -81,6 +82,7 @@ class Document:
     sections: tuple[Section, ...] = ()
     columns: tuple[str, ...] = ()
     markdown: str = ""
+    rule: str = " --- |"
     svg: str = ""
     png: bytes = b""
     status: str = "exact"
@@ -104,7 +106,7 @@ class Document:
         for section in self.sections:
             parts += [f"## {section.heading}"] if section.heading else []
             parts += section.paragraphs
-            parts += [table(section.columns, section.rows)] if section.columns else []
+            parts += [table(section.columns, section.rows, self.rule)] if section.columns else []
         return "\n\n".join(parts) + "\n"
 
     def as_csv(self) -> str:
@@ -115,9 +117,9 @@ class Document:
         return as_csv(columns, self.rows)
 
 
-def table(columns: Sequence[str], rows: Rows) -> str:
-    """A Markdown table, without a line end."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+def table(columns: Sequence[str], rows: Rows, rule: str = " --- |") -> str:
+    """A Markdown table, without a line end; ``rule`` as in `Document`."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + rule * len(columns)]
     lines += ["| " + " | ".join(_cell(row.get(column, "")) for column in columns) + " |" for row in rows]
     return "\n".join(lines)
 

@@ -28,7 +28,7 @@ from dpexp.reproduce.complexity import (
     term_sum,
 )
 from dpexp.reproduce.documents import Document, Rows, Section
-from dpexp.reproduce.paper import Cell, paper_table
+from dpexp.reproduce.paper import Cell, paper_table, printed
 
 # --- He et al.: σ, σ_b, σ_new for every row (Algorithm 1, Proposition 3.1) ---
 
@@ -220,14 +220,14 @@ def _yes(value: bool) -> str:
 
 def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
     """Print beside ours; what differs in form alone is read as equal: ``≈``, ``O(…)`` with its constant spelt out."""
-    printed = cell.value
-    simple = printed.replace("≈ ", "").replace("O(BT²)", "2BT²(p+d)")
-    plain = ours.partition(" + 2BT²(p+d)")[0] if printed.startswith("≈") else ours
-    agrees = "" if not printed or not ours else _yes(simple == plain or printed == ours)
+    value = cell.value
+    simple = value.replace("≈ ", "").replace("O(BT²)", "2BT²(p+d)")
+    plain = ours.partition(" + 2BT²(p+d)")[0] if value.startswith("≈") else ours
+    agrees = "" if not value or not ours else _yes(simple == plain or value == ours)
     return {
         "row": cell.row,
         "column": cell.column,
-        "paper": printed or "-",
+        "paper": value or "-",
         "ours": ours,
         "agrees": agrees,
         "note": note,
@@ -295,25 +295,34 @@ def memory_monir() -> Document:
 
 
 MNIST = {"N": 60000, "B": 512, "epochs": 30, "delta": 1e-5, "C": 0.2}
-SAMPLING = ((0.005, 0.009, 0.013), 1.368)
-SCALING = ((0.141, 0.236, 0.299), 1.545)
 TARGETS = (1.0, 2.0, 3.0)
 MNIST_STEPS = 3516  # 30 epochs of 60000 / 512 batches: inferred, the paper gives neither B nor epochs
 
 
+@cache
+def _printed(kind: str) -> tuple[list[float], float]:
+    """Of section 6.2: the groups' sampling rates or thresholds, and σ."""
+    row, named = f"section 6.2, MNIST, {kind}", "sampling rates" if kind == "sampling" else "thresholds"
+    values = printed("monir2023", "text", row, f"{named} of the groups").split(", ")
+    sigma = printed("monir2023", "text", row, f"σ_{kind.replace('ing', 'e')}")
+    return [float(value) for value in values], float(sigma)
+
+
 def individual_epsilon(kind: str, group: int, steps: int) -> float:
     """ε of a group (0, 1, 2) of section 6.2 after some steps, RDP, δ = 1e-5: its own q, or its own bound C_g in noise σ·C."""
+    values, sigma = _printed(kind)
     if kind == "sampling":
-        rate, sigma = SAMPLING[0][group], SAMPLING[1]
+        rate = values[group]
     else:
-        rate, sigma = MNIST["B"] / MNIST["N"], SCALING[1] * MNIST["C"] / SCALING[0][group]
+        rate, sigma = MNIST["B"] / MNIST["N"], sigma * MNIST["C"] / values[group]
     return epsilon(composed([(step_event(rate, [sigma]), steps)]), MNIST["delta"], "rdp")
 
 
 def individual_monir() -> Document:
     """Section 6.2, Table 9 case 1: what the printed rates and thresholds spend."""
     rows = []
-    for kind, (values, sigma) in (("sampling", SAMPLING), ("scaling", SCALING)):
+    for kind in ("sampling", "scaling"):
+        values, sigma = _printed(kind)
         for group, (value, target) in enumerate(zip(values, TARGETS, strict=True)):
             spent = individual_epsilon(kind, group, MNIST_STEPS)
             note = f"{'q' if kind == 'sampling' else 'C'} = {value}, σ = {sigma}"

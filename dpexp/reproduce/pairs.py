@@ -90,12 +90,14 @@ class Pair:
         """The result without what the unfinished search of a side forbids to conclude.
 
         Where a configuration with too few seeds did better than the one compared, or the best learning rate is at the edge of
-        those tried, the side may be better than it looks: then the seeds can't say that it is worse.
+        those tried, the side may be better than it looks: then the seeds can't say that it is worse. Where they can say
+        neither, nothing was tested.
         """
         left, right = map(bool, self.better)
-        both = self.expect.startswith("close") and (left or right)
-        p_for = 1.0 if right or both else self.result.p_for
-        p_against = 1.0 if left or both else self.result.p_against
+        if (left and right) or (self.expect.startswith("close") and (left or right)):
+            return replace(self.result, p_for=None, p_against=None, verdict=CANNOT_TELL)
+        p_for = 1.0 if right else self.result.p_for
+        p_against = 1.0 if left else self.result.p_against
         if self.result.p_for is None or p_for is None or p_against is None:
             return self.result
         return replace(self.result, p_for=p_for, p_against=p_against, verdict=judge(p_for, p_against))
@@ -125,10 +127,10 @@ def verdict(pairs: Sequence[Pair], part: str = "", unstated: str = "") -> str:
     """
     if not pairs:
         return f"{CANNOT_TELL}: no pair of records that differ in this alone"
-    tested = [pair for pair in pairs if pair.result.p_for is not None]
+    tested = [pair for pair in pairs if pair.judged.p_for is not None]
     word = overall([pair.judged for pair in pairs])
     if not tested:
-        return f"{CANNOT_TELL}: fewer than two seeds on a side of each of {len(pairs)} pairs"
+        return f"{CANNOT_TELL}: fewer than two seeds on a side, or searches that are not finished, of each of {len(pairs)} pairs"
     picked = ", sides picked on these seeds" if any(max(pair.tried) > 1 for pair in tested) else ""
     named = f" for a part of the claim, {part}" if part and word != CANNOT_TELL else ""
     found = f"{len(tested)} of {len(pairs)} pairs tested, {_test(tested)} over seeds, level {LEVEL:g}{picked}"
@@ -150,7 +152,8 @@ def paragraphs(pairs: Sequence[Pair], part: str = "", unstated: str = "") -> tup
 
 def in_short(pairs: Sequence[Pair]) -> str:
     """The tested pair with the most seeds: difference, interval and seeds; "" where none was tested."""
-    tested = [pair for pair in pairs if pair.result.p_for is not None and math.isfinite(pair.result.low)]
+    measured = [pair for pair in pairs if pair.result.p_for is not None and math.isfinite(pair.result.low)]
+    tested = [pair for pair in measured if pair.judged.p_for is not None] or measured
     if not tested:
         return ""
     pair = max(tested, key=lambda pair: min(pair.sizes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 
 from dpexp.checks import did_you_mean
@@ -103,6 +104,19 @@ def paper_table(paper: str, table: str, folder: Path = FOLDER) -> list[Cell]:
                 )
             cells.append(Cell(*values))
     return cells
+
+
+@cache
+def printed(paper: str, table: str, row: str, column: str) -> str:
+    """The value in a row and a column, as it stands in print.
+
+    Raises:
+        UserError: there is no such table, row or column.
+    """
+    for cell in paper_table(paper, table):
+        if (cell.row, cell.column) == (row, column):
+            return cell.value
+    raise UserError(f"{paper}, {table}: nothing is transcribed for {row!r}, {column!r}")
 
 
 def _number(text: str) -> float | None:

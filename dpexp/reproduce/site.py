@@ -29,6 +29,7 @@ _STATUS = (
     "contradicts",
     "cannot tell",
 )
+# folded, until a reader asks
 _PROVENANCE = (
     "ε",
     "δ",
@@ -37,7 +38,7 @@ _PROVENANCE = (
     "hardware",
     "record",
     "precision",
-)  # folded, until a reader asks
+)
 _MOST_ROWS = 160  # of what a figure is drawn from
 _SAID_ONCE = ("Ours: mean ± standard deviation", "Regenerate:")  # at the top of the page, for all
 

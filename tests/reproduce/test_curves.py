@@ -192,6 +192,30 @@ def test_a_command_makes_records_that_its_figure_selects_and_draws(name: str, sc
         assert len(x) == 2
 
 
+@pytest.mark.parametrize(("gain", "word"), [(0.05, "supports"), (-0.05, "contradicts")])
+def test_figure_5_says_whether_a_high_quantile_is_best_on_text(gain: float, word: str, tmp_path: Path):
+    runs = [
+        summary("adaptive_perlayer", seed, 0.8 + gain * quantile + 1e-3 * seed, quantile=quantile)
+        for quantile in (0.2, 0.6, 0.9)
+        for seed in SEEDS
+    ]
+    document = _build("figure-he-5", tmp_path, *runs)
+    assert f"sst2: {word} for a part of the claim, the one about sst2" in _says(document)
+    assert "quantile 0.9 (n = 3, best of 3) minus quantile 0.2" in document.sections[-1].paragraphs[2]
+
+
+@pytest.mark.parametrize(("gain", "word"), [(0.004, "supports"), (0.1, "contradicts")])
+def test_figure_5_says_whether_quantiles_are_alike_on_images(gain: float, word: str, tmp_path: Path):
+    """Those outside 0.3 to 0.9 are not in the claim."""
+    runs = [
+        summary("adaptive_perlayer", s, value + 1e-3 * s, quantile=quantile, **CIFAR)
+        for quantile, value in ((0.1, 0.2), (0.3, 0.6), (0.6, 0.6 + gain), (0.9, 0.601))
+        for s in SEEDS
+    ]
+    document = _build("figure-he-5", tmp_path, *runs)
+    assert f"cifar10_jpeg: {word} for a part" in _says(document)
+
+
 def test_a_value_for_each_task_is_no_sweep(tmp_path: Path):
     """Two tasks at two quantiles are two points, not a line."""
     runs = [summary("adaptive_perlayer", quantile=0.75), summary("adaptive_perlayer", quantile=0.6, **CIFAR)]

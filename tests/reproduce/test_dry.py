@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from dpexp import dry, train
-from dpexp.config import RunConfig, compose
+from dpexp.config import RunConfig, compose, conf_dir
 from dpexp.errors import UserError
 from dpexp.reproduce import tables
 from dpexp.reproduce.paper import paper_table
@@ -52,6 +52,16 @@ def test_every_kind_of_run_that_a_table_asks_for_takes_a_step():
         assert dry.one_step(run).startswith("taken with")
     nowhere = [replace(run, data=replace(run.data, root=None, source="files")) for run in asked]
     assert all(dry.whereabouts(run).startswith("missing: ") for run in nowhere)
+
+
+def test_every_preset_of_the_review_has_a_plan_and_takes_a_step():
+    """Figures ask for no cell, so that these are in no table's commands."""
+    names = sorted(path.stem for path in (conf_dir() / "experiment").glob("monir2023_*.yaml"))
+    assert len(names) >= 15
+    runs = [compose([f"experiment={name}"]) for name in names]
+    assert all("noise multiplier" in dry.plan(run) for run in runs)
+    for run in {(kind(run), run.task.name): run for run in runs}.values():
+        assert dry.one_step(run).startswith("taken with")
 
 
 def test_what_is_there_is_found_and_what_is_missing_is_named(tmp_path: Path):

@@ -65,6 +65,38 @@ def test_its_verdict_comes_from_seeds(sign: float, seeds: tuple[int, ...], word:
     assert f"in miniature on mnist: {word}" in document.paragraphs[1]
 
 
+@pytest.mark.parametrize(("slope", "word"), [(-1, "supports"), (1, "contradicts")])
+def test_small_thresholds_are_to_be_best(slope: float, word: str, tmp_path: Path):
+    """Li et al., Figure 4: each column at its best learning rate, the smallest beside the largest."""
+    runs = []
+    for number, threshold in enumerate((0.05, 0.5, 8.0)):
+        for lr, less in ((1e-2, 0.0), (4e-2, 0.1)):
+            for seed in SEEDS:
+                accuracy = 0.7 + slope * 0.02 * number - less + 1e-3 * seed
+                run = summary(
+                    "flat",
+                    seed,
+                    accuracy,
+                    lr=lr,
+                    clip_norm=threshold,
+                    epsilon=3.0,
+                    epochs=1.0,
+                    batch_size=1024,
+                )
+                run["details"]["config"]["model"] |= {"head": "linear", "frozen_features": True}
+                runs.append(run)
+    document = tables.build("li2022", "figure4", load(write(tmp_path, *runs)))
+    block = document.sections[0]
+    assert f"in miniature on sst2: {word} (1 of 1 pairs" in document.paragraphs[1]
+    assert "lr = 0.01, C = 0.05 (n = 3, best of 2) minus lr = 0.01, C = 8" in block.paragraphs[3]
+    (command, *_) = tables.missing("li2022", "figure4", [], "small")
+    run = compose(
+        [word for word in shlex.split(command)[3:] if word != "-m" and not word.startswith("seed=")]
+    )
+    assert (run.model.frozen_features, run.model.head, run.privacy.epsilon) == (True, "linear", 3.0)
+    assert (run.optim.name, run.optim.batch_size, run.optim.epochs) == ("adam", 1024, 1)
+
+
 def test_a_grid_that_was_not_run_names_its_sweep_and_run_1_runs_it(tmp_path: Path):
     document = _figure(tmp_path)
     (command,) = tables.missing("li2022", "figure2", [], "small")

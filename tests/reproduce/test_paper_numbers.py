@@ -163,7 +163,7 @@ def test_li_table_2_prints_the_epsilons_of_lora_for_every_method():
 
 def test_epsilon_columns_of_li_are_those_that_the_accounting_reproduces():
     found = {}
-    for printed in accounting.PRINTED:
+    for printed in accounting.printed_rows():
         for target, values in zip((3, 8), printed.values, strict=True):
             found[printed.table, printed.row, target] = values
     rows = (("≈ ε (Gaussian DP + CLT)", 0), ("≈ ε (Compose tradeoff func.)", 1))
@@ -274,7 +274,7 @@ def test_the_complexity_tables_hold_the_transcribed_values():
         ("E2E, GPT2-large (774M)", "gpt2-large"),
         ("CIFAR, BEiT-large (304M)", "beit_large"),
     ):
-        assert one[row, "Relative Speed over non-DP, complexity"] == complexity_tables.PRINTED_1[name]
+        assert one[row, "Relative Speed over non-DP, complexity"] == complexity_tables.printed_1(name)
     seven = shown("bu2023", "figure7")
     for name, image, depth in complexity_tables.FIGURE_7[:2]:
         assert (

@@ -7,11 +7,13 @@ import shlex
 import pytest
 import yaml
 
-from dpexp.config import compose, conf_dir
+from dpexp.config import compose, conf_dir, to_dict
+from dpexp.durable import flattened
 from dpexp.reproduce.paper import paper_table, paper_tables
 
-PRESETS, SWEEPS = (
-    sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")) for group in ("experiment", "sweep")
+PRESETS, SWEEPS, RECIPES = (
+    sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    for group in ("experiment", "sweep", "recipe")
 )
 
 
@@ -105,3 +107,34 @@ def test_every_command_of_a_sweep_composes_and_its_count_is_right(sweep):
     axes = yaml.safe_load(text)["hydra"]["sweeper"]["params"].values()
     jobs = math.prod(len(str(values).split(",")) for values in axes)
     assert re.search(rf"\b{jobs} runs\b", text), f"it says another number than {jobs}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_composes_and_says_what_the_text_has_instead(recipe):
+    (arguments,) = commands(recipe, "recipe")
+    given = [word.replace("=N", "=56000") for word in arguments]
+    ours, theirs = compose([w for w in given if "recipe=" not in w]), compose(given)
+    said = {}
+    path = []
+    for line in (conf_dir() / "recipe" / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines():
+        if not (setting := re.match(r"( *)([\w]+):", line)):
+            continue
+        path = [*path[: len(setting[1]) // 2], setting[2]]
+        if text := re.search(r"\btext: ([^(]+?)(?: \(.*)?$", line):
+            said[".".join(path)] = yaml.safe_load(text[1])
+    assert len(said) >= 2
+    for key, value in said.items():
+        before, after = (dict(flattened(to_dict(run)))[key] for run in (ours, theirs))
+        assert before == value, f"{key}: the text of the comment"
+        assert after != before, f"{key}: a recipe holds what differs"
+
+
+def test_every_preset_with_another_recipe_names_it():
+    for preset in PRESETS:
+        named = re.findall(r"recipe=(\w+)\.", " ".join(header(preset)))
+        assert set(named) <= set(RECIPES)
+        task = compose([f"experiment={preset}"]).task.name
+        assert bool(named) == (preset.startswith("li2022_") and task != "personachat")
+        for recipe in named:
+            counted = ["data.num_examples=56000"] if recipe == "li2022_dart" else []
+            compose([f"experiment={preset}", f"recipe={recipe}", *counted])

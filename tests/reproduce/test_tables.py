@@ -231,6 +231,8 @@ def test_a_search_that_is_not_finished_forbids_a_verdict_against_its_side(tmp_pa
     assert _build(tmp_path / "c", *turned, rival).sections[0].paragraphs[1].startswith("**cannot tell")
     even_better = summary("perlayer", 0, 0.95, lr=5e-3)  # of the side that is ahead anyway
     assert _build(tmp_path / "d", *turned, even_better).sections[0].paragraphs[1].startswith("**contradicts")
+    neither = _build(tmp_path / "e", *high, *low, better, summary("flat", 0, 0.95, lr=5e-3)).sections[0]
+    assert neither.paragraphs[1].startswith("**cannot tell: fewer than two seeds on a side, or searches")
 
 
 def test_a_cell_of_random_weights_is_another_than_that_of_the_pretrained_model():

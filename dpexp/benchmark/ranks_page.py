@@ -1,0 +1,93 @@
+"""What `dpexp.benchmark.ranks` has measured, as a table, a page and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from dpexp.durable import write_atomic
+from dpexp.reproduce.communication import CLAIMS, Assumptions, cost
+from dpexp.reproduce.drawing import draw
+
+
+def ranks_table(rows: list[dict[str, Any]]) -> Table:
+    """Show the rows of `measure_ranks` on a terminal."""
+    table = Table(
+        "runtime", "clipping", "step, s", "noise, s", "wall ratio", "processor ratio", "bytes in a step"
+    )
+    for row in rows:
+        sent = ", ".join(f"{kind} {count:,.0f}" for kind, count in row["bytes"].items())
+        table.add_row(
+            row["runtime"], row["method"], f"{row['wall_s']:.4g}", f"{row['noise_s']:.3g}", f"{row['wall_ratio']:.3f}",
+            f"{row['cpu_ratio']:.3f}", sent,
+        )  # fmt: skip
+    return table
+
+
+def write_ranks(rows: list[dict[str, Any]], out: Path) -> None:
+    """Write OUT.md, the rows in words, and OUT.svg: the measured ratios, and beside them a model of He et al.'s machine."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out.with_suffix(".md"), ranks_page(rows))
+    write_atomic(out.with_suffix(".svg"), ranks_plot(rows))
+
+
+def ranks_page(rows: list[dict[str, Any]]) -> str:
+    """Say in Markdown what `measure_ranks` found."""
+    first = rows[0]
+    lines = [
+        "# What privacy costs over processes",
+        "",
+        f"Made by `python -m dpexp.bench bench=ranks`: GPT-2 of {first['parameters']:,} parameters, all trained, on "
+        f"{first['processes']} processes of one core each. A step is forward, backward, clipping, sums over processes, noise and "
+        "SGD. Ratios are to the same runtime without privacy (DistributedDataParallel, `fully_shard`, a 1F1B pipeline), medians "
+        "of turns. The processor's time is that of the slowest process; other programs disturb it least. Bytes are what all "
+        "processes hand to others in one step.",
+        "",
+        "| runtime | clipping | step, s | noise, s | wall time ratio | without noise | processor time ratio | bytes in a step |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    bases = {row["runtime"]: row for row in rows if row["method"] == "nonprivate"}
+    for row in rows:
+        sent = ", ".join(f"{kind} {count:,}" for kind, count in row["bytes"].items())
+        bare = (row["wall_s"] - row["noise_s"]) / bases[row["runtime"]]["wall_s"]
+        lines.append(
+            f"| {row['runtime']} | {row['method']} | {row['wall_s']:.3f} | {row['noise_s']:.3f} | {row['wall_ratio']:.3f} | "
+            f"{bare:.3f} | {row['cpu_ratio']:.3f} | {sent} |"
+        )
+    loads = max(row["load_average"] for row in rows)
+    lines += [
+        "",
+        f"Load of the machine at the end of a measurement (number of busy programs): up to {loads:.1f}.",
+        "",
+        "The right half of the plot is a model, not a measurement: GPT-3 (175B parameters) in 16 stages on 16 to 512 devices, "
+        "with the assumptions of [communication-he](../tables/communication-he.md).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def ranks_plot(rows: list[dict[str, Any]]) -> str:
+    """Draw the processor's time relative to no privacy, and the modelled step of a large pipeline; SVG."""
+    private = [row for row in rows if row["method"] != "nonprivate"]
+    given = Assumptions()
+    devices = [given.stages * 2**k for k in range(6)]
+
+    def plot(axes: Any) -> None:
+        left, right = axes
+        labels = [f"{row['runtime']}: {row['method']}" for row in private]
+        left.barh(labels[::-1], [row["cpu_ratio"] for row in private][::-1], color="#0072B2")
+        left.axvline(1.0, color="0.3", linewidth=0.8)
+        left.set_xlabel("processor time of a step, relative to no privacy")
+        left.set_title(f"measured, {private[0]['processes']} processes")
+        for way, _ in CLAIMS:
+            times = [cost(way, count, given).seconds for count in devices]
+            right.plot(devices, times, marker="o", markersize=3, label=way)
+        right.set_xscale("log", base=2)
+        right.set_yscale("log")
+        right.set_xlabel("devices")
+        right.set_ylabel("seconds of a step")
+        right.set_title("model: GPT-3 in 16 stages, LoRA")
+        right.legend()
+
+    return draw(plot, 2)[0]
