@@ -21,7 +21,7 @@ from datasets import Dataset
 
 from dpexp.integrations.transformers import Trainer  # private: instead of transformers.Trainer
 from dpexp.models.sources import smollm2_file
-from dpexp.record import command_line, git_state, versions
+from dpexp.provenance import command_line, git_state, versions
 
 
 def read(data, split, most=None):

@@ -21,7 +21,7 @@ from datasets import Dataset
 
 from dpexp.integrations.transformers import Trainer  # private: instead of transformers.Trainer
 from dpexp.models.sources import minilm_folder
-from dpexp.record import command_line, git_state, versions
+from dpexp.provenance import command_line, git_state, versions
 
 
 def read(data, split):
@@ -34,10 +34,8 @@ def train(
 ):
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
     model = transformers.AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
-    for (
-        name,
-        parameter,
-    ) in model.named_parameters():  # biases and head: few parameters learn sooner under noise
+    # biases and head: few parameters learn sooner under noise
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_("bias" in name or name.startswith("classifier"))
 
     def tokenise(rows):
