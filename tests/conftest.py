@@ -5,6 +5,7 @@ import itertools
 import os
 import secrets
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -29,6 +30,8 @@ absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
 if given := os.environ.pop("DPEXP_DATA", None):
     os.environ["DPEXP_TEST_DATA"] = given
 
+# Native kernels of this machine, before a test's own cache hides them.
+KERNELS = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser() / "native"
 
 # The same examples in every run: what fails here fails for the next one too. More examples: HYPOTHESIS_PROFILE=explore.
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
@@ -54,8 +57,16 @@ def same_keys(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory, monkeypatch):
-    """Tokenised data of a test session stays in its temporary folder."""
-    monkeypatch.setenv("DPEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    """Tokenised data of a test session stays in its temporary folder; native kernels are the machine's.
+
+    This process may have loaded them before: another one that a test starts would compute without them, and round another way.
+    """
+    cache = tmp_path_factory.getbasetemp() / "cache"
+    if not cache.exists():
+        (cache / "native").mkdir(parents=True)
+        for library in KERNELS.glob("*.so"):
+            (cache / "native" / library.name).symlink_to(library)
+    monkeypatch.setenv("DPEXP_CACHE", str(cache))
 
 
 @pytest.fixture

@@ -1,10 +1,15 @@
-"""`dpexp.train` of which rank 1 is killed in its first life, as soon as its third step is charged; for torchrun."""
+"""`dpexp.train` of which rank 1 is killed in its first life, as soon as its third step is charged; for torchrun.
+
+Noise is a function of the step alone, as in the run that it is compared with: real noise follows every bit of the sums.
+"""
 
 import os
 import signal
 
 from dpexp import train
+from dpexp.training import release
 from dpexp.training.release import Release
+from tests.pipeline.test_training import numbered_noise
 
 DIES_IN = 2
 
@@ -18,6 +23,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
+    release.add_gaussian_ = numbered_noise()
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
         Release.charge = charge_and_die
     train.main()

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from dpexp import train
 from dpexp.config import compose, run_folder
 from dpexp.parallel import ALONE, Ranks
+from dpexp.training import release
 from dpexp.training.loop import Trainer
 from dpexp.training.stages import StageTrainer
 from tests.parallel.pool import run_ranks
-from tests.pipeline.test_training import SMALL, trained
+from tests.pipeline.test_training import SMALL, numbered_noise, trained
 
 ROOT = Path(__file__).parents[2]
 DIGITS = [
@@ -26,41 +27,47 @@ DIGITS = [
     "runtime.device=cpu", "runtime.physical_batch_size=8", "runtime.checkpoint_every=10",
 ]  # fmt: skip
 
+# Found: other kernels move weights by 1e-8, a lost example by 2e-5 to 4e-4, other noise by 7e-4 to 3e-3.
+TOLERANCE = 1e-6
 
-def end_of(folder: Path) -> dict[str, Any]:
-    """What a finished run has left: summary, the bytes of its weights, and the steps and attempts of its ledger."""
-    where = next(folder.rglob("summary.json")).parent
-    lines = [json.loads(line) for line in (where / "ledger.jsonl").read_text().splitlines()]
-    return {
-        "summary": json.loads((where / "summary.json").read_text()),
-        "weights": [path.read_bytes() for path in sorted((where / "model").glob("model*"))],
-        "charged": [(line["step"], line["attempt"]) for line in lines],
-    }
+
+def charged_in(folder: Path) -> list[tuple[int, int]]:
+    """Steps and attempts in the ledger of a finished run."""
+    lines = next(folder.rglob("ledger.jsonl")).read_text().splitlines()
+    return [(line["step"], line["attempt"]) for line in map(json.loads, lines)]
 
 
 def whole_run(ranks: Ranks, folder: Path) -> None:
+    release.add_gaussian_ = numbered_noise()
     train.run_together(compose([*DIGITS, "runtime=ddp", f"runtime.runs_dir={folder}"]), ranks)
 
 
 def test_torchrun_starts_all_ranks_again_when_one_dies(tmp_path: Path) -> None:
-    """Rank 1 is killed behind the third charge, before any checkpoint: three steps are repeated, none is charged twice."""
+    """Rank 1 is killed behind the third charge, before any checkpoint: three steps are repeated, none is charged twice.
+
+    A step is charged once because its sum is the same to the last bit in both lives, which are started alike. The run that nobody
+    killed is forked from this process, whose kernels may be others: there sums are the same to rounding.
+    """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
         "-m", "tests.parallel.dying", *DIGITS, "runtime=ddp", f"runtime.runs_dir={tmp_path / 'died'}",
     ]  # fmt: skip
     settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, timeout=500
+        command, cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (tmp_path / "ranks").mkdir()
     run_ranks(2, tmp_path / "ranks", whole_run, tmp_path / "lived")
-    died, lived = end_of(tmp_path / "died"), end_of(tmp_path / "lived")
-    assert died["charged"] == lived["charged"] == [(step, 0) for step in range(4)]
-    assert died["summary"]["privacy"]["epsilon"] == lived["summary"]["privacy"]["epsilon"]
-    assert died["summary"]["details"]["processes"] == 2
-    assert len(lived["weights"]) == 1
-    assert died["weights"] == lived["weights"]
+    died, lived = tmp_path / "died", tmp_path / "lived"
+    assert charged_in(died) == charged_in(lived) == [(step, 0) for step in range(4)]
+    ends, expected = (json.loads(next(run.rglob("summary.json")).read_text()) for run in (died, lived))
+    assert ends["privacy"]["epsilon"] == expected["privacy"]["epsilon"]
+    assert ends["details"]["processes"] == 2
+    weights = torch.load(next(lived.rglob("model.pt")))
+    for name, tensor in torch.load(next(died.rglob("model.pt"))).items():
+        torch.testing.assert_close(tensor, weights.pop(name), rtol=TOLERANCE, atol=TOLERANCE)
+    assert not weights
 
 
 ADAM = [
@@ -94,7 +101,7 @@ def test_a_run_goes_through_all_runtimes(tmp_path: Path) -> None:
     assert told == [[f"lost after step {step}" for step in (1, 2, 3)]] * 2
     resumed = trained(ALONE, moved, ADAM, released=6)
     alone = trained(ALONE, tmp_path / "alone", ADAM)
-    assert end_of(moved)["charged"] == [(step, 0) for step in range(4)]
+    assert charged_in(moved) == [(step, 0) for step in range(4)]
     assert resumed["privacy"]["epsilon"] == alone["privacy"]["epsilon"]
     assert resumed["details"]["thresholds"] == pytest.approx(alone["details"]["thresholds"], rel=1e-5)
     assert run_folder(compose([*SMALL, *ADAM])).name == run_folder(compose([*SMALL, *ADAM, *ROUTE[1]])).name
