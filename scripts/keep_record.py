@@ -1,11 +1,12 @@
 """Copy the summary of a run that counts into results/runs, without the folders of the machine that it ran on, and with a
 thinned curve of what it logged on its way: dev metrics, and quantiles of the norms where they were written. An audit goes to
 results/audits: its data hold canaries, and its metrics belong in no table of training runs. The record of a script of
-docs/examples goes to results/examples.
+docs/examples goes to results/examples, and with `--to league` a run of the league to results/league.
 
-Usage: python scripts/keep_record.py runs/TASK/SIGNATURE/seedK/summary.json [...]
+Usage: python scripts/keep_record.py [--to FOLDER] runs/TASK/SIGNATURE/seedK/summary.json [...]
 """
 
+import argparse
 import json
 import math
 import re
@@ -57,8 +58,8 @@ def thinned(points: list[Any], most: int = 24) -> list[Any]:
     return [points[math.floor(i * step + 0.5)] for i in range(most)]
 
 
-def keep(path: Path) -> Path:
-    """Check that a summary can count, and copy it."""
+def keep(path: Path, folder: str = "") -> Path:
+    """Check that a summary can count, and copy it to a folder of results: its own unless one is named."""
     summary = json.loads(path.read_text(encoding="utf-8"))
     if summary.get("status", "finished") != "finished":
         sys.exit(f"error: {path}: status is {summary['status']}; finish the run first")
@@ -75,9 +76,8 @@ def keep(path: Path) -> Path:
         summary["details"]["signature"],
         f"seed{summary['seed']}",
     ]
-    return write(
-        RESULTS / ("audits" if "audit" in summary else "runs") / ("-".join(parts) + ".json"), summary
-    )
+    folder = folder or ("audits" if "audit" in summary else "runs")
+    return write(RESULTS / folder / ("-".join(parts) + ".json"), summary)
 
 
 def write(target: Path, summary: dict[str, Any]) -> Path:
@@ -89,7 +89,11 @@ def write(target: Path, summary: dict[str, Any]) -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    for name in sys.argv[1:]:
-        print(keep(Path(name)))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("summary", nargs="+", type=Path)
+    parser.add_argument("--to", default="", help="the folder of results, where it is not its own")
+    given = parser.parse_args()
+    for name in given.summary:
+        print(keep(name, given.to))

@@ -56,6 +56,7 @@ def _keep(tmp_path: Path, one: dict, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_audit_is_kept_apart_from_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     name = "sst2-minilm-flat-small-eps8-0123456789-seed0.json"
     assert _keep(tmp_path, summary(), monkeypatch) == tmp_path / "results" / "runs" / name
+    assert keep_record.keep(tmp_path / "summary.json", "league") == tmp_path / "results" / "league" / name
     audit = summary() | {"audit": {"method": "exposure"}}
     assert _keep(tmp_path, audit, monkeypatch) == tmp_path / "results" / "audits" / name
 

@@ -65,6 +65,20 @@ def test_what_failed_is_named_the_rest_runs_and_nothing_runs_twice(tmp_path: Pat
     assert times == [path.stat().st_mtime_ns for path in finished]
 
 
+def test_a_job_in_a_copy_of_the_queue_leaves_what_one_of_its_own_leaves(tmp_path: Path):
+    broken = f"{DEMO} optim.steps=1 data.source=files"
+    done = _queue(tmp_path, f"{broken}\n{DEMO} optim.steps=2 seed=0,1 -m\n", "--fork")
+    assert done.returncode == 1, done.stderr
+    assert "1 failed, 2 done" in done.stdout
+    assert "error: " in done.stderr
+    files = (tmp_path / "runs").glob("sst2/*/seed[01]/summary.json")
+    summaries = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    commands = {summary["command"] for summary in summaries if summary["status"] == "finished"}
+    assert commands == {
+        f"{DEMO} optim.steps=2 runtime.runs_dir={tmp_path / 'runs'} seed={seed}" for seed in (0, 1)
+    }
+
+
 def test_a_kept_record_counts_as_done(tmp_path: Path):
     (job,) = read(f"{DEMO} optim.steps=2")
     summary = {"status": "finished", "metrics": {"accuracy": 0.5}, "wall_s": 1.0}

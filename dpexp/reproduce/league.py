@@ -1,0 +1,298 @@
+"""The league: many methods on a few tasks under one budget, each with as many learning rates tried.
+
+``league.yaml`` has the list; `commands` makes the runs of it, and `document` says what their records in ``results/league`` show.
+A record belongs to the row whose command it was.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from scipy import stats
+
+from dpexp.reproduce import pairs
+from dpexp.reproduce.cells import Filling, printed_factor
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict
+from dpexp.reproduce.pairs import Choice, Pair
+from dpexp.reproduce.records import Record
+from dpexp.reproduce.statistics import LEVEL, compare, holm, mean_std
+
+NAME = "league"
+RANKS = ("method", "mean rank", "best", "better than {0}", "worse than {0}")
+COLUMNS = (
+    "method", "ε", "rank", "ours", "95% interval", "minus {0}", "95% of it", "p", "p (Holm)", "beside {0}", "lr", "lr tried",
+    "n", "dev error", "ε with tuning", "seconds", "settings",
+)  # fmt: skip
+_FREE = ("seed", "trials", "privacy", "optim.lr")  # words of a command that do not say which method it is
+_ELSEWHERE = ("runtime", "data.", "tracker")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method on one task at one budget.
+
+    Attributes:
+        task, method: names in the list.
+        epsilon: target.
+        words: of its command, without what `_FREE` names.
+    """
+
+    task: str
+    method: str
+    epsilon: float
+    words: tuple[str, ...]
+
+    def command(self, rate: float, seeds: Sequence[int], trials: int) -> str:
+        """That trains it."""
+        own = (f"privacy=eps{self.epsilon:g}", f"optim.lr={rate:g}", f"trials={trials}")
+        several = " -m" if len(seeds) > 1 else ""
+        return f"python -m dpexp.train {' '.join(self.words + own)} seed={','.join(map(str, seeds))}{several}"
+
+    def runs(self, records: Sequence[Record]) -> dict[tuple[float, int], Record]:
+        """(learning rate, seed) -> its record."""
+        found = {}
+        for record in records:
+            facts = record.facts
+            if (
+                facts["task"] == self.task
+                and facts.get("privacy.epsilon") == self.epsilon
+                and self._made(record)
+            ):
+                found[float(facts["optim.lr"]), int(facts["seed"])] = record
+        return found
+
+    def _made(self, record: Record) -> bool:
+        words = shlex.split(record.summary["command"])[3:]
+        names = {word: word.partition("=")[0] for word in words if word != "-m"}
+        kept = {w for w, name in names.items() if name not in _FREE and not name.startswith(_ELSEWHERE)}
+        return kept == set(self.words)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What the runs of an entry found.
+
+    Attributes:
+        rate: the learning rate that was best with the tuning seed.
+        tried: all that were tried.
+        filling: the other seeds at this rate.
+    """
+
+    entry: Entry
+    rate: float
+    tried: tuple[float, ...]
+    filling: Filling
+
+    @property
+    def choice(self) -> Choice:
+        """As a side of a comparison: its search is not finished where the best rate is the largest or smallest tried."""
+        tried = sorted(self.tried)
+        edge = len(tried) > 1 and self.rate in (tried[0], tried[-1])
+        grid = ", ".join(f"{rate:g}" for rate in tried)
+        return Choice(self.filling, 1, f"its lr {self.rate:g} is at the edge of {grid}" if edge else "")
+
+
+@cache
+def listed() -> dict[str, Any]:
+    """The content of ``league.yaml``."""
+    found: dict[str, Any] = yaml.safe_load(
+        (Path(__file__).parent / "league.yaml").read_text(encoding="utf-8")
+    )
+    return found
+
+
+def entries(task: str) -> Iterator[Entry]:
+    """Every method at every budget on a task, in the order of the list."""
+    said = listed()
+    own = said["tasks"][task]
+    for method, settings in said["methods"].items():
+        words = shlex.split(f"{said['settings']} {own['settings']} {settings.format(**own['values'])}")
+        for epsilon in said["budgets"]:
+            yield Entry(task, method, float(epsilon), tuple(words))
+
+
+def commands(task: str, records: Sequence[Record]) -> list[str]:
+    """What there is to run: each rate with the tuning seed; and where those have records, the best one with the other seeds."""
+    said, found = listed(), []
+    rates = said["tasks"][task]["rates"]
+    for entry in entries(task):
+        found += [entry.command(rate, [said["tuning_seed"]], 1) for rate in rates]
+        if (rate := _tuned(entry.runs(records), rates)) is not None:
+            found.append(entry.command(rate, said["seeds"], len(rates)))
+    return found
+
+
+def _tuned(runs: Mapping[tuple[float, int], Record], rates: Sequence[float]) -> float | None:
+    """The best rate of the tuning seed; None before all were tried."""
+    said = listed()
+    scores = {
+        rate: runs[key].metric(said["metric"])
+        for rate in rates
+        if (key := (rate, said["tuning_seed"])) in runs
+    }
+    if len(scores) < len(rates):
+        return None
+    return max(scores, key=lambda rate: scores[rate] or 0.0)
+
+
+def standings(task: str, records: Sequence[Record]) -> list[Standing]:
+    """The entries of a task that are complete: every rate tried, every seed run."""
+    said, found = listed(), []
+    rates = said["tasks"][task]["rates"]
+    factor = printed_factor(said["metric"])
+    for entry in entries(task):
+        runs = entry.runs(records)
+        rate = _tuned(runs, rates)
+        own = [runs[rate, seed] for seed in said["seeds"] if (rate, seed) in runs] if rate is not None else []
+        if rate is not None and len(own) == len(said["seeds"]):
+            values = tuple(factor * (record.metric(said["metric"]) or 0.0) for record in own)
+            found.append(Standing(entry, rate, tuple(rates), Filling(tuple(own), values, said["metric"])))
+    return found
+
+
+def document(records: Sequence[Record]) -> Document:
+    """Ranks over all tasks, what the runs say of published claims, and a block for each task."""
+    said = listed()
+    reference = next(iter(said["methods"]))
+    found = {task: standings(task, records) for task in said["tasks"]}
+    rows = {task: _rows(own, reference) for task, own in found.items()}
+    complete = {task for task, own in found.items() if len(own) == len(list(entries(task)))}
+    columns = tuple(column.format(reference) for column in COLUMNS)
+    sections, verdicts = [], []
+    if complete:
+        sections.append(_ranks({task: rows[task] for task in said["tasks"] if task in complete}, reference))
+        claims, verdicts = _claims([standing for own in found.values() for standing in own])
+        sections.append(claims)
+    for task, settings in said["tasks"].items():
+        done = f"{len(found[task])} of {len(list(entries(task)))} rows are complete."
+        todo = (
+            ""
+            if task in complete
+            else f" The rest: `python scripts/league.py {task} > list.txt`, then `python"
+        )
+        todo += (
+            "" if task in complete else " scripts/run_queue.py list.txt --fork --keep --to league`, twice."
+        )
+        sections.append(
+            Section(f"scale=small, {settings['words']}", (done + todo,), columns, rows[task], "small")
+        )
+    total = sum(map(len, found.values()))
+    words = (
+        f"{len(said['methods'])} methods, each at ε = {' and '.join(f'{b:g}' for b in said['budgets'])} with the same number of"
+        " learning rates tried: seed 0 tries each, and the best on dev is trained again with three other seeds, which alone are"
+        " shown. Adam is behind every method. Tuning is priced: *ε with tuning* is what all trials of a row cost together; that"
+        " a reader picks among methods is not in it.",
+        "*Interval*: Student's t over three seeds. *p*: Welch's t, two-sided, against"
+        f" {reference}; Holm's correction over the methods of one task and budget. The finite dev set has an error of its own"
+        " (*dev error*), which is common to all methods of a task and which no test here knows of.",
+        f"Regenerate: `python -m dpexp.report {NAME}`.",
+    )
+    return Document(
+        NAME, "The league: methods under one budget", "", words, tuple(sections), columns,
+        status=f"small {total} rows" if total else "not run", verdicts=tuple(verdicts),
+    )  # fmt: skip
+
+
+def _rows(found: Sequence[Standing], reference: str) -> Rows:
+    """A row for each entry, best first within a budget."""
+    rows: Rows = []
+    for epsilon in dict.fromkeys(standing.entry.epsilon for standing in found):
+        own = sorted(
+            (standing for standing in found if standing.entry.epsilon == epsilon),
+            key=lambda standing: -mean_std(standing.filling.values)[0],
+        )
+        tests = _tests(own, reference)
+        for rank, standing in enumerate(own, 1):
+            rows.append(_row(standing, rank) | tests.get(standing.entry.method, {}))
+    return rows
+
+
+def _row(standing: Standing, rank: int) -> dict[str, str]:
+    entry, filling = standing.entry, standing.filling
+    mean, std = mean_std(filling.values)
+    half = (
+        float(stats.t.ppf(1 - LEVEL / 2, len(filling.values) - 1)) * (std or 0.0) / len(filling.values) ** 0.5
+    )
+    priced = (filling.records[0].summary["privacy"].get("epsilon_with_tuning") or {}).get("rdp")
+    return {
+        "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": str(rank), "ours": f"{mean:.2f} ± {std or 0.0:.2f}",
+        "95% interval": f"[{mean - half:.2f}, {mean + half:.2f}]", "lr": f"{standing.rate:g}",
+        "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": str(len(filling.values)),
+        "dev error": "" if filling.dev_error is None else f"{filling.dev_error:.2f}",
+        "ε with tuning": "" if priced is None else f"{priced:.2f}",
+        "seconds": f"{mean_std([r.summary['wall_s'] for r in filling.records])[0]:.0f}", "settings": " ".join(entry.words),
+    }  # fmt: skip
+
+
+def _tests(own: Sequence[Standing], reference: str) -> dict[str, dict[str, str]]:
+    """Method -> its columns beside the reference, for the methods of one task and budget."""
+    base = next((standing for standing in own if standing.entry.method == reference), None)
+    others = [standing for standing in own if standing is not base]
+    if base is None or not others:
+        return {}
+    results = [compare(standing.filling.values, base.filling.values, "greater") for standing in others]
+    p_values = [
+        2 * min(r.p_for, r.p_against) if r.p_for is not None and r.p_against is not None else 1.0
+        for r in results
+    ]
+    found = {}
+    for standing, result, p, corrected in zip(others, results, p_values, holm(p_values), strict=True):
+        word = "" if corrected >= LEVEL else "better" if result.difference > 0 else "worse"
+        found[standing.entry.method] = {
+            f"minus {reference}": f"{result.difference:+.2f}", "95% of it": f"[{result.low:+.2f}, {result.high:+.2f}]",
+            "p": f"{p:.3f}", "p (Holm)": f"{corrected:.3f}", f"beside {reference}": word or "not told apart",
+        }  # fmt: skip
+    return found
+
+
+def _ranks(rows: Mapping[str, Rows], reference: str) -> Section:
+    """The mean rank of each method over the tasks that are complete, and over their budgets."""
+    every = [row for own in rows.values() for row in own]
+    table: Rows = []
+    columns = tuple(column.format(reference) for column in RANKS)
+    for method in listed()["methods"]:
+        own = [row for row in every if row["method"] == method]
+        ranks = [int(row["rank"]) for row in own]
+        said = [row.get(f"beside {reference}", "") for row in own]
+        counts = (ranks.count(1), said.count("better"), said.count("worse"))
+        cells = (method, f"{mean_std(ranks)[0]:.1f}", *(f"{count} of {len(own)}" for count in counts))
+        table.append(dict(zip(columns, cells, strict=True)))
+    words = (
+        f"Over {len(rows)} tasks and {len(listed()['budgets'])} budgets, 1 is the best of {len(table)}. *better*, *worse*: after"
+        " Holm's correction. Ranks order the means, however close they are: the blocks below say which differences are real."
+    )
+    return Section(
+        "Ranks", (words,), columns, sorted(table, key=lambda row: float(row["mean rank"])), "small"
+    )
+
+
+def _claims(found: Sequence[Standing]) -> tuple[Section, list[Verdict]]:
+    """What the seeds say of each published claim."""
+    by_key = {(s.entry.task, s.entry.epsilon, s.entry.method): s for s in found}
+    paragraphs: list[str] = []
+    verdicts: list[Verdict] = []
+    for claim in listed()["claims"]:
+        said: list[Pair] = []
+        for task in listed()["tasks"]:
+            for epsilon in map(float, listed()["budgets"]):
+                sides = [by_key.get((task, epsilon, claim[side])) for side in ("left", "right")]
+                if sides[0] is None or sides[1] is None:
+                    continue
+                left, right, margin = sides[0], sides[1], float(claim.get("margin", 0))
+                result = compare(left.filling.values, right.filling.values, claim["expect"], margin)
+                names = claim["left"], claim["right"]
+                what = f"{task}, ε = {epsilon:g}"
+                said.append(
+                    pairs.compared(what, names, (left.choice, right.choice), claim["expect"], margin, result)
+                )
+        words = f"{claim['source']}: {claim['says']}"
+        shown = pairs.paragraphs(said)
+        paragraphs += [f"{words}. {shown[0]}", *shown[1:]]
+        verdicts.append(Verdict(words, pairs.verdict(said), pairs.in_short(said)))
+    return Section("Published claims", tuple(paragraphs), scale="small"), verdicts

@@ -1,0 +1,140 @@
+"""The league: its commands, which records belong to them, and what is concluded from these."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from dpexp.config import compose
+from dpexp.privacy.schedules import Schedule
+from dpexp.reproduce import league
+from dpexp.reproduce.league import Entry
+from dpexp.reproduce.records import Record, load
+from tests.reproduce.samples import summary, write
+
+TASK = "sst2"
+BEST = {1.0e-3: 0.70, 4.0e-3: 0.80, 1.6e-2: 0.75}
+
+
+def _run(entry: Entry, rate: float, seed: int, accuracy: float) -> dict:
+    run = summary(seed=seed, accuracy=accuracy, task=entry.task, epsilon=entry.epsilon, lr=rate)
+    words = shlex.split(entry.command(rate, [seed], 1))
+    # as a queue says where, and a reader might: the order is nobody's business
+    run["command"] = shlex.join([*words[:3], "runtime=cpu", *reversed(words[3:]), "runtime.threads=1"])
+    return run
+
+
+def _season(lift: dict[str, float], best: dict[float, float] = BEST) -> Iterator[dict]:
+    """Every method of a task: the rates by the tuning seed, and three seeds, a little apart, at the best of them."""
+    for entry in league.entries(TASK):
+        more = lift.get(entry.method, 0.0)
+        for rate, accuracy in best.items():
+            yield _run(entry, rate, 0, accuracy + more)
+        rate = max(best, key=lambda rate: best[rate])
+        for seed in (1, 2, 3):
+            yield _run(entry, rate, seed, best[rate] + more + 1e-3 * seed)
+
+
+def _records(folder: Path, runs: Iterator[dict]) -> list[Record]:
+    return load(write(folder, *runs))
+
+
+def _first(method: str) -> Entry:
+    return next(entry for entry in league.entries(TASK) if entry.method == method)
+
+
+def test_every_method_is_a_run_that_can_be_composed() -> None:
+    tasks = list(league.listed()["tasks"])
+    assert len(league.listed()["methods"]) >= 15
+    for number, method in enumerate(league.listed()["methods"]):
+        task = tasks[number % len(tasks)]
+        entry = next(entry for entry in league.entries(task) if entry.method == method)
+        run = compose([*entry.words, "privacy=eps1", "optim.lr=0.004", "seed=1", "trials=3"])
+        assert (run.task.name, run.privacy.epsilon, run.trials, run.optim.lr_schedule) == (
+            task,
+            1,
+            3,
+            "constant",
+        )
+
+
+@pytest.mark.parametrize("task", league.listed()["tasks"])
+def test_the_noise_of_every_decay_falls_to_a_third(task: str) -> None:
+    for method in ("time", "exponential", "polynomial", "convergence_rate"):
+        entry = next(entry for entry in league.entries(task) if entry.method == method)
+        run = compose([*entry.words, "privacy=eps8", "optim.lr=0.004"])
+        rate = run.optim.batch_size / run.task.num_examples["small"]
+        steps = round(run.optim.epochs / rate)
+        factor = Schedule.of(asdict(run.schedule)).factor(steps, steps, rate)
+        assert factor == pytest.approx(1 / 3, abs=0.03), method
+
+
+def test_every_claim_is_about_methods_that_there_are() -> None:
+    methods = league.listed()["methods"]
+    for claim in league.listed()["claims"]:
+        assert {claim["left"], claim["right"]} <= methods.keys()
+
+
+def test_first_the_rates_then_the_seeds_at_the_best_one(tmp_path: Path) -> None:
+    first = league.commands(TASK, [])
+    rates, rows = league.listed()["tasks"][TASK]["rates"], list(league.entries(TASK))
+    assert len(first) == len(rates) * len(rows)
+    assert all(" seed=0" in command and "trials=1" in command for command in first)
+    entry = _first("doppler")
+    tuned = _records(tmp_path, (_run(entry, rate, 0, accuracy) for rate, accuracy in BEST.items()))
+    (more,) = set(league.commands(TASK, tuned)) - set(first)
+    assert "optim=doppler" in more
+    assert more.endswith("privacy=eps1 optim.lr=0.004 trials=3 seed=1,2,3 -m")
+
+
+def test_a_record_belongs_to_the_row_whose_command_it_was(tmp_path: Path) -> None:
+    flat, doppler = _first("flat"), _first("doppler")
+    records = _records(tmp_path, iter([_run(doppler, 4e-3, 1, 0.8)]))
+    assert doppler.runs(records).keys() == {(4e-3, 1)}
+    assert flat.runs(records) == {}
+
+
+def test_rows_are_ranked_and_tested_against_the_first(tmp_path: Path) -> None:
+    page = league.document(_records(tmp_path, _season({"doppler": 0.05, "perlayer": -0.05})))
+    ranks, claims, *blocks = page.sections
+    block = next(block for block in blocks if block.rows)
+    own = {(row["method"], row["ε"]): row for row in block.rows}
+    assert own["doppler", "1"]["rank"] == "1"
+    assert own["doppler", "1"]["ours"] == "85.20 ± 0.10"
+    assert own["doppler", "1"]["minus flat"] == "+5.00"
+    assert own["doppler", "1"]["beside flat"] == "better"
+    assert own["perlayer", "8"]["beside flat"] == "worse"
+    assert own["disk", "8"]["beside flat"] == "not told apart"
+    assert float(own["disk", "8"]["p (Holm)"]) == 1.0
+    assert "beside flat" not in own["flat", "8"]
+    assert ranks.rows[0] == {
+        "method": "doppler", "mean rank": "1.0", "best": "2 of 2", "better than flat": "2 of 2", "worse than flat": "0 of 2",
+    }  # fmt: skip
+    said = {verdict.where: verdict.word for verdict in page.verdicts}
+    assert said["He et al. 2023, Table 1: fixed per-layer clipping is worse than flat clipping"] == "supports"
+    assert (
+        said["Zhang et al. 2025: a simplified Kalman filter of the noisy gradients (DiSK) helps"]
+        == "cannot tell"
+    )
+    assert "fixed per-layer clipping is worse than flat clipping. **supports" in claims.paragraphs[0]
+
+
+def test_a_best_rate_at_the_edge_is_a_search_that_is_not_finished(tmp_path: Path) -> None:
+    edge = {1.0e-3: 0.70, 4.0e-3: 0.75, 1.6e-2: 0.80}
+    page = league.document(_records(tmp_path, _season({"perlayer": -0.05}, edge)))
+    said = {verdict.where: verdict.word for verdict in page.verdicts}
+    assert (
+        said["He et al. 2023, Table 1: fixed per-layer clipping is worse than flat clipping"] == "cannot tell"
+    )
+
+
+def test_a_row_without_all_of_its_seeds_is_not_shown(tmp_path: Path) -> None:
+    runs = [run for run in _season({}) if not (run["seed"] == 3 and "optim=disk" in run["command"])]
+    page = league.document(_records(tmp_path, iter(runs)))
+    assert not any(section.heading == "Ranks" for section in page.sections)
+    assert "disk" not in {row["method"] for row in page.rows}
+    assert league.document([]).status == "not run"
