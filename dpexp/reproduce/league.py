@@ -108,12 +108,12 @@ def listed() -> dict[str, Any]:
 
 
 def entries(task: str) -> Iterator[Entry]:
-    """Every method at every budget on a task, in the order of the list."""
+    """Every method on a task, first at the first budget."""
     said = listed()
     own = said["tasks"][task]
-    for method, settings in said["methods"].items():
-        words = shlex.split(f"{said['settings']} {own['settings']} {settings.format(**own['values'])}")
-        for epsilon in said["budgets"]:
+    for epsilon in said["budgets"]:
+        for method, settings in said["methods"].items():
+            words = shlex.split(f"{said['settings']} {own['settings']} {settings.format(**own['values'])}")
             yield Entry(task, method, float(epsilon), tuple(words))
 
 
@@ -124,7 +124,7 @@ def commands(task: str, records: Sequence[Record]) -> list[str]:
     for entry in entries(task):
         found += [entry.command(rate, [said["tuning_seed"]], 1) for rate in rates]
         if (rate := _tuned(entry.runs(records), rates)) is not None:
-            found.append(entry.command(rate, said["seeds"], len(rates)))
+            found.append(entry.command(rate, said["seeds"], len(rates) + 1))
     return found
 
 

@@ -88,7 +88,7 @@ def test_first_the_rates_then_the_seeds_at_the_best_one(tmp_path: Path) -> None:
     tuned = _records(tmp_path, (_run(entry, rate, 0, accuracy) for rate, accuracy in BEST.items()))
     (more,) = set(league.commands(TASK, tuned)) - set(first)
     assert "optim=doppler" in more
-    assert more.endswith("privacy=eps1 optim.lr=0.004 trials=3 seed=1,2,3 -m")
+    assert more.endswith("privacy=eps1 optim.lr=0.004 trials=4 seed=1,2,3 -m")
 
 
 def test_a_record_belongs_to_the_row_whose_command_it_was(tmp_path: Path) -> None:
