@@ -3,7 +3,7 @@
 Usage: python scripts/league.py TASK [TASK ...] > list.txt
        python scripts/run_queue.py list.txt --fork --keep --to league
 
-Twice: the first list tries the learning rates, the second one has the other seeds at the best of them too.
+Twice: the first list tries the learning rates, the second one has the other seeds at the best of them.
 """
 
 import argparse

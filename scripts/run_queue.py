@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from dpexp.audit import AuditConfig, audit_folder  # noqa: E402
 from dpexp.checks import declared_num_examples  # noqa: E402
-from dpexp.config import RunConfig, compose, run_folder, signature  # noqa: E402
+from dpexp.config import RunConfig, compose, run_folder  # noqa: E402
 from dpexp.errors import UserError  # noqa: E402
 from dpexp.provenance import git_state  # noqa: E402
 
@@ -58,7 +59,7 @@ class Job:
         """The configuration that it names; `UserError` where it is none."""
         return compose(self.overrides, self.program, PROGRAMS[self.program][0])
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """Where it writes."""
         return Path(PROGRAMS[self.program][1](self.run))
@@ -74,7 +75,7 @@ class Job:
     def summary(self, results: Path) -> dict[str, Any] | None:
         """Of the finished run: in its folder, or among the kept records."""
         kept = ("audits",) if self.program == "audit" else ("runs", "league")
-        pattern = f"*-{signature(self.run)}-seed{self.run.seed}.json"
+        pattern = f"*-{self.folder.parent.name}-{self.folder.name}.json"
         records = [path for folder in kept for path in sorted((results / folder).glob(pattern))]
         for path in (self.folder / "summary.json", *records):
             if path.is_file():
@@ -120,10 +121,10 @@ def read(text: str, more: tuple[str, ...] = ()) -> list[Job]:
     return jobs
 
 
-def rate(jobs: list[Job], like: Job, results: Path) -> float | None:
+def rate(done: Mapping[Job, dict[str, Any] | None], like: Job) -> float | None:
     """Examples per second of the finished jobs with this task and model, else of all; None before there is one."""
-    done = [(job, s["wall_s"]) for job in jobs if (s := job.summary(results)) and s.get("wall_s")]
-    alike = [pair for pair in done if _kind(pair[0]) == _kind(like)] or done
+    timed = [(job, summary["wall_s"]) for job, summary in done.items() if summary and summary.get("wall_s")]
+    alike = [pair for pair in timed if _kind(pair[0]) == _kind(like)] or timed
     return sum(job.examples for job, _ in alike) / sum(s for _, s in alike) if alike else None
 
 
@@ -138,15 +139,16 @@ def table(jobs: list[Job], failed: set[Job], running: Job | None, results: Path)
         shown.add_column(name, overflow="fold")
     left: float | None = 0.0
     states = []
-    for job in jobs:
-        summary, step = job.summary(results), job.step()
+    done = {job: job.summary(results) for job in jobs}
+    for job, summary in done.items():
+        step = job.step()
         if summary is not None:
             states.append("done")
             metric = job.run.task.metric
             found = summary["metrics"].get(metric)
             row = ["done", "" if found is None else f"{metric} {found:.4g}", _hours(summary.get("wall_s"))]
         else:
-            speed = rate(jobs, job, results)
+            speed = rate(done, job)
             rest = max(0.0, job.examples - step * job.run.optim.batch_size)
             eta = rest / speed if speed else None
             left = None if left is None or eta is None else left + eta

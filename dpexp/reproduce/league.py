@@ -118,13 +118,15 @@ def entries(task: str) -> Iterator[Entry]:
 
 
 def commands(task: str, records: Sequence[Record]) -> list[str]:
-    """What there is to run: each rate with the tuning seed; and where those have records, the best one with the other seeds."""
+    """What is still to run: each rate with the tuning seed; where those have records, the best one with the other seeds."""
     said, found = listed(), []
-    rates = said["tasks"][task]["rates"]
+    rates, first = said["tasks"][task]["rates"], said["tuning_seed"]
     for entry in entries(task):
-        found += [entry.command(rate, [said["tuning_seed"]], 1) for rate in rates]
-        if (rate := _tuned(entry.runs(records), rates)) is not None:
-            found.append(entry.command(rate, said["seeds"], len(rates) + 1))
+        runs = entry.runs(records)
+        found += [entry.command(rate, [first], 1) for rate in rates if (rate, first) not in runs]
+        rate = _tuned(runs, rates)
+        if rate is not None and (left := [seed for seed in said["seeds"] if (rate, seed) not in runs]):
+            found.append(entry.command(rate, left, len(rates) + 1))
     return found
 
 

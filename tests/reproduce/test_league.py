@@ -86,7 +86,9 @@ def test_first_the_rates_then_the_seeds_at_the_best_one(tmp_path: Path) -> None:
     assert all(" seed=0" in command and "trials=1" in command for command in first)
     entry = _first("doppler")
     tuned = _records(tmp_path, (_run(entry, rate, 0, accuracy) for rate, accuracy in BEST.items()))
-    (more,) = set(league.commands(TASK, tuned)) - set(first)
+    then = league.commands(TASK, tuned)
+    assert len(set(first) - set(then)) == len(rates)  # they have run
+    (more,) = set(then) - set(first)
     assert "optim=doppler" in more
     assert more.endswith("privacy=eps1 optim.lr=0.004 trials=4 seed=1,2,3 -m")
 
