@@ -206,8 +206,11 @@ def _inside(job: Job) -> int:
     sys.modules["__main__"].__spec__ = spec
     sys.argv = [str(spec.origin), *job.overrides]
     try:
-        importlib.import_module(name).main()
+        importlib.import_module(name).main.__wrapped__(job.run)  # it is composed already
         return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

@@ -159,37 +159,32 @@ def standings(task: str, records: Sequence[Record]) -> list[Standing]:
 
 
 def document(records: Sequence[Record]) -> Document:
-    """Ranks over all tasks, what the runs say of published claims, and a block for each task."""
+    """Ranks over all that is complete, what the runs say of published claims, and a block for each task."""
     said = listed()
     reference = next(iter(said["methods"]))
     found = {task: standings(task, records) for task in said["tasks"]}
     rows = {task: _rows(own, reference) for task, own in found.items()}
-    complete = {task for task, own in found.items() if len(own) == len(list(entries(task)))}
     columns = tuple(column.format(reference) for column in COLUMNS)
-    sections, verdicts = [], []
-    if complete:
-        sections.append(_ranks({task: rows[task] for task in said["tasks"] if task in complete}, reference))
+    sections: list[Section] = []
+    verdicts: list[Verdict] = []
+    if ranked := _complete(rows):
         claims, verdicts = _claims([standing for own in found.values() for standing in own])
-        sections.append(claims)
+        sections += [_ranks(ranked, reference), claims]
     for task, settings in said["tasks"].items():
-        done = f"{len(found[task])} of {len(list(entries(task)))} rows are complete."
-        todo = (
-            ""
-            if task in complete
-            else f" The rest: `python scripts/league.py {task} > list.txt`, then `python"
-        )
-        todo += (
-            "" if task in complete else " scripts/run_queue.py list.txt --fork --keep --to league`, twice."
-        )
-        sections.append(
-            Section(f"scale=small, {settings['words']}", (done + todo,), columns, rows[task], "small")
-        )
-    total = sum(map(len, found.values()))
+        total = len(list(entries(task)))
+        done = f"{len(rows[task])} of {total} rows are complete."
+        if len(rows[task]) < total:
+            done += (
+                f" The rest: `python scripts/league.py {task} > list.txt`, then"
+                " `python scripts/run_queue.py list.txt --fork --keep --to league`, twice."
+            )
+        sections.append(Section(f"scale=small, {settings['words']}", (done,), columns, rows[task], "small"))
+    count = sum(map(len, found.values()))
     words = (
         f"{len(said['methods'])} methods, each at ε = {' and '.join(f'{b:g}' for b in said['budgets'])} with the same number of"
         " learning rates tried: seed 0 tries each, and the best on dev is trained again with three other seeds, which alone are"
-        " shown. Adam is behind every method. Tuning is priced: *ε with tuning* is what all trials of a row cost together; that"
-        " a reader picks among methods is not in it.",
+        " shown. Adam is behind every method. *ε with tuning*: what the trials of a row and the run itself cost together; that a"
+        " reader picks among methods is not in it.",
         "*Interval*: Student's t over three seeds. *p*: Welch's t, two-sided, against"
         f" {reference}; Holm's correction over the methods of one task and budget. The finite dev set has an error of its own"
         " (*dev error*), which is common to all methods of a task and which no test here knows of.",
@@ -197,8 +192,17 @@ def document(records: Sequence[Record]) -> Document:
     )
     return Document(
         NAME, "The league: methods under one budget", "", words, tuple(sections), columns,
-        status=f"small {total} rows" if total else "not run", verdicts=tuple(verdicts),
+        status=f"small {count} rows" if count else "not run", verdicts=tuple(verdicts),
     )  # fmt: skip
+
+
+def _complete(rows: Mapping[str, Rows]) -> dict[tuple[str, str], Rows]:
+    """(task, ε) -> its rows, where every method has one."""
+    found: dict[tuple[str, str], Rows] = {}
+    for task, own in rows.items():
+        for row in own:
+            found.setdefault((task, row["ε"]), []).append(row)
+    return {key: own for key, own in found.items() if len(own) == len(listed()["methods"])}
 
 
 def _rows(found: Sequence[Standing], reference: str) -> Rows:
@@ -253,25 +257,24 @@ def _tests(own: Sequence[Standing], reference: str) -> dict[str, dict[str, str]]
     return found
 
 
-def _ranks(rows: Mapping[str, Rows], reference: str) -> Section:
-    """The mean rank of each method over the tasks that are complete, and over their budgets."""
-    every = [row for own in rows.values() for row in own]
+def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
+    """The mean rank of each method over tasks and budgets."""
     table: Rows = []
     columns = tuple(column.format(reference) for column in RANKS)
     for method in listed()["methods"]:
-        own = [row for row in every if row["method"] == method]
+        own = [row for rows in ranked.values() for row in rows if row["method"] == method]
         ranks = [int(row["rank"]) for row in own]
         said = [row.get(f"beside {reference}", "") for row in own]
         counts = (ranks.count(1), said.count("better"), said.count("worse"))
         cells = (method, f"{mean_std(ranks)[0]:.1f}", *(f"{count} of {len(own)}" for count in counts))
         table.append(dict(zip(columns, cells, strict=True)))
     words = (
-        f"Over {len(rows)} tasks and {len(listed()['budgets'])} budgets, 1 is the best of {len(table)}. *better*, *worse*: after"
-        " Holm's correction. Ranks order the means, however close they are: the blocks below say which differences are real."
+        f"Over {', '.join(f'{task} at ε = {epsilon}' for task, epsilon in ranked)}; 1 is the best of {len(table)}. *better*,"
+        " *worse*: after Holm's correction. Ranks order the means, however close they are: the blocks below say which differences"
+        " are real."
     )
-    return Section(
-        "Ranks", (words,), columns, sorted(table, key=lambda row: float(row["mean rank"])), "small"
-    )
+    table.sort(key=lambda row: float(row["mean rank"]))
+    return Section("Ranks", (words,), columns, table, "small")
 
 
 def _claims(found: Sequence[Standing]) -> tuple[Section, list[Verdict]]:
