@@ -154,8 +154,9 @@ def _role(recorder: Recorder, others: list[Tensor]) -> str:
 
 def _derive(recorder: Recorder, func: Any, args: tuple, kwargs: dict, key: str) -> Any:
     """Run a function of followed values and constants, and follow what it gives."""
-    # what it saves is kept as it is, also where activation checkpointing would drop it
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+    # what it saves is kept as it is, also where activation checkpointing would drop it; FSDP frees the memory of weights
+    keep = _same if recorder.shards is None else recorder.shards.outliving
+    with torch.autograd.graph.saved_tensors_hooks(keep, _same):
         result = func(*args, **kwargs)
     if in_place(func):
         if type(args[0]) is Followed:

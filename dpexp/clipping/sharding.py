@@ -119,6 +119,12 @@ class Shards:
         """Return the whole parameters, as far as there are any yet."""
         return [whole for name in self.held if (whole := self.whole(name)) is not None]
 
+    def outliving(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that outlives the gathered weights: a copy, where it lies in their memory."""
+        memory = tensor.untyped_storage().data_ptr()
+        theirs = any(whole.untyped_storage().data_ptr() == memory for whole in self.wholes())
+        return tensor.detach().clone() if theirs else tensor
+
     def together(self, flag: bool, examples: int) -> bool:
         """Tell whether the flag is set on any rank.
 

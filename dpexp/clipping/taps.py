@@ -119,6 +119,11 @@ class Recorder:
         whole = self.shards.whole(name) if self.shards is not None else None
         return self.params[name] if whole is None else whole
 
+    def name_of(self, leaf: Tensor) -> str | None:
+        """Return the name of a parameter as autograd knows it (`leaf`); None of any other tensor."""
+        name = self.names.get(id(leaf))
+        return self.shards.name_of(leaf) if name is None and self.shards is not None else name
+
     def close(self) -> None:
         """End the root's forward."""
         if self.current is not None:

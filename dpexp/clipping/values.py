@@ -50,9 +50,10 @@ def parameters_behind(recorder: Recorder, value: Tensor) -> dict[str, nn.Paramet
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            if id(node.variable) not in recorder.names:
+            name = recorder.name_of(node.variable)
+            if name is None:
                 return {}
-            reached[recorder.names[id(node.variable)]] = node.variable
+            reached[name] = node.variable
         elif type(node).__name__ == "TapBackward":
             return {}
         waiting.extend(following for following, _ in node.next_functions)

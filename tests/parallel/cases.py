@@ -67,6 +67,32 @@ def vit() -> nn.Module:
     return transformers.ViTForImageClassification(config)
 
 
+def bert() -> nn.Module:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=TOKENS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+class Normed(nn.Module):
+    """Blocks whose weights are computed from their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linears = (nn.utils.parametrizations.weight_norm(nn.Linear(10, 10)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(linear, nn.Tanh()) for linear in linears)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+MODELS = {"mlp": mlp, "gpt2": gpt2, "llama": llama, "vit": vit, "bert": bert, "normed": Normed}
 TARGETS = {
     "gpt2": ["c_attn", "c_proj"],
     "llama": ["q_proj", "v_proj"],
@@ -78,7 +104,7 @@ TARGETS = {
 def made(case: Case) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        model = {"mlp": mlp, "gpt2": gpt2, "llama": llama, "vit": vit}[case.model]()
+        model = MODELS[case.model]()
         if case.peft == "lora":
             import peft
 
@@ -96,7 +122,7 @@ def made(case: Case) -> nn.Module:
 def dataset(model: str) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     labels = torch.randint(3, (EXAMPLES,), generator=generator)
-    if model == "mlp":
+    if model in ("mlp", "normed"):
         return TensorDataset(torch.randn(EXAMPLES, 10, generator=generator), labels)
     if model == "vit":
         return TensorDataset(torch.randn(EXAMPLES, 3, 8, 8, generator=generator), labels)
@@ -106,9 +132,9 @@ def dataset(model: str) -> TensorDataset:
 def losses(case: Case, model: nn.Module, batch: list[Tensor]) -> Tensor:
     x, y = batch
     with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
-        if case.model in ("mlp", "vit"):
+        if case.model not in ("gpt2", "llama"):
             found = model(x)
-            logits = found if case.model == "mlp" else found.logits
+            logits = getattr(found, "logits", found)
             return F.cross_entropy(logits.float(), y, reduction="none")
         logits = model(input_ids=x).logits[:, :-1].float()
     return F.cross_entropy(logits.transpose(1, 2), x[:, 1:], reduction="none").mean(1)

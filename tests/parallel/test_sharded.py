@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from dpexp.clipping import attach
+from dpexp.clipping.loop import LOOPED
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.parallel.sharded import blocks_of, filled, shard, skeleton_of
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
-from tests.parallel.cases import Case, check_same, dataset, losses, made, run, whole
+from tests.parallel.cases import MODELS, Case, check_same, dataset, losses, made, run, whole
 from tests.parallel.pool import run_ranks
 
 CASES = [
@@ -108,9 +109,40 @@ def test_a_mixed_precision_policy_clips_what_bfloat16_weights_give(tmp_path: Pat
                 assert float((found[name] - value).norm()) <= 1e-2 * float(value.norm()) + 1e-4, name
 
 
-def formed_in_time(ranks: Ranks, groups: str):
+def summed_by(ranks: Ranks, name: str, groups: str):
+    """Parameters that go through the loop over examples, and the gradients of the last of some passes."""
+    case = Case(name)
+    model = shard(made(case)) if ranks.several else made(case)
+    clipper = attach(model, groups, 0.05)
+    rows = list(range(12))[ranks.rank :: ranks.size]
+    for _ in range(4):
+        model.zero_grad()
+        clipper.backward(losses(case, model, [values[rows] for values in dataset(name).tensors]))
+    looped = [parameter for parameter, how in clipper.choices.items() if how == LOOPED]
+    return looped, {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def all_summed_by(ranks: Ranks):
+    return [summed_by(ranks, name, groups) for name in MODELS for groups in ("layer", "flat")]
+
+
+def test_no_parameter_of_a_known_model_goes_through_the_loop(tmp_path: Path):
+    """Also where positions are looked up, classes are copied to the rows, or weights are computed from parameters."""
+    expected = all_summed_by(Ranks())
+    for found in run_ranks(2, tmp_path, all_summed_by):
+        for (looped, ours), (alone, theirs) in zip(found, expected, strict=True):
+            assert looped == alone == []
+            for name, value in theirs.items():
+                torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-7)
+
+
+# where their blocks lie
+BLOCKS = {"llama": ".layers.", "gpt2": ".h."}
+
+
+def formed_in_time(ranks: Ranks, name: str, groups: str):
     """Which parameters' sums wait for the end of the back-propagation, pass by pass, and the gradients of the last one."""
-    case, waiting = Case("llama"), []
+    case, waiting = Case(name), []
     model = shard(made(case))
     clipper = attach(model, groups, 0.05, choice="rule")
     deliver = clipper._shards.deliver
@@ -118,25 +150,30 @@ def formed_in_time(ranks: Ranks, groups: str):
     rows = list(range(12))[ranks.rank :: ranks.size]
     for _ in range(5):
         model.zero_grad()
-        clipper.backward(losses(case, model, [values[rows] for values in dataset("llama").tensors]))
+        clipper.backward(losses(case, model, [values[rows] for values in dataset(name).tensors]))
     return waiting, {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def all_formed_in_time(ranks: Ranks):
+    return {
+        (name, groups): formed_in_time(ranks, name, groups) for name in BLOCKS for groups in ("layer", "flat")
+    }
 
 
 def test_sums_of_a_block_are_reduced_when_its_back_propagation_ends(tmp_path: Path):
     """Per-layer clipping holds one block's sums at a time, not the model's; flat clipping knows none before the end."""
-    case = Case("llama")
-    for groups in ("layer", "flat"):
-        alone = made(case)
-        attach(alone, groups, 0.05).backward(
-            losses(case, alone, [values[:12] for values in dataset("llama").tensors])
-        )
-        for waiting, found in run_ranks(2, tmp_path, formed_in_time, groups):
-            blocks = [name for name in found if ".layers." in name]
+    for of_cases in run_ranks(2, tmp_path, all_formed_in_time):
+        for (name, groups), (waiting, found) in of_cases.items():
+            case, alone = Case(name), made(Case(name))
+            attach(alone, groups, 0.05).backward(
+                losses(case, alone, [values[:12] for values in dataset(name).tensors])
+            )
+            blocks = [parameter for parameter in found if BLOCKS[name] in parameter]
             assert set(waiting[0]) >= set(blocks)
             # what lies outside of the blocks is last, and in time
             assert waiting[-1] == ([] if groups == "layer" else sorted(blocks))
-            for name, p in alone.named_parameters():
-                torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-7)
+            for parameter, p in alone.named_parameters():
+                torch.testing.assert_close(found[parameter], p.grad, rtol=1e-5, atol=1e-7)
 
 
 def noisy(tensors):
