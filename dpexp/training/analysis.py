@@ -68,7 +68,7 @@ class OutputAnalysis:
             "note": "an analysis of this run's outputs, not a guarantee",
         }
 
-    def state(self) -> list[Tensor]:
+    def state_dict(self) -> list[Tensor]:
         """Return what a checkpoint keeps."""
         return (
             []
@@ -76,7 +76,7 @@ class OutputAnalysis:
             else [torch.from_numpy(self.specific.spent), torch.from_numpy(self.ratios)]
         )
 
-    def load_state(self, kept: list[Tensor]) -> None:
-        """Go on from what `state` gave."""
+    def load_state_dict(self, kept: list[Tensor]) -> None:
+        """Go on from what `state_dict` gave."""
         if kept:
             self.specific.spent, self.ratios = (tensor.numpy() for tensor in kept)

@@ -53,12 +53,12 @@ class Averages:
         """Leave the averages in the tensors: the end of training."""
         self._write(self.values)
 
-    def state(self) -> list[Tensor]:
+    def state_dict(self) -> list[Tensor]:
         """For a checkpoint."""
         return self.values
 
-    def load_state(self, values: Sequence[Tensor]) -> None:
-        """Write a `state` back in place.
+    def load_state_dict(self, values: Sequence[Tensor]) -> None:
+        """Write a `state_dict` back in place.
 
         Raises:
             UserError: it is not that of these tensors.

@@ -53,12 +53,12 @@ class Best:
         for tensor, kept in zip(self.tensors, self.kept, strict=False):
             tensor.detach().copy_(kept)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {"step": self.step, "score": self.score, "kept": self.kept}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`.
 
         Raises:
             UserError: it is not that of these tensors.

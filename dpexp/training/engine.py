@@ -344,9 +344,9 @@ class PrivacyEngine:
             optimizer=self._optimizer.optimizer.state_dict(),
             thresholds=self.policy.state_dict(),
             signature=self._identity,
-            scheduler={} if scheduler is None else scheduler.state_dict(),
             charges=self.ledger.seal.charges,
             last_charge=self.ledger.seal.check,
+            kept={} if scheduler is None else {"scheduler": scheduler.state_dict()},
         )
         with state.disk_errors(folder):
             state.save_together(folder, checkpoint, self.ranks)
@@ -367,7 +367,7 @@ class PrivacyEngine:
         optimizer.load_state_dict(checkpoint.optimizer)
         self.policy.load_state_dict(checkpoint.thresholds)
         if self._optimizer.scheduler is not None:
-            self._optimizer.scheduler.load_state_dict(checkpoint.scheduler)
+            self._optimizer.scheduler.load_state_dict(checkpoint.kept["scheduler"])
         self._steps.clear()
         self._steps.taken = checkpoint.step
 

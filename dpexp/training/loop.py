@@ -11,13 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dpexp import native, provenance, record
-from dpexp.clipping import Clipper, attach
-from dpexp.clipping.devices import device_groups
-from dpexp.clipping.groups import GroupsSpec
+from dpexp.clipping import Clipper
 from dpexp.clipping.local_training import LocalClipper
-from dpexp.clipping.microbatches import MicrobatchClipper
 from dpexp.clipping.plain import PlainClipper
-from dpexp.clipping.projected import ProjectedClipper
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.clipping.whole import Rows, VectorClipper
 from dpexp.errors import UserError
@@ -34,11 +30,11 @@ from dpexp.training.analysis import OutputAnalysis
 from dpexp.training.averaging import Averages
 from dpexp.training.batching import automatic_size, repeated
 from dpexp.training.best import Best
+from dpexp.training.clippers import build_clipper
 from dpexp.training.evaluation import evaluate
 from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.logbook import Logbook
-from dpexp.training.methods import build_method
 from dpexp.training.optim import build_optimizer, learning_rate
 from dpexp.training.progress import Progress
 from dpexp.training.release import Release, build_policy
@@ -48,7 +44,7 @@ from dpexp.training.steps import Steps
 from dpexp.training.sums import Sums
 
 if TYPE_CHECKING:
-    from dpexp.config import ClipConfig, RunConfig
+    from dpexp.config import RunConfig
     from dpexp.models import ModelBundle
     from dpexp.privacy.plan import Plan
     from dpexp.tasks.base import Task
@@ -183,37 +179,13 @@ class Trainer:
         return model
 
     def _attach(self) -> Clipper | PlainClipper:
-        clip, engine = self.run.clip, self.run.engine
-        if clip.method == "microbatch":
-            return MicrobatchClipper(self.model, clip.microbatch, clip.clip_norm, clip.rule)
-        if clip.method == "fedavg":
-            return LocalClipper(
-                self.model, self.losses,
-                epochs=clip.local_epochs, batch_size=clip.local_batch, lr=clip.local_lr,
-                groups=groups_of(self.model, clip), clip_norm=clip.clip_norm, rule=clip.rule,
-            )  # fmt: skip
-        if clip.method == "jl":
-            return ProjectedClipper(
-                self.model, clip.projections, clip.clip_norm, clip.rule,
-                rows_per_example=self.task.rows_per_example, fixed_length=self.task.pad_to is not None,
-            )  # fmt: skip
-        if clip.method != "norm":
-            return VectorClipper(
-                self.model, build_method(clip, self.expected_batch), clip.clip_norm, clip.rule,
-                rows_per_example=self.task.rows_per_example, fixed_length=self.task.pad_to is not None,
-            )  # fmt: skip
-        clipper = attach(
-            self.model,
-            groups=groups_of(self.model, clip),
-            clip_norm=clip.clip_norm,
-            rule=clip.rule,
-            engine=engine.name,
-            choice=None if engine.choice == "measured" else engine.choice,  # measured: each engine's own way
-            memory_cap_mib=engine.memory_cap_mib,
-            rows_per_example=self.task.rows_per_example,
-            fixed_length=self.task.pad_to is not None,
+        clipper = build_clipper(
+            self.model, self.run.clip, self.run.engine, self.task, self.losses,
+            expected_batch=self.expected_batch,
             max_clip_scale=self.plan.max_clip_scale if self.plan is not None else 1.0,
-        )
+        )  # fmt: skip
+        if self.run.clip.method != "norm" or not isinstance(clipper, Clipper):
+            return clipper
         if (memory := self.decisions.of_rank("engine")) is not None:
             clipper.recall(memory)
         elif (choices := self.machine.get("choices")) is not None:
@@ -229,18 +201,8 @@ class Trainer:
             return
         self.load_states(checkpoint.model, checkpoint.optimizer)
         self.policy.load_state_dict(checkpoint.thresholds)
-        if isinstance(self.clipper, VectorClipper):
-            self.clipper.method.load_state_dict(checkpoint.thresholds["method"])
-        if self.averages is not None:
-            self.averages.load_state(checkpoint.averages)
-        if self.best is not None:
-            self.best.load_state(checkpoint.best)
-        if self.search is not None:
-            self.search.load_state_dict(checkpoint.search)
-        if self.feedback is not None:
-            self.feedback.load_state_dict(checkpoint.search)
-        if self.analysis is not None:
-            self.analysis.load_state(checkpoint.contributions)
+        for name, part in self._kept().items():
+            part.load_state_dict(checkpoint.kept[name])
         if self.ledger is not None:
             self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
         self.stepper.taken = checkpoint.step
@@ -267,21 +229,28 @@ class Trainer:
             step=self.step,
             model=tensors,
             optimizer=optimizer,
-            thresholds=self.policy.state_dict() | self._method_state(),
+            thresholds=self.policy.state_dict(),
             signature=self.signature,
             wall_s=0.0 if strict else self.log.wall_s,
             timings={} if strict else self.performance(),
-            averages=self.averages.state() if self.averages is not None else [],
-            best=self.best.state() if self.best is not None else {},
             charges=seal.charges,
             last_charge=seal.check,
-            search=mover.state_dict() if (mover := self.search or self.feedback) is not None else {},
-            contributions=self.analysis.state() if self.analysis is not None else [],
+            kept={name: part.state_dict() for name, part in self._kept().items()},
         )
         state.save_together(self.folder / "checkpoint", checkpoint, self.ranks)
 
-    def _method_state(self) -> dict[str, Any]:
-        return {"method": self.clipper.method.state_dict()} if isinstance(self.clipper, VectorClipper) else {}
+    def _kept(self) -> dict[str, Any]:
+        """What this run has that a checkpoint keeps beside model, optimiser and thresholds."""
+        method = self.clipper.method if isinstance(self.clipper, VectorClipper) else None
+        parts = {
+            "averages": self.averages,
+            "best": self.best,
+            "search": self.search,
+            "feedback": self.feedback,
+            "analysis": self.analysis,
+            "method": method,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     def states(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return what a checkpoint keeps of the model and of its optimiser."""
@@ -563,11 +532,6 @@ class Trainer:
         if self.policy.adaptive:
             released["thresholds"] = self.policy.values.tolist()
         self.log.write(self.step, self.steps, sums, released, loss)
-
-
-def groups_of(model: nn.Module, clip: "ClipConfig") -> GroupsSpec:
-    """The clipping groups of a configuration, for `attach`."""
-    return device_groups(model, clip.devices) if clip.groups == "device" else clip.groups
 
 
 def clip_scales_of(plan: "Plan | None", groups: np.ndarray | None) -> Tensor | None:

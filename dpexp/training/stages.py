@@ -26,7 +26,8 @@ from dpexp.pipeline.runner import Pipeline, check_schedule
 from dpexp.pipeline.split import keep_stage
 from dpexp.pipeline.traffic import Traffic
 from dpexp.training import state
-from dpexp.training.loop import Trainer, groups_of
+from dpexp.training.clippers import choice_of, groups_of
+from dpexp.training.loop import Trainer
 from dpexp.training.progress import Progress
 from dpexp.training.release import Release
 from dpexp.training.steps import Steps
@@ -161,7 +162,7 @@ class StageTrainer(Trainer):
             self.shape,
             rule=clip.rule,
             engine=engine.name,
-            choice=None if engine.choice == "measured" else engine.choice,
+            choice=choice_of(engine),
             memory_cap_mib=engine.memory_cap_mib,
             fixed_length=self.task.pad_to is not None,
             max_clip_scale=self.plan.max_clip_scale if self.plan is not None else 1.0,

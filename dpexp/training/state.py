@@ -82,14 +82,13 @@ class Checkpoint:
     signature: str
     wall_s: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
-    averages: list[Tensor] = field(default_factory=list)  # of the weights, where the run keeps them
-    charges: int = 0  # of the ledger that this state rests on, with the check of the last one
+    # of the ledger that this state rests on, with the check of the last one
+    charges: int = 0
     last_charge: str = ""
-    scheduler: dict[str, Any] = field(default_factory=dict)  # where the loop brought its own
-    parts: str = ""  # the folder beside it that holds the tensors, where each rank wrote its own
-    search: dict[str, Any] = field(default_factory=dict)  # of the step size, where there is one
-    best: dict[str, Any] = field(default_factory=dict)  # weights on dev, where these are kept
-    contributions: list[Tensor] = field(default_factory=list)  # of each example, where they are analysed
+    # the folder beside it that holds the tensors, where each rank wrote its own
+    parts: str = ""
+    # what else the run keeps, by name: averages, the best weights, a search, the loop's own scheduler
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -111,9 +111,9 @@ def test_killed_a_run_ends_with_the_same_averages_bit_for_bit(tmp_path, monkeypa
 def test_averages_of_another_model_are_refused():
     averages = Averages([torch.zeros(3)], 0.5)
     with pytest.raises(UserError, match="do not fit the model"):
-        averages.load_state([])
+        averages.load_state_dict([])
     with pytest.raises(UserError, match="do not fit the model"):
-        averages.load_state([torch.zeros(4)])
+        averages.load_state_dict([torch.zeros(4)])
 
 
 def test_the_cosine_falls_from_the_peak_to_zero():

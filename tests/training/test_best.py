@@ -102,7 +102,7 @@ def test_without_its_metric_the_smallest_loss_counts_and_nan_never():
     with pytest.raises(UserError, match="this task has none: set it to 0"):
         best.offer(5, {})
     with pytest.raises(UserError, match="best weights do not fit the model"):
-        Best([torch.zeros(3)], "bleu").load_state(best.state())
+        Best([torch.zeros(3)], "bleu").load_state_dict(best.state_dict())
 
 
 def test_the_record_says_what_the_choice_costs():
