@@ -41,12 +41,14 @@ class Entry:
         task, method: names in the list.
         epsilon: target.
         words: of its command, without what `_FREE` names.
+        rates: that are to be tried.
     """
 
     task: str
     method: str
     epsilon: float
     words: tuple[str, ...]
+    rates: tuple[float, ...]
 
     def command(self, rate: float, seeds: Sequence[int], trials: int) -> str:
         """That trains it."""
@@ -114,47 +116,49 @@ def entries(task: str) -> Iterator[Entry]:
     for epsilon in said["budgets"]:
         for method, settings in said["methods"].items():
             words = shlex.split(f"{said['settings']} {own['settings']} {settings.format(**own['values'])}")
-            yield Entry(task, method, float(epsilon), tuple(words))
+            rates = tuple(float(rate) * said["slower"].get(method, 1) for rate in own["rates"])
+            yield Entry(task, method, float(epsilon), tuple(words), rates)
 
 
 def commands(task: str, records: Sequence[Record]) -> list[str]:
     """What is still to run: each rate with the tuning seed; where those have records, the best one with the other seeds."""
     said, found = listed(), []
-    rates, first = said["tasks"][task]["rates"], said["tuning_seed"]
+    first = said["tuning_seed"]
     for entry in entries(task):
         runs = entry.runs(records)
-        found += [entry.command(rate, [first], 1) for rate in rates if (rate, first) not in runs]
-        rate = _tuned(runs, rates)
+        found += [entry.command(rate, [first], 1) for rate in entry.rates if (rate, first) not in runs]
+        tried = _tried(entry, runs)
+        rate = max(tried, key=lambda rate: tried[rate], default=None)
         if rate is not None and (left := [seed for seed in said["seeds"] if (rate, seed) not in runs]):
-            found.append(entry.command(rate, left, len(rates) + 1))
+            found.append(entry.command(rate, left, len(tried) + 1))
     return found
 
 
-def _tuned(runs: Mapping[tuple[float, int], Record], rates: Sequence[float]) -> float | None:
-    """The best rate of the tuning seed; None before all were tried."""
+def _tried(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> dict[float, float]:
+    """Learning rate -> what the tuning seed found; none before each of the list has been tried."""
     said = listed()
     scores = {
-        rate: runs[key].metric(said["metric"])
-        for rate in rates
-        if (key := (rate, said["tuning_seed"])) in runs
+        rate: r.metric(said["metric"]) or 0.0
+        for (rate, seed), r in runs.items()
+        if seed == said["tuning_seed"]
     }
-    if len(scores) < len(rates):
-        return None
-    return max(scores, key=lambda rate: scores[rate] or 0.0)
+    return scores if set(entry.rates) <= scores.keys() else {}
 
 
 def standings(task: str, records: Sequence[Record]) -> list[Standing]:
     """The entries of a task that are complete: every rate tried, every seed run."""
     said, found = listed(), []
-    rates = said["tasks"][task]["rates"]
     factor = printed_factor(said["metric"])
     for entry in entries(task):
         runs = entry.runs(records)
-        rate = _tuned(runs, rates)
-        own = [runs[rate, seed] for seed in said["seeds"] if (rate, seed) in runs] if rate is not None else []
-        if rate is not None and len(own) == len(said["seeds"]):
+        tried = _tried(entry, runs)
+        rate = max(tried, key=lambda rate: tried[rate], default=0.0)
+        own = [runs[rate, seed] for seed in said["seeds"] if (rate, seed) in runs]
+        if len(own) == len(said["seeds"]):
             values = tuple(factor * (record.metric(said["metric"]) or 0.0) for record in own)
-            found.append(Standing(entry, rate, tuple(rates), Filling(tuple(own), values, said["metric"])))
+            found.append(
+                Standing(entry, rate, tuple(sorted(tried)), Filling(tuple(own), values, said["metric"]))
+            )
     return found
 
 
@@ -181,10 +185,10 @@ def document(records: Sequence[Record]) -> Document:
         sections.append(Section(f"scale=small, {settings['words']}", (done,), columns, rows[task], "small"))
     count = sum(map(len, found.values()))
     words = (
-        f"{len(said['methods'])} methods, each at ε = {' and '.join(f'{b:g}' for b in said['budgets'])} with the same number of"
-        " learning rates tried: seed 0 tries each, and the best on dev is trained again with three other seeds, which alone are"
-        " shown. Adam is behind every method. *ε with tuning*: what the trials of a row and the run itself cost together; that a"
-        " reader picks among methods is not in it.",
+        f"{len(said['methods'])} methods, each at ε = {' and '.join(f'{b:g}' for b in said['budgets'])} with three learning rates"
+        " or more tried (*lr tried*): seed 0 tries each, and the best on dev is trained again with three other seeds, which alone"
+        " are shown. Adam is behind every method. *ε with tuning*: what the trials of a row and the run itself cost together;"
+        " that a reader picks among methods is not in it.",
         "*Interval*: Student's t over three seeds. *p*: Welch's t, two-sided, against"
         f" {reference}; Holm's correction over the methods of one task and budget. The finite dev set has an error of its own"
         " (*dev error*), which is common to all methods of a task and which no test here knows of.",

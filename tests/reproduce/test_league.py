@@ -32,11 +32,12 @@ def _season(lift: dict[str, float], best: dict[float, float] = BEST) -> Iterator
     """Every method of a task: the rates by the tuning seed, and three seeds, a little apart, at the best of them."""
     for entry in league.entries(TASK):
         more = lift.get(entry.method, 0.0)
-        for rate, accuracy in best.items():
+        scores = dict(zip(entry.rates, best.values(), strict=True))
+        for rate, accuracy in scores.items():
             yield _run(entry, rate, 0, accuracy + more)
-        rate = max(best, key=lambda rate: best[rate])
+        rate = max(scores, key=lambda rate: scores[rate])
         for seed in (1, 2, 3):
-            yield _run(entry, rate, seed, best[rate] + more + 1e-3 * seed)
+            yield _run(entry, rate, seed, scores[rate] + more + 1e-3 * seed)
 
 
 def _records(folder: Path, runs: Iterator[dict]) -> list[Record]:
@@ -81,16 +82,20 @@ def test_every_claim_is_about_methods_that_there_are() -> None:
 
 def test_first_the_rates_then_the_seeds_at_the_best_one(tmp_path: Path) -> None:
     first = league.commands(TASK, [])
-    rates, rows = league.listed()["tasks"][TASK]["rates"], list(league.entries(TASK))
-    assert len(first) == len(rates) * len(rows)
+    rows = list(league.entries(TASK))
+    assert len(first) == sum(len(entry.rates) for entry in rows) == 3 * len(rows)
     assert all(" seed=0" in command and "trials=1" in command for command in first)
-    entry = _first("doppler")
-    tuned = _records(tmp_path, (_run(entry, rate, 0, accuracy) for rate, accuracy in BEST.items()))
-    then = league.commands(TASK, tuned)
-    assert len(set(first) - set(then)) == len(rates)  # they have run
+    entry = _first("disk")
+    runs = [_run(entry, rate, 0, accuracy) for rate, accuracy in BEST.items()]
+    then = league.commands(TASK, _records(tmp_path / "three", iter(runs)))
+    assert len(set(first) - set(then)) == 3  # they have run
     (more,) = set(then) - set(first)
-    assert "optim=doppler" in more
+    assert "optim=disk" in more
     assert more.endswith("privacy=eps1 optim.lr=0.004 trials=4 seed=1,2,3 -m")
+    (once_more,) = set(
+        league.commands(TASK, _records(tmp_path / "four", iter([*runs, _run(entry, 0.05, 0, 0.9)])))
+    ) - set(first)
+    assert once_more.endswith("privacy=eps1 optim.lr=0.05 trials=5 seed=1,2,3 -m")
 
 
 def test_a_record_belongs_to_the_row_whose_command_it_was(tmp_path: Path) -> None:
