@@ -25,7 +25,7 @@ from dpexp.metrics import exposure
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.privacy.events import ADD_OR_REMOVE_ONE
 from dpexp.privacy.keys import Keys, delete_key, open_keys
-from dpexp.privacy.plan import resolve_delta
+from dpexp.privacy.plan_checks import resolve_delta
 from dpexp.sweeps import Result
 from dpexp.tasks import Task, build_task
 from dpexp.tasks.users import by_user

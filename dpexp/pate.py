@@ -28,7 +28,7 @@ from dpexp.privacy.keys import LEDGER, delete_key, open_keys
 from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 from dpexp.privacy.pate import METHODS, VotePlan, plan_votes
-from dpexp.privacy.plan import resolve_delta
+from dpexp.privacy.plan_checks import resolve_delta
 from dpexp.privacy.sampling import PoissonSampler
 from dpexp.schemas import (
     AccountantConfig,

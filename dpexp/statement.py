@@ -9,7 +9,7 @@ from dp_accounting import DpEvent
 from dpexp.privacy.events import decode, encode
 from dpexp.privacy.keys import COPIED
 from dpexp.privacy.noise import describe
-from dpexp.privacy.plan import UNITS
+from dpexp.privacy.plan_checks import UNITS
 from dpexp.privacy.tradeoff import NO_BOUND, attack
 from dpexp.privacy.tuning import tuned_epsilons
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
-from dpexp.privacy.accountants import ACCOUNTANTS, check_delta
 from dpexp.privacy.calibration import calibrate
 from dpexp.privacy.events import (
     GroupEvents,
@@ -31,12 +30,19 @@ from dpexp.privacy.events import (
 )
 from dpexp.privacy.individual import Budgets, solve
 from dpexp.privacy.mechanisms import ProjectedGaussianDpEvent
+from dpexp.privacy.plan_checks import (
+    UNITS,
+    check_accountant,
+    check_batches,
+    check_budget,
+    check_feedback,
+    check_numbers,
+    check_projections,
+    check_search,
+    resolve_delta,
+)
 from dpexp.privacy.schedules import CONSTANT, Schedule, joint_counts
 from dpexp.privacy.searches import ORDERS, SearchBudget, filter_admits
-
-SAMPLINGS = ("poisson", "fixed", "shuffle")
-UNITS = {"example": "example", "user": "user with all examples of theirs"}
-"""Whom N counts and the guarantee protects, and how the neighbouring relation calls them."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,8 @@ class Plan:
 
         ``budget``: of this group of examples (see `individual`); of the least protected one by default.
         """
-        return self._event_at(self.sigma(step), budget, self.rate(step))
+        rate, scale = self._of_group(budget)
+        return self._released(self.sigma(step), self.rate(step) if rate is None else rate, scale)
 
     def charge(self, step: int) -> DpEvent | GroupEvents:
         """What the ledger writes of the step: its event, or that of each group of examples."""
@@ -155,11 +162,8 @@ class Plan:
         done = self.steps if steps is None else steps
         if not 0 <= done <= self.steps:
             raise UserError(f"the plan has {self.steps} steps, not {done}")
-        counts = joint_counts(self.schedule, self.batches, done, self.steps, self.sample_rate)
-        return composed(
-            (self._event_at(self.noise_multiplier * scale, budget, self.sample_rate * growth), count)
-            for scale, growth, count in counts
-        )
+        rate, scale = self._of_group(budget)
+        return self._composed(self.sample_rate if rate is None else rate, self.noise_multiplier, scale, done)
 
     def epsilon(self, steps: int | None = None, accountant: str | None = None) -> float:
         """ε after ``steps`` steps at the plan's δ, under the plan's accountant unless another one is
@@ -273,31 +277,30 @@ class Plan:
             del plain["projections"]
         return plain
 
-    def _event_at(self, sigma: float, budget: int | None, rate: float) -> DpEvent:
-        scale = 1.0
-        if self.budgets is not None:
-            group = self.budgets.least_protected if budget is None else budget
-            rate, scale = self.budgets.rates[group], self.budgets.scales[group]
+    def _of_group(self, budget: int | None) -> tuple[float | None, float]:
+        """Sampling rate, where the group has its own, and factor of the thresholds; of the least protected group by default."""
+        if self.budgets is None:
+            return None, 1.0
+        group = self.budgets.least_protected if budget is None else budget
+        return self.budgets.rates[group], self.budgets.scales[group]
+
+    def _composed(self, rate: float, sigma: float, scale: float, steps: int) -> DpEvent:
+        """What so many steps release about an example; ``rate`` and ``sigma`` are those of the first one."""
+        counts = joint_counts(self.schedule, self.batches, steps, self.steps, self.sample_rate)
+        return composed(
+            (self._released(sigma * factor, rate * growth, scale), count) for factor, growth, count in counts
+        )
+
+    def _released(self, sigma: float, rate: float, scale: float) -> DpEvent:
+        """What one step releases about an example whose thresholds are multiplied by ``scale``."""
         if self.search is not None:
-            return _searching(rate, sigma, self.search)
+            return step_event(rate, [self.search.gradient_sigma(sigma)], [self.search.event(sigma)])
         if self.projections:
-            return _projecting(rate, sigma, self.projections)
+            return step_event(rate, (), [ProjectedGaussianDpEvent(sigma, self.projections)])
         multipliers = _multipliers(sigma, self.quantile_budget, scale)
-        return _sampled(self.sampling, self.num_examples, rate, multipliers)
-
-
-def _searching(rate: float, sigma: float, search: SearchBudget) -> DpEvent:
-    return step_event(rate, [search.gradient_sigma(sigma)], [search.event(sigma)])
-
-
-def _projecting(rate: float, sigma: float, projections: int) -> DpEvent:
-    return step_event(rate, (), [ProjectedGaussianDpEvent(sigma, projections)])
-
-
-def _sampled(sampling: str, num_examples: int, rate: float, multipliers: Sequence[float]) -> DpEvent:
-    if sampling == "fixed":
-        return fixed_size_event(num_examples, round(rate * num_examples), multipliers)
-    return step_event(rate, multipliers)
+        if self.sampling == "fixed":
+            return fixed_size_event(self.num_examples, round(rate * self.num_examples), multipliers)
+        return step_event(rate, multipliers)
 
 
 def _multipliers(sigma: float, quantile_budget: float, scale: float = 1.0) -> list[float]:
@@ -340,197 +343,70 @@ def make_plan(
     ``projections``: r, where norms are estimated.
     Raises `UserError` for values that make no plan, and for the gdp accountant without ``allow_clt``: its ε
     is not a guarantee."""
-    if unit not in UNITS:
-        raise UserError(f"unit={unit} is not a choice; choices: {', '.join(UNITS)}")
-    if num_examples < 1:
-        raise UserError(f"the data set has {num_examples} {unit}s; at least one is needed")
-    if not 0 < expected_batch_size <= num_examples:
-        raise UserError(
-            f"batch_size={expected_batch_size} must be above 0 and at most N = {num_examples} {unit}s"
-        )
-    if steps < 1:
-        raise UserError(f"steps={steps}: at least one is needed")
-    if not 0 <= quantile_budget < 1:
-        raise UserError(f"quantile_budget={quantile_budget} is a share of the budget: 0 <= r < 1")
-    if accountant not in ACCOUNTANTS:
-        raise UserError(f"accountant={accountant} is not a choice; choices: {', '.join(ACCOUNTANTS)}")
-    if accountant == "gdp" and not allow_clt:
-        raise UserError(
-            "accountant=gdp is an approximation that under-estimates epsilon: choose rdp, prv or pld, or accept it with"
-            " accountant.allow_clt=true"
-        )
-    if sampling not in SAMPLINGS:
-        raise UserError(f"sampling={sampling} is not a choice; choices: {', '.join(SAMPLINGS)}")
-    if individual is not None and (epsilon is not None or noise_multiplier is not None):
-        raise UserError("individual budgets decide the noise: give neither epsilon nor noise_multiplier")
-    if sampling == "fixed" and expected_batch_size != int(expected_batch_size):
-        raise UserError(
-            f"sampling=fixed needs a whole number of examples, not batch_size={expected_batch_size}"
-        )
-    if individual is not None and sampling != "poisson":
-        raise UserError(f"individual budgets need Poisson batches, not sampling={sampling}")
-    if individual is None and (epsilon is None) == (noise_multiplier is None):
-        raise UserError("give either epsilon or noise_multiplier, not both and not neither")
-    if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
-        raise UserError(f"noise_multiplier={noise_multiplier} must be a number, 0 or larger")
+    check_numbers(
+        num_examples,
+        expected_batch_size,
+        steps,
+        quantile_budget,
+        noise_multiplier,
+        unit=unit,
+        sampling=sampling,
+    )
+    check_accountant(accountant, allow_clt)
+    check_budget(epsilon, noise_multiplier, individual is not None, sampling)
     if search is not None:
-        _check_search(
-            accountant if search.moves else "rdp", sampling, quantile_budget, individual is not None
-        )
+        check_search(accountant if search.moves else "rdp", sampling, quantile_budget, individual is not None)
         if noise_multiplier == 0:
             raise UserError("noise_multiplier=0 leaves a step-size search without a budget: give some noise")
     if projections:
-        _check_projections(projections, accountant, sampling, quantile_budget, individual, search)
+        check_projections(projections, accountant, sampling, quantile_budget, individual, search)
     delta = resolve_delta(delta, num_examples)
     sample_rate = expected_batch_size / num_examples
     schedule = Schedule.of(schedule)
     if schedule.adaptive:
-        _check_feedback(
+        check_feedback(
             schedule, accountant, sampling, individual is not None or search is not None, noise_multiplier
         )
     batches = Schedule.of(batches)
     if batches.name != CONSTANT.name:
-        _check_batches(batches, steps, sample_rate, sampling, individual is not None or search is not None)
-    counts = joint_counts(schedule, batches, steps, steps, sample_rate)
-
-    def make_event(rate: float, sigma: float, scale: float) -> DpEvent:
-        if search is not None:
-            return composed((_searching(rate, sigma * factor, search), count) for factor, _, count in counts)
-        if projections:
-            return composed(
-                (_projecting(rate * growth, sigma * factor, projections), count)
-                for factor, growth, count in counts
-            )
-        return composed(
-            (
-                _sampled(
-                    sampling,
-                    num_examples,
-                    rate * growth,
-                    _multipliers(sigma * factor, quantile_budget, scale),
-                ),
-                count,
-            )
-            for factor, growth, count in counts
-        )
-
-    budgets = None
-    if individual is not None:
-        method, epsilons, groups = individual
-        if len(groups) != num_examples:
-            raise UserError(f"{len(groups)} examples have a group, of {num_examples}")
-        noise_multiplier, budgets = solve(
-            method, epsilons, groups, sample_rate, quantile_budget, make_event, delta, accountant
-        )
-    elif noise_multiplier is None:
-        assert epsilon is not None
-        noise_multiplier = calibrate(
-            lambda sigma: make_event(sample_rate, sigma, 1.0),
-            epsilon,
-            delta / ORDERS if (search is not None and search.moves) or schedule.adaptive else delta,
-            accountant,
-        )
-    return Plan(
+        check_batches(batches, steps, sample_rate, sampling, individual is not None or search is not None)
+    # refuses noise that decays to nothing, also where epsilon is not asked for
+    joint_counts(schedule, batches, steps, steps, sample_rate)
+    plan = Plan(
         num_examples=num_examples,
         sample_rate=sample_rate,
         steps=steps,
-        noise_multiplier=float(noise_multiplier),
+        # none yet, unless it is given
+        noise_multiplier=float(noise_multiplier or 0.0),
         quantile_budget=quantile_budget,
         delta=delta,
         accountant=accountant,
         sampling=sampling,
         target_epsilon=epsilon,
         schedule=schedule,
-        budgets=budgets,
         search=search,
         batches=batches,
         unit=unit,
         projections=projections,
     )
-
-
-def _check_projections(
-    projections: int, accountant: str, sampling: str, quantile_budget: float, individual: Any, search: Any
-) -> None:
-    """Raises `UserError` where no accountant speaks of norms that are estimated."""
-    if accountant != "pld":
-        raise UserError(
-            f"clip=jl estimates norms, and one that is too small lets an example move the sum by more than C: "
-            f"accountant={accountant} would not see that; use accountant=pld, or clip=flat, whose norms are exact"
+    if individual is not None:
+        method, epsilons, groups = individual
+        if len(groups) != num_examples:
+            raise UserError(f"{len(groups)} examples have a group, of {num_examples}")
+        noise, budgets = solve(
+            method,
+            epsilons,
+            groups,
+            sample_rate,
+            quantile_budget,
+            partial(plan._composed, steps=steps),
+            delta,
+            accountant,
         )
-    if projections < 1:
-        raise UserError(f"clip.projections={projections}: at least one is needed")
-    if sampling != "poisson" or quantile_budget or individual is not None or search is not None:
-        raise UserError(
-            "clip=jl needs Poisson batches, a fixed threshold and one budget: drop privacy.sampling, clip.adaptive, individual= "
-            "and search="
+        return replace(plan, noise_multiplier=float(noise), budgets=budgets)
+    if epsilon is not None:
+        noise = calibrate(
+            lambda sigma: plan._composed(sample_rate, sigma, 1.0, steps), epsilon, plan._delta, accountant
         )
-
-
-def _check_batches(batches: Schedule, steps: int, sample_rate: float, sampling: str, others: bool) -> None:
-    """Raises `UserError` for batches that cannot grow as they should."""
-    if sampling != "poisson" or others or batches.adaptive:
-        raise UserError(
-            "optim.batch_growth needs Poisson batches, one budget and a schedule that is fixed beforehand: drop "
-            "privacy.sampling, individual= and search="
-        )
-    last = sample_rate / batches.factor(steps - 1, steps, sample_rate)
-    if last > 1:
-        raise UserError(
-            f"optim.batch_growth makes the last batch {last:.3g} times the data: let it grow more slowly, or begin "
-            "with a smaller optim.batch_size"
-        )
-
-
-def _check_feedback(
-    schedule: Schedule, accountant: str, sampling: str, others: bool, noise_multiplier: float | None
-) -> None:
-    """Raises `UserError` where the filter of an adaptive schedule does not speak of the plan."""
-    name = f"schedule={schedule.name}"
-    if accountant != "rdp":
-        raise UserError(
-            f"{name} chooses its noise under a Rényi filter, of which accountant={accountant} knows nothing: use rdp, or a "
-            "schedule that is fixed beforehand"
-        )
-    if sampling != "poisson" or others:
-        raise UserError(
-            f"{name} needs Poisson batches and one budget: drop privacy.sampling, individual= and search="
-        )
-    if noise_multiplier == 0:
-        raise UserError(f"{name} has no noise to move with noise_multiplier=0: give some")
-
-
-def _check_search(accountant: str, sampling: str, quantile_budget: float, individual: bool) -> None:
-    """Raises `UserError` where the filter of a search does not speak of the plan."""
-    if accountant != "rdp":
-        raise UserError(
-            f"a step-size search moves its budget under a Rényi filter, of which accountant={accountant} knows nothing: use rdp"
-        )
-    if sampling != "poisson":
-        raise UserError(f"a step-size search needs Poisson batches: drop sampling={sampling}")
-    if quantile_budget or individual:
-        raise UserError(
-            "a step-size search shares a step's budget with the gradient alone: take clip=flat or perlayer without adaptive "
-            "thresholds, and individual=none"
-        )
-
-
-def resolve_delta(rule: str | float, num_examples: int) -> float:
-    """δ from a number or a rule: ``half_over_n`` is 1/(2N) (Li et al.), ``n_pow_-1.1`` is N^-1.1 (He et al.
-    section 5.2).
-
-    Raises `UserError` for what is neither, and for a δ outside (0, 1).
-    """
-    if rule == "half_over_n":
-        delta = 1 / (2 * num_examples)
-    elif match := re.fullmatch(r"n_pow_(-\d+(\.\d+)?)", str(rule)):
-        delta = num_examples ** float(match[1])
-    else:
-        try:
-            delta = float(rule)
-        except ValueError:
-            raise UserError(f"delta={rule} is neither a number nor a rule: half_over_n, n_pow_-1.1") from None
-    check_delta(delta)
-    if delta == 0:
-        raise UserError("delta=0 leaves no room for Gaussian noise; a usual choice is half_over_n")
-    return delta
+        return replace(plan, noise_multiplier=float(noise))
+    return plan

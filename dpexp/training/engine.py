@@ -61,7 +61,7 @@ class PrivacyEngine:
         batch_size: B, the expected size of a batch. Each step sees a Poisson sample: every example with probability B/N.
         epochs, steps: exactly one; an epoch is N/B steps.
         epsilon, noise_multiplier: exactly one; the noise follows from ε, δ and the number of steps.
-        delta: a number or a rule, see `dpexp.privacy.plan.resolve_delta`.
+        delta: a number or a rule, see `dpexp.privacy.plan_checks.resolve_delta`.
         clip_norm: C, the norm to which each example's gradient is clipped.
         groups: ``flat``, ``layer``, ``block`` or a mapping, see `dpexp.clipping.attach`.
         rule: ``abadi`` or ``automatic``.
