@@ -73,6 +73,9 @@ ELSEWHERE = {  # what other libraries call our settings
 }  # fmt: skip
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)  # what a person can get wrong
 
+# config name -> its schema as Hydra knows it: making a node of one takes a fifth of a composition
+_registered: dict[str, type] = {}
+
 _NOT_IN_SIGNATURE = frozenset(
     {
         "seed", "trials", "trials_law", "tracker", "data.root", "data.cache", "data.source", "task.hub_id",
@@ -234,6 +237,9 @@ def _stop(error: UserError) -> NoReturn:
 
 
 def _register(config_name: str, schema: type) -> None:
+    if _registered.get(config_name) is schema:
+        return
+    _registered[config_name] = schema
     for name, function in presets.RESOLVERS.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
     node = OmegaConf.structured(schema)

@@ -17,6 +17,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from types import MappingProxyType
 
 from dp_accounting import DpEvent, NeighboringRelation, UnsupportedEventError
@@ -61,8 +62,14 @@ def epsilon(event: DpEvent, delta: float, accountant: str = "rdp") -> float:
         return 0.0
     if delta == 0 or any(sigma == 0 for _, sigma in parts):
         return math.inf
-    value = ACCOUNTANTS[accountant](coarsen(parts, _KINDS[accountant]), delta)
-    return math.inf if math.isnan(value) else max(0.0, float(value))
+    value = _computed(accountant, tuple(coarsen(parts, _KINDS[accountant]).items()), delta)
+    return math.inf if math.isnan(value) else max(0.0, value)
+
+
+@lru_cache(maxsize=256)
+def _computed(accountant: str, parts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
+    """Once: a ledger, a plan and a record ask for the same number, which takes some accountants seconds."""
+    return float(ACCOUNTANTS[accountant](dict(parts), delta))
 
 
 def epsilons(event: DpEvent, delta: float) -> dict[str, float | None]:

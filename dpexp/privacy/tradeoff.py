@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from dp_accounting import DpEvent
@@ -68,7 +69,13 @@ def attack(event: DpEvent) -> Attack | None:
         return NO_BOUND
     if (mu := unsampled(parts)) is not None:
         return Attack(mu, 0.0, float(ndtr(mu - norm.isf(FPR))))
-    parts = coarsen(parts, _KINDS)
+    return _summed_up(tuple(coarsen(parts, _KINDS).items()))
+
+
+@lru_cache(maxsize=64)
+def _summed_up(kinds: tuple[tuple[tuple[float, float], int], ...]) -> Attack:
+    """Once: it takes about a second, and a run asks for its plan and for its ledger."""
+    parts = dict(kinds)
     if too_large(parts, _RAREST):
         return NO_BOUND
     alphas, betas = curve(*_profile(parts))
