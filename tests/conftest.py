@@ -1,11 +1,14 @@
-"""What every test gets: no network, few threads, and nothing written outside its own folder."""
+"""What every test gets: no network, few threads, numbers that are the same in any order of the tests, and a folder of its own."""
 
+import contextlib
 import hashlib
 import itertools
 import os
+import random
 import secrets
 import sys
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -30,6 +33,7 @@ absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
 if given := os.environ.pop("DPEXP_DATA", None):
     os.environ["DPEXP_TEST_DATA"] = given
 
+
 # Native kernels of this machine, before a test's own cache hides them.
 KERNELS = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser() / "native"
 
@@ -39,34 +43,89 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
-@pytest.fixture(autouse=True)
-def same_keys(request, monkeypatch):
-    """Keys and salts that this process draws are a function of the test: a statistic does not fail by an unlucky draw.
+def pytest_collection_modifyitems(items):
+    """Files with slow tests come first, so that the processes that share the tests end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
-    A process that a test starts draws its own.
+
+@contextlib.contextmanager
+def numbers_of(name):
+    """Inside, keys, salts and random numbers that this process draws are a function of a name, not of what ran before.
+
+    A statistic does not fail by an unlucky draw. A process that a test starts draws its own.
     """
+
+    def drawn(what, size):
+        return hashlib.shake_256(f"{name} {what}".encode()).digest(size)
+
     count = itertools.count()
 
     def token_bytes(nbytes=None):
-        seed = f"{request.node.nodeid} {next(count)}".encode()
-        return hashlib.shake_256(seed).digest(32 if nbytes is None else nbytes)
+        return drawn(next(count), 32 if nbytes is None else nbytes)
 
-    monkeypatch.setattr(secrets, "token_bytes", token_bytes)
-    monkeypatch.setattr(secrets, "token_hex", lambda nbytes=None: token_bytes(nbytes).hex())
+    generators = [(random.seed, random.getstate, random.setstate)]
+    # who has not imported them draws nothing from them
+    if np := sys.modules.get("numpy"):
+        generators.append((np.random.seed, np.random.get_state, np.random.set_state))
+    if torch := sys.modules.get("torch"):
+        generators.append((torch.manual_seed, torch.get_rng_state, torch.set_rng_state))
+    before = [state() for _, state, _ in generators]
+    for seed, _, _ in generators:
+        seed(int.from_bytes(drawn("seed", 4), "big"))
+    try:
+        with mock.patch.multiple(
+            secrets, token_bytes=token_bytes, token_hex=lambda nbytes=None: token_bytes(nbytes).hex()
+        ):
+            yield
+    finally:
+        for (_, _, restore), state in zip(generators, before, strict=True):
+            restore(state)
+        if torch:
+            # training sets it for the whole process
+            torch.set_flush_denormal(False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """What a file draws when it is imported does not depend on the files before it."""
+    with numbers_of(collector.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What several tests share does not depend on which of them comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with numbers_of(f"{fixturedef.baseid} {fixturedef.argname} {getattr(request, 'param_index', 0)}"):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """Tokenised data of a test session stays in its temporary folder; native kernels are the machine's.
+def same_numbers(request):
+    """Each test has its own."""
+    with numbers_of(request.node.nodeid):
+        yield
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory):
+    """The cache of this process's tests; native kernels are the machine's.
 
     This process may have loaded them before: another one that a test starts would compute without them, and round another way.
     """
-    cache = tmp_path_factory.getbasetemp() / "cache"
-    if not cache.exists():
-        (cache / "native").mkdir(parents=True)
-        for library in KERNELS.glob("*.so"):
-            (cache / "native" / library.name).symlink_to(library)
-    monkeypatch.setenv("DPEXP_CACHE", str(cache))
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    (folder / "native").mkdir(parents=True)
+    for library in KERNELS.glob("*.so"):
+        (folder / "native" / library.name).symlink_to(library)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache_folder, monkeypatch):
+    """Tokenised data of a test session stays in its temporary folder."""
+    monkeypatch.setenv("DPEXP_CACHE", str(cache_folder))
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """The audit command: its configuration, two tiny audits on embedded data, and bad input."""
 
-import itertools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -15,8 +13,8 @@ from dpexp.audit import AuditConfig, audit, audit_folder, check, table_of
 from dpexp.config import compose, to_dict
 from dpexp.errors import UserError
 from dpexp.privacy.events import ADD_OR_REMOVE_ONE
-from dpexp.privacy.noise import KeyedGenerator
 from dpexp.training import loop, release
+from tests.training.tiny import counted_noise
 
 TINY = [
     "scale=demo", "clip=flat", "optim.epochs=null", "optim.steps=2", "runtime=cpu", "runtime.physical_batch_size=64",
@@ -56,7 +54,8 @@ def test_a_run_of_an_audit_is_no_training_run():
     assert audit_folder(configured(*ONE_RUN, "canaries=70")) != first
 
 
-def test_one_run(tmp_path):
+def test_one_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "add_gaussian_", counted_noise())
     summary, folder, printed = audited(tmp_path, *ONE_RUN)
     assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
     assert tuple(summary)[: len(record.SUMMARY_KEYS)] == record.SUMMARY_KEYS
@@ -154,12 +153,6 @@ def test_a_misspelt_setting_is_named():
         configured("task=sst2", "canarys=3")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    yield
-    torch.set_flush_denormal(False)  # the audit sets it, as training does; the process goes on
-
-
 WHITE_BOX = [
     "task=sst2",
     "method=white_box",
@@ -173,15 +166,7 @@ WHITE_BOX = [
 @pytest.mark.parametrize("noise", [1.0, 0.05])
 def test_the_white_box_audit_refutes_noise_that_is_too_small_and_no_other(tmp_path, monkeypatch, noise):
     """Of the whole command: canaries that pass through clipping, noise and ledger, and one who sees every noisy sum."""
-    right, calls = release.add_gaussian_, itertools.count()
-
-    def drawn(sums, stds, generator):
-        # A run's own noise follows from its fingerprint, and so from the code and the runtime: an audit at 95% is then
-        # wrong in one commit of twenty. Here the noise is always the same.
-        key = next(calls).to_bytes(32, "little")
-        right(sums, np.multiply(stds, noise).tolist(), KeyedGenerator(key))
-
-    monkeypatch.setattr(release, "add_gaussian_", drawn)
+    monkeypatch.setattr(release, "add_gaussian_", counted_noise(noise))
     summary, _, printed = audited(tmp_path, *WHITE_BOX, "privacy.epsilon=4", "privacy.delta=1e-5")
     found = summary["audit"]
     assert found["epsilon_claimed"] == pytest.approx(4.0, abs=0.01)
@@ -201,16 +186,13 @@ INDIVIDUAL = [
 @pytest.mark.parametrize("defect", [False, True])
 def test_each_budget_is_audited_by_its_own_canaries(tmp_path, monkeypatch, defect):
     """Where everybody is clipped as the most generous group may be, the claim of the strict group falls, and only that one."""
-    right, calls, scales = release.add_gaussian_, itertools.count(), loop.clip_scales_of
-
-    def drawn(sums, stds, generator):
-        right(sums, stds, KeyedGenerator(next(calls).to_bytes(32, "little")))
+    scales = loop.clip_scales_of
 
     def most(plan, groups):
         found = scales(plan, groups)
         return torch.full_like(found, float(found.max()))
 
-    monkeypatch.setattr(release, "add_gaussian_", drawn)
+    monkeypatch.setattr(release, "add_gaussian_", counted_noise())
     if defect:
         monkeypatch.setattr(loop, "clip_scales_of", most)
     summary, _, printed = audited(tmp_path, *INDIVIDUAL)
@@ -225,7 +207,8 @@ def test_each_budget_is_audited_by_its_own_canaries(tmp_path, monkeypatch, defec
     assert "group 2: the claimed epsilon of" in printed
 
 
-def test_budgets_by_sampling_are_audited_from_the_last_model_too(tmp_path):
+def test_budgets_by_sampling_are_audited_from_the_last_model_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "add_gaussian_", counted_noise())
     overrides = [*ONE_RUN, "individual=sampling", "individual.epsilons=[1,6]", "individual.shares=[0.5,0.5]"]
     found = audited(tmp_path, *overrides)[0]["audit"]
     assert [part["canaries"] > 0 for part in found["groups"]] == [True, True]

@@ -146,10 +146,10 @@ def test_a_browser_shows_it(width: int, height: int, page: str, tmp_path: Path):
               f"--user-data-dir={tmp_path / 'profile'}",
               f"--window-size={width},{height}"]  # fmt: skip
     subprocess.run(
-        [*common, f"--screenshot={picture}", file.as_uri()], check=True, capture_output=True, timeout=120
+        [*common, f"--screenshot={picture}", file.as_uri()], check=True, capture_output=True, timeout=600
     )
     shown = subprocess.run(
-        [*common, "--dump-dom", file.as_uri()], check=True, capture_output=True, text=True, timeout=120
+        [*common, "--dump-dom", file.as_uri()], check=True, capture_output=True, text=True, timeout=600
     )
     assert "5 of 5 shown" in shown.stdout  # the script ran
     assert "<title>FITS</title>" in shown.stdout  # nothing sticks out at the side

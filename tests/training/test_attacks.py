@@ -11,7 +11,7 @@ from scipy import stats
 from torch import nn
 
 from dpexp.training import release
-from tests.training.tiny import TinyTask, make_trainer, tiny_run, train
+from tests.training.tiny import TinyTask, counted_noise, make_trainer, tiny_run, train
 
 WIDTH, STEPS, BATCH = 600, 30, 4.0
 CANDIDATE = 4
@@ -68,16 +68,6 @@ def old_noise(sums, stds, generator):
         total.add_(torch.randn(total.shape, generator=draw) * std)
 
 
-def fixed_noise():
-    """The noise as it is, under keys that are the same on every machine: no draw is an unlucky one."""
-    right, calls = release.add_gaussian_, iter(range(10**6))
-
-    def drawn(sums, stds, generator):
-        right(sums, stds, type(generator)(next(calls).to_bytes(32, "little")))
-
-    return drawn
-
-
 def possible(after, start, total, std):
     """Which weights follow from a known sum and std·z for a float32 z: one of few lies near enough."""
     std = np.float32(std)
@@ -118,7 +108,7 @@ def start(request):
 @pytest.mark.parametrize("secure", [False, True])
 def test_the_weights_after_a_step_tell_no_more_than_epsilon(tmp_path, monkeypatch, start, sigma, secure):
     """Of 30 guesses, at most as many are right as the Gaussian mechanism allows, Φ(1/2σ), and chance adds."""
-    right = right_guesses(tmp_path, monkeypatch, start, sigma, secure, fixed_noise())
+    right = right_guesses(tmp_path, monkeypatch, start, sigma, secure, counted_noise())
     assert right <= stats.binom.ppf(1 - 1e-4, STEPS, stats.norm.cdf(1 / (2 * sigma)))
 
 
