@@ -2,28 +2,20 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 
 from dpexp.account import AccountArguments, account, as_text
 from dpexp.config import AccountantConfig, ScheduleConfig
 from dpexp.errors import UserError
+from tests.commands import called
 
 PUBLISHED = ["noise_multiplier=1.07", "sample_rate=0.0243", "steps=410", "delta=1.2e-5"]
 
 
 def run(tmp_path, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "dpexp.account", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ,
-    )
-    assert os.listdir(tmp_path) == []  # no folder, no log
+    done = called("dpexp.account", *arguments, cwd=tmp_path)
+    assert not list(tmp_path.iterdir())  # no folder, no log
     return done
 
 

@@ -2,9 +2,6 @@
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import hydra
@@ -20,6 +17,7 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.tuning import LAWS
 from dpexp.schemas import CHOICES, RunConfig
 from dpexp.train import budget_groups, build_plan
+from tests.commands import called
 
 JOB = ("task=sst2", "clip=adaptive_perlayer")
 SCALES = ("paper", "small", "demo")
@@ -568,15 +566,9 @@ main()
 
 
 def call(folder, *arguments):
-    environment = {**os.environ, "PYTHONPATH": str(Path(config.__file__).parents[1])}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    script = folder.parent / "script.py"
+    script.write_text(SCRIPT)
+    return called(script, *arguments, cwd=folder)
 
 
 def test_a_run_leaves_nothing_of_hydras_behind(tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dpexp.config import compose
+from tests.commands import called
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,8 +54,8 @@ def test_training_commands_compose(overrides: list[str]) -> None:
 
 def test_the_output_shown_is_that_of_the_command(tmp_path: Path) -> None:
     (command,) = [c for c in COMMANDS if c.startswith("dpexp account ")]
-    words = [sys.executable, "-m", *shlex.split(command)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=_env(), check=True)
+    done = called("dpexp.account", *shlex.split(command)[2:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     shown = [line for line in README.splitlines() if line.startswith(("epsilon ", "TPR "))]
     assert len(shown) == 4
     assert set(shown) <= set(done.stdout.splitlines())
@@ -65,11 +66,7 @@ def test_the_loop_shown_is_one_that_runs(tmp_path: Path) -> None:
     block = re.findall(r"```python\n(.*?)```", README, re.S)[0]
     script = ROOT / "docs" / "examples" / "quick_start.py"
     assert block in script.read_text(encoding="utf-8")
-    words = [sys.executable, str(script)]
-    said = [
-        subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=_env(), check=True).stdout
-        for _ in range(2)
-    ]
+    said = [called(script, cwd=tmp_path).stdout for _ in range(2)]
     (shown,) = [line for line in README.splitlines() if line.startswith("ε = ")]
     assert said[0].startswith(shown.partition(";")[0])  # the accuracy depends on the secret noise
     assert said[0] == said[1], "the same script again finds its run finished"

@@ -6,33 +6,32 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dpexp.errors import UserError
 from scripts.run_queue import read
+from tests.commands import called
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "run_queue.py"
-DEMO = "python -m dpexp.train task=sst2 scale=demo clip=nonprivate privacy=none optim.epochs=null"
+DEMO = (
+    "python -m dpexp.train task=sst2 scale=demo clip=nonprivate privacy=none data.num_examples=1000 optim.batch_size=100 "
+    "optim.epochs=null"
+)
 
 
-def _queue(folder: Path, lines: str, *more: str) -> subprocess.CompletedProcess[str]:
+def _queue(
+    folder: Path, lines: str, *more: str, before: Callable[[], object] = lambda: None
+) -> subprocess.CompletedProcess[str]:
+    """The queue in a fork of this process."""
     (folder / "list.txt").write_text(lines, encoding="utf-8")
-    words = [
-        sys.executable,
-        str(SCRIPT),
-        str(folder / "list.txt"),
-        "--results",
-        str(folder / "results"),
-        *more,
-    ]
+    words = [str(folder / "list.txt"), "--results", str(folder / "results"), *more]
     words += ["--", f"runtime.runs_dir={folder / 'runs'}"]
-    return subprocess.run(
-        words, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"}
-    )
+    return called(SCRIPT, *words, cwd=folder, before=before)
 
 
 def test_a_mistake_is_told_with_its_line_before_anything_runs():
@@ -40,6 +39,12 @@ def test_a_mistake_is_told_with_its_line_before_anything_runs():
         read("# a comment\nrm -r results\n")
     with pytest.raises(UserError, match=r"line 1: .*optim\.stepz"):
         read(f"{DEMO} optim.stepz=3")
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table whose words stand in one line."""
+    monkeypatch.setenv("COLUMNS", "160")
 
 
 def test_each_seed_is_a_job():
@@ -50,33 +55,24 @@ def test_each_seed_is_a_job():
 
 
 def test_what_failed_is_named_the_rest_runs_and_nothing_runs_twice(tmp_path: Path):
+    """Jobs that are copies of the queue; what they leave is what a process of their own leaves."""
     broken = f"{DEMO} optim.steps=1 data.source=files"  # names no files
-    done = _queue(tmp_path, f"{broken}\n{DEMO} optim.steps=2 seed=0,1 -m\n")
-    assert done.returncode == 1, done.stderr
-    assert "1 failed, 2 done" in done.stdout
-    finished = [
-        folder.parent / "summary.json" for folder in (tmp_path / "runs").glob("sst2/*/seed[01]/model")
-    ]
-    times = [path.stat().st_mtime_ns for path in finished]
-    assert len(times) == 2
-    again = _queue(tmp_path, f"{DEMO} optim.steps=2 seed=0,1 -m\n")
-    assert again.returncode == 0
-    assert "2 done" in again.stdout
-    assert times == [path.stat().st_mtime_ns for path in finished]
-
-
-def test_a_job_in_a_copy_of_the_queue_leaves_what_one_of_its_own_leaves(tmp_path: Path):
-    broken = f"{DEMO} optim.steps=1 data.source=files"
     done = _queue(tmp_path, f"{broken}\n{DEMO} optim.steps=2 seed=0,1 -m\n", "--fork")
     assert done.returncode == 1, done.stderr
     assert "1 failed, 2 done" in done.stdout
     assert "error: " in done.stderr
-    files = (tmp_path / "runs").glob("sst2/*/seed[01]/summary.json")
-    summaries = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    commands = {summary["command"] for summary in summaries if summary["status"] == "finished"}
+    finished = [
+        folder.parent / "summary.json" for folder in (tmp_path / "runs").glob("sst2/*/seed[01]/model")
+    ]
+    commands = {json.loads(path.read_text(encoding="utf-8"))["command"] for path in finished}
     assert commands == {
         f"{DEMO} optim.steps=2 runtime.runs_dir={tmp_path / 'runs'} seed={seed}" for seed in (0, 1)
     }
+    times = [path.stat().st_mtime_ns for path in finished]
+    again = _queue(tmp_path, f"{DEMO} optim.steps=2 seed=0,1 -m\n", "--fork")
+    assert again.returncode == 0
+    assert "2 done" in again.stdout
+    assert times == [path.stat().st_mtime_ns for path in finished]
 
 
 def test_a_kept_record_counts_as_done(tmp_path: Path):
@@ -89,24 +85,29 @@ def test_a_kept_record_counts_as_done(tmp_path: Path):
     assert job.summary(tmp_path / "results") == summary
 
 
+def _stopped_while_it_trains(folder: Path) -> None:
+    """Patch this process: it gets SIGTERM while it waits for its job, as soon as that has taken a step."""
+    wait, told = subprocess.Popen.wait, []
+
+    def stepped() -> bool:
+        return any(log.read_text() for log in folder.glob("runs/sst2/*/seed0/metrics.jsonl"))
+
+    def watched(job: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if not told:
+            while job.poll() is None and not stepped():
+                time.sleep(0.05)
+            told.append(job)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return wait(job, timeout)
+
+    subprocess.Popen.wait = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
 def test_told_to_stop_it_stops_its_job_cleanly(tmp_path: Path):
-    (tmp_path / "list.txt").write_text(f"{DEMO} optim.steps=100000\n", encoding="utf-8")
-    words = [
-        sys.executable,
-        str(SCRIPT),
-        str(tmp_path / "list.txt"),
-        "--",
-        f"runtime.runs_dir={tmp_path / 'runs'}",
-    ]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        log: list[Path] = []
-        for _ in range(600):
-            if log := list(tmp_path.glob("runs/sst2/*/seed0/metrics.jsonl")):
-                break
-            time.sleep(0.2)
-        assert log, "the job has not begun"
-        process.send_signal(signal.SIGTERM)
-        shown, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "can be resumed" in shown
-    assert "1 begun" in shown
+    """The job is a process of its own."""
+    stop = partial(_stopped_while_it_trains, tmp_path)
+    done = _queue(tmp_path, f"{DEMO} optim.steps=100000\n", before=stop)
+    assert done.returncode == 130, done.stderr
+    assert "can be resumed" in done.stdout
+    assert "1 begun" in done.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import yaml
 from dpexp import siblings
 from dpexp.config import compose, run_folder, to_dict
 from dpexp.train import build_plan
+from tests.commands import called
 
 ROOT = Path(__file__).parent.parent
 COMMAND = ["task=mnist", "scale=demo", "clip=flat", "optim.epochs=null", "optim.steps=10"]
@@ -59,8 +58,8 @@ def test_presets_of_one_s_own(tmp_path: Path) -> None:
     (example,) = re.findall(r"```yaml\n(# @package _global_\n.*?)```", text, re.S)
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(example)
-    words = ["-m", "dpexp.train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job"]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    words = ["--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job"]
+    done = called("dpexp.train", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = yaml.safe_load(done.stdout)
     assert (shown["task"]["name"], shown["data"]["num_examples"]) == ("text_classification", 12000)

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from rich.console import Console
 from dpexp import record, sweeps
 from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
+from dpexp.training import release
+from tests.commands import called
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -36,18 +38,15 @@ main()
 
 def call(folder, *arguments):
     (folder / "script.py").write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, "script.py", "task=sst2", "clip=flat", "seed=1,13,14,2", *arguments, "-m"],
-        cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "160"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    words = ["task=sst2", "clip=flat", *arguments]
+    return called(folder / "script.py", *words, cwd=folder, before=partial(os.environ.update, COLUMNS="160"))
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
 def test_a_failed_job_is_a_row_and_not_the_end(tmp_path, launcher):
     if launcher == "joblib":
         pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    done = call(tmp_path, f"hydra/launcher={launcher}", "hydra.sweep.dir=grid")
+    done = call(tmp_path, "seed=1,13,14,2", f"hydra/launcher={launcher}", "hydra.sweep.dir=grid", "-m")
     assert done.returncode == 2
     rows = sweeps.jobs(tmp_path / "grid")
     assert [row["status"] for row in rows] == ["finished", "failed", "failed", "finished"]
@@ -65,11 +64,7 @@ def test_a_failed_job_is_a_row_and_not_the_end(tmp_path, launcher):
 
 
 def test_a_single_run_has_no_table_and_leaves_no_line(tmp_path, capsys):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py", "task=sst2", "clip=flat", "seed=1"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = call(tmp_path, "seed=1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
     sweeps.report(Console())
@@ -123,53 +118,65 @@ def test_an_interruption_is_no_failure(tmp_path):
 def test_a_second_multirun_trains_only_what_the_first_left(tmp_path):
     settings = [
         "task=sst2", "scale=demo", "runtime=cpu", "optim.epochs=null", "optim.steps=1", "data.cache=null",
-        "runtime.physical_batch_size=64", "engine.choice=rule", f"runtime.runs_dir={tmp_path}",
+        "data.num_examples=1000", "optim.batch_size=100", "runtime.physical_batch_size=64",
+        "engine.choice=rule", f"runtime.runs_dir={tmp_path}",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "dpexp.train", *settings, "seed=0,1", "clip=flat,nonprivate", "-m"]
+    command = [*settings, "seed=0,1", "clip=flat,nonprivate", "-m"]
     folder = run_folder(compose([*settings, "clip=flat", "seed=1"]))
     folder.mkdir(parents=True)
     (folder / "ledger.jsonl").write_text("this is no ledger\n")  # this job fails
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    first = called("dpexp.train", *command, cwd=ROOT)
     assert first.returncode == 2, first.stdout + first.stderr
     assert "4 jobs, 1 failed" in first.stdout
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
 
     (folder / "ledger.jsonl").unlink()
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    second = called("dpexp.train", *command, cwd=ROOT)
     assert second.returncode == 0, second.stdout + second.stderr
     assert second.stdout.count("nothing was trained again") == 3
     assert "4 jobs, 0 failed" in second.stdout
+
+
+def killed_in_the_second_job():
+    """Patch this process: it is killed when the second job has charged five steps and is about to charge the sixth."""
+    begin_step, jobs = release.Ledger.begin_step, []
+
+    def watched(ledger, step, *rest):
+        if not any(ledger is known for known in jobs):
+            jobs.append(ledger)
+        if (len(jobs), step) == (2, 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return begin_step(ledger, step, *rest)
+
+    release.Ledger.begin_step = watched
 
 
 @pytest.mark.slow
 def test_a_multirun_that_was_killed_goes_on_within_the_job(tmp_path):
     """SIGKILL in the middle of the second job: the first is not trained again, the second goes on from its checkpoint."""
     settings = [
-        "task=sst2", "scale=demo", "clip=flat", "runtime=cpu", "optim.epochs=null", "optim.steps=20", "data.cache=null",
-        "runtime.physical_batch_size=64", "runtime.checkpoint_every=3", "engine.choice=rule", f"runtime.runs_dir={tmp_path}",
+        "task=sst2", "scale=demo", "clip=flat", "runtime=cpu", "optim.epochs=null", "optim.steps=8", "data.cache=null",
+        "data.num_examples=1000", "optim.batch_size=100", "runtime.physical_batch_size=64",
+        "runtime.checkpoint_every=3", "engine.choice=rule", f"runtime.runs_dir={tmp_path}",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "dpexp.train", *settings, "seed=0,1,2", "-m"]
+    command = [*settings, "seed=0,1,2", "-m"]
     first, second, third = (run_folder(compose([*settings, f"seed={seed}"])) for seed in range(3))
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        deadline = time.monotonic() + 240
-        while charged(second) < 6 and time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.01)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
+    done = called("dpexp.train", *command, cwd=ROOT, before=killed_in_the_second_job)
+    assert done.returncode == -signal.SIGKILL
     finished = (first / "summary.json").read_bytes()
-    assert 6 <= charged(second) < 20
+    assert charged(second) == 5
     assert not (second / "summary.json").exists()
     assert not third.exists()
 
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    again = called("dpexp.train", *command, cwd=ROOT)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.count("nothing was trained again") == 1
-    assert again.stdout.count("going on after step") == 1
+    assert again.stdout.count("going on after step 3") == 1
     assert "3 jobs, 0 failed" in again.stdout
     assert (first / "summary.json").read_bytes() == finished
     for folder in (first, second, third):
         summary = json.loads((folder / "summary.json").read_text())
-        assert (summary["status"], summary["privacy"]["steps"], charged(folder)) == ("finished", 20, 20)
+        assert (summary["status"], summary["privacy"]["steps"], charged(folder)) == ("finished", 8, 8)
 
 
 def charged(folder):
@@ -187,7 +194,7 @@ def test_a_job_of_several_tasks_is_one_run_of_several_processes(tmp_path):
         "hydra.sweep.dir=grid", "hydra/launcher=local_ranks", "-m",
     ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "dpexp.train", *settings], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "dpexp.train", *settings], cwd=tmp_path, capture_output=True, text=True, timeout=600,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,9 +4,7 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,11 +19,16 @@ from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import decode
 from dpexp.train import build_plan, choose_device, number_of_steps, report_finished, train
+from dpexp.training import release
+from tests.commands import called
 
 ROOT = Path(__file__).parents[1]
 JOB = ["task=sst2", "clip=adaptive_perlayer", "scale=demo", "optim.epochs=null", "runtime=cpu"]
 # The papers' rule decides the same every time; a measurement may come out differently in another folder.
-SHORT = [*JOB, "optim.steps=3", "runtime.physical_batch_size=64", "engine.choice=rule", "data.cache=null"]
+SHORT = [
+    *JOB, "optim.steps=3", "data.num_examples=1000", "optim.batch_size=100", "runtime.physical_batch_size=64",
+    "engine.choice=rule", "data.cache=null",
+]  # fmt: skip
 
 
 def prepare(runs, *overrides):
@@ -161,8 +164,8 @@ def test_an_unfinished_run_of_the_same_settings_is_named_with_its_epsilon(tmp_pa
     assert siblings.sentence(run, to_dict(run), own, plan) is None
 
 
-def command(runs, *overrides):
-    return [sys.executable, "-m", "dpexp.train", *SHORT, f"runtime.runs_dir={runs}", *overrides]
+def command(runs, *overrides, before=lambda: None):
+    return called("dpexp.train", *SHORT, f"runtime.runs_dir={runs}", *overrides, cwd=ROOT, before=before)
 
 
 def ledger_lines(folder):
@@ -170,45 +173,42 @@ def ledger_lines(folder):
     return len(ledger.read_text().splitlines()) if ledger.exists() else 0
 
 
-def interrupted(runs, number, *overrides):
-    """Start the command and send it a signal once four steps are charged. Returns its folder, status and output."""
-    folder = run_folder(compose([*SHORT, f"runtime.runs_dir={runs}", *overrides]))
-    process = subprocess.Popen(
-        command(runs, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
-    deadline = time.monotonic() + 120
-    while ledger_lines(folder) < 4 and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.02)
-    os.kill(process.pid, number)
-    output, _ = process.communicate(timeout=120)
-    return folder, process.returncode, output
+def signalled(number):
+    """Patch this process: a signal comes when four steps are charged and the fifth is about to be."""
+    begin_step = release.Ledger.begin_step
+
+    def watched(ledger, step, *rest):
+        if step == 4:
+            os.kill(os.getpid(), number)
+        return begin_step(ledger, step, *rest)
+
+    release.Ledger.begin_step = watched
 
 
 @pytest.mark.slow
 def test_interrupted_or_killed_the_same_command_goes_on_to_the_same_model(tmp_path):
-    longer = ["optim.steps=20", "privacy.noise_seed=7", "runtime.checkpoint_every=3"]
-    whole = subprocess.run(
-        command(tmp_path / "whole", *longer), capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    longer = ["optim.steps=10", "privacy.noise_seed=7", "runtime.checkpoint_every=3"]
+    whole = command(tmp_path / "whole", *longer)
     assert whole.returncode == 0, whole.stderr
     model = next((tmp_path / "whole").rglob("model.safetensors")).read_bytes()
 
-    folder, status, output = interrupted(tmp_path / "cut", signal.SIGINT, *longer)
-    assert status == 130, output
-    assert "run the same command again" in output
-    assert not (folder / "summary.json").exists()
-    folder, status, output = interrupted(tmp_path / "killed", signal.SIGKILL, *longer)
-    assert status == -signal.SIGKILL
+    done = command(tmp_path / "cut", *longer, before=partial(signalled, signal.SIGINT))
+    assert done.returncode == 130, done.stderr
+    assert "run the same command again" in done.stdout
+    assert not list((tmp_path / "cut").rglob("summary.json"))
+    done = command(tmp_path / "killed", *longer, before=partial(signalled, signal.SIGKILL))
+    assert done.returncode == -signal.SIGKILL
 
     for runs in (tmp_path / "cut", tmp_path / "killed"):
-        again = subprocess.run(command(runs, *longer), capture_output=True, text=True, cwd=ROOT, check=False)
+        folder = next(runs.rglob("ledger.jsonl")).parent
+        assert 4 <= ledger_lines(folder) < 10
+        again = command(runs, *longer)
         assert again.returncode == 0, again.stderr
-        folder = next(runs.rglob("summary.json")).parent
         assert (folder / "model" / "model.safetensors").read_bytes() == model
         assert (
             json.loads((folder / "summary.json").read_text())["privacy"]["steps"]
             == ledger_lines(folder)
-            == 20
+            == 10
         )
 
 
@@ -216,19 +216,14 @@ def test_the_key_of_a_finished_run_goes_and_its_record_can_still_be_asked(finish
     _, folder, _ = finished
     assert (folder / "secret.key").exists()  # `train` itself may still fail to write its record
     for overrides, stays in ((["privacy.keep_key=true"], True), ([], False), ([], False)):
-        done = subprocess.run(
-            command(folder.parents[2], *overrides), capture_output=True, text=True, cwd=ROOT, check=False
-        )
+        done = command(folder.parents[2], *overrides)
         assert done.returncode == 0, done.stderr
         assert "this run is finished" in done.stdout
         assert (folder / "secret.key").exists() == stays
 
 
-@pytest.mark.slow
 def test_bad_input_is_one_line_and_exit_status_2(tmp_path):
-    done = subprocess.run(
-        command(tmp_path, "clip=adaptive_perlyer"), capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    done = command(tmp_path, "clip=adaptive_perlyer")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "adaptive_perlayer" in done.stderr

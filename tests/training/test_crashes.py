@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +11,7 @@ import torch
 
 from dpexp import provenance
 from dpexp.training import release
+from tests.commands import called
 from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_run, train, weights
 
 ROOT = Path(__file__).parents[2]
@@ -25,14 +24,12 @@ class Crash(Exception):
 @pytest.fixture(scope="module")
 def killed_runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.crashes", str(folder)],
-        capture_output=True, text=True, cwd=ROOT, timeout=180, check=False,
-    )  # fmt: skip
+    done = called(ROOT / "tests" / "training" / "crashes.py", str(folder), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_scenarios_really_kill(killed_runs):
     for name, result in killed_runs.items():
         assert result["killed"] >= (0 if name == "never" else 1), name
