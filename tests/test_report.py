@@ -52,13 +52,10 @@ def test_regenerating_gives_the_committed_files(name: str, context: Context, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SLOW))
-def test_regenerating_the_arithmetic_gives_the_committed_files(name: str, context: Context, tmp_path: Path):
-    _assert_committed(name, context, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_page_is_what_is_committed(context: Context):
+def test_the_arithmetic_and_the_page_are_what_is_committed(context: Context, tmp_path: Path):
+    """In one test: the page holds every document, and those of arithmetic take longest."""
+    for name in sorted(SLOW):
+        _assert_committed(name, context, tmp_path)
     documents = [context.document(name) for name in catalogue.builders()]
     assert site.page(documents, context.records).encode() == (RESULTS / "report.html").read_bytes(), (
         "report.html: run `make report` and commit"

@@ -43,6 +43,7 @@ def kind(run: RunConfig) -> tuple[str, ...]:
     return run.task.kind, *ways
 
 
+@pytest.mark.slow
 def test_every_kind_of_run_that_a_table_asks_for_takes_a_step():
     asked = [compose(command) for command in sorted(commands())]
     cheap_first = sorted(asked, key=lambda run: run.model.family == "wide_resnet")
@@ -54,12 +55,12 @@ def test_every_kind_of_run_that_a_table_asks_for_takes_a_step():
     assert all(dry.whereabouts(run).startswith("missing: ") for run in nowhere)
 
 
-def test_every_preset_of_the_review_has_a_plan_and_takes_a_step():
-    """Figures ask for no cell, so that these are in no table's commands."""
+@pytest.mark.slow
+def test_every_preset_of_the_review_takes_a_step():
+    """Figures ask for no cell, so that these are in no table's commands. Their plans: tests/test_config.py."""
     names = sorted(path.stem for path in (conf_dir() / "experiment").glob("monir2023_*.yaml"))
     assert len(names) >= 15
     runs = [compose([f"experiment={name}"]) for name in names]
-    assert all("noise multiplier" in dry.plan(run) for run in runs)
     for run in {(kind(run), run.task.name): run for run in runs}.values():
         assert dry.one_step(run).startswith("taken with")
 

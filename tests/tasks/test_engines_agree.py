@@ -6,8 +6,8 @@ The batch and the model are those of `scale=demo`, in float64. What is compared 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -46,7 +46,8 @@ NOT_THERE = {
 }  # a tied head; no keys and values to extend
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Case:
     """chosen: numbers of B training examples, from the shortest to the longest."""
 
     task: Task
@@ -116,6 +117,7 @@ def losses_of(case: Case, numbers: list[int]) -> Tensor:
     return case.task.losses(case.model, batch_of(case.task, numbers))
 
 
+@functools.cache
 def alone(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses `[B]` and gradients by parameter `[B, ...]` of the chosen examples, each in a batch of its own."""
     params = {name: p for name, p in case.model.named_parameters() if p.requires_grad}

@@ -136,7 +136,8 @@ def test_a_private_run_with_every_kind_of_clipping_and_the_exported_model(
     run = compose(
         ["task=sst2", "scale=demo", f"clip={clip}", *privacy, "model.pooling=mean", "model.frozen_features=true",
          f"model.head={head}",
-         "model.trainable=head", "optim.epochs=null", "optim.steps=3", f"data.cache={tmp_path}", "runtime=cpu"]
+         "model.trainable=head", "optim.epochs=null", "optim.steps=3", "data.num_examples=400", "optim.batch_size=40",
+         f"data.cache={tmp_path}", "runtime=cpu"]
     )  # fmt: skip
     folder = tmp_path / "run"
     folder.mkdir()
