@@ -80,6 +80,7 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
         "settings": settings | {"methods": methods},
         "rows": [],
         "seconds": {},
+        "stolen": {},
         "hardware": {},
         "versions": versions(),
         "git": git_state(),
@@ -109,9 +110,15 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
                 measured = measure(workload, methods, protocol, arguments.max_batch, status.update).to_dict()
             record["rows"] += measured["rows"]
             record["seconds"][workload] = measured["seconds"]
+            record["stolen"][workload] = measured["stolen"]
             record["hardware"] = measured["hardware"] or record["hardware"]
             record["wall_s"] = round(time.monotonic() - started, 1)
             console.print(workload_table(measured["rows"], arguments.precision))
+            if (measured["stolen"] or 0.0) > 0.01:
+                console.print(
+                    f"the host of this machine took {measured['stolen']:.0%} of the processors' time meanwhile: ratios of "
+                    "fastest steps tell more than medians, and small differences tell nothing"
+                )
             write(record, out)  # a long measurement loses one workload at most
         record["status"] = "finished"
     except KeyboardInterrupt:

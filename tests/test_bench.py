@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dpexp.bench import BenchArguments, bench, is_special
 from dpexp.benchmark import measure as measuring
 from dpexp.benchmark import render
+from dpexp.benchmark.disturbance import Stolen
 from dpexp.benchmark.exactness import max_relative_error
 from dpexp.benchmark.measure import Protocol, Row, largest, measure
 from dpexp.benchmark.methods import LEAN, METHODS, NONPRIVATE, OTHERS, OURS, Ours, chosen_methods
@@ -473,3 +474,21 @@ def test_a_workload_can_have_another_batch():
     assert workload_named("roberta@32").default_batch("full") == 32
     with pytest.raises(UserError, match="roberta@16"):
         workload_named("roberta@x")
+
+
+@pytest.mark.parametrize(
+    ("later", "share"),
+    [
+        ("cpu 300 0 100 400 0 0 0 200 7 7", 0.4),
+        ("cpu 200 0 100 500 0 0 0 0 0 0", 0.0),
+        ("cpu 100 0 100 300 0 0 0 0 0 0", None),
+        ("intr 5", None),
+    ],
+)
+def test_what_the_host_took_is_a_share_of_all_time(tmp_path, later, share):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu 100 0 100 300 0 0 0 0 0 0\ncpu0 1 2 3\n")
+    stolen = Stolen(stat)
+    stat.write_text(later + "\n")
+    assert stolen.share() == share
+    assert Stolen(tmp_path / "absent").share() is None

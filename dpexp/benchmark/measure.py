@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dpexp.benchmark.disturbance import Stolen
 from dpexp.benchmark.methods import NONPRIVATE
 from dpexp.benchmark.processes import Failed, Worker
 
@@ -86,6 +87,7 @@ def measure(workload: str, methods: list[str], protocol: Protocol, max_batch: bo
     workers: dict[str, Worker] = {}
     seconds: dict[str, list[list[float]]] = {method: [] for method in methods}
     hardware: dict[str, Any] = {}
+    stolen = Stolen()
     try:
         steps = protocol.steps
         for method, row in rows.items():
@@ -121,6 +123,7 @@ def measure(workload: str, methods: list[str], protocol: Protocol, max_batch: bo
     finally:
         for worker in workers.values():
             worker.close()
+    share = stolen.share()
     for method, row in rows.items():
         _summarise(row, seconds[method])
     if max_batch:
@@ -128,16 +131,17 @@ def measure(workload: str, methods: list[str], protocol: Protocol, max_batch: bo
             if row.status == "ok":
                 _search(row, protocol, say)
     _relate(list(rows.values()))
-    return Measured(list(rows.values()), seconds, hardware)
+    return Measured(list(rows.values()), seconds, hardware, share)
 
 
 @dataclass
 class Measured:
-    """The rows of one workload, every timed step (method -> round -> seconds), and the machine."""
+    """The rows of one workload, every timed step (method -> round -> seconds), the machine, and how much its host took away."""
 
     rows: list[Row]
     seconds: dict[str, list[list[float]]]
     hardware: dict[str, Any]
+    stolen: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
