@@ -36,6 +36,7 @@ from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.logbook import Logbook
 from dpexp.training.optim import build_optimizer, learning_rate
+from dpexp.training.own_losses import look_at_losses
 from dpexp.training.progress import Progress
 from dpexp.training.release import Release, build_policy
 from dpexp.training.search import StepSearch
@@ -132,6 +133,8 @@ class Trainer:
         self.machine = state.Decisions(state.machine_file(), state.machine_name(device), ranks=ranks)
         self.code = provenance.code_hash()
         self.ledger: Ledger | None = None
+        # what could not be proven, in words
+        self.notes: list[str] = []
         self.clipper: Clipper | PlainClipper | None = None
         self.policy = FixedThresholds(torch.zeros(0))
         self.search: StepSearch | None = None
@@ -179,6 +182,9 @@ class Trainer:
         return model
 
     def _attach(self) -> Clipper | PlainClipper:
+        if self.run.task.kind == "custom" and not self.sharded:
+            note = look_at_losses(self.task, self.model, self.run.seed)
+            self.notes += [] if note is None else [note]
         clipper = build_clipper(
             self.model, self.run.clip, self.run.engine, self.task, self.losses,
             expected_batch=self.expected_batch,
@@ -377,7 +383,7 @@ class Trainer:
             "thresholds": self.policy.values.tolist(),
             "choices": getattr(self.clipper, "choices", None),
             # what of the model could not be proven, in words
-            "clipping_notes": getattr(self.clipper, "notes", []),
+            "clipping_notes": [*self.notes, *getattr(self.clipper, "notes", [])],
             "plan": self.plan.to_dict() if self.plan is not None else None,
             # whose weights these are, where not the last step's
             **({"kept_step": self.best.step} if self.best is not None else {}),
