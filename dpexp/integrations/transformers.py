@@ -39,6 +39,7 @@ from dpexp.durable import read_json
 from dpexp.errors import UserError
 from dpexp.integrations.refusals import refuse_arguments, refuse_overrides
 from dpexp.training.engine import PrivacyEngine
+from dpexp.training.own_losses import first_rows, look_at_losses
 
 IGNORED = -100  # a label that is no target
 NOT_PRIVATE = ("loss", "train_loss", "total_flos")  # computed from private rows without noise
@@ -79,6 +80,8 @@ class Trainer(transformers.Trainer):
         )
         self.privacy, self.show_losses = dict(privacy), show_losses
         self.engine: PrivacyEngine | None = None
+        # whether the losses are another's than ours, and have not been looked at yet
+        self._unknown_losses = type(self).per_example_losses is not Trainer.per_example_losses
         if args.max_grad_norm:
             transformers.utils.logging.get_logger(__name__).warning(
                 f"max_grad_norm={args.max_grad_norm} is set to 0: every example's gradient is clipped to clip_norm instead"
@@ -139,12 +142,27 @@ class Trainer(transformers.Trainer):
         size = self.args.per_device_train_batch_size
         for batch in self.engine.batches(self._collate, size, length=self._length, steps=1):
             inputs = self._prepare_inputs(batch)
+            if self._unknown_losses:
+                self._look_at_losses(inputs)
             with self.compute_loss_context_manager():
                 # not DistributedDataParallel around it: the engine adds up over processes, once for each sample
                 losses = self.per_example_losses(self.model, inputs)
             self.engine.step(losses)
         mean = self.engine.private_loss / self.expected_batch if self.show_losses else 0.0
         return torch.as_tensor(mean, device=self.args.device, dtype=torch.float32)
+
+    def _look_at_losses(self, inputs: dict[str, Any]) -> None:
+        """Refuse losses that go by their batch, at the first batch of two rows or more."""
+        rows = first_rows(inputs)
+        if len(next(iter(rows.values()))) < 2:
+            return
+        self._unknown_losses = False
+        name = f"{type(self).__name__}.per_example_losses"
+        note = look_at_losses(
+            lambda _, rows: self.per_example_losses(self.model, rows), self.model, rows, name
+        )
+        if note is not None:
+            transformers.utils.logging.get_logger(__name__).warning(note)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any) -> Any:
         """As `transformers.Trainer.train`; the training loss of the result is NaN unless it may be shown.

@@ -31,6 +31,7 @@ from dpexp.training import state
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
 from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
+from dpexp.training.own_losses import Losses, look_at_losses
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
 
@@ -329,6 +330,23 @@ class PrivacyEngine:
             return self._steps.add(losses)
         finally:
             self._gradients.look()
+
+    def look_at_losses(self, losses: Losses, batch: Any) -> None:
+        """Refuse a function of the loop's own whose losses go by their batch, which no gradient shows.
+
+        Classes weighted by their counts in the batch, mining of hard examples, a norm of the losses: such a loop runs, and its
+        epsilon is wrong. Call this once, before the loop.
+
+        Args:
+            losses: ``(model, batch) -> [b]``, as the loop computes them.
+            batch: of two examples or more, on the model's device; its tensors begin with the batch.
+
+        Raises:
+            UserError: what an example loses depends on the others; or that cannot be told, and why.
+        """
+        note = look_at_losses(losses, self.model, batch, getattr(losses, "__name__", "the losses"))
+        if note is not None:
+            raise UserError(note)
 
     def epsilon(self, accountant: str | None = None) -> float:
         """ε of everything released so far, at the plan's δ, computed from the ledger."""

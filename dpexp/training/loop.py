@@ -36,7 +36,7 @@ from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.logbook import Logbook
 from dpexp.training.optim import build_optimizer, learning_rate
-from dpexp.training.own_losses import look_at_losses
+from dpexp.training.own_losses import look_at_task
 from dpexp.training.progress import Progress
 from dpexp.training.release import Release, build_policy
 from dpexp.training.search import StepSearch
@@ -183,7 +183,7 @@ class Trainer:
 
     def _attach(self) -> Clipper | PlainClipper:
         if self.run.task.kind == "custom" and not self.sharded:
-            note = look_at_losses(self.task, self.model, self.run.seed)
+            note = look_at_task(self.task, self.model, self.run.seed)
             self.notes += [] if note is None else [note]
         clipper = build_clipper(
             self.model, self.run.clip, self.run.engine, self.task, self.losses,

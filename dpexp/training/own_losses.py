@@ -1,16 +1,19 @@
-"""Whether each loss of a person's own task depends on its own example alone.
+"""Whether losses that a person's own code computes depend on their own example alone.
 
 The engine proves that of the model. What stands behind the model's outputs it cannot repeat: a weight of each class that is
-counted in the batch, or a norm over the batch under ``no_grad``, changes losses and shows no gradient. A task can be asked again.
+counted in the batch, or a norm over the batch under ``no_grad``, changes losses and shows no gradient. Who computes them can be asked
+again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
 from dpexp.errors import UserError
@@ -18,32 +21,23 @@ from dpexp.errors import UserError
 if TYPE_CHECKING:
     from dpexp.tasks.base import Task
 
-# public examples that are looked at
+# examples that are looked at
 EXAMPLES = 8
 
-
-class TaskLosses(nn.Module):
-    """A task's losses as a module, whose forward can be run again on other batches."""
-
-    def __init__(self, task: Task, model: nn.Module):
-        super().__init__()
-        self.model = model
-        # of the clipper's kind, which a replay leaves alone: the task holds the data
-        self._dpexp_task = task
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        task = self._dpexp_task
-        # as many as there are rows, where an example has several
-        return task.losses(self.model, batch).repeat_interleave(task.rows_per_example)
+Losses = Callable[[Any, Any], Tensor]
 
 
-def look_at_losses(task: Task, model: nn.Module, seed: int) -> str | None:
-    """Compute the losses of public examples in batches of several kinds.
+def look_at_losses(
+    losses: Losses, model: nn.Module, batch: Any, name: str, rows_per_example: int = 1
+) -> str | None:
+    """Compute losses again, without gradients and without chance, on other batches of the same rows.
 
     Args:
-        task: whose dev set has the examples.
-        model: without a clipper, on the device where it trains.
-        seed: public, of the augmentation.
+        losses: ``(model, batch) -> [b]``.
+        model: with or without a clipper.
+        batch: on the model's device; its tensors begin with the batch.
+        name: of the function, for a refusal.
+        rows_per_example: adjacent rows of each example.
 
     Returns:
         Why nothing could be compared, in words; None where it could.
@@ -51,15 +45,52 @@ def look_at_losses(task: Task, model: nn.Module, seed: int) -> str | None:
     Raises:
         UserError: what an example loses depends on the others of its batch.
     """
-    count = min(EXAMPLES, len(task.dev))
+    tensors = [t for t in tensors_in(batch) if t.dim()]
+    count = len(tensors[0]) // rows_per_example if tensors else 0
     if count < 2:
-        return "the losses were not looked at: the task has fewer than two public examples"
-    batch = task.augmented(task.collate([task.dev[i] for i in range(count)]), np.arange(count), seed, 0)
-    here = next(model.parameters()).device
-    placed = {name: part.to(here) if isinstance(part, Tensor) else part for name, part in batch.items()}
-    look = Look(Replay(TaskLosses(task, model), (placed,), {}), count, task.rows_per_example, autocast=False)
+        return f"{name} was not looked at: fewer than two examples"
+    replay = Replay(_AsModule(losses, model, rows_per_example), (batch,), {})
+    look = Look(replay, count, rows_per_example, autocast=False)
     try:
         look.run(padding=False)
     except UserError as error:
-        raise UserError(f"{type(task).__name__}.losses: {error}") from None
-    return None if look.compared else f"the losses were not looked at: {look.failure}"
+        raise UserError(f"{name}: {error}") from None
+    return None if look.compared else f"{name} was not looked at: {look.failure}"
+
+
+def look_at_task(task: Task, model: nn.Module, seed: int) -> str | None:
+    """Look at the losses of a task's first public examples; see `look_at_losses`.
+
+    Args:
+        task: whose dev set has the examples.
+        model: on the device where it trains.
+        seed: public, of the augmentation.
+    """
+    count = min(EXAMPLES, len(task.dev))
+    batch = task.augmented(task.collate([task.dev[i] for i in range(count)]), np.arange(count), seed, 0)
+    here = next(model.parameters()).device
+    placed = {name: part.to(here) if isinstance(part, Tensor) else part for name, part in batch.items()}
+    return look_at_losses(task.losses, model, placed, f"{type(task).__name__}.losses", task.rows_per_example)
+
+
+def first_rows(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first examples of a collated batch: enough to look at."""
+    return {
+        name: part[:EXAMPLES] if isinstance(part, Tensor) and part.dim() else part
+        for name, part in batch.items()
+    }
+
+
+class _AsModule(nn.Module):
+    """Losses as a module, whose forward can be run again."""
+
+    def __init__(self, losses: Losses, model: nn.Module, rows_per_example: int):
+        super().__init__()
+        self.model = model
+        # named as what a replay leaves alone: behind it may stand a whole data set
+        self._dpexp_losses = losses
+        self._dpexp_rows = rows_per_example
+
+    def forward(self, batch: Any) -> Tensor:
+        # as many as there are rows, where an example has several
+        return self._dpexp_losses(self.model, batch).repeat_interleave(self._dpexp_rows)

@@ -363,6 +363,18 @@ def test_a_head_of_ones_own_brings_its_losses(tmp_path):
     assert trainer.engine.finished
 
 
+def test_losses_of_ones_own_that_go_by_the_batch_are_refused(tmp_path):
+    class Balanced(Trainer):
+        def per_example_losses(self, model, inputs):
+            shares = torch.bincount(inputs["labels"], minlength=2) / len(inputs["labels"])
+            return super().per_example_losses(model, inputs) * shares[inputs["labels"]]
+
+    trainer = make(tmp_path, trainer=Balanced, max_steps=2)
+    with pytest.raises(UserError, match=r"Balanced\.per_example_losses: .*mixes examples"):
+        trainer.train()
+    assert trainer.engine.steps_taken == 0
+
+
 def test_labels_of_every_kind_give_one_loss_per_row():
     trainer = object.__new__(Trainer)
 

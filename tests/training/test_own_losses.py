@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from dpexp import PrivacyEngine
 from dpexp.errors import UserError
-from dpexp.training.own_losses import look_at_losses
+from dpexp.training.own_losses import look_at_task
 from tests.training.tiny import TinyTask, make_trainer, tiny_model, tiny_run
 
 
@@ -74,21 +76,21 @@ class Unlucky(TinyTask):
 @pytest.mark.parametrize("task", [Balanced, Normalised, Hardest, Remembering])
 def test_losses_that_go_by_the_batch_are_refused(task: type[TinyTask]) -> None:
     with pytest.raises(UserError, match=rf"{task.__name__}\.losses: .*mixes examples"):
-        look_at_losses(task(), tiny_model(), 0)
+        look_at_task(task(), tiny_model(), 0)
 
 
 @pytest.mark.parametrize("task", [TinyTask, Weighted, Twice])
 def test_losses_of_each_example_alone_pass(task: type[TinyTask]) -> None:
     state = torch.get_rng_state()
-    assert look_at_losses(task(), tiny_model(), 0) is None
+    assert look_at_task(task(), tiny_model(), 0) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_cannot_be_looked_at_is_said() -> None:
-    assert "only on Mondays" in (look_at_losses(Unlucky(), tiny_model(), 0) or "")
+    assert "only on Mondays" in (look_at_task(Unlucky(), tiny_model(), 0) or "")
     few = TinyTask()
     few.dev = few.dev[:1]
-    assert "fewer than two" in (look_at_losses(few, tiny_model(), 0) or "")
+    assert "fewer than two examples" in (look_at_task(few, tiny_model(), 0) or "")
 
 
 def test_a_run_of_ones_own_task_is_refused_before_anything_is_released(tmp_path) -> None:
@@ -97,3 +99,20 @@ def test_a_run_of_ones_own_task_is_refused_before_anything_is_released(tmp_path)
     with pytest.raises(UserError, match="mixes examples"):
         make_trainer(tmp_path / "balanced", run, task=Balanced())
     assert make_trainer(tmp_path / "weighted", run, task=Weighted()).details()["clipping_notes"] == []
+
+
+def test_a_loop_of_ones_own_asks_before_it_begins(tmp_path) -> None:
+    task = Balanced()
+    engine = PrivacyEngine(
+        model := tiny_model(), torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(torch.randn(60, 10)),
+        folder=tmp_path, batch_size=20, steps=2, noise_multiplier=1.0, delta=1e-3, clip_norm=1.0,
+    )  # fmt: skip
+    batch = task.collate(task.train[:6])
+    with pytest.raises(UserError, match=r"losses: .*mixes examples"):
+        engine.look_at_losses(task.losses, batch)
+    with pytest.raises(UserError, match="fewer than two examples"):
+        engine.look_at_losses(task.losses, task.collate(task.train[:1]))
+    engine.look_at_losses(Weighted().losses, batch)
+    for (x,) in engine.batches(physical_batch_size=8):
+        engine.step(model(x).square().sum(1))
+    assert engine.finished
