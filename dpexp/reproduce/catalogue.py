@@ -23,6 +23,7 @@ from dpexp.reproduce import (
     goals,
     grids,
     hyperparameters,
+    league,
     runs,
     tables,
     thresholds,
@@ -61,6 +62,11 @@ class Context:
     @cached_property
     def audits(self) -> list[Record]:
         return run_records.load(self.results / "audits", show_unclean=self.show_unclean, audits=True)
+
+    @cached_property
+    def league(self) -> list[Record]:
+        """Apart from `records`: they are shorter runs than any printed cell asks for."""
+        return run_records.load(self.results / "league", show_unclean=self.show_unclean)
 
     def records_of(self, key: tuple[str, str]) -> list[Record]:
         """What may fill a table."""
@@ -110,6 +116,7 @@ def builders() -> dict[str, Builder]:
         found[name] = partial(_curves, name)
     found[grids.NAME] = lambda context: grids.figure_li_9(context.records)
     found[thresholds.NAME] = lambda context: thresholds.document(context.records)
+    found[league.NAME] = lambda context: league.document(context.league)
     found[goals.NAME] = lambda context: goals.document(context.benchmarks)
     found["runs"] = lambda context: runs.document(context.results / "runs", show_unclean=context.show_unclean)
     found["coverage"] = _coverage
@@ -234,7 +241,7 @@ def _heat_map(document: Document, y_label: str, x_label: str) -> tuple[str, byte
 def _coverage(context: Context) -> Document:
     wanted = coverage.targets() & builders().keys()
     statuses = {n: "exact" if n in EXACT else context.document(n).status for n in sorted(wanted)}
-    return coverage.document(statuses, context.records, context.benchmarks)
+    return coverage.document(statuses, [*context.records, *context.league], context.benchmarks)
 
 
 def _order(name: str) -> tuple[int, str, int, str]:

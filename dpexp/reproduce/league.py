@@ -31,6 +31,11 @@ COLUMNS = (
 )  # fmt: skip
 _FREE = ("seed", "trials", "privacy", "optim.lr")  # words of a command that do not say which method it is
 _ELSEWHERE = ("runtime", "data.", "tracker")
+_SHORT = (
+    "The runs are short, 59 to 98 steps at a constant learning rate: what helps a long training need not help there, and a"
+    " verdict is one on such runs alone. Each claim is tested by itself: among many, one in twenty is expected to be decided by"
+    " chance."
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Entry:
         epsilon: target.
         words: of its command, without what `_FREE` names.
         rates: that are to be tried.
+        own: how many of the words are the method's; they come last.
     """
 
     task: str
@@ -49,6 +55,7 @@ class Entry:
     epsilon: float
     words: tuple[str, ...]
     rates: tuple[float, ...]
+    own: int
 
     def command(self, rate: float, seeds: Sequence[int], trials: int) -> str:
         """That trains it."""
@@ -115,9 +122,10 @@ def entries(task: str) -> Iterator[Entry]:
     own = said["tasks"][task]
     for epsilon in said["budgets"]:
         for method, settings in said["methods"].items():
-            words = shlex.split(f"{said['settings']} {own['settings']} {settings.format(**own['values'])}")
+            mine = shlex.split(settings.format(**own["values"]))
+            words = (*shlex.split(f"{said['settings']} {own['settings']}"), *mine)
             rates = tuple(float(rate) * said["slower"].get(method, 1) for rate in own["rates"])
-            yield Entry(task, method, float(epsilon), tuple(words), rates)
+            yield Entry(task, method, float(epsilon), words, rates, len(mine))
 
 
 def commands(task: str, records: Sequence[Record]) -> list[str]:
@@ -176,7 +184,7 @@ def document(records: Sequence[Record]) -> Document:
         sections += [_ranks(ranked, reference), claims]
     for task, settings in said["tasks"].items():
         total = len(list(entries(task)))
-        done = f"{len(rows[task])} of {total} rows are complete."
+        done = f"All runs: `{said['settings']} {settings['settings']}`. {len(rows[task])} of {total} rows are complete."
         if len(rows[task]) < total:
             done += (
                 f" The rest: `python scripts/league.py {task} > list.txt`, then"
@@ -236,7 +244,8 @@ def _row(standing: Standing, rank: int) -> dict[str, str]:
         "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": str(len(filling.values)),
         "dev error": "" if filling.dev_error is None else f"{filling.dev_error:.2f}",
         "ε with tuning": "" if priced is None else f"{priced:.2f}",
-        "seconds": f"{mean_std([r.summary['wall_s'] for r in filling.records])[0]:.0f}", "settings": " ".join(entry.words),
+        "seconds": f"{mean_std([r.summary['wall_s'] for r in filling.records])[0]:.0f}",
+        "settings": " ".join(entry.words[-entry.own :]),
     }  # fmt: skip
 
 
@@ -301,7 +310,9 @@ def _claims(found: Sequence[Standing]) -> tuple[Section, list[Verdict]]:
                     pairs.compared(what, names, (left.choice, right.choice), claim["expect"], margin, result)
                 )
         words = f"{claim['source']}: {claim['says']}"
-        shown = pairs.paragraphs(said)
+        total = len(listed()["tasks"]) * len(listed()["budgets"])
+        part = f"{len(said)} of {total} tasks and budgets, short runs" if len(said) < total else "short runs"
+        shown = pairs.paragraphs(said, part)
         paragraphs += [f"{words}. {shown[0]}", *shown[1:]]
-        verdicts.append(Verdict(words, pairs.verdict(said), pairs.in_short(said)))
-    return Section("Published claims", tuple(paragraphs), scale="small"), verdicts
+        verdicts.append(Verdict(words, pairs.verdict(said, part), pairs.in_short(said)))
+    return Section("Published claims", (_SHORT, *paragraphs), scale="small"), verdicts

@@ -33,6 +33,17 @@ def verdicts(documents: Sequence[Document]) -> Rows:
     for document in documents:
         if document.paper and document.claim:
             rows.append(_verdict(document))
+        elif not document.paper:  # a page of ours about claims of several papers
+            rows += [
+                {
+                    "claim": verdict.where,
+                    "verdict": verdict.word,
+                    "ours": verdict.ours or verdict.said,
+                    "evidence": document.status,
+                    "where": document.name,
+                }
+                for verdict in document.verdicts
+            ]
     return sorted(rows, key=lambda row: _RANK[row["verdict"]])
 
 
