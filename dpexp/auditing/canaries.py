@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from dpexp.errors import UserError
 from dpexp.privacy.sampling import stream
 from dpexp.tasks import classification, images, sequences
-from dpexp.tasks.base import Progress, Task
+from dpexp.tasks.base import Task, WrappedTask
 from dpexp.tasks.generation import Generation
 from dpexp.tasks.target_loss import token_losses
 from dpexp.training.batching import Sampler
@@ -49,7 +48,7 @@ class Replaced(Sequence[Any]):
         return self.replacements[i] if i in self.replacements else self.examples[i]
 
 
-class Planted(Task):
+class Planted(WrappedTask):
     """A task with canaries in some of its training examples' slots, and otherwise the task that it was.
 
     Args:
@@ -59,38 +58,11 @@ class Planted(Task):
     """
 
     def __init__(self, task: Task, canaries: Mapping[int, Any], lengths: Mapping[int, int]) -> None:
-        self.task, self.lengths = task, lengths
-        self.name, self.num_examples, self.labels = task.name, task.num_examples, task.labels
-        self.rows_per_example, self.image_shape = task.rows_per_example, task.image_shape
-        self.train, self.dev, self.data = Replaced(task.train, canaries), task.dev, task.data
-
-    def collate(self, examples: list[Any]) -> dict[str, Tensor]:
-        return self.task.collate(examples)
-
-    def augmented(
-        self, batch: dict[str, Tensor], indices: np.ndarray, seed: int, step: int
-    ) -> dict[str, Tensor]:
-        return self.task.augmented(batch, indices, seed, step)
-
-    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return self.task.losses(model, batch)
-
-    def evaluate(
-        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
-    ) -> dict[str, float]:
-        return self.task.evaluate(model, device, batch_size, progress)
-
-    def evaluate_at_end(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        batch_size: int,
-        progress: Progress | None = None,
-        folder: Path | None = None,
-    ) -> dict[str, float]:
-        return self.task.evaluate_at_end(model, device, batch_size, progress, folder)
+        super().__init__(task)
+        self.lengths, self.train = lengths, Replaced(task.train, canaries)
 
     def length(self, i: int) -> int:
+        """Of the canary, where one stands."""
         return self.lengths[i] if i in self.lengths else self.task.length(i)
 
 

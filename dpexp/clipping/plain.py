@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from dpexp.clipping.rules import RULES
 from dpexp.errors import UserError
 
 
-class PlainClipper:
+class PlainClipper(ABC):
     """Groups, thresholds, and nothing to remember. A subclass writes `backward`.
 
     Args:
@@ -47,11 +48,11 @@ class PlainClipper:
         """How far one example can move the sum: `reach` times the norm of the thresholds."""
         return self.reach * float(self.thresholds.double().norm())
 
+    @abstractmethod
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
     ) -> Report:
         """As `Clipper.backward`."""
-        raise NotImplementedError
 
     def refuse_scales(self, clip_scale: Tensor | None) -> None:
         """Raise `UserError` where single examples have thresholds of their own."""

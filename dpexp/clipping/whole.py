@@ -12,6 +12,7 @@ What is released is a sum of vectors of bounded length, as ever: `VectorClipper`
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -38,7 +39,7 @@ Rows = dict[str, Tensor]
 finite."""
 
 
-class Method:
+class Method(ABC):
     """How per-example gradients become a sum with bounded contributions. A subclass writes `clip`, and what else it needs.
 
     Attributes:
@@ -59,6 +60,7 @@ class Method:
     def prepare(self, seed: int, public: Callable[[], Rows]) -> None:
         """Called before each step. ``seed`` is secret and new; ``public()`` gives gradients of public examples."""
 
+    @abstractmethod
     def clip(self, rows: Rows, keep: Tensor, factors: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Rows]:
         """Norms and sums.
 
@@ -70,7 +72,6 @@ class Method:
         Returns:
             squared norms ``[K, B]``, and the sums by name, those of `extra` included.
         """
-        raise NotImplementedError
 
     def finish(self, stds: dict[int, float]) -> None:
         """Make of the noisy means in ``p.grad`` what an optimiser expects there. ``stds``: of their noise, by ``id(p)``."""

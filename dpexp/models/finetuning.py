@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig, PeftConfig
 
 Prepared = tuple[nn.Module, list[str]]
+Way = Callable[[nn.Module, "PeftConfig", str, int], Prepared]
 
 
 def prepare(model: nn.Module, config: ModelConfig, peft: PeftConfig, *, head: str, seed: int) -> Prepared:
@@ -85,19 +86,14 @@ def new_head(model: nn.Module, head: str) -> list[str]:
     return names if head.endswith("classifier") or any(name in drawn for name in names) else []
 
 
-def _lora(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
-    adapted = add_lora(model, peft, head, head_modules(model) if new_head(model, head) else [])
-    return adapted, trainable_names(adapted)
+def _by_peft(add: Callable[[nn.Module, PeftConfig, str, list[str]], nn.Module]) -> Way:
+    """A way that wraps the network by the peft library."""
 
+    def prepared(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
+        adapted = add(model, peft, head, head_modules(model) if new_head(model, head) else [])
+        return adapted, trainable_names(adapted)
 
-def _prefix(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
-    adapted = add_prefix(model, peft, head, head_modules(model) if new_head(model, head) else [])
-    return adapted, trainable_names(adapted)
-
-
-def _prompt(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
-    adapted = add_prompt(model, peft, head, head_modules(model) if new_head(model, head) else [])
-    return adapted, trainable_names(adapted)
+    return prepared
 
 
 def _rgp(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
@@ -120,11 +116,11 @@ def _adapters(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepa
     return add_adapters(model, peft, new_head(model, head))
 
 
-WAYS: dict[str, Callable[[nn.Module, PeftConfig, str, int], Prepared]] = {
-    "lora": _lora,
-    "prefix": _prefix,
-    "prompt": _prompt,
-    "p_tuning": _prompt,
+WAYS: dict[str, Way] = {
+    "lora": _by_peft(add_lora),
+    "prefix": _by_peft(add_prefix),
+    "prompt": _by_peft(add_prompt),
+    "p_tuning": _by_peft(add_prompt),
     "rgp": _rgp,
     "top2": _top,
     "bitfit": _bitfit,

@@ -17,6 +17,8 @@ from dpexp.errors import UserError
 from dpexp.models.tokenizer import longest_input
 
 if TYPE_CHECKING:
+    from peft import PromptLearningConfig
+
     from dpexp.schemas import PeftConfig
 
 
@@ -35,39 +37,64 @@ def add_prefix(model: nn.Module, peft: PeftConfig, head: str, new_head: list[str
     Raises:
         UserError: no rows, or a network whose attention takes no further keys and values.
     """
-    from peft import PrefixTuningConfig, TaskType, get_peft_model
+    from peft import PrefixTuningConfig
 
     if peft.prefix_length < 1:
         raise UserError(
             f"peft.prefix_length={peft.prefix_length}: a prefix needs at least 1 row, as in peft.prefix_length=10"
         )
-    refused = (
-        f"peft=prefix: the attention of {type(model).__name__} takes no further keys and values; take another peft "
-        "(lora, adapters, bitfit)"
-    )
-    if head == "image_classifier":
-        raise UserError(refused)
-    kinds = {"classifier": TaskType.SEQ_CLS, "causal_lm": TaskType.CAUSAL_LM}
     config = PrefixTuningConfig(
-        task_type=kinds.get(head, TaskType.FEATURE_EXTRACTION),
         num_virtual_tokens=peft.prefix_length,
         prefix_projection=peft.prefix_hidden > 0,
         encoder_hidden_size=peft.prefix_hidden or None,
     )
+    refused = (
+        f"peft=prefix: the attention of {type(model).__name__} takes no further keys and values; take another peft "
+        "(lora, adapters, bitfit)"
+    )
+    return with_virtual_tokens(model, config, head, new_head, refused)
+
+
+def with_virtual_tokens(
+    model: nn.Module, config: PromptLearningConfig, head: str, new_head: list[str], refused: str
+) -> nn.Module:
+    """Wrap the model with what stands before its tokens; only that and a new head train afterwards.
+
+    Args:
+        model: a Hugging Face network for text.
+        config: what stands there; its task and the modules of the new head are written into it.
+        head: what the task asked for, a key of `dpexp.models.networks.HEADS`.
+        new_head: names of the modules of a new head.
+        refused: what to say of a network that takes nothing before its tokens.
+
+    Returns:
+        The `peft.PeftModel`, which refuses inputs that leave no positions for what stands before them.
+
+    Raises:
+        UserError: such a network.
+    """
+    from peft import TaskType, get_peft_model
+
+    if head == "image_classifier":
+        raise UserError(refused)
+    kinds = {"classifier": TaskType.SEQ_CLS, "causal_lm": TaskType.CAUSAL_LM}
+    config.task_type = kinds.get(head, TaskType.FEATURE_EXTRACTION)
     config.modules_to_save = list(new_head) or None
+    dtype = next(model.parameters()).dtype
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)  # between peft and transformers
+            # between peft and transformers
+            warnings.filterwarnings("ignore", category=FutureWarning)
             adapted = get_peft_model(model, config)
     except (ValueError, KeyError, AttributeError) as error:
         raise UserError(refused) from error
-    adapted.prompt_encoder.to(next(model.parameters()).dtype)
-    longest = longest_input(model.config) - peft.prefix_length
-    adapted.register_forward_pre_hook(partial(refuse_long_inputs, longest), with_kwargs=True)
+    adapted.prompt_encoder.to(dtype)
+    longest = longest_input(model.config) - config.num_virtual_tokens
+    adapted.register_forward_pre_hook(partial(_refuse_long_inputs, longest), with_kwargs=True)
     return adapted
 
 
-def refuse_long_inputs(
+def _refuse_long_inputs(
     longest: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Raise `UserError` for an input that leaves no positions for what stands before it."""

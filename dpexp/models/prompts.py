@@ -8,15 +8,13 @@ exported. The table is looked up for each example anew, so that the gradient of 
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from dpexp.errors import UserError
-from dpexp.models.prefix import refuse_long_inputs
-from dpexp.models.tokenizer import longest_input
+from dpexp.models.prefix import with_virtual_tokens
 
 if TYPE_CHECKING:
     from dpexp.schemas import PeftConfig
@@ -40,43 +38,26 @@ def add_prompt(model: nn.Module, peft: PeftConfig, head: str, new_head: list[str
     Raises:
         UserError: no vectors, a network that takes no embedded tokens, or a classifier that reads the last token.
     """
-    from peft import PromptEncoderConfig, PromptTuningConfig, TaskType, get_peft_model
+    from peft import PromptEncoderConfig, PromptTuningConfig
 
     way, length = f"peft={peft.name}", peft.prefix_length
     if length < 1:
         raise UserError(
             f"peft.prefix_length={length}: a prompt needs at least 1 vector, as in peft.prefix_length=20"
         )
-    refused = f"{way}: {type(model).__name__} takes no vectors before its tokens; take another peft (lora, adapters, bitfit)"
-    if head == "image_classifier":
-        raise UserError(refused)
     if head == "classifier" and isinstance(getattr(model, "score", None), nn.Module):
         raise UserError(
             f"{way}: {type(model).__name__} reads its last token, which it cannot tell from padding once tokens are embedded: "
             "take an encoder, or peft=prefix or lora"
         )
-    kinds = {"classifier": TaskType.SEQ_CLS, "causal_lm": TaskType.CAUSAL_LM}
-    common: dict[str, Any] = {
-        "task_type": kinds.get(head, TaskType.FEATURE_EXTRACTION),
-        "num_virtual_tokens": length,
-    }
     config = (
-        PromptTuningConfig(prompt_tuning_init="SAMPLE_VOCAB", **common)
+        PromptTuningConfig(prompt_tuning_init="SAMPLE_VOCAB", num_virtual_tokens=length)
         if peft.name == "prompt"
-        else PromptEncoderConfig(encoder_hidden_size=peft.prefix_hidden or None, **common)
+        else PromptEncoderConfig(encoder_hidden_size=peft.prefix_hidden or None, num_virtual_tokens=length)
     )
-    config.modules_to_save = list(new_head) or None
-    dtype = next(model.parameters()).dtype
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)  # between peft and transformers
-            adapted = get_peft_model(model, config)
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UserError(refused) from error
-    adapted.prompt_encoder.to(dtype)
+    refused = f"{way}: {type(model).__name__} takes no vectors before its tokens; take another peft (lora, adapters, bitfit)"
+    adapted = with_virtual_tokens(model, config, head, new_head, refused)
     setattr(adapted, UNPADDED, True)
-    longest = longest_input(model.config) - length
-    adapted.register_forward_pre_hook(partial(refuse_long_inputs, longest), with_kwargs=True)
     adapted.register_forward_hook(partial(_without_prompt, length), with_kwargs=True)
     return adapted
 

@@ -122,8 +122,7 @@ def releases(event: DpEvent) -> Releases | None:
     by its own standard deviation, and together they are one vector of sensitivity (Σ 1/σ_i²)^(1/2) under
     unit noise. σ = 0 stands for a release without noise; what releases nothing (q = 0, no steps, infinite
     noise) is left out."""
-    counts: Counter[tuple[float, float]] = Counter()
-    if not _collect(event, 1, counts):
+    if (counts := _gaussians(event)) is None:
         return None
     unsampled = [_information(sigma) * n for (q, sigma), n in counts.items() if q == 1]
     merged = {key: n for key, n in counts.items() if 0 < key[0] < 1 and math.isfinite(key[1])}
@@ -217,36 +216,48 @@ def decode(record: Mapping[str, Any]) -> DpEvent:
         raise UserError(f"{kind.__name__} does not fit its fields: {error}") from None
 
 
-def _collect(event: DpEvent, count: int, counts: Counter[tuple[float, float]]) -> bool:
-    """Add the event to the counts; False where it holds something that is not a (sampled) Gaussian."""
-    if isinstance(event, NoOpDpEvent) or count == 0:
-        return True
-    if isinstance(event, NonPrivateDpEvent):
-        counts[1.0, 0.0] += count
-        return True
+def sequence(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
+    """Yield what is composed one after the other, outside of any sampling, and how often; what releases nothing is left out."""
     if isinstance(event, SelfComposedDpEvent):
-        return _collect(event.event, count * event.count, counts)
-    if isinstance(event, ComposedDpEvent):
-        return all(_collect(inner, count, counts) for inner in event.events)
-    q, inner = (
-        (event.sampling_probability, event.event)
-        if isinstance(event, PoissonSampledDpEvent)
-        else (1.0, event)
-    )
-    seen: Counter[tuple[float, float]] = Counter()
-    if isinstance(event, GaussianDpEvent):
-        seen[1.0, float(event.noise_multiplier)] = 1
-    elif (dominating := noise_multiplier(event)) is not None:
-        seen[1.0, dominating] = 1
-    elif not isinstance(event, PoissonSampledDpEvent) or not _collect(inner, 1, seen):
-        return False
-    if any(inner_q != 1 for inner_q, _ in seen):  # a sample of a sample is not one Gaussian
-        return False
-    if q == 0 or not seen:
-        return True
-    information = sum(n * _information(sigma) for (_, sigma), n in seen.items())
-    counts[q, _tidy(information**-0.5) if information else math.inf] += count
-    return True
+        yield from sequence(event.event, count * event.count)
+    elif isinstance(event, ComposedDpEvent):
+        for inner in event.events:
+            yield from sequence(inner, count)
+    elif count and not isinstance(event, NoOpDpEvent):
+        yield event, count
+
+
+def sampled(event: DpEvent) -> tuple[float, DpEvent]:
+    """Find the rate of Poisson sampling, 1 where there is none, and what is released from the sample."""
+    if isinstance(event, PoissonSampledDpEvent):
+        return float(event.sampling_probability), event.event
+    return 1.0, event
+
+
+def _gaussians(event: DpEvent) -> Counter[tuple[float, float]] | None:
+    """The event as in `releases`, unmerged; None where it holds something that is not a (sampled) Gaussian."""
+    counts: Counter[tuple[float, float]] = Counter()
+    for part, count in sequence(event):
+        if isinstance(part, NonPrivateDpEvent):
+            counts[1.0, 0.0] += count
+            continue
+        q, inner = sampled(part)
+        if isinstance(part, GaussianDpEvent):
+            seen = Counter({(1.0, float(part.noise_multiplier)): 1})
+        elif (dominating := noise_multiplier(part)) is not None:
+            seen = Counter({(1.0, dominating): 1})
+        elif inner is part or (within := _gaussians(inner)) is None:
+            return None
+        else:
+            seen = within
+        # a sample of a sample is not one Gaussian
+        if any(inner_q != 1 for inner_q, _ in seen):
+            return None
+        if q == 0 or not seen:
+            continue
+        information = sum(n * _information(sigma) for (_, sigma), n in seen.items())
+        counts[q, _tidy(information**-0.5) if information else math.inf] += count
+    return counts
 
 
 def _information(sigma: float) -> float:

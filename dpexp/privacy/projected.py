@@ -21,7 +21,7 @@ import math
 from collections import Counter
 
 import numpy as np
-from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import DpEvent
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from scipy.special import ndtr
 from scipy.stats import chi2
 
 from dpexp.errors import UserError
-from dpexp.privacy.events import coarsen
+from dpexp.privacy.events import coarsen, sampled, sequence
 from dpexp.privacy.mechanisms import ProjectedGaussianDpEvent
 
 Floats = NDArray[np.float64]
@@ -51,25 +51,12 @@ _LARGEST_EPSILON = 100.0
 def projected(event: DpEvent) -> Kinds | None:
     """The event as steps of this kind; None where there are none of them, or others too."""
     counts: Kinds = Counter()
-    return counts if _collect(event, 1, counts) and counts else None
-
-
-def _collect(event: DpEvent, count: int, counts: Kinds) -> bool:
-    if isinstance(event, NoOpDpEvent):
-        return True
-    if isinstance(event, SelfComposedDpEvent):
-        return _collect(event.event, count * event.count, counts)
-    if isinstance(event, ComposedDpEvent):
-        return all(_collect(inner, count, counts) for inner in event.events)
-    q, inner = (
-        (event.sampling_probability, event.event)
-        if isinstance(event, PoissonSampledDpEvent)
-        else (1.0, event)
-    )
-    if not isinstance(inner, ProjectedGaussianDpEvent):
-        return False
-    counts[float(q), float(inner.noise_multiplier), int(inner.projections)] += count
-    return True
+    for part, count in sequence(event):
+        q, inner = sampled(part)
+        if not isinstance(inner, ProjectedGaussianDpEvent):
+            return None
+        counts[q, float(inner.noise_multiplier), int(inner.projections)] += count
+    return counts or None
 
 
 def projected_epsilon(kinds: Kinds, delta: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import get_annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -136,6 +137,58 @@ class Task(ABC):
     @abstractmethod
     def length(self, i: int) -> int:
         """The length of training example i (tokens), for batches of similar length."""
+
+
+class WrappedTask(Task):
+    """Another task, but for what a subclass overrides: all attributes that a `Task` has are copied, all methods asked of it.
+
+    Args:
+        task: the other one.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        for name in get_annotations(Task):
+            setattr(self, name, getattr(task, name))
+
+    def collate(self, examples: list[Any]) -> dict[str, Tensor]:
+        """As the other task."""
+        return self.task.collate(examples)
+
+    def blank(self) -> Any | None:
+        """As the other task."""
+        return self.task.blank()
+
+    def augmented(
+        self, batch: dict[str, Tensor], indices: np.ndarray, seed: int, step: int
+    ) -> dict[str, Tensor]:
+        """As the other task."""
+        return self.task.augmented(batch, indices, seed, step)
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """As the other task."""
+        return self.task.losses(model, batch)
+
+    def evaluate(
+        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """As the other task."""
+        return self.task.evaluate(model, device, batch_size, progress)
+
+    def evaluate_at_end(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        batch_size: int,
+        progress: Progress | None = None,
+        folder: Path | None = None,
+    ) -> dict[str, float]:
+        """As the other task."""
+        return self.task.evaluate_at_end(model, device, batch_size, progress, folder)
+
+    def length(self, i: int) -> int:
+        """As the other task."""
+        return self.task.length(i)
 
 
 COUNTED = (

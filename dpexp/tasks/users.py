@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpexp.checks import declared_users
 from dpexp.errors import UserError
 from dpexp.privacy.users import Users, of_users
-from dpexp.tasks.base import Progress, Task
+from dpexp.tasks.base import Task, WrappedTask
 from dpexp.tasks.files import read_table
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class People(Sequence[Person]):
         return Person(self.public, int(i) % self.length)
 
 
-class ByUser(Task):
+class ByUser(WrappedTask):
     """A task whose examples are the users of another one.
 
     Args:
@@ -67,16 +67,17 @@ class ByUser(Task):
             raise UserError(f"{users.num_rows} rows have a user, and the training data has {len(task.train)}")
         if task.rows_per_example != 1:
             raise UserError("unit=user needs one row for each example: set task.augmentations=0")
-        self.task, self.users = task, users
-        self.name, self.labels, self.num_examples = task.name, task.labels, len(users)
-        self.rows_per_example, self.image_shape, self.pad_to = users.most, task.image_shape, task.pad_to
-        self.head = task.head  # type: ignore[misc]
+        super().__init__(task)
+        self.users, self.num_examples, self.rows_per_example = users, len(users), users.most
         self.train, self.dev = People(False, len(users)), People(True, len(task.dev))
         self.data = dataclasses.replace(task.data, sha256={**task.data.sha256, "users": users.sha256()})
 
     def collate(self, examples: list[Person]) -> dict[str, Tensor]:
         """Who they are, `[B, 2]`: which rows of theirs a step sees is up to `augmented`, which knows the step."""
         return {PERSON: torch.tensor(examples, dtype=torch.int64).reshape(len(examples), 2)}
+
+    def blank(self) -> None:
+        """Not known: a made-up row is nobody's."""
 
     def augmented(
         self, batch: dict[str, Tensor], indices: np.ndarray, seed: int, step: int
@@ -98,23 +99,6 @@ class ByUser(Task):
         """The weighted mean of each user's losses, `[B]`."""
         of_rows = {name: value for name, value in batch.items() if name != WEIGHTS}
         return of_users(self.task.losses(model, of_rows), batch[WEIGHTS])
-
-    def evaluate(
-        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
-    ) -> dict[str, float]:
-        """As the task of rows does it: of each row of the dev set."""
-        return self.task.evaluate(model, device, batch_size, progress)
-
-    def evaluate_at_end(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        batch_size: int,
-        progress: Progress | None = None,
-        folder: Path | None = None,
-    ) -> dict[str, float]:
-        """As `evaluate`."""
-        return self.task.evaluate_at_end(model, device, batch_size, progress, folder)
 
     def length(self, i: int) -> int:
         """Of the longest row of a user."""

@@ -9,6 +9,7 @@ Here is what both share; `noisymax.py` and `noisybtls.py` hold the two methods.
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ Losses = Callable[[np.ndarray], Tensor]
 """Indices of training examples -> their losses, ``[b]``, under the present weights."""
 
 
-class StepSearch:
+class StepSearch(ABC):
     """What the two searches have in common: the gradient to search along, the levels of the budgets, and the losses.
 
     Args:
@@ -66,13 +67,13 @@ class StepSearch:
 
     # -- what the methods decide ---------------------------------------------------------------------------------------
 
+    @abstractmethod
     def search(self, gradient: list[Tensor], sample: list[np.ndarray], rng: np.random.Generator) -> float:
         """Release a step size along the gradient; 0 where none is good."""
-        raise NotImplementedError
 
+    @abstractmethod
     def failed(self, measured: list[Tensor]) -> None:
         """Raise a budget."""
-        raise NotImplementedError
 
     def succeeded(self, gradient: list[Tensor], size: float) -> None:
         """Learn from a step that was taken."""
@@ -155,9 +156,9 @@ class StepSearch:
                     p.copy_(at)
         return totals
 
+    @abstractmethod
     def contributions(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """What each example adds to a sum, from its bounded losses at θ and at a candidate."""
-        raise NotImplementedError
 
     def _bounded(self, piece: np.ndarray) -> np.ndarray:
         """``[b]`` losses in [0, C_obj], float64; one that is no number counts as C_obj."""

@@ -8,11 +8,15 @@ from torch import nn
 from dpexp.auditing import canaries
 from dpexp.auditing.canaries import Planted, Without
 from dpexp.auditing.one_run import attempts
+from dpexp.auditing.white_box import WithGradientCanaries
 from dpexp.errors import UserError
 from dpexp.metrics import exposure
 from dpexp.privacy.keys import Keys
 from dpexp.privacy.sampling import PoissonSampler
+from dpexp.privacy.users import Users
 from dpexp.tasks import classification, images, sequences
+from dpexp.tasks.base import Task
+from dpexp.tasks.users import ByUser
 from dpexp.training import release
 from tests.training.tiny import TinyTask, counted_noise, make_trainer, tiny_run, train
 
@@ -107,6 +111,33 @@ def test_a_planted_task_is_the_task_but_for_its_canaries():
     assert planted.train[4] is task.train[4]
     assert (planted.length(3), planted.length(4)) == (5, task.length(4))
     assert planted.data is task.data
+
+
+def wrapped_tasks(task):
+    """The task in all the ways in which another one stands around it."""
+    users = Users([f"user {i // 2}" for i in range(len(task.train))], 2)
+    return [Planted(task, {}, {}), WithGradientCanaries(task, np.array([3]), 1.0), ByUser(task, users)]
+
+
+@pytest.mark.parametrize("place", range(3), ids=["planted", "gradient canaries", "by user"])
+def test_a_wrapped_task_keeps_all_that_the_network_is_built_from(place):
+    task = TinyTask()
+    task.pad_to, task.head, task.image_shape = 9, "masked_lm", (1, 4, 4)
+    made = wrapped_tasks(task)[place]
+    assert (made.pad_to, made.head, made.image_shape) == (9, "masked_lm", (1, 4, 4))
+    assert (made.name, made.labels, len(made.dev)) == ("tiny", task.labels, len(task.dev))
+    assert all(hasattr(made, name) for name in Task.__annotations__)
+
+
+def test_a_made_up_example_is_one_of_the_task_and_none_of_a_user():
+    class WithBlank(TinyTask):
+        def blank(self):
+            return self.train[0]
+
+    task = WithBlank()
+    planted, watched, by_user = wrapped_tasks(task)
+    assert planted.blank() is watched.blank() is task.train[0]
+    assert by_user.blank() is None
 
 
 class Words:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.local_training import LocalClipper
-from dpexp.clipping.plain import PlainClipper
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.privacy.users import Users, of_users
@@ -169,4 +168,4 @@ def test_what_it_cannot_do_is_refused() -> None:
         clipper.backward(torch.ones(1), torch.ones(1))
     assert clipper.backward(torch.zeros(0)).norms.shape == (1, 0)
     with pytest.raises(UserError, match="bounds nothing here"):
-        PlainClipper(model, rule="none")
+        clipper_of(network(), rule="none")
