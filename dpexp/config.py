@@ -54,6 +54,7 @@ from dpexp.schemas import (
     TrackerConfig,
     UnitConfig,
 )
+from dpexp.settings import group_help, groups_asked
 from dpexp.usage import choices_of, conf_dir, groups_of, help_text, options_last, print_out
 
 __all__ = [
@@ -210,7 +211,15 @@ def hydra_entry(
             # With this, Hydra hands its exceptions to us instead of printing advice such as "use +key=value".
             os.environ["HYDRA_FULL_ERROR"] = "1"
             if {"-h", "--help"} & set(sys.argv[1:]):
-                print_out(help_text(config_name, function.__doc__ or ""))
+                groups = groups_asked(sys.argv[1:])
+                try:
+                    print_out(
+                        group_help(config_name, schema, groups)
+                        if groups
+                        else help_text(config_name, function.__doc__ or "")
+                    )
+                except UserError as error:
+                    _stop(error)
                 return
             sys.argv[1:] = options_last(sys.argv[1:])
             try:

@@ -19,7 +19,9 @@ class GenerationConfig:
     suffix: str = "{bos}"  # between source and target
     cut: str = "end"  # which end of an over-long source is lost: end | start
     max_target: int = 128  # tokens: the longest target that is learnt, and the most that are generated
+    # beam search: how many texts are kept at each token
     num_beams: int = 5
+    # the power of the length by which a beam's log-probability is divided
     length_penalty: float = 1.0
     # tokens that a beam's log-probability is divided by: of the text that is written, or of prompt and text together, as
     # transformers did when the papers were written
@@ -27,9 +29,8 @@ class GenerationConfig:
     banned: list[str] = field(default_factory=list)  # strings that are never written, such as "\n"
     # nucleus sampling from the most likely words that hold this share, in the place of beam search; null = beam search
     top_p: float | None = None
-    shots: int = (
-        0  # in-context learning without training: pairs of the training file in front of every source
-    )
+    # in-context learning without training: pairs of the training file in front of every source
+    shots: int = 0
     prompt_set: int = 0  # which pairs: He et al. average over three sets
     # hits@1: replies that a right one is ranked among, itself included (ConvAI2: 20); 0 = not measured
     candidates: int = 0
@@ -45,13 +46,17 @@ class TaskConfig:
     """A data set, how it is read and how the result is measured."""
 
     name: str = ""
+    # text_classification | text_infilling | image_classification | generation | custom
     kind: str = "text_classification"
     # as they stand in the file; [] = the distinct values found there
     labels: list[str] = field(default_factory=list)
     text: str = "text"  # column names
+    # the column of a second text; null = one text
     text_pair: str | None = None
     label: str = "label"
+    # what is reported on the dev set
     metric: str = "accuracy"
+    # the data set on the hub, and its configuration there
     hub_id: str | None = None
     hub_config: str | None = None
     files: dict[str, str] = field(default_factory=dict)  # split -> path below data.root, without .gz or .xz
@@ -77,6 +82,7 @@ class TaskConfig:
     image_size: int = 0  # images: make them squares of so many pixels; 0 = as they are
     # images: of each channel, pixels in [0, 1]; [] = 1/2; public
     mean: list[float] = field(default_factory=list)
+    # see mean
     std: list[float] = field(default_factory=list)
     # images: M copies of each example, whose loss is their mean; 0 = the image as it is
     augmentations: int = 0
@@ -88,15 +94,22 @@ class TaskConfig:
 class DataConfig:
     """Where the examples come from; what is set here wins over the task's own."""
 
+    # a folder in the published layout, with the files that conf/task/*.yaml names
     root: str | None = None
+    # auto: own files, else those below root, else the hub (at scale=demo: embedded data)
     source: str = "auto"
     train: str | None = None  # a person's own files
+    # public; what is measured on it is written down without noise
     dev: str | None = None
+    # names of columns
     text: str | None = None
     text_pair: str | None = None
     label: str | None = None
+    # N of your own training file; public, so it is declared
     num_examples: int | None = None
+    # tokens; wins over task.max_length
     max_length: int | None = None
+    # where prepared data are kept
     cache: str | None = None
 
 
@@ -106,6 +119,7 @@ class ModelConfig:
 
     name: str = ""
     id: str | None = None  # hub id, local path, or "minilm"
+    # who builds the network
     family: str = "hf"
     architecture: str | None = None  # for random_hf: "bert", "roberta", ...
     config: dict[str, Any] = field(default_factory=dict)  # overrides of the Hugging Face config
@@ -115,16 +129,17 @@ class ModelConfig:
     retrain: bool = False
     # language models: the output layer has a weight of its own, which begins as a copy of the embedding
     untied: bool = False
+    # which parameters train, under peft=full
     trainable: str = "all"
     dropout: float | None = None  # null: as the checkpoint says
+    # null: as the checkpoint says
     attention_dropout: float | None = None
     # classifiers of text: the architecture's own head, or a linear one on the first position or on the mean of all
     pooling: str = "own"  # own | cls | mean
     # on what is pooled: one linear layer, the same without its bias, or RoBERTa's two layers (dense, tanh, linear)
     head: str = "linear"  # linear | unbiased | dense
-    frozen_features: bool = (
-        False  # with trainable=head: what the frozen encoder makes of each text is computed once
-    )
+    # with trainable=head: what the frozen encoder makes of each text is computed once
+    frozen_features: bool = False
     # family=custom: package.module:function, which makes the network
     factory: str | None = None
 
@@ -134,22 +149,32 @@ class ClipConfig:
     """Which parameters share a norm, how thresholds move, how a norm becomes a factor, where the noise goes."""
 
     name: str = ""
+    # false: neither clipped nor noised
     private: bool = True
+    # parameters that share one norm: all, those of a layer, of a block, of a device
     groups: str = "flat"
     devices: int = 0  # K of groups=device
     clip_norm: float = 1.0  # C, the equivalent global threshold: the sensitivity of all groups together
     init_threshold: float | None = None  # first C_k of an adaptive rule; null = C/sqrt(K)
+    # thresholds follow the norms, by noisy counts
     adaptive: bool = False
+    # p, the share of the norms that should lie below their threshold
     target_quantile: float = 0.5
+    # eta, how fast thresholds follow
     quantile_lr: float = 0.3
+    # how a threshold moves: C·exp(-eta·error) or C - eta·error
     quantile_update: str = "geometric"
     follows: str = "quantile"  # what adaptive thresholds follow: a quantile of the norms, or their mean
     norm_factor: float = 1.0  # alpha: C_k over the mean norm
     norm_bound: float = 2.0  # beta: a norm counts at most so many C_k in the mean
     quantile_budget: float = 0.0  # r, the share of the privacy budget that the quantiles cost
+    # adaptive thresholds are rescaled so that all together stay C
     rescale: bool = True
+    # of the noise to the groups
     allocation: str = "global"
+    # how a norm becomes a factor; normalized and automatic scale small gradients up too
     rule: str = "abadi"
+    # the smallest that an adaptive threshold becomes
     threshold_floor: float = 1e-6
     # what is clipped: gradients by their norms, or as dpexp.clipping.whole and .microbatches say
     method: str = "norm"
@@ -172,13 +197,20 @@ class ClipConfig:
 class PrivacyConfig:
     """The guarantee: exactly one of epsilon and noise_multiplier is given for a private run."""
 
+    # the target; the noise follows from it
     epsilon: float | None = None
+    # sigma, in the place of epsilon
     noise_multiplier: float | None = None
     delta: str = "n_pow_-1.1"  # a number, or the name of a rule
+    # poisson, or fixed: batches of one size; shuffle is what no accountant covers
     sampling: str = "poisson"
+    # strict: the record holds nothing that follows from private rows without noise
     release: str = "normal"
+    # for tests: the guarantee holds only while this number is secret
     noise_seed: int | None = None
+    # do not delete the secret key when the run is finished
     keep_key: bool = False
+    # noise by whole numbers alone: exact, some hundred times slower
     secure: bool = False
 
 
@@ -187,6 +219,7 @@ class AccountantConfig:
     """Which accountant decides; all of them are printed."""
 
     name: str = "rdp"
+    # let gdp, an approximation that under-estimates, decide the noise
     allow_clt: bool = False
 
 
@@ -198,6 +231,7 @@ class ScheduleConfig:
     decay_rate: float | None = None  # k
     period: float | None = None  # epochs
     end_ratio: float | None = None  # sigma_end / sigma_0
+    # how often the noise changes within an epoch
     updates_per_epoch: int = 1
     condition: float | None = None  # kappa = M/mu, of a loss that is M-smooth and mu-PL
     # dEER/dsigma² in equal parts of the run, measured on public data
@@ -212,6 +246,7 @@ class ScheduleConfig:
 class UnitConfig:
     """Whom the guarantee protects: one example, or one user with all examples of theirs (`dpexp.tasks.users`)."""
 
+    # whom the guarantee protects
     name: str = "example"
     # who gave each training row: exactly one of a column of data.train, a file with a name in the line of each row, and a size
     # (made-up users of so many rows, for experiments on data without users)
@@ -233,6 +268,7 @@ class IndividualConfig:
     groups: str | None = None
     # or a file that has in the line of each training example an epsilon of its own, which are put into bins; public
     budgets: str | None = None
+    # of budgets: how many
     bins: int = 3
     partition: str = "privacy_aware"  # what the bins are chosen for: privacy_aware | utility
 
@@ -263,6 +299,7 @@ class OptimConfig:
     """The optimiser, its learning-rate schedule, and how long it runs."""
 
     name: str = "adam"
+    # the learning rate, eta
     lr: float = 1e-3
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
@@ -271,7 +308,9 @@ class OptimConfig:
     tolerance: float = 1.0  # adadp: the error of a pair of steps above which it is discarded
     # adadp: the least and the most by which a pair of steps changes the learning rate
     ratios: list[float] = field(default_factory=lambda: [0.9, 1.1])
+    # how the learning rate falls, to 0 at the end
     lr_schedule: str = "constant"
+    # the share of the steps in which the learning rate rises from 0
     warmup_ratio: float = 0.0
     # of the average of the weights that is evaluated and exported; 0 = the weights themselves
     ema_decay: float = 0.0
@@ -295,8 +334,11 @@ class PeftConfig:
     """The way to fine-tune: everything, or a small set of added parameters."""
 
     name: str = "full"
+    # lora, rgp, adapters: of the added matrices, r
     rank: int = 0
+    # lora: the update is scaled by alpha/r; 0 = r
     alpha: float = 0.0
+    # lora: on the adapters' input
     dropout: float = 0.0
     # module names; [] = the library's choice for the architecture
     targets: list[str] = field(default_factory=list)
@@ -313,7 +355,9 @@ class EngineConfig:
     """How the clipped sum is computed. Changes time and memory, never the result."""
 
     name: str = "auto"
+    # how the way to compute a layer's norm is chosen: by measuring, or as named
     choice: str = "measured"
+    # the most memory that one per-example gradient may take
     memory_cap_mib: int = 2048
 
 
@@ -321,17 +365,23 @@ class EngineConfig:
 class RuntimeConfig:
     """Where and in which pieces a run is computed."""
 
+    # auto | cpu | cuda | cuda:1
     device: str = "auto"
+    # of forward and backward; sums and noise are float32
     precision: str = "fp32"
+    # examples that are computed at once; auto = what fits in memory
     physical_batch_size: str = "auto"
     eval_batch_size: int = 256
+    # of the processor; null = as torch chooses
     threads: int | None = None
     eval_every: int = 0  # steps; 0 = at the end alone
     checkpoint_every: int = 50  # steps; 0 = at the end alone
     log_every: int = 1  # steps
+    # a folder for each run is made below it
     runs_dir: str = "runs"
     # how several processes share the work (docs/many_processes.md)
     parallel: str = "none"
+    # only check that the run would start, and what it would guarantee
     dry_run: bool = False
     stages: int | None = None  # parallel=pipeline: processes that share one model; null = all of them
     schedule: str = "1f1b"  # which microbatch runs when
@@ -355,6 +405,7 @@ class TrackerConfig:
     """Who else hears of the metrics."""
 
     name: str = "none"
+    # wandb: offline keeps everything on this machine
     mode: str = "offline"
     project: str = "dpexp"
     not_private: bool = False  # tell it losses and gradient norms too, which no noise covers
@@ -364,6 +415,7 @@ class TrackerConfig:
 class ScaleConfig:
     """Paper, small or demo: in every record, so that a table cannot mix them unseen."""
 
+    # the size of model and data: conf/task_at_scale
     name: str = "paper"
 
 

@@ -27,7 +27,7 @@ COMMANDS = {
 }
 
 MOST_LISTED = 40  # choices of a group in the help
-_TAKE_A_WORD = frozenset(  # Hydra's own options
+TAKE_A_WORD = frozenset(  # Hydra's own options
     ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p")
 )
 
@@ -46,7 +46,7 @@ def shipped(name: str) -> Path:
 def options_last(words: list[str]) -> list[str]:
     """The words of a command with what sets a value first: the parser takes those from one place alone."""
     settings = [
-        not word.startswith("-") and before not in _TAKE_A_WORD and ("=" in word or word.startswith("~"))
+        not word.startswith("-") and before not in TAKE_A_WORD and ("=" in word or word.startswith("~"))
         for before, word in zip(["", *words], words, strict=False)
     ]
     pairs = list(zip(words, settings, strict=True))
@@ -84,6 +84,7 @@ def help_text(config_name: str, purpose: str) -> str:
     lines += [f"  {line}" for line in _own_settings(config_name)]
     lines += [
         "",
+        "  --help GROUP    every setting of a group, such as --help optim",
         "  --cfg job    show every setting and its value",
         "  -m           run a grid: KEY=VALUE,VALUE",
         "  --config-dir FOLDER    add your own presets: FOLDER/experiment/NAME.yaml",

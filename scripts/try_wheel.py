@@ -121,9 +121,9 @@ def main() -> None:
         subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
     )
     if len(sys.argv) > 2:
-        Path(sys.argv[2]).write_text(
-            json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        kept = Path(sys.argv[2])
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

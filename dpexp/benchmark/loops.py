@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from dpexp import PrivacyEngine, provenance, record
-from dpexp.durable import write_json
+from dpexp.durable import make_folder, write_json
 from dpexp.integrations import transformers as private
 from dpexp.models import ModelBundle
 from dpexp.privacy.keys import open_keys
@@ -39,6 +39,8 @@ from dpexp.training.progress import Progress
 
 ROWS, LENGTH, VOCABULARY = 512, 64, 1000
 BATCH, PIECE, CLIP, SIGMA, DELTA, LR = 64, 16, 0.1, 1.0, 1e-5, 0.01
+SHAPE = {"hidden": 128, "layers": 4, "steps": 14, "rounds": 5}
+"""Of the network, and how often it is trained how long."""
 
 
 class Rows(Task):
@@ -181,18 +183,25 @@ def _console(file: Any) -> Any:
     return Console(file=file)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure, print, and write the record where a path is given."""
+def main(arguments: Sequence[str], shape: Mapping[str, int] = SHAPE) -> int:
+    """Measure, print, and write the record where a path is given.
+
+    Args:
+        arguments: of the command line.
+        shape: what `measure` takes.
+    """
     torch.set_num_threads(1)
-    shape = {"hidden": 128, "layers": 4, "steps": 14, "rounds": 5}
+    record_file = Path(arguments[0]) if arguments else None
+    if record_file is not None:
+        make_folder(record_file.parent, "its argument")
     found = {
-        "kind": "loops", "settings": shape | {"rows": ROWS, "length": LENGTH, "batch": BATCH, "piece": PIECE},
+        "kind": "loops", "settings": dict(shape) | {"rows": ROWS, "length": LENGTH, "batch": BATCH, "piece": PIECE},
         "rows": measure(**shape), "hardware": provenance.hardware(torch.device("cpu")), "versions": provenance.versions(),
         "git": provenance.git_state(),
     }  # fmt: skip
     print(json.dumps(found["rows"], indent=1))
-    if arguments:
-        write_json(Path(arguments[0]), found)
+    if record_file is not None:
+        write_json(record_file, found)
     return 0
 
 

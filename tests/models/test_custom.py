@@ -1,5 +1,6 @@
 """A network and a task of a person's own, from a module in the working folder."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -111,6 +112,23 @@ def test_a_task_and_a_network_of_ones_own_train(mine: str, tmp_path: Path) -> No
     assert summary["privacy"]["epsilon"]["rdp"] <= 8
     assert summary["details"]["model_source"] == f"{mine}:line (seed 0)"
     assert (folder / "model" / "model.pt").is_file()
+
+
+def test_the_documented_task_trains_without_being_about_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dpexp.train import train
+
+    docs = Path(__file__).parents[2] / "docs"
+    monkeypatch.chdir(docs / "examples")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (line,) = re.findall(
+        r"^dpexp train (task=custom .*)\\\n +(.*)$", (docs / "own_data.md").read_text(), re.M
+    )
+    run = compose([*" ".join(line).split(), "optim.epochs=1", "runtime=cpu", f"runtime.runs_dir={tmp_path}"])
+    folder = run_folder(run)
+    folder.mkdir(parents=True)
+    assert 0 <= train(run, folder, Console(quiet=True))["metrics"]["accuracy"] <= 1
 
 
 def test_a_class_that_is_no_task_and_another_number_of_examples_are_refused(

@@ -1,0 +1,153 @@
+"""A training loop's usual wishes, each as a private loop: one function for each row of docs/recipes.md, which the tests run."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+from dpexp import PrivacyEngine
+
+x = torch.randn(200, 20, generator=torch.Generator().manual_seed(0))  # your private data
+y = (x[:, 0] > 0).long()
+dev_x, dev_y = x[:20], y[:20]  # stands for public data here
+SETTINGS = {"batch_size": 20, "steps": 12, "epsilon": 3.0, "delta": 1e-3, "clip_norm": 0.5}
+
+
+def network(outputs=2):
+    return nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def prepare(folder, model, *tensors, **settings):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    dataset = TensorDataset(*(tensors or (x, y)))
+    return PrivacyEngine(model, optimizer, dataset, folder=folder, **SETTINGS | settings)
+
+
+def epochs(folder):
+    engine = prepare(folder, network(), epochs=2, steps=None)
+    for epoch in range(2):
+        for features, labels in engine.batches(steps=engine.steps // 2):  # so many steps, then the loop ends
+            engine.step(F.cross_entropy(engine.model(features), labels, reduction="none"))
+        engine.model.eval()
+        with torch.no_grad():
+            print(epoch, F.cross_entropy(engine.model(dev_x), dev_y), engine.epsilon())
+        engine.model.train()
+    return engine
+
+
+def stop_early(folder):
+    engine, best, waited = prepare(folder, network()), torch.inf, 0
+    for features, labels in engine.batches():
+        if engine.step(F.cross_entropy(engine.model(features), labels, reduction="none")):  # a step was taken
+            with torch.no_grad():
+                loss = F.cross_entropy(engine.model(dev_x), dev_y).item()
+            best, waited = (loss, 0) if loss < best else (best, waited + 1)
+            if waited == 3:
+                break
+    engine.save()  # a checkpoint of this very step; epsilon counts the steps that were taken
+    return engine
+
+
+def mixed_precision(folder):
+    engine = prepare(folder, network())
+    for features, labels in engine.batches():
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # bf16, and no GradScaler
+            losses = F.cross_entropy(engine.model(features), labels, reduction="none")
+        engine.step(losses)
+    return engine
+
+
+def gradient_accumulation(folder):
+    engine = prepare(folder, network(), batch_size=100)
+    for features, labels in engine.batches(physical_batch_size=8):  # what fits in memory
+        engine.step(F.cross_entropy(engine.model(features), labels, reduction="none"))
+    return engine
+
+
+def average_of_weights(folder):
+    model = network()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))  # before the engine
+    engine = prepare(folder, model)
+    for features, labels in engine.batches():
+        if engine.step(F.cross_entropy(model(features), labels, reduction="none")):
+            average.update_parameters(model)
+    return engine
+
+
+def label_smoothing(folder):
+    engine = prepare(folder, network())
+    for features, labels in engine.batches():
+        losses = F.cross_entropy(engine.model(features), labels, reduction="none", label_smoothing=0.1)
+        engine.step(losses)
+    return engine
+
+
+def several_labels(folder):
+    engine = prepare(folder, network(outputs=3), x, (x[:, :3] > 0).float())
+    for features, labels in engine.batches():
+        of_labels = F.binary_cross_entropy_with_logits(engine.model(features), labels, reduction="none")
+        engine.step(of_labels.mean(1))  # one number for each example
+    return engine
+
+
+def two_heads(folder):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.kind, self.size = nn.Linear(20, 16), nn.Linear(16, 2), nn.Linear(16, 1)
+
+        def forward(self, features):
+            hidden = torch.tanh(self.body(features))
+            return self.kind(hidden), self.size(hidden)[:, 0]
+
+    engine = prepare(folder, TwoHeads(), x, y, x.sum(1))
+    for features, kinds, sizes in engine.batches():
+        kind, size = engine.model(features)
+        losses = F.cross_entropy(kind, kinds, reduction="none") + 0.1 * F.mse_loss(
+            size, sizes, reduction="none"
+        )
+        engine.step(losses)
+    return engine
+
+
+def labels_of_tokens(folder):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.lstm = nn.Embedding(30, 8), nn.LSTM(8, 8, batch_first=True)
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, tokens):
+            return self.head(self.lstm(self.embedding(tokens))[0])
+
+    tokens = torch.randint(1, 30, (200, 9), generator=torch.Generator().manual_seed(0))
+    labels = (tokens % 2).masked_fill(tokens > 20, -100)  # not every token has a label
+    engine = prepare(folder, Tagger(), tokens, labels)
+    for texts, wanted in engine.batches():
+        of_tokens = F.cross_entropy(engine.model(texts).mT, wanted, reduction="none", ignore_index=-100)
+        engine.step(
+            of_tokens.sum(1) / (wanted != -100).sum(1).clamp(min=1)
+        )  # the mean of each text by itself
+    return engine
+
+
+def pairs(folder):
+    model = network(outputs=4)
+    engine = prepare(folder, model, x, x.flip(1), y)  # an example is a pair with its label
+    for left, right, alike in engine.batches():
+        distances = (model(left) - model(right)).square().sum(1)
+        engine.step(torch.where(alike == 1, distances, F.relu(1 - distances)))
+    return engine
+
+
+def save_and_load(folder):
+    model = network()
+    engine = prepare(folder / "run", model)
+    for features, labels in engine.batches():
+        engine.step(F.cross_entropy(model(features), labels, reduction="none"))
+    engine.close()  # the model is as it was before, without dpexp
+    torch.save(model.state_dict(), folder / "model.pt")
+    engine.write_card(folder)  # PRIVACY.md
+    network().load_state_dict(torch.load(folder / "model.pt"))
+    return engine

@@ -1,0 +1,24 @@
+"""The three loops beside each other: each takes the steps that it is timed for, and the record is written where asked."""
+
+import json
+
+import torch
+
+from dpexp.benchmark import loops
+
+
+def test_each_loop_is_timed_and_recorded(tmp_path, capsys):
+    threads = torch.get_num_threads()
+    path = tmp_path / "new" / "loops.json"
+    try:
+        assert loops.main([str(path)], {"hidden": 16, "layers": 1, "steps": 5, "rounds": 2}) == 0
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(path.read_text())
+    assert [row["way"] for row in found["rows"]] == ["dpexp.train", "PrivacyEngine", "transformers.Trainer"]
+    # between five beginnings lie four steps, of which the first two are left out; two rounds
+    assert [row["steps"] for row in found["rows"]] == [4, 4, 4]
+    assert all(row["step_s"] > 0 for row in found["rows"])
+    assert found["rows"][0]["relative"] == 1
+    assert found["settings"]["hidden"] == 16
+    assert json.loads(capsys.readouterr().out) == found["rows"]
