@@ -347,7 +347,10 @@ class Clipper:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a model with a clipper attached cannot be pickled: call clipper.detach() first")
+        raise TypeError(
+            "a model with a clipper attached cannot be pickled: save its state_dict(), or call engine.close() of the "
+            "PrivacyEngine, or clipper.detach(), first"
+        )
 
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

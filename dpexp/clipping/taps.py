@@ -320,8 +320,8 @@ class Tap(torch.autograd.Function):
                     "differences of forward passes"
                 )
             raise RuntimeError(
-                "loss.backward() reached a model with a clipper attached: call clipper.backward(losses) with one loss "
-                "per example, or clipper.detach() first"
+                "loss.backward() reached a model with a clipper attached: call engine.step(losses) of the PrivacyEngine, or "
+                "clipper.backward(losses), with one loss per example; engine.close() or clipper.detach() ends clipping"
             )
         if gy is not None:
             visit.arrive(ctx.owner, ctx.use, saved, gy)

@@ -1,8 +1,9 @@
 """Arguments of Hugging Face's Trainer that private training does not bear, each with the reason and the way out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from dpexp.checks import did_you_mean
 from dpexp.errors import UserError
 
 _WHOLE = (
@@ -54,6 +55,57 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+OF_THE_TRAINER = {
+    "model": "the Trainer's",
+    "optimizer": "made by the Trainer, or given as optimizers=",
+    "dataset": "train_dataset=",
+    "folder": "output_dir of the arguments, with .privacy behind it",
+    "batch_size": "per_device_train_batch_size times gradient_accumulation_steps of the arguments",
+    "steps": "max_steps of the arguments",
+    "epochs": "num_train_epochs of the arguments",
+    "scheduler": "lr_scheduler_type of the arguments",
+    "checkpoint_every": "save_steps of the arguments",
+}
+"""What `dpexp.PrivacyEngine` takes, and the Trainer gives it -> where that comes from."""
+ELSEWHERE = {
+    "max_grad_norm": "clip_norm",
+    "target_epsilon": "epsilon",
+    "target_delta": "delta",
+    "sigma": "noise_multiplier",
+    "clipping": "groups",
+}
+"""What other libraries call an argument."""
+
+
+def check_privacy(privacy: Any, parameters: Iterable[str]) -> dict[str, Any]:
+    """Return the arguments of the engine that stand in ``privacy``.
+
+    Args:
+        privacy: what the Trainer was given.
+        parameters: names that `dpexp.PrivacyEngine` takes.
+
+    Raises:
+        UserError: it is no mapping, or holds a name that is unknown, or the Trainer's own.
+    """
+    if not isinstance(privacy, Mapping):
+        raise UserError(
+            f'privacy={privacy!r}: give a dictionary, such as privacy={{"epsilon": 8, "delta": 1e-5, "clip_norm": 0.1}}'
+        )
+    known = [name for name in parameters if name not in OF_THE_TRAINER]
+    for name in privacy:
+        if name in OF_THE_TRAINER:
+            raise UserError(f"privacy[{name!r}] is set elsewhere here: {OF_THE_TRAINER[name]}")
+        if name in ELSEWHERE:
+            raise UserError(f"privacy[{name!r}] is unknown: it is called {ELSEWHERE[name]} here")
+        if name not in known:
+            raise UserError(f"privacy[{name!r}] is unknown{did_you_mean(str(name), known)}")
+    if (privacy.get("epsilon") is None) == (privacy.get("noise_multiplier") is None):
+        raise UserError(
+            'give either privacy["epsilon"] or privacy["noise_multiplier"], not both and not neither'
+        )
+    return dict(privacy)
+
+
 def refuse_arguments(args: Any) -> None:
     """Raise `UserError` for the first argument that cannot be had with privacy."""
     for name, (unwanted, why) in ARGUMENTS.items():
@@ -63,7 +115,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_overrides(trainer: Any, plain: type) -> None:
-    """Raise `UserError` where a loss for whole batches is brought along, or a collate function that packs rows."""
+    """Raise `UserError` where a loss for whole batches is brought along, a stream, or a collate function that packs rows."""
     own = [
         n
         for n in ("compute_loss", "_get_train_sampler")
@@ -73,6 +125,11 @@ def refuse_overrides(trainer: Any, plain: type) -> None:
         what = own[0] if own else "compute_loss_func"
         raise UserError(
             f"{what} is not asked in private training: write per_example_losses(model, inputs), one loss per row, in a subclass"
+        )
+    if trainer.train_dataset is not None and not hasattr(trainer.train_dataset, "__len__"):
+        raise UserError(
+            f"train_dataset is a {type(trainer.train_dataset).__name__} without a length, and Poisson sampling needs examples by "
+            "number: load it without streaming=True"
         )
     packed = "seq_lengths" in getattr(trainer.train_dataset, "column_names", ())
     if packed or "Flattening" in type(trainer.data_collator).__name__:

@@ -21,6 +21,7 @@ nobody in it.
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dpexp.durable import read_json
 from dpexp.errors import UserError
-from dpexp.integrations.refusals import refuse_arguments, refuse_overrides
+from dpexp.integrations.refusals import check_privacy, refuse_arguments, refuse_overrides
 from dpexp.training.engine import PrivacyEngine
 from dpexp.training.own_losses import first_rows, look_at_losses
 
@@ -78,7 +79,8 @@ class Trainer(transformers.Trainer):
         self.expected_batch = (
             args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         )
-        self.privacy, self.show_losses = dict(privacy), show_losses
+        self.show_losses = show_losses
+        self.privacy = check_privacy(privacy, inspect.signature(PrivacyEngine).parameters)
         self.engine: PrivacyEngine | None = None
         # whether the losses are another's than ours, and have not been looked at yet
         self._unknown_losses = type(self).per_example_losses is not Trainer.per_example_losses

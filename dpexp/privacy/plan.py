@@ -44,6 +44,9 @@ from dpexp.privacy.plan_checks import (
 from dpexp.privacy.schedules import CONSTANT, Schedule, joint_counts
 from dpexp.privacy.searches import ORDERS, SearchBudget, filter_admits
 
+# an ε above which the odds of any attacker may rise by more than 10⁸
+MEANINGLESS = 20.0
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -208,6 +211,19 @@ class Plan:
         """The plan as it began: what the filter's budget is."""
         return self if self.search is None else self.raised(1.0, 1.0)
 
+    def too_weak(self) -> list[str]:
+        """What was asked for and protects nobody; each a sentence."""
+        found: list[str] = []
+        if self.delta >= 1 / self.num_examples:
+            found.append(
+                f"delta = {self.delta:g} is not below 1/N: publishing a random example would satisfy it."
+            )
+        if (self.target_epsilon or 0.0) > MEANINGLESS:
+            found.append(
+                f"epsilon = {self.target_epsilon:g} bounds next to nothing: an attacker may be sure about nearly everybody."
+            )
+        return found
+
     def caveats(self) -> list[str]:
         """What a reader of ε must know beyond the numbers; each a sentence for the record."""
         found: list[str] = []
@@ -225,10 +241,7 @@ class Plan:
             found.append(
                 "Epsilon is a central limit approximation (gdp), which under-estimates: it is not a guarantee."
             )
-        if self.delta >= 1 / self.num_examples:
-            found.append(
-                f"delta = {self.delta:g} is not below 1/N: publishing a random example would satisfy it."
-            )
+        found += self.too_weak()
         if self.schedule.adaptive:
             found.append(
                 f"The noise followed the training (schedule={self.schedule.name}): the noise multiplier is that of the budget. "

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 
 from dpexp import provenance
 from dpexp.clipping import attach
+from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.parallel.replicas import ranks_of, silent, unwrapped
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
@@ -28,6 +29,7 @@ from dpexp.privacy.sampling import PoissonSampler, stream
 from dpexp.privacy.users import Users, of_users
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig, UnitConfig
 from dpexp.training import state
+from dpexp.training.arguments import check_numbers, checked_folder
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
 from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
@@ -124,8 +126,22 @@ class PrivacyEngine:
         data_name: str | None = None,
         noise_seed: int | None = None,
     ):
+        check_numbers(
+            batch_size=batch_size, epochs=epochs, steps=steps, epsilon=epsilon, noise_multiplier=noise_multiplier,
+            clip_norm=clip_norm, target_quantile=target_quantile, quantile_budget=quantile_budget, quantile_lr=quantile_lr,
+            loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, noise_seed=noise_seed,
+        )  # fmt: skip
+        if target_quantile is not None and target_quantile >= 1:
+            raise UserError(
+                f"target_quantile={target_quantile} is a share of the norms: give a number below 1"
+            )
+        self.folder = checked_folder(folder)
         model, wrapper = unwrapped(model)
         self.ranks = ranks = ranks_of(wrapper)
+        if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
+            raise UserError(
+                f"a {type(dataset).__name__} gives columns and not examples: make tensors of it (TensorDataset), or a list of rows"
+            )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise UserError(
                 f"a {type(dataset).__name__} has no length or no examples by number, and Poisson sampling needs both: give a "
@@ -146,7 +162,7 @@ class PrivacyEngine:
         unit = UnitConfig() if users is None else UnitConfig("user", rows=rows_per_example)
         adaptive = target_quantile is not None
         self.model, self.dataset = model, dataset
-        self.folder, self.checkpoint_every = Path(folder), checkpoint_every
+        self.checkpoint_every = checkpoint_every
         self.plan = make_plan(
             num_examples=units,
             unit=unit.name,
@@ -159,6 +175,8 @@ class PrivacyEngine:
             quantile_budget=quantile_budget if adaptive else 0.0,
             schedule=schedule,
         )
+        for sentence in self.plan.too_weak():
+            warnings.warn(sentence, stacklevel=2)
         self._run = RunConfig(
             clip=ClipConfig(
                 groups=groups,
@@ -266,8 +284,11 @@ class PrivacyEngine:
         Raises:
             UserError: `step` was not called for a batch, or another loop over `batches` was begun meanwhile.
         """
-        if physical_batch_size < 1:
-            raise UserError(f"physical_batch_size={physical_batch_size}: at least one example is needed")
+        if not callable(collate_fn):
+            raise UserError(
+                f"collate_fn={collate_fn!r} is no function: give the size as physical_batch_size={collate_fn!r}"
+            )
+        check_numbers(physical_batch_size=physical_batch_size)
         self._loop = loop = object()
         last = self.steps if steps is None else min(self.steps, self.steps_taken + steps)
         if self._users is not None and length is not None:
@@ -390,9 +411,14 @@ class PrivacyEngine:
         self._steps.taken = checkpoint.step
 
     def write_card(self, folder: str | Path) -> None:
-        """Write PRIVACY.md, what is guaranteed about the training data, beside a saved model; rank 0 does."""
+        """Write PRIVACY.md, what is guaranteed about the training data, beside a saved model; rank 0 does.
+
+        Raises:
+            UserError: the folder is not there, and cannot be made.
+        """
         if not self.ranks.writes:
             return
+        make_folder(Path(folder), "write_card(folder)")
         of = self._run, self.plan, self.ledger, self.clipper, self.model, self.dataset
         write_card(summary_of(*of, copied=self._keys.copied), Path(folder))
 

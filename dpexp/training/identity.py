@@ -129,7 +129,7 @@ def data_identity(dataset: Any, name: str | None = None) -> str:
     except _Unknown as unknown:
         raise UserError(
             f"the data set ({type(dataset).__name__}, with {unknown}) cannot be hashed, so a resumed run could not tell it from "
-            'another one: say what it is, data_name="name and version"'
+            'another one: give it a name with data_name="name and version"'
         ) from None
     return digest.hexdigest()
 

@@ -30,6 +30,7 @@ from dpexp.parallel.sharded import like, write_into
 from dpexp.parallel.shards import is_sharded
 from dpexp.provenance import device_name
 
+FOLDER_SETTING = "runtime.runs_dir, or folder= of PrivacyEngine"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -47,7 +48,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
             ) from error
         if error.errno in _UNWRITABLE:
             raise UserError(
-                f"cannot write to {error.filename or folder} ({error.strerror}): choose another folder with runtime.runs_dir"
+                f"cannot write to {error.filename or folder} ({error.strerror}): choose another folder with {FOLDER_SETTING}"
             ) from error
         raise
 
@@ -59,7 +60,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it. The lock goes with its process, also when that is killed.
     """
-    make_folder(folder, "runtime.runs_dir")
+    make_folder(folder, FOLDER_SETTING)
     with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -200,8 +200,9 @@ class Cell(NamedTuple):
 
 SWITCH = (False, True)
 CELLS = [
-    *(Cell("fp32", *rest) for rest in itertools.product((1, 2, 8), SWITCH, SWITCH)),
-    *(Cell("bf16", number, number == 2, lora) for number, lora in itertools.product((1, 2, 8), SWITCH)),
+    Cell(precision, *rest)
+    for precision in ("fp32", "bf16")
+    for rest in itertools.product((1, 2, 8), SWITCH, SWITCH)
 ]
 
 
@@ -417,6 +418,28 @@ def test_labels_of_every_kind_give_one_loss_per_row():
 def test_what_does_not_go_together_with_privacy_is_refused_by_name(tmp_path, arguments, named):
     with pytest.raises(UserError, match=named):
         make(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("privacy", "says"),
+    [
+        ({"noise_multiplier": 1.0, "max_grad_norm": 1.0}, "it is called clip_norm here"),
+        ({"noise_multiplier": 1.0, "clip_nrom": 1.0}, "did you mean clip_norm"),
+        ({"noise_multiplier": 1.0, "batch_size": 16}, "per_device_train_batch_size"),
+        ({"delta": 1e-3}, "not both and not neither"),
+        (8, "give a dictionary"),
+    ],
+)
+def test_settings_of_privacy_that_are_none_are_refused_when_the_trainer_is_made(tmp_path, privacy, says):
+    with pytest.raises(UserError, match=says):
+        make(tmp_path, privacy=privacy)
+
+
+def test_a_stream_is_refused(tmp_path):
+    stream = Dataset.from_list(rows("causal")).to_iterable_dataset()
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, max_steps=2)
+    with pytest.raises(UserError, match="without streaming=True"):
+        Trainer(network("causal"), args, train_dataset=stream, privacy=PRIVACY)
 
 
 def test_packed_rows_and_losses_for_whole_batches_are_refused(tmp_path):

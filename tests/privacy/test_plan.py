@@ -124,6 +124,9 @@ def test_what_is_not_a_guarantee_says_so():
     assert "not a guarantee" in plan(sampling="shuffle").caveats()[0]
     assert "central limit" in plan(accountant="gdp", allow_clt=True).caveats()[0]
     assert "1/N" in plan(delta=1e-3).caveats()[0]
+    huge = plan(noise_multiplier=None, epsilon=1e6)
+    assert huge.too_weak() == huge.caveats()
+    assert "epsilon = 1e+06 bounds next to nothing" in huge.caveats()[0]
 
 
 @pytest.mark.parametrize(

@@ -476,7 +476,6 @@ def test_what_a_collate_function_draws_is_secret_and_repeatable(tmp_path):
 
 def test_the_card_says_what_is_guaranteed(tmp_path):
     engine = train(make(tmp_path / "run"))
-    (tmp_path / "model").mkdir()
     engine.write_card(tmp_path / "model")
     card = (tmp_path / "model/PRIVACY.md").read_text()
     assert f"({engine.epsilon():.4f}, 0.001)-differential privacy" in card
@@ -527,3 +526,62 @@ def test_the_promise_of_one_length_is_kept_or_refused(tmp_path, fixed):
     else:
         run()
         assert engine.finished
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"batch_size": "20"}, "batch_size='20' is not a number"),
+        ({"batch_size": 0}, "batch_size=0 must be above 0"),
+        ({"steps": 2.5}, "steps=2.5 is not a whole number"),
+        ({"steps": None, "epochs": -1}, "epochs=-1 must be above 0"),
+        ({"noise_multiplier": None, "epsilon": "8"}, "epsilon='8' is not a number"),
+        ({"noise_multiplier": None, "epsilon": float("nan")}, "epsilon=nan is not a finite number"),
+        ({"clip_norm": True}, "clip_norm=True is not a number"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0 must be above 0"),
+        ({"target_quantile": 1.0}, "target_quantile=1.0 is a share"),
+        ({"checkpoint_every": -1}, "checkpoint_every=-1 must be 0 or larger"),
+    ],
+    ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
+)
+def test_a_number_that_cannot_be_meant_gets_one_sentence(tmp_path, changes, says):
+    with pytest.raises(UserError, match=says):
+        make(tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("folder", [None, "", 3])
+def test_a_folder_that_is_none_is_refused(folder):
+    with pytest.raises(UserError, match="is not the name of a folder"):
+        make(folder)
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(UserError, match="is a file"):
+        make(tmp_path / "run")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_a_guarantee_that_protects_nobody_is_said_at_once(tmp_path):
+    with pytest.warns(UserWarning, match="not below 1/N"):
+        make(tmp_path / "a", delta=0.5)
+    with pytest.warns(UserWarning, match="bounds next to nothing"):
+        make(tmp_path / "b", noise_multiplier=None, epsilon=1e6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(tmp_path / "c")
+
+
+def test_a_table_is_no_data_set(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(UserError, match="columns and not examples"):
+        make(tmp_path, dataset=pandas.DataFrame({"x": [1.0, 2.0]}))
+
+
+def test_a_size_in_the_place_of_the_collate_function_is_named(tmp_path):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="physical_batch_size=64"):
+        next(engine.batches(64))
+    with pytest.raises(UserError, match="physical_batch_size='64' is not a number"):
+        next(engine.batches(physical_batch_size="64"))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dpexp.clipping.independence.replay import Inputs, Replay, changed
 
 FIXED = (
-    "Pad every batch to one length and say so: task.pad_to in a configuration, attach(..., fixed_length=True) in code (every "
-    "step then costs as much as the longest allowed text)"
+    "Pad every batch to one length and say so: task.pad_to in a configuration, fixed_length=True of PrivacyEngine or attach in "
+    "code (every step then costs as much as the longest allowed text)"
 )
 
 # names under which models take what says where padding is
