@@ -140,7 +140,7 @@ class PrivacyEngine:
         self.ranks = ranks = ranks_of(wrapper)
         if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
             raise UserError(
-                f"a {type(dataset).__name__} gives columns and not examples: make tensors of it (TensorDataset), or a list of rows"
+                f"a {type(dataset).__name__} gives columns and not examples: make a TensorDataset or a list of rows of it"
             )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise UserError(
