@@ -98,13 +98,20 @@ class Trainer(transformers.Trainer):
     def per_example_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute `[b]` losses, one for each row of a collated batch and of that row alone. Override it for another head.
 
-        Knows sequence classification (cross-entropy, several labels, regression), causal, masked and encoder-decoder language
-        models and token classification (the mean over the row's own targets: Hugging Face's mean over all targets of a batch
-        would couple the rows).
+        Knows sequence classification (cross-entropy, several labels, regression), question answering by spans, causal, masked and
+        encoder-decoder language models and token classification (the mean over the row's own targets: Hugging Face's mean over all
+        targets of a batch would couple the rows).
 
         Raises:
-            UserError: the head is another one.
+            UserError: the head is another one, or the batch has no labels.
         """
+        if "start_positions" in inputs:
+            return _losses_of_spans(model, inputs)
+        if "labels" not in inputs:
+            raise UserError(
+                f"a batch has no labels, it has {', '.join(inputs)}: name the column of targets labels, or, for another head, write "
+                "per_example_losses(model, inputs) in a subclass, one loss per row"
+            )
         labels = inputs["labels"]
         features = {name: value for name, value in inputs.items() if name != "labels"}
         base: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
@@ -287,6 +294,20 @@ class Trainer(transformers.Trainer):
             rows, name = self._rows, self.args.length_column_name
             lengths = self.train_dataset[name] if name in columns else None
             self._length = lambda i: int(lengths[i]) if lengths is not None else len(rows[i]["input_ids"])
+
+
+def _losses_of_spans(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """`[b]`: the mean of the cross-entropies of beginning and end, as Hugging Face's question answering has it."""
+    targets = ("start_positions", "end_positions")
+    outputs = model(**{name: value for name, value in inputs.items() if name not in targets})
+    losses = []
+    for name in targets:
+        logits = outputs[name.replace("positions", "logits")].float()
+        # an answer that was cut off has no loss
+        outside = logits.shape[1]
+        positions = inputs[name].clamp(0, outside)
+        losses.append(F.cross_entropy(logits, positions, ignore_index=outside, reduction="none"))
+    return (losses[0] + losses[1]) / 2
 
 
 class _Taken:

@@ -420,6 +420,35 @@ def test_what_does_not_go_together_with_privacy_is_refused_by_name(tmp_path, arg
         make(tmp_path, **arguments)
 
 
+def test_answers_by_spans_have_hugging_face_s_losses_row_by_row():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.BertForQuestionAnswering(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    inputs = {
+        "input_ids": torch.randint(1, VOCABULARY, (3, 6), generator=generator),
+        "attention_mask": torch.ones(3, 6, dtype=torch.long),
+        # the last answer ends beyond its text
+        "start_positions": torch.tensor([0, 2, 4]),
+        "end_positions": torch.tensor([1, 2, 9]),
+    }
+    losses = Trainer.per_example_losses(None, model, inputs)
+    for i in range(2):
+        alone = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
+        assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
+    start = model(inputs["input_ids"], inputs["attention_mask"]).start_logits
+    cut = nn.functional.cross_entropy(start[2:], torch.tensor([4])).item() / 2
+    assert losses[2].item() == pytest.approx(cut, rel=1e-5)
+
+
+def test_a_batch_without_labels_is_named():
+    with pytest.raises(UserError, match="a batch has no labels, it has input_ids, targets"):
+        Trainer.per_example_losses(None, None, {"input_ids": 1, "targets": 2})
+
+
 @pytest.mark.parametrize(
     ("privacy", "says"),
     [
