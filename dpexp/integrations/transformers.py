@@ -99,8 +99,8 @@ class Trainer(transformers.Trainer):
         """Compute `[b]` losses, one for each row of a collated batch and of that row alone. Override it for another head.
 
         Knows sequence classification (cross-entropy, several labels, regression), question answering by spans, causal, masked and
-        encoder-decoder language models and token classification (the mean over the row's own targets: Hugging Face's mean over all
-        targets of a batch would couple the rows).
+        encoder-decoder language models and token classification (the mean over the row's own targets: Hugging Face's mean over
+        all targets of a batch would couple the rows).
 
         Raises:
             UserError: the head is another one, or the batch has no labels.
@@ -109,8 +109,8 @@ class Trainer(transformers.Trainer):
             return _losses_of_spans(model, inputs)
         if "labels" not in inputs:
             raise UserError(
-                f"a batch has no labels, it has {', '.join(inputs)}: name the column of targets labels, or, for another head, write "
-                "per_example_losses(model, inputs) in a subclass, one loss per row"
+                f"a batch has no labels, it has {', '.join(inputs)}: name the column of targets labels, or, for another head, "
+                "write per_example_losses(model, inputs) in a subclass, one loss per row"
             )
         labels = inputs["labels"]
         features = {name: value for name, value in inputs.items() if name != "labels"}
