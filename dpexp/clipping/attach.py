@@ -336,6 +336,10 @@ class Clipper:
         if state and isinstance(self._backend, TapBackend):
             self._backend.load_state(state)
 
+    def pads_with(self, token: int | None) -> None:
+        """Take the id of padding, with which to look whether padding changes an example; None: the model may say it."""
+        self._independence.token = token
+
     def __str__(self) -> str:
         table = coverage_table(self._backend.coverage(), self.groups, self._thresholds, self.engine.name)
         return "\n".join([table, *self.notes])

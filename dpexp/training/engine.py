@@ -34,6 +34,7 @@ from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
 from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
 from dpexp.training.own_losses import Losses, look_at_losses
+from dpexp.training.padding import padding_token
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
 
@@ -237,6 +238,7 @@ class PrivacyEngine:
             raise
         weakref.finalize(self, self._open.close)
         self._loop: object = None
+        self._padding_known = False
         self._charged = self.ledger.steps_charged
         self._engine, self._code = engine, provenance.code_hash()
 
@@ -303,7 +305,11 @@ class PrivacyEngine:
             while self.steps_taken < last:
                 for piece in self._steps.pieces(physical_batch_size, facts, length):
                     numbers = self._rows_of(piece)
-                    batch = collate_fn(several(numbers) if several else [self.dataset[i] for i in numbers])
+                    examples = several(numbers) if several else [self.dataset[i] for i in numbers]
+                    if not self._padding_known:
+                        self._padding_known = len(examples) > 1
+                        self.clipper.pads_with(padding_token(collate_fn, examples))
+                    batch = collate_fn(examples)
                     if not self._steps.sums.drawn:
                         self._gradients.look()  # of the first piece: all gradients are None
                     yield batch

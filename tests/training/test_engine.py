@@ -1,5 +1,6 @@
 """`PrivacyEngine`: the same steps as `dpexp.train`, in a loop of one's own, and what it refuses."""
 
+import contextlib
 import gc
 import hashlib
 import itertools
@@ -18,6 +19,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
 from dpexp.training import release
+from dpexp.training.padding import padding_token
 from tests.killing import in_child
 from tests.training.tiny import TinyTask, run_to_end, tiny_run, weights
 
@@ -585,3 +587,48 @@ def test_a_size_in_the_place_of_the_collate_function_is_named(tmp_path):
         next(engine.batches(64))
     with pytest.raises(UserError, match="physical_batch_size='64' is not a number"):
         next(engine.batches(physical_batch_size="64"))
+
+
+TEXTS = [(torch.arange(1, 2 + i % 7), torch.tensor(i % 3)) for i in range(60)]
+
+
+def padded(rows):
+    return nn.utils.rnn.pad_sequence([text for text, _ in rows], batch_first=True), torch.stack(
+        [y for _, y in rows]
+    )
+
+
+class Mean(nn.Module):
+    """The mean of embedded tokens: of all columns, or of those that are no padding."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.masked, self.embedding, self.head = masked, nn.Embedding(8, 5), nn.Linear(5, 3)
+
+    def forward(self, ids):
+        kept = (ids > 0) if self.masked else torch.ones_like(ids)
+        return self.head((self.embedding(ids) * kept[..., None]).sum(1) / kept.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_that_moves_an_example_is_seen_where_no_model_says_what_padding_is(tmp_path, masked):
+    engine = make(tmp_path, Mean(masked), dataset=TEXTS, batch_size=30, steps=2)
+    refused = pytest.raises(UserError, match="when its batch is padded further")
+    with contextlib.nullcontext() if masked else refused:
+        for ids, labels in engine.batches(padded):
+            engine.step(nn.functional.cross_entropy(engine.model(ids), labels, reduction="none"))
+
+
+def test_what_a_collate_function_pads_with():
+    rows = [TEXTS[i] for i in (0, 3, 6)]
+    before = torch.get_rng_state()
+    assert padding_token(padded, rows) == 0
+    nines = lambda rows: nn.utils.rnn.pad_sequence([text for text, _ in rows], True, padding_value=9)  # noqa: E731
+    assert (
+        padding_token(lambda rows: {"labels": -nines(rows), "input_ids": nines(rows), "n": len(rows)}, rows)
+        == 9
+    )
+    assert padding_token(padded, [TEXTS[3]] * 3) is None
+    assert padding_token(lambda rows: torch.rand(len(rows), 4), rows) is None
+    assert padding_token(lambda rows: 1 / 0, rows) is None
+    assert torch.equal(torch.get_rng_state(), before)

@@ -53,14 +53,22 @@ class Look:
         num_examples: B.
         rows_per_example: adjacent rows of each.
         autocast: whether to compute in 16 bits where the forward did.
+        token: the id of padding, where it is known; None: the model may say it.
 
     Attributes:
         told: whether the outputs depended on the examples at all; zero weights of a new head hide everything behind them.
         compared: whether anything could be compared, and `failure` why not, in words.
     """
 
-    def __init__(self, replay: Replay, num_examples: int, rows_per_example: int, autocast: bool):
-        self.replay, self.autocast = replay, autocast
+    def __init__(
+        self,
+        replay: Replay,
+        num_examples: int,
+        rows_per_example: int,
+        autocast: bool,
+        token: int | None = None,
+    ):
+        self.replay, self.autocast, self.token = replay, autocast, token
         self.examples, self.multiple = num_examples, rows_per_example
         self.told = self.compared = False
         self.failure = "no input has the size of the batch"
@@ -183,7 +191,7 @@ class Look:
     # -- padding ------------------------------------------------------------------------------------------------------
 
     def _padded(self) -> list[Difference]:
-        plan = Padding.of(self.replay, self.examples * self.multiple)
+        plan = Padding.of(self.replay, self.examples * self.multiple, self.token)
         for short, long, differs in plan.pairs(self.comparison.unequal) if plan is not None else ():
             try:
                 results = [self._results([batch])[0] for batch in (short(), long())]

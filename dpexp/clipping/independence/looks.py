@@ -40,12 +40,14 @@ class Independence:
 
     Attributes:
         notes: what could not be looked at, in words.
+        token: the id of padding, where it is known; None: the model may say it.
     """
 
     model: nn.Module
     rows_per_example: int = 1
     fixed_length: bool = False
     notes: list[str] = field(default_factory=list)
+    token: int | None = None
     backwards: int = 0
     told: bool = False
     looking: bool = False
@@ -117,7 +119,7 @@ class Independence:
     def _look(self, replay: Replay, num_examples: int) -> Look:
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
         for autocast in (False, True) if replay.in_autocast else (False,):
-            look = Look(replay, num_examples, self.rows_per_example, autocast)
+            look = Look(replay, num_examples, self.rows_per_example, autocast, self.token)
             look.run(padding=not self.fixed_length)
             if look.compared:
                 break

@@ -62,8 +62,8 @@ class Padding:
     left: bool
 
     @staticmethod
-    def of(replay: Replay, rows: int) -> Padding | None:
-        """None where the inputs do not say what padding is."""
+    def of(replay: Replay, rows: int, token: int | None) -> Padding | None:
+        """None where the inputs do not say what padding is; ``token``: its id, where that is known from elsewhere."""
         names = positional_names(replay.model)
         found: dict[str, Tensor] = {}
 
@@ -73,7 +73,7 @@ class Padding:
             return part
 
         changed(replay.inputs, note, names=names)
-        token = _padding_token(replay.model)
+        token = _padding_token(replay.model) if token is None else token
         mask = next((found[name] for name in MASKS if name in found), None)
         if mask is not None and bool(((mask == 0) | (mask == 1)).all()):
             left = _ends(mask, 0) is None
