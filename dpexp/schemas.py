@@ -56,8 +56,9 @@ class TaskConfig:
     label: str = "label"
     # what is reported on the dev set
     metric: str = "accuracy"
-    # the data set on the hub, and its configuration there
+    # the data set on the hub
     hub_id: str | None = None
+    # its configuration there
     hub_config: str | None = None
     files: dict[str, str] = field(default_factory=dict)  # split -> path below data.root, without .gz or .xz
     # scale -> N; public; null = data.num_examples
@@ -101,9 +102,11 @@ class DataConfig:
     train: str | None = None  # a person's own files
     # public; what is measured on it is written down without noise
     dev: str | None = None
-    # names of columns
+    # the name of the column
     text: str | None = None
+    # the column of a second text
     text_pair: str | None = None
+    # the column of the label, or of the text to be written
     label: str | None = None
     # N of your own training file; public, so it is declared
     num_examples: int | None = None
@@ -252,6 +255,7 @@ class UnitConfig:
     # (made-up users of so many rows, for experiments on data without users)
     column: str | None = None
     file: str | None = None
+    # rows of each made-up user
     size: int = 0
     num_users: int | None = None  # N, public; follows from size
     rows: int = 1  # M, the most rows of a user that a step takes
@@ -371,6 +375,7 @@ class RuntimeConfig:
     precision: str = "fp32"
     # examples that are computed at once; auto = what fits in memory
     physical_batch_size: str = "auto"
+    # dev examples at once
     eval_batch_size: int = 256
     # of the processor; null = as torch chooses
     threads: int | None = None
@@ -407,6 +412,7 @@ class TrackerConfig:
     name: str = "none"
     # wandb: offline keeps everything on this machine
     mode: str = "offline"
+    # its name there
     project: str = "dpexp"
     not_private: bool = False  # tell it losses and gradient norms too, which no noise covers
 
