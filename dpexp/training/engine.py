@@ -4,6 +4,7 @@ It owns everything that could be put together wrongly: plan, ledger, key, sample
 checkpoints. The loop keeps what is its own: model, optimiser, data set, collate function, losses.
 """
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -238,7 +239,7 @@ class PrivacyEngine:
             raise
         weakref.finalize(self, self._open.close)
         self._loop: object = None
-        self._padding_known = False
+        self._padding_known = self._broken = False
         self._charged = self.ledger.steps_charged
         self._engine, self._code = engine, provenance.code_hash()
 
@@ -459,6 +460,13 @@ class PrivacyEngine:
                 stacklevel=3,
             )
         self._charged = charged
+        if not self._broken and not math.isfinite(self.private_loss):
+            self._broken = True
+            warnings.warn(
+                f"step {self.steps_taken}: losses are NaN or infinite, and examples with such a loss or gradient add nothing. "
+                "Look at the data and at the learning rate (this is known without noise: keep it to yourself)",
+                stacklevel=3,
+            )
         if self.finished or (self.checkpoint_every and self.steps_taken % self.checkpoint_every == 0):
             self.save()
 

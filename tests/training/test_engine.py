@@ -632,3 +632,13 @@ def test_what_a_collate_function_pads_with():
     assert padding_token(lambda rows: torch.rand(len(rows), 4), rows) is None
     assert padding_token(lambda rows: 1 / 0, rows) is None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_losses_that_are_no_numbers_are_said_once(tmp_path):
+    engine = make(tmp_path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for batch in engine.batches():
+            engine.step(losses_of(engine, batch) * torch.tensor(float("nan")))
+    assert engine.finished
+    assert [str(one.message).startswith("step 1: losses are NaN") for one in said] == [True]
