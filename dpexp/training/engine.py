@@ -307,7 +307,8 @@ class PrivacyEngine:
                 for piece in self._steps.pieces(physical_batch_size, facts, length):
                     numbers = self._rows_of(piece)
                     examples = several(numbers) if several else [self.dataset[i] for i in numbers]
-                    if not self._padding_known:
+                    # ranks that share a model must go through it equally often, whatever they know of padding
+                    if not self._padding_known and not self._steps.sharded:
                         self._padding_known = len(examples) > 1
                         self.clipper.pads_with(padding_token(collate_fn, examples))
                     batch = collate_fn(examples)
