@@ -60,10 +60,10 @@ def settings(schema: type, prefix: str) -> Iterator[tuple[str, Any, list[str]]]:
         key = f"{prefix}.{field.name}"
         if inner := _group(field):
             yield from settings(inner, key)
-        elif isinstance(field.default_factory, dataclasses._MISSING_TYPE):
-            yield key, field.default, comments[field.name]
         else:
-            yield key, field.default_factory(), comments[field.name]
+            made: Any = field.default_factory
+            default = field.default if made is dataclasses.MISSING else made()
+            yield key, default, comments[field.name]
 
 
 def _group(field: dataclasses.Field[Any]) -> type | None:
