@@ -307,11 +307,11 @@ class PrivacyEngine:
                 for piece in self._steps.pieces(physical_batch_size, facts, length):
                     numbers = self._rows_of(piece)
                     examples = several(numbers) if several else [self.dataset[i] for i in numbers]
+                    batch = collate_fn(examples)
                     # ranks that share a model must go through it equally often, whatever they know of padding
                     if not self._padding_known and not self._steps.sharded:
                         self._padding_known = len(examples) > 1
-                        self.clipper.pads_with(padding_token(collate_fn, examples))
-                    batch = collate_fn(examples)
+                        self.clipper.pads_with(padding_token(collate_fn, examples, batch))
                     if not self._steps.sums.drawn:
                         self._gradients.look()  # of the first piece: all gradients are None
                     yield batch

@@ -16,35 +16,37 @@ from torch.utils._pytree import tree_leaves
 TRIED = 8
 
 
-def padding_token(collate_fn: Callable[[list[Any]], Any], examples: Sequence[Any]) -> int | None:
-    """Find the token with which examples are made equally long, by collating some together and one by one.
+def padding_token(collate_fn: Callable[[list[Any]], Any], examples: Sequence[Any], batch: Any) -> int | None:
+    """Find the token with which examples are made equally long, by collating some of them alone.
 
-    Random generators are left as they were found.
+    Random generators are left as they were found. A batch without texts asks for nothing.
 
     Args:
         collate_fn: a list of examples -> a batch, of which tensors of whole numbers ``[b, T]`` are looked at.
-        examples: of one batch; a copy of a few is used.
+        examples: of one batch; copies of a few are used.
+        batch: what they were collated to.
 
     Returns:
         A number that is not negative; None where nothing is padded, or not with one such number.
     """
-    some = copy.deepcopy(list(examples[:TRIED]))
+    together = _rows(batch, len(examples))
+    if not together:
+        return None
     state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            alone = [_rows(collate_fn([copy.deepcopy(example)]), 1) for example in some]
-            together = _rows(collate_fn(some), len(some))
+            alone = [_rows(collate_fn([copy.deepcopy(example)]), 1) for example in examples[:TRIED]]
     except Exception:
-        # a collate function that does not take so few examples
+        # a collate function that does not take a single example, or changes what it takes
         return None
     finally:
         random.setstate(state[0])
         np.random.set_state(state[1])
-    for place, batch in enumerate(together):
+    for place, rows in enumerate(together):
         for i, single in enumerate(alone):
-            if len(single) != len(together) or single[place].shape[1] >= batch.shape[1]:
+            if len(single) != len(together) or single[place].shape[1] >= rows.shape[1]:
                 continue
-            added = batch[i, single[place].shape[1] :].unique()
+            added = rows[i, single[place].shape[1] :].unique()
             if len(added) == 1 and added.item() >= 0:
                 return int(added.item())
     return None

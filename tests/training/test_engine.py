@@ -578,7 +578,10 @@ def test_a_guarantee_that_protects_nobody_is_said_at_once(tmp_path):
 def test_a_table_is_no_data_set(tmp_path):
     pandas = pytest.importorskip("pandas")
     with pytest.raises(UserError, match="columns and not examples"):
-        make(tmp_path, dataset=pandas.DataFrame({"x": [1.0, 2.0]}))
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        table = pandas.DataFrame({"x": [1.0, 2.0]})
+        PrivacyEngine(model, optimizer, table, folder=tmp_path, batch_size=1, steps=1, epsilon=1)
 
 
 def test_a_size_in_the_place_of_the_collate_function_is_named(tmp_path):
@@ -622,15 +625,22 @@ def test_padding_that_moves_an_example_is_seen_where_no_model_says_what_padding_
 def test_what_a_collate_function_pads_with():
     rows = [TEXTS[i] for i in (0, 3, 6)]
     before = torch.get_rng_state()
-    assert padding_token(padded, rows) == 0
+
+    def found(collate, rows=rows):
+        return padding_token(collate, rows, collate(rows))
+
+    assert found(padded) == 0
     nines = lambda rows: nn.utils.rnn.pad_sequence([text for text, _ in rows], True, padding_value=9)  # noqa: E731
-    assert (
-        padding_token(lambda rows: {"labels": -nines(rows), "input_ids": nines(rows), "n": len(rows)}, rows)
-        == 9
-    )
-    assert padding_token(padded, [TEXTS[3]] * 3) is None
-    assert padding_token(lambda rows: torch.rand(len(rows), 4), rows) is None
-    assert padding_token(lambda rows: 1 / 0, rows) is None
+    assert found(lambda rows: {"labels": -nines(rows), "input_ids": nines(rows), "n": len(rows)}) == 9
+    assert found(padded, [TEXTS[3]] * 3) is None
+    assert padding_token(lambda rows: 1 / 0, rows, padded(rows)) is None
+    assert padding_token(lambda rows: 1 / 0, rows, torch.ones(3, 4)) is None
+
+    def drawing(rows):
+        torch.rand(1)
+        return padded(rows)
+
+    assert padding_token(drawing, rows, padded(rows)) == 0
     assert torch.equal(torch.get_rng_state(), before)
 
 
