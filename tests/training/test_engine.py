@@ -577,10 +577,10 @@ def test_a_guarantee_that_protects_nobody_is_said_at_once(tmp_path):
 
 def test_a_table_is_no_data_set(tmp_path):
     pandas = pytest.importorskip("pandas")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    table = pandas.DataFrame({"x": [1.0, 2.0]})
     with pytest.raises(UserError, match="columns and not examples"):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        table = pandas.DataFrame({"x": [1.0, 2.0]})
         PrivacyEngine(model, optimizer, table, folder=tmp_path, batch_size=1, steps=1, epsilon=1)
 
 
