@@ -1,8 +1,8 @@
 """Whether losses that a person's own code computes depend on their own example alone.
 
 The engine proves that of the model. What stands behind the model's outputs it cannot repeat: a weight of each class that is
-counted in the batch, or a norm over the batch under ``no_grad``, changes losses and shows no gradient. Who computes them can be asked
-again.
+counted in the batch, or a norm over the batch under ``no_grad``, changes losses and shows no gradient. Who computes them can be
+asked again.
 """
 
 from __future__ import annotations
