@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def check_numbers(**arguments: Any) -> None:
             raise UserError(f"{name}={value!r} is not a number: give one, without quotes")
         if not math.isfinite(value):
             raise UserError(f"{name}={value} is not a finite number")
-        if name in WHOLE and value != int(value):
+        if name in WHOLE and not (isinstance(value, Integral) or float(value).is_integer()):
             raise UserError(f"{name}={value} is not a whole number")
         if value < 0 or (value == 0 and name not in FROM_ZERO):
             raise UserError(f"{name}={value} must be {'0 or larger' if name in FROM_ZERO else 'above 0'}")
