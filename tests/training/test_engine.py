@@ -429,7 +429,7 @@ def adam_of(*parameters):
         (lambda model: {"epsilon": 1.0}, "either epsilon or noise_multiplier"),
         (lambda model: {"batch_size": 61}, "at most N"),
         (lambda model: {"dataset": Stream()}, "map-style"),
-        (lambda model: {"target_quantile": 1.5}, "between 0 and 1"),
+        (lambda model: {"target_quantile": 1.5}, "give a number below 1"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
