@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.argv[1:] = rest
         runpy.run_module(f"dpexp.{name}", run_name="__main__", alter_sys=True)
     else:
-        from dpexp.checks import did_you_mean
+        from dpexp.errors import did_you_mean
 
         print(
             f"error: {name} is no command{did_you_mean(name, [*COMMANDS, 'completion'])}",

@@ -23,10 +23,9 @@ from dpexp.benchmark.ranks import RANKS, measure_ranks
 from dpexp.benchmark.ranks_page import ranks_table, write_ranks
 from dpexp.benchmark.render import overview, workload_table, write
 from dpexp.benchmark.workloads import SIZES, workload_named
-from dpexp.checks import did_you_mean
 from dpexp.config import hydra_entry
 from dpexp.durable import write_json
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.provenance import code_hash, command_line, git_state, hardware, versions
 
 _DEVICES = ("cpu", "cuda")

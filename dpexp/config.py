@@ -31,9 +31,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp import presets, sweeps
-from dpexp.checks import check, declared_num_examples, did_you_mean
+from dpexp.checks import check
+from dpexp.declared import declared_num_examples
 from dpexp.durable import flattened
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.privacy.schedules import SCHEDULES
 from dpexp.schemas import (
     AccountantConfig,

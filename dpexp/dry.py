@@ -17,8 +17,8 @@ from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 
 from dpexp import train
-from dpexp.checks import declared_units
 from dpexp.config import RunConfig, compose, signature
+from dpexp.declared import declared_units
 from dpexp.errors import UserError
 from dpexp.models import build_model, build_tokenizer
 from dpexp.models.images import FAMILIES, OWN_FAMILIES

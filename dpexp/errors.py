@@ -1,4 +1,6 @@
-"""The one error that a person can cause."""
+"""The one error that a person can cause, and the end of its message."""
+
+from difflib import get_close_matches
 
 
 class UserError(ValueError):
@@ -9,3 +11,11 @@ class UserError(ValueError):
 
     told = False
     """Whether another process of the run prints it."""
+
+
+def did_you_mean(word: str, names: list[str] | tuple[str, ...]) -> str:
+    """The end of an error message: the nearest of the names, and all of them while they are few enough to read."""
+    near = get_close_matches(word, names, n=2, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    listed = f" (choices: {', '.join(names)})" if names and (len(names) <= 14 or not near) else ""
+    return hint + listed

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from dpexp.checks import did_you_mean
 from dpexp.clipping.choice import choose
 from dpexp.clipping.refusals import refusal
 from dpexp.config import EngineConfig, ModelConfig, hydra_entry
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.reproduce.architectures import Network, build
 from dpexp.reproduce.complexity import Layer, costs, depth_threshold, norm_space, views
 from dpexp.reproduce.shapes import coverage, layers_of

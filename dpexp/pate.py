@@ -14,10 +14,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from dpexp import provenance
-from dpexp.checks import did_you_mean
 from dpexp.config import hydra_entry
 from dpexp.durable import flattened, read_json, write_json
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.models import build_model, build_tokenizer
 from dpexp.models.images import FAMILIES
 from dpexp.privacy.accountants import ACCOUNTANTS

@@ -11,8 +11,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dpexp.checks import did_you_mean
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.schemas import CHOICES
 from dpexp.usage import TAKE_A_WORD
 

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dpexp.audit import AuditConfig, audit_folder  # noqa: E402
-from dpexp.checks import declared_num_examples  # noqa: E402
 from dpexp.config import RunConfig, compose, run_folder  # noqa: E402
+from dpexp.declared import declared_num_examples  # noqa: E402
 from dpexp.errors import UserError  # noqa: E402
 from dpexp.provenance import git_state  # noqa: E402
 

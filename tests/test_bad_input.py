@@ -29,8 +29,8 @@ DECLARED = [*OWN, "data.num_examples=100", "task.labels=[a,b]"]
 
 SETTINGS = [
     ([*DEMO, "seed=12345678901234567890123"], "seed=12345678901234567890123 is too large"),
-    ([*DEMO, "clip.clip_norm=1e300"], "must be between 1e-18 and 1e+18"),
-    ([*DEMO, "clip.clip_norm=1e-300"], "must be between 1e-18 and 1e+18"),
+    ([*DEMO, "clip.clip_norm=1e300"], "must be between 1e-12 and 1e+18"),
+    ([*DEMO, "clip.clip_norm=1e-300"], "must be between 1e-12 and 1e+18"),
     ([*DEMO, "runtime.threads=1000000"], "runtime.threads=1000000 must be at most"),
     ([*DEMO, "optim.learning_rate=1"], "did you mean optim.lr?"),
     ([*DEMO, "learning_rate=1"], "did you mean optim.lr?"),

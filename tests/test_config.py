@@ -9,8 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from dpexp import config
-from dpexp.checks import TRIALS_LAWS, declared_num_examples
+from dpexp.checks import TRIALS_LAWS
 from dpexp.config import compose, conf_dir, run_folder, signature, to_dict
+from dpexp.declared import declared_num_examples
 from dpexp.durable import flattened
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from dpexp.audit import estimates
 from dpexp.auditing.canaries import Without, flip_coins
+from dpexp.auditing.estimates import estimates
 from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
 from dpexp.conform import replay
 from dpexp.conform.adapters import quiet

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.checks import did_you_mean
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.privacy.noise import add_gaussian_
 
 NONPRIVATE = "nonprivate"

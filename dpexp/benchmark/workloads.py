@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpexp.checks import did_you_mean
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.tasks.target_loss import example_losses
 
 SIZES = ("full", "tiny")

@@ -20,7 +20,13 @@ from dpexp.clipping.dataflow import entered, inside_reentrant_checkpoint, tensor
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine, engine_named
-from dpexp.clipping.given import check_losses, checked_scale, initial_thresholds, trainable_ids
+from dpexp.clipping.given import (
+    check_losses,
+    check_thresholds,
+    checked_scale,
+    initial_thresholds,
+    trainable_ids,
+)
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
@@ -427,6 +433,5 @@ class Clipper:
 
     def _checked_thresholds(self) -> Tensor:
         values = self._thresholds.detach()
-        if not bool((values.isfinite() & (values > 0)).all()):
-            raise UserError(f"thresholds must be positive and finite, got {values.tolist()}")
+        check_thresholds(values, f"thresholds {values.tolist()}")
         return values

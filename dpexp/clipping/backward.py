@@ -17,7 +17,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from dpexp.clipping.distributed import LateSum
+from dpexp.clipping.distributed import LateSum, summed_in
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.gradients import Lookup, Tied, kept, merge, numerics
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
@@ -308,9 +308,10 @@ class Step:
 
     def _add(self, name: str, value: Tensor) -> None:
         held = self.sums.get(name)
+        dtype = summed_in(self.params[name])
         if isinstance(held, LateSum):
-            held = held.tensor(self.params[name].dtype)
-        value = value.to(self.params[name].dtype)
+            held = held.tensor(dtype)
+        value = value.to(dtype)
         self.sums[name] = value if held is None else held.add_(value)
 
     # -- the loop over examples ---------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpexp.clipping.refusals import refuse_lookup
+
 # Operations that put rows back to where they were, and operations that pick some along a dimension.
 RETURNING = {
     "index_add",
@@ -56,6 +58,7 @@ class DataFlow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        refuse_lookup(func, args, kwargs)
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(tensor in self._followed for tensor in tensors):

@@ -81,7 +81,12 @@ def deliver(
             param.grad += value
 
 
+def summed_in(param: nn.Parameter) -> torch.dtype:
+    """The dtype of a parameter's clipped sum: its own, unless its ``grad_dtype`` says another one."""
+    return param.grad_dtype or param.dtype
+
+
 def _tensor(value: Tensor | LateSum | None, param: nn.Parameter) -> Tensor:
     if value is None:
-        return torch.zeros_like(param)
-    return value.tensor(param.dtype) if isinstance(value, LateSum) else value
+        return torch.zeros_like(param, dtype=summed_in(param))
+    return value.tensor(summed_in(param)) if isinstance(value, LateSum) else value

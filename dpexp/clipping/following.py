@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 
 from dpexp.clipping import copies, meeting
 from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
@@ -72,7 +73,9 @@ class Followed(torch.Tensor):
 
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and (func.__name__ != "__get__" or func in TRANSPOSES):
+        # no tap goes into torch.func's transforms
+        plainly = torch.is_grad_enabled() and peek_interpreter_stack() is None
+        if plainly and (func.__name__ != "__get__" or func in TRANSPOSES):
             plain = [*args, *kwargs.values()] if kwargs else args
             values = [item for item in plain if type(item) is Followed]
             if values:

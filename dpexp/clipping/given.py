@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.rules import SMALLEST
 from dpexp.errors import UserError
 
 
@@ -24,22 +25,28 @@ def check_losses(losses: Tensor) -> None:
         raise UserError("losses carry no graph: compute them with gradients enabled, from the attached model")
 
 
-def trainable_ids(model: nn.Module) -> set[int]:
-    """Return the ids of the trainable parameters.
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model and all modules in it, each once.
 
-    As ``model.parameters()`` would, whose generators take three times as long; this is asked twice in every step.
+    As ``model.modules()`` would, which takes three times as long; this is asked twice in every step.
     """
-    waiting, seen, found = [model], {id(model)}, set()
-    while waiting:
-        module = waiting.pop()
-        for param in module._parameters.values():
-            if param is not None and param.requires_grad:
-                found.add(id(param))
+    found, seen = [model], {id(model)}
+    for module in found:
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                waiting.append(child)
+                found.append(child)
     return found
+
+
+def trainable_ids(model: nn.Module) -> set[int]:
+    """Return the ids of the trainable parameters."""
+    return {
+        id(param)
+        for module in modules_of(model)
+        for param in module._parameters.values()
+        if param is not None and param.requires_grad
+    }
 
 
 def initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: int) -> Tensor:
@@ -52,9 +59,17 @@ def initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: 
         values = [float(c) for c in clip_norm]
         if len(values) != num_groups:
             raise UserError(f"clip_norm has {len(values)} thresholds, but there are {num_groups} groups")
-    if not all(math.isfinite(c) and c > 0 for c in values):
-        raise UserError(f"clip_norm={clip_norm} must be positive and finite")
-    return torch.tensor(values, dtype=torch.float64)
+    found = torch.tensor(values, dtype=torch.float64)
+    check_thresholds(found, f"clip_norm={clip_norm}")
+    return found
+
+
+def check_thresholds(values: Tensor, name: str) -> None:
+    """Refuse thresholds that norms in float32 cannot be held against."""
+    if not bool((values.isfinite() & (values >= SMALLEST)).all()):
+        raise UserError(
+            f"{name} must be positive and finite, and no threshold below {SMALLEST:g}: norms are squared in 32-bit numbers"
+        )
 
 
 def checked_scale(

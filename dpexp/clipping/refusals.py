@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -57,6 +60,22 @@ def _embedding(module: Any) -> str | None:
             "sparse=True gives sparse gradients, but noise makes every row's gradient dense: set it to False"
         )
     return None
+
+
+def refuse_lookup(func: Any, args: tuple, kwargs: dict) -> None:
+    """Refuse a table that is looked up by a function with the options that `nn.Embedding` is refused for.
+
+    Raises:
+        UserError: names the table as far as it is known.
+    """
+    if func not in (F.embedding, F.embedding_bag):
+        return
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    if (reason := _embedding(SimpleNamespace(**given.arguments))) is not None:
+        table = given.arguments["weight"]
+        name = getattr(table, "key", None) or f"a table {list(table.shape)}"
+        raise UserError(f"{name} (F.{func.__name__}): {reason}")
 
 
 REFUSALS: dict[type[nn.Module], Callable[[Any], str | None]] = {

@@ -13,6 +13,9 @@ from torch import Tensor
 Rule = Callable[[Tensor, Tensor | float], Tensor]
 
 AUTOMATIC_GAMMA = 0.01
+SMALLEST = 1e-12
+"""Of thresholds, and of norms that a gradient is divided by: float32 has no squares of numbers below 1e-19, and a gradient of a
+billion of them would be longer than its norm says."""
 
 
 def abadi(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
@@ -26,8 +29,12 @@ def automatic(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
 
 
 def normalized(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
-    """``C / ||g||`` (AUTO-V, automatic clipping without gamma, Bu et al. 2022b). A zero gradient has the factor 0."""
-    return (sq_norms.rsqrt() * thresholds).masked_fill_(sq_norms == 0, 0.0)
+    """``C / ||g||`` (AUTO-V, automatic clipping without gamma, Bu et al. 2022b), ``C / SMALLEST`` for what is shorter than that.
+
+    A zero gradient has the factor 0.
+    """
+    lengths = sq_norms.clamp(min=SMALLEST**2)
+    return (lengths.rsqrt() * thresholds).masked_fill_(sq_norms == 0, 0.0)
 
 
 def none(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:

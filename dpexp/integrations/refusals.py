@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dpexp.checks import did_you_mean
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 
 _WHOLE = (
     "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "

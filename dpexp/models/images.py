@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.models.cnn import Shape, build_cnn, check_settings
 from dpexp.models.scattering import ScatteringClassifier
 from dpexp.models.sources import Source, hub, not_found
@@ -186,8 +186,6 @@ def _timm() -> Any:
 
 def _timm_name(model: ModelConfig) -> str:
     """The id, if timm has it (with or without the tag of its weights)."""
-    from dpexp.checks import did_you_mean
-
     timm, name = _timm(), (model.id or "").removeprefix("timm/")
     known = timm.list_models()
     if name.partition(".")[0] not in known:

@@ -7,6 +7,9 @@ they have left, and answers with the noise of least variance; the next one goes 
     Σ_k ln(1 + π_ik·(e^{t_k} - 1)) = Σ_k min(rest of i, t_k) = ε_i.
 
 Budgets are public here, and who is in the data is not: neighbours differ in one person's being there.
+
+What is released lies on a public grid: values are whole multiples of it, and so is the noise, rounded. Whatever is possible for
+one data set is then possible for its neighbour, as it is not where floating-point noise is added as it is (Mironov 2012).
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from dpexp.privacy.partition import sampling_mechanism
 
 Floats = NDArray[np.float64]
 _SPENT = 1e-12
+# of C, the grid of values and of noise that are no whole numbers
+_GRID = 2.0**-20
 # ε below which a staircase is no better than Laplace noise, and its step is lost in rounding
 _FLAT = 0.01
 
@@ -86,9 +91,23 @@ def personal_sum(values: Floats, rounds: list[Round], bound: float, rng: np.rand
     weights = np.asarray([1 / one.variance for one in rounds])
     for one, weight in zip(rounds, weights / weights.sum(), strict=True):
         kept = rng.random(len(values)) < one.keep
-        answer = values[kept].sum() + NOISES[one.noise][1](bound, one.threshold, rng)
+        answer = noisy_sum(values[kept], one, bound, rng)
         total += weight * answer * len(values) / one.keep.sum()
     return float(total)
+
+
+def noisy_sum(values: Floats, one: Round, bound: float, rng: np.random.Generator) -> float:
+    """Answer one round: a whole multiple of 1 under geometric noise, of C/2^20 under any other.
+
+    Args:
+        values: `[n]` in [0, C], of those who were kept.
+        one: the round.
+        bound: C.
+        rng: secret.
+    """
+    grid = 1.0 if one.noise == "geometric" else bound * _GRID
+    noise = NOISES[one.noise][1](bound, one.threshold, rng)
+    return float(grid * (np.rint(values / grid).sum() + np.rint(noise / grid)))
 
 
 def _round(left: Floats, threshold: float, bound: float, whole: bool) -> Round:

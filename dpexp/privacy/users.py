@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -15,11 +16,12 @@ class Users:
     """Who gave which rows.
 
     Args:
-        names: `[rows]`, of each row's user, in the order of the data. Users count from 0 in the order of their first rows.
+        names: `[rows]`, of each row's user, in the order of the data: a list, an array, a tensor or a column of a table. Users
+            count from 0 in the order of their first rows.
         most: M, the rows that a step takes of one user.
 
     Raises:
-        UserError: M is below 1, or nobody is there.
+        UserError: M is below 1, nobody is there, or a row has no name that equals itself and nobody else's.
     """
 
     def __init__(self, names: Sequence[Hashable], most: int):
@@ -28,7 +30,8 @@ class Users:
         if not len(names):
             raise UserError("there are no rows, and so no users: give the user of each row")
         found: dict[Hashable, list[int]] = {}
-        for row, name in enumerate(names):
+        for row, name in enumerate(_plain(names)):
+            _check_name(name, row)
             found.setdefault(name, []).append(row)
         self.most = most
         self.members = [np.asarray(rows, dtype=np.int64) for rows in found.values()]
@@ -61,6 +64,22 @@ class Users:
     def longest(self, length: Callable[[int], int]) -> Callable[[int], int]:
         """From the length of a row to that of a user, the length of the longest row."""
         return lambda user: max(length(int(row)) for row in self.members[user])
+
+
+def _plain(names: Any) -> Sequence[Hashable]:
+    """The names as plain values: the elements of a tensor are objects of their own, however equal their numbers are."""
+    plain: Sequence[Hashable] = names.tolist() if hasattr(names, "tolist") else names
+    return plain
+
+
+def _check_name(name: Any, row: int) -> None:
+    """Refuse what would make a user of every row although somebody has several: the guarantee would be for less than a user."""
+    by_identity = isinstance(name, Tensor) or getattr(type(name), "__eq__", None) is object.__eq__
+    if name is None or not isinstance(name, Hashable) or by_identity or name != name:
+        raise UserError(
+            f"the user of row {row} is {name!r}, and which other rows are the same user's cannot be told by that: give each row "
+            "the name or the number of its user"
+        )
 
 
 def of_users(losses: Tensor, weights: Tensor) -> Tensor:

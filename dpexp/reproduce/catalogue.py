@@ -9,8 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from dpexp.checks import did_you_mean
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.reproduce import (
     accounting,
     benchmarks,

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
-from dpexp.checks import did_you_mean
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.usage import shipped
 
 FOLDER = shipped("results/paper")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp.checks import declared_users
+from dpexp.declared import declared_users
 from dpexp.errors import UserError
 from dpexp.privacy.users import Users, of_users
 from dpexp.tasks.base import Task, WrappedTask
@@ -160,6 +160,8 @@ def _names(run: RunConfig, rows: int) -> Sequence[Hashable]:
         raise UserError(
             f"{where} names {len(names)} users for {rows} training rows: one name for each is needed, in the order of the data"
         )
-    if blank := [row for row, name in enumerate(names) if not name.strip()]:
-        raise UserError(f"{where}: row {blank[0] + 1} has no user; every row needs one")
+    # one person with a blank behind the name in some rows is one person
+    names = [name.strip() for name in names]
+    if "" in names:
+        raise UserError(f"{where}: row {names.index('') + 1} has no user; every row needs one")
     return names

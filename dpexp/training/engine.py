@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from dpexp import provenance
 from dpexp.clipping import attach
@@ -144,7 +144,8 @@ class PrivacyEngine:
             raise UserError(
                 f"a {type(dataset).__name__} gives columns and not examples: make a TensorDataset or a list of rows of it"
             )
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        numbered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not numbered or isinstance(dataset, IterableDataset):
             raise UserError(
                 f"a {type(dataset).__name__} has no length or no examples by number, and Poisson sampling needs both: give a "
                 "map-style data set"
@@ -186,7 +187,7 @@ class PrivacyEngine:
                 rule=rule,
                 allocation=allocation,
                 adaptive=adaptive,
-                target_quantile=target_quantile or 0.5,
+                target_quantile=0.5 if target_quantile is None else target_quantile,
                 quantile_lr=quantile_lr,
             ),
             privacy=PrivacyConfig(noise_seed=noise_seed, release="strict", secure=secure),

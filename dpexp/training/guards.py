@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpexp.errors import UserError
 
 
 class GuardedOptimizer:
-    """An optimiser that steps when the engine says so, and raises when anyone else does.
+    """An optimiser that steps when the engine says so, and raises when anyone else does, with this optimiser or another one.
 
     Args:
         optimizer: of the model's trainable parameters, of all and of no others.
@@ -25,7 +26,8 @@ class GuardedOptimizer:
         refuse_misfits(optimizer, scheduler, model)
         self.optimizer, self.scheduler = optimizer, scheduler
         self._open = False
-        self._hook = optimizer.register_step_pre_hook(self._refuse)
+        self._own = [p for p in model.parameters() if p.requires_grad]
+        self._hook = register_optimizer_step_pre_hook(self._refuse)
 
     def step(self) -> None:
         """Move the weights, then the learning rate."""
@@ -41,11 +43,16 @@ class GuardedOptimizer:
         """Give the optimiser back."""
         self._hook.remove()
 
-    def _refuse(self, *_: Any) -> None:
-        if not self._open:
+    def _refuse(self, optimizer: Any, *_: Any) -> None:
+        """Before a step of any optimiser in this process."""
+        if self._open:
+            return
+        own = {id(p) for p in self._own}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise UserError(
                 "optimizer.step() was called by the loop (or by a GradScaler), on gradients that hold no noise yet: leave it "
-                "out. engine.step(losses) clips, and takes the optimizer's step itself once the batch is complete"
+                "out. engine.step(losses) clips, and takes the optimizer's step itself once the batch is complete. Who trains "
+                "on without privacy calls engine.close() first"
             )
 
 

@@ -1,8 +1,10 @@
 """HyFreeDP: the learning rate and the bound of the losses from noisy losses (Liu & Bu 2025)."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 from dpexp.training.search import StepSearch
 
 LARGEST_CHANGE = 2.0
@@ -28,11 +30,11 @@ class HyFreeDP(StepSearch):
         super().__init__(*arguments, **named)
         self.size = self.largest
 
-    def search(self, gradient: list[Tensor], sample: list[np.ndarray], rng: np.random.Generator) -> float:
+    def search(self, gradient: list[Tensor], sample: list[np.ndarray], noise: KeyedGenerator) -> float:
         """Release three losses, and derive η and the next bound."""
         eta, bound = self.size, self.bound
-        sums = self.sums(gradient, [0.0, eta, -eta], sample)
-        noisy = sums + rng.normal(scale=self.noise, size=3)
+        noisy = torch.from_numpy(self.sums(gradient, [0.0, eta, -eta], sample))
+        add_gaussian_(noisy, self.noise, noise)
         here, ahead, behind = (noisy / self.expected_batch + bound / 2).tolist()
         slope, curvature = (behind - ahead) / (2 * eta), (behind + ahead - 2 * here) / eta**2
         if slope > 0 and curvature > 0:

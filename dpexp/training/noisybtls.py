@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpexp.privacy.noise import KeyedGenerator
 from dpexp.training.search import StepSearch
 
 # Of ε, what the threshold of AboveThreshold gets: 1 : 2^(2/3) between it and the queries is best (Lyu, Su & Li 2017).
@@ -37,8 +38,9 @@ class NoisyBTLS(StepSearch):
         self.last: list[Tensor] | None = None
         self.shrunk = False
 
-    def search(self, gradient: list[Tensor], sample: list[np.ndarray], rng: np.random.Generator) -> float:
+    def search(self, gradient: list[Tensor], sample: list[np.ndarray], noise: KeyedGenerator) -> float:
         """Release the first step size that noisily passes."""
+        rng = self.comparisons(noise)
         first, second = self.epsilon * THRESHOLD_SHARE, self.epsilon * (1 - THRESHOLD_SHARE)
         threshold = rng.laplace(scale=self.bound / first)
         slope = self._squared_norm(gradient) * self.expected_batch * self.settings.armijo

@@ -3,6 +3,7 @@
 import numpy as np
 from torch import Tensor
 
+from dpexp.privacy.noise import KeyedGenerator
 from dpexp.training.search import StepSearch
 
 
@@ -23,10 +24,11 @@ class NoisyMax(StepSearch):
         super().__init__(*arguments, **named)
         self.recent: list[float] = []
 
-    def search(self, gradient: list[Tensor], sample: list[np.ndarray], rng: np.random.Generator) -> float:
+    def search(self, gradient: list[Tensor], sample: list[np.ndarray], noise: KeyedGenerator) -> float:
         """Release the step size of the noisily smallest objective."""
         candidates = np.linspace(0.0, self.largest, self.settings.candidates + 1)
         totals = self.sums(gradient, candidates.tolist(), sample)
+        rng = self.comparisons(noise)
         draw = rng.gumbel if self.settings.mechanism == "exponential" else rng.laplace
         noisy = -totals + draw(scale=self.bound / self.epsilon, size=len(totals))
         return float(candidates[int(noisy.argmax())])

@@ -112,6 +112,11 @@ class Release:
                 f"one example can move the clipped sum by {self.clipper.sensitivity:g}, and the noise of this step is for "
                 f"{self.plan.max_clip_scale * bound:g}: attach the clipper with the plan's max_clip_scale and a rule that clips"
             )
+        if any(gradient.dtype.itemsize < 4 for gradient in self._gradients()):
+            raise UserError(
+                "clipped sums in 16 bits: their rounding can move them by more than an example may, and the noise is for an "
+                "example alone. Add them up in float32"
+            )
         charged = self.ledger.fingerprints(step)
         found = self._fingerprint(facts, counts)
         if self.ledger.ranks is not None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpexp.privacy.noise import KeyedGenerator
 from dpexp.training.evaluation import evaluating
 from dpexp.training.release import Release
 
@@ -68,7 +69,7 @@ class StepSearch(ABC):
     # -- what the methods decide ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def search(self, gradient: list[Tensor], sample: list[np.ndarray], rng: np.random.Generator) -> float:
+    def search(self, gradient: list[Tensor], sample: list[np.ndarray], noise: KeyedGenerator) -> float:
         """Release a step size along the gradient; 0 where none is good."""
 
     @abstractmethod
@@ -112,13 +113,11 @@ class StepSearch(ABC):
         # the noise of a sum is C·σ/√level: its information goes with level/C²
         weight = level / float(self.release.policy.values.double().square().sum())
         gradient = self._averaged(measured, weight)
-        key = self.release.generator("search", step, attempt).next_key()
-        rng = np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], dtype=np.uint64)))
         self.sigma, self.epsilon = plan.sigma_new(step), plan.search.epsilon(plan.sigma(step))
         self.multiplier = plan.search.multiplier(plan.sigma(step))
         with evaluating(self.model):
             self.before = [self._bounded(piece) for piece in pieces]
-        size = self.search(gradient, pieces, rng)
+        size = self.search(gradient, pieces, self.release.generator("search", step, attempt))
         self.chosen = size
         if size > 0:
             with torch.no_grad():
@@ -170,6 +169,12 @@ class StepSearch(ABC):
             return measured
         share = weight / (weight + self.kept_weight)
         return [old + share * (new - old) for old, new in zip(self.kept, measured, strict=True)]
+
+    @staticmethod
+    def comparisons(noise: KeyedGenerator) -> np.random.Generator:
+        """Noise for what is compared and not released: the rounding of floating-point numbers then shows in no answer."""
+        words = np.frombuffer(noise.next_key()[:16], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=words))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ sample and fresh noise, and charged again.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,11 +122,17 @@ class Steps:
         self.public, clipper = public, self.clipper
         if isinstance(clipper, VectorClipper):
             self.parameters += clipper.extra
+        # weights of 16 bits, whose sums have 32 until the noise is in them
+        self.narrow = [p for p in self.parameters if p.dtype.itemsize < 4] if release is not None else []
+        if self.narrow:
+            refuse_narrow(self.narrow, clipper)
         self.taken = 0
         # of every example, for the next step; what is written of them is marked not private
         self.keep_norms = self.keep_signal = False
         self.sums = self._no_sums()
         self.attempt = 0
+        # those that a step began with; None between steps
+        self._thresholds: Tensor | None = None
         self.piece: np.ndarray | None = None
         self._facts: dict[str, Any] = {}
         # gathering shards takes all ranks at once: they go through the model equally often
@@ -182,10 +188,13 @@ class Steps:
     ) -> list[np.ndarray]:
         """Draw the batch of a step, cut it, and forget all sums."""
         self.clear()
+        for parameter in self.narrow:
+            parameter.grad_dtype = torch.float32
         self.borrowed, self._lent = 0, False
         self.sums, self.attempt = self._no_sums(), attempt
         if self.clipper is not None:
             self.clipper.thresholds = self.policy.values
+            self._thresholds = self.clipper.thresholds.clone()
         if hasattr(self._mover, "ahead"):
             self._mover.ahead()
         if self.release is not None and self.release.plan.grows:
@@ -251,6 +260,11 @@ class Steps:
     def backward(self, losses: Tensor, clip_scales: Tensor | None = None) -> Report | None:
         """Add the sum of the gradients, clipped or plain, to `p.grad`; plain ones still carry the loss scale."""
         if self.clipper is not None:
+            if self._thresholds is not None and not torch.equal(self.clipper.thresholds, self._thresholds):
+                raise UserError(
+                    "the clipper's thresholds were changed in the middle of a step, whose noise is for those that it began with: "
+                    "leave them to the engine (clip_norm, target_quantile)"
+                )
             return self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
         if len(losses):
             weight = 0.0 if self._lent else self.loss_scale
@@ -263,11 +277,13 @@ class Steps:
 
     def clear(self) -> None:
         """Drop the gradients, and with them a step that is not taken yet."""
-        self.piece = None
+        self.piece, self._thresholds = None, None
         if hasattr(self._mover, "back"):
             self._mover.back()
         for parameter in self.parameters:
             parameter.grad = None
+        for parameter in self.narrow:
+            parameter.grad_dtype = parameter.dtype
 
     def _take(self) -> bool:
         """Points 3 to 5. False where the sums are not those that this attempt was charged for: nothing is done then."""
@@ -288,6 +304,11 @@ class Steps:
             self._tell_noise(step)
         torch._foreach_div_(self.gradients, self.expected_batch)
         self._finish(step)
+        for parameter in self.narrow:
+            # released, and rounded as the optimiser expects it
+            mean, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if mean is None else mean.to(parameter.dtype)
         if self.search is None:
             self.optimizer.step()
         else:
@@ -351,6 +372,25 @@ class Steps:
     def _no_sums(self) -> Sums:
         num_groups = len(self.clipper.groups) if self.clipper is not None else 0
         return Sums.none(num_groups, self.device, every=self.keep_norms)
+
+
+def refuse_narrow(parameters: Sequence[Tensor], clipper: Any) -> None:
+    """Refuse weights of 16 bits where their sums cannot have 32.
+
+    Bfloat16 has 8 bits for a number: the sum of a thousand clipped gradients, rounded to them, moves by more than C when one
+    example goes, and the noise would be too small.
+    """
+    if (
+        isinstance(clipper, Clipper)
+        and clipper.engine.name != "opacus"
+        and not any(map(is_sharded, parameters))
+    ):
+        return
+    raise UserError(
+        f"trained weights of {parameters[0].dtype}, whose clipped sums would be rounded to 16 bits before they hold noise: "
+        "an example could move them by more than its threshold. Keep the weights in float32 (model.float()) and compute in 16 "
+        "bits by autocast; or take clip=flat with engine=auto, in one process or under ddp"
+    )
 
 
 def refuse_processes() -> None:

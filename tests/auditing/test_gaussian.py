@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dpexp.audit import estimates
+from dpexp.auditing.estimates import estimates
 from dpexp.auditing.gaussian import fdp_lower_bound, pair_lower_bound, two_world_lower_bound
 from dpexp.auditing.one_run import epsilon_lower_bound, guess
 from dpexp.auditing.white_box import Observer

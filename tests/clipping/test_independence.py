@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
+from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.errors import UserError
 
 B, T, D = 5, 4, 6
@@ -470,3 +471,118 @@ def test_an_empty_batch_that_a_model_cannot_take_is_said_in_words() -> None:
     clipper.backward(
         F.cross_entropy(model(**batch).logits, torch.zeros(4, dtype=torch.long), reduction="none")
     )
+
+
+class Mixup(nn.Module):
+    """Mixes its inputs, which no gradient shows, when a coin falls on one side; or scales them then, which is innocent."""
+
+    def __init__(self, coin: Callable[[Tensor], Any], mixes: bool = True):
+        super().__init__()
+        self.coin, self.mixes, self.first, self.last = coin, mixes, nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.as_tensor(self.coin(x), dtype=x.dtype).reshape(-1, 1)
+        return self.last(torch.tanh(self.first(x + weight * (x.flip(0) if self.mixes else x))))
+
+
+COINS: dict[str, Callable[[Tensor], Any]] = {
+    "python, often": lambda x: random.random() < 0.5,
+    "python, rarely": lambda x: random.random() < 0.05,
+    "python, mostly": lambda x: random.random() > 0.05,
+    "numpy": lambda x: np.random.rand() > 0.9,
+    "a numpy law that is nearly a coin": lambda x: np.random.beta(0.1, 0.1),
+    "torch, below": lambda x: torch.rand(()) < 0.3,
+    "torch, above": lambda x: torch.rand(1).item() > 0.9,
+    "torch, a number": lambda x: torch.randint(0, 10, ()) == 9,
+    "torch, bernoulli": lambda x: torch.bernoulli(torch.tensor(0.2)),
+    "the second toss": lambda x: torch.rand(()) < 2 and torch.rand(()) > 0.6,
+    "one for each row": lambda x: torch.rand(len(x)) < 0.2,
+}
+
+
+@pytest.mark.parametrize("name", COINS)
+def test_mixing_that_a_coin_decides_is_seen_on_whichever_side_it_falls(name: str) -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match="mixes examples"):
+        step(Mixup(COINS[name]), x())
+
+
+def test_a_coin_that_mixes_nothing_is_innocent_and_dropout_is_no_coin() -> None:
+    for coin in (*COINS.values(), lambda x: torch.randn(len(x)), lambda x: [random.random() for _ in x]):
+        step(Mixup(coin, mixes=False), x())
+    h = x()
+    with WithoutChance(Chance()) as chance:
+        F.dropout(h, 0.3, training=True)
+        assert not chance.drew
+        torch.rand(3)
+    assert chance.drew
+
+
+class Keeps(nn.Module):
+    """Copies a row of the batch into a frozen parameter, where others would have a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.Parameter(torch.zeros(D), requires_grad=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.kept.copy_(h[0])
+        return h
+
+
+def test_a_row_that_is_copied_into_a_frozen_parameter_is_seen() -> None:
+    with pytest.raises(
+        UserError, match=r"between .* writes what depends on the batch into the parameter 'kept'"
+    ):
+        step(Net(Keeps()), x())
+
+
+def test_examples_that_count_their_equals_are_refused() -> None:
+    """In a batch of different examples nobody has any."""
+
+    def counted(h: Tensor) -> Tensor:
+        return h * (torch.cdist(h.detach(), h.detach()) < 1e-4).sum(1, keepdim=True)
+
+    with pytest.raises(UserError, match="mixes examples"):
+        step(Net(counted), x())
+
+
+@pytest.mark.parametrize("look_up", [F.embedding, F.embedding_bag])
+@pytest.mark.parametrize("option", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}, {"sparse": True}])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_options_of_a_table_that_is_looked_up_without_a_module_are_refused(
+    look_up: Callable[..., Tensor], option: dict[str, Any], frozen: bool
+) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Parameter(torch.randn(7, D), requires_grad=not frozen), nn.Linear(D, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.last(look_up(ids, self.table, **option))
+
+    before = (model := Table()).table.detach().clone()
+    with pytest.raises(UserError, match=f"table.* {next(iter(option))}"):
+        step(model, torch.arange(8).reshape(4, 2) % 7)
+    assert torch.equal(model.table, before)
+
+
+def test_modules_that_begin_to_train_later_are_looked_at() -> None:
+    """A part that looks at the batch in training mode alone, like batch norm; and somebody calls model.train()."""
+
+    class Centres(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return h - h.detach().mean(0) if self.training else h
+
+    model = Net(Centres()).eval()
+    clipper = attach(model)
+    for _ in range(2):
+        clipper.backward(model(x()).square().sum(1))
+    model.train()
+    with pytest.raises(UserError, match=r"between .* mixes examples"):
+        clipper.backward(model(x()).square().sum(1))
+    model.eval()
+    clipper.backward(model(x()).square().sum(1))

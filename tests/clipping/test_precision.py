@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
@@ -247,3 +247,27 @@ def test_a_norm_of_equal_numbers_is_not_low(length: int):
         x = torch.full((1, length), value)
         exact = x[0, 0].double() ** 2 * length
         assert abs(numerics.squared_norms(x).double() / exact - 1) <= 2e-6
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+def test_many_numbers_too_small_to_be_squared_make_no_gradient_longer_than_its_threshold(engine: str):
+    """A gradient whose squares vanish in float32, but for one: its norm says 1e-21, and it is 20 times as long."""
+    tiny = torch.full((1, 1 << 20), 2e-23)
+    tiny[0, 0] = 1e-21
+    assert float(tiny.double().norm()) > 15 * float(tiny.norm())
+    for rule in ("normalized", "automatic", "abadi"):
+        model = nn.Linear(tiny.shape[1], 1, bias=False)
+        clipper = attach(model, clip_norm=1.0, rule=rule, engine=engine)
+        clipper.backward(model(tiny)[:, 0])
+        assert float(model.weight.grad.double().norm()) <= 1.0
+
+
+@pytest.mark.parametrize("clip_norm", [1e-13, 1e-30, [1.0, 1e-13]])
+def test_thresholds_that_norms_cannot_be_held_against_are_refused(clip_norm: float | list[float]):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    with pytest.raises(UserError, match="no threshold below 1e-12"):
+        attach(model, "flat" if isinstance(clip_norm, float) else "layer", clip_norm)
+    clipper = attach(model)
+    clipper.thresholds.fill_(1e-13)
+    with pytest.raises(UserError, match="no threshold below 1e-12"):
+        clipper.backward(model(torch.ones(2, 2)).sum(1))

@@ -182,6 +182,17 @@ class MaskedTable(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(x.shape)).sum(1)
 
 
+class Ensemble(nn.Module):
+    """Heads side by side by `torch.func.vmap`, where no tap can go; an ordinary layer is called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.heads = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(3, WIDTH, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda head: torch.tanh(self.first(x)) @ head)(self.heads).mean(0)
+
+
 def labelled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).pow(2).sum((1, 2))
 
@@ -194,6 +205,7 @@ CASES: dict[str, tuple[Any, list[Callable[[], dict[str, Tensor]]], Losses]] = {
     "a repeated prompt": (RepeatedPrompt, [lambda: rows(3), lambda: rows(1), lambda: rows(2)], square),
     "functional_call": (FastWeights, [lambda: rows(3)] * 2, square),
     "a squeezed example": (Squeezed, [lambda: rows(3), lambda: rows(1)], square),
+    "an ensemble by vmap": (Ensemble, [lambda: rows(3)] * 2, square),
     "one parameter in two roles": (OneForTwo, [lambda: rows(3)] * 2, square),
     "experts": (Experts, [lambda: tokens_for(4, 4), lambda: tokens_for(3, 1)], square),
     "unpadding": (Unpadded, [lambda: padded(4, 4), lambda: padded(3, 1), lambda: padded(2, 1)], square),

@@ -10,7 +10,7 @@ import pytest
 from scipy.integrate import quad
 
 from dpexp.errors import UserError
-from dpexp.privacy.personal_sums import NOISES, _staircase_step, personal_sum, plan_rounds
+from dpexp.privacy.personal_sums import NOISES, Round, _staircase_step, noisy_sum, personal_sum, plan_rounds
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -91,6 +91,18 @@ def test_draws_have_the_variance_that_is_said(kind: str) -> None:
     drawn = [NOISES[kind][1](1.0, 0.8, rng) for _ in range(20_000)]
     assert np.var(drawn) == pytest.approx(NOISES[kind][0](1.0, 0.8), rel=0.06)
     assert np.mean(drawn) == pytest.approx(0, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", list(NOISES))
+def test_answers_lie_on_a_grid_that_does_not_depend_on_the_data(kind: str) -> None:
+    """Else the last bits of an answer would tell which sums are possible behind it."""
+    rng, bound = np.random.default_rng(3), 3.0
+    one = Round(0.7, np.ones(50), kind, 1.0)
+    grid = 1.0 if kind == "geometric" else bound / 2**20
+    for _ in range(50):
+        values = rng.integers(0, 4, 50) if kind == "geometric" else rng.random(50) * bound
+        answer = noisy_sum(values.astype(float), one, bound, rng) / grid
+        assert answer == round(answer)
 
 
 def test_the_rounds_beat_the_smallest_budget_for_all() -> None:

@@ -372,7 +372,7 @@ def test_thresholds_are_the_policys(tmp_path):
     engine = make(tmp_path)
     batch, _loop = first_batch(engine, 64)
     engine.clipper.thresholds = [100.0]
-    with pytest.raises(UserError, match="one example can move the clipped sum by 100"):
+    with pytest.raises(UserError, match="thresholds were changed in the middle of a step"):
         engine.step(losses_of(engine, batch))
     assert engine.ledger.steps_charged == 0
 
@@ -407,6 +407,11 @@ class Stream(IterableDataset):
         return iter(data())
 
 
+class StreamOfKnownLength(Stream):
+    def __len__(self):
+        return 60
+
+
 def adam_of(*parameters):
     return torch.optim.Adam(parameters)
 
@@ -430,6 +435,8 @@ def adam_of(*parameters):
         (lambda model: {"batch_size": 61}, "at most N"),
         (lambda model: {"dataset": Stream()}, "map-style"),
         (lambda model: {"target_quantile": 1.5}, "give a number below 1"),
+        (lambda model: {"dataset": StreamOfKnownLength(), "data_name": "s"}, "map-style"),
+        (lambda model: {"clip_norm": 1e-20}, "no threshold below 1e-12"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
@@ -438,6 +445,19 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
         make(tmp_path, model, **wrong(model))
     assert not (tmp_path / "ledger.jsonl").exists()
     assert type(model[0]) is nn.Linear
+
+
+def test_another_optimizer_may_not_move_the_weights_between_two_batches(tmp_path):
+    engine = make(tmp_path)
+    own, others = adam_of(*engine.model.parameters()), adam_of(nn.Parameter(torch.zeros(1)))
+    for batch in engine.batches(physical_batch_size=3):
+        engine.step(losses_of(engine, batch))
+        others.step()
+        with pytest.raises(UserError, match="hold no noise yet"):
+            own.step()
+        break
+    engine.close()
+    own.step()
 
 
 def test_a_plateau_scheduler_is_refused(tmp_path):

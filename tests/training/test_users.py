@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dpexp import PrivacyEngine
-from dpexp.audit import estimates
 from dpexp.auditing.canaries import Without, flip_coins
+from dpexp.auditing.estimates import estimates
 from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
 from dpexp.config import compose
 from dpexp.errors import UserError
@@ -183,6 +186,31 @@ def test_an_engine_of_ones_own_loop_takes_users(tmp_path: Path):
         engine(tmp_path / "two", NAMES[1:])
 
 
+NUMBERS = [0, 0, 1, 2, 1]
+
+
+@pytest.mark.parametrize("container", [list, tuple, np.array, torch.tensor])
+def test_users_are_told_by_their_names_in_whatever_container_they_come(container: Callable[[Any], Any]):
+    """The elements of a tensor are objects of their own, and each row would be a user: ε would be that of a row."""
+    assert [rows.tolist() for rows in Users(container(NUMBERS), 2).members] == [[0, 1], [2, 4], [3]]
+    names = [f"user {number}" for number in NUMBERS]
+    assert [rows.tolist() for rows in Users(np.array(names, object), 2).members] == [[0, 1], [2, 4], [3]]
+
+
+class Anonymous:
+    """Equal to itself alone."""
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [None, math.nan, torch.tensor(1), Anonymous(), ["a", "list"]],
+    ids=["None", "NaN", "tensor", "object", "list"],
+)
+def test_a_name_that_no_other_row_can_share_is_refused(odd: Any):
+    with pytest.raises(UserError, match=r"the user of row 2 is .* cannot be told"):
+        Users(["a", "a", odd, "b"], 2)
+
+
 def test_the_weighted_mean_is_that_of_the_rows():
     losses = torch.arange(8.0)
     weights = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
@@ -209,6 +237,9 @@ def test_users_come_from_a_file_a_column_or_are_made_up(tmp_path: Path):
     file.write_text("\n".join(["", *NAMES[1:]]) + "\n")
     with pytest.raises(UserError, match="row 1 has no user"):
         by_user(run, task)
+    run.unit = UnitConfig("user", file=str(file), num_users=31, rows=2)
+    file.write_text("\n".join(name + " " * (row % 2) for row, name in enumerate(NAMES)) + "\n")
+    assert by_user(run, task).data.sha256["users"] == Users(NAMES, 2).sha256()
     table = tmp_path / "train.csv"
     table.write_text("text,author\n" + "".join(f"t,{name}\n" for name in NAMES))
     run.unit, run.data.train = UnitConfig("user", column="author", num_users=31), str(table)

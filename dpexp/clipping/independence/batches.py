@@ -75,6 +75,7 @@ class Batches:
             Variant(replaced, mixed[0], [(i, i) for i in kept[0]]),
             Variant(replaced, mixed[1], [(i, i) for i in kept[1]]),
             *(Variant(replaced, [(i, j != i) for j in range(num)], [(i, i)]) for i in lonely),
+            *(Variant(replaced, [(i, False)] * num, [(i, i)]) for i in lonely[:1]),
             Variant("after another batch", whole, [(i, i) for i in range(num)], mixed[0]),
         ]
 

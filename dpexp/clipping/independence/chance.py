@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +14,45 @@ UNTAGGED = {"random", "binomial", "sample_dirichlet"}
 INDEXING = {"embedding", "index", "index_select", "gather"}
 
 
+@dataclass(frozen=True)
+class Chance:
+    """What takes the place of chance in a run.
+
+    level: the quantile that draws of several numbers give.
+    seed: of Python's and numpy's generators, and of draws of one number, the first of which is at ``level``: a model that tosses
+        a coin on whether to mix examples is seen on both sides of it. None: these are at ``level`` too.
+    """
+
+    level: float = 0.5
+    seed: int | None = None
+
+
+# Python's and numpy's generators give numbers near 0 or 1 first with these seeds: both low, both high, one of each
+OTHERS = (Chance(0.01, 1751), Chance(0.99, 527), Chance(0.25, 849), Chance(0.75, 475))
+
+
 class WithoutChance(TorchDispatchMode):
     """While active, random operations give constants, whatever the batch; permutations are turned round.
 
     Indices out of range raise on GPUs as on CPUs, where they would end the process's use of the GPU.
+
+    Attributes:
+        drew: whether a draw gave something else than a mask of dropout, and may have decided which way the model goes.
     """
+
+    def __init__(self, chance: Chance):
+        super().__init__()
+        self.chance, self.drew = chance, False
+        self._coins = None if chance.seed is None else random.Random(chance.seed)
+        self._first = True
+
+    def _level(self, x: Any) -> float:
+        """The quantile that a draw gives, of so many numbers as ``x`` has."""
+        alone = isinstance(x, Tensor) and x.numel() == 1
+        if not alone or self._coins is None or self._first:
+            self._first = self._first and not alone
+            return self.chance.level
+        return self._coins.random()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -26,53 +62,60 @@ class WithoutChance(TorchDispatchMode):
             # what equals its default is left out of args
             given = {a.name: a.default_value for a in known if a.has_default_value()}
             given |= dict(zip([a.name for a in known], args, strict=False)) | kwargs
-            return _constant(func, name, given)
+            return self._constant(func, name, given)
         if name in INDEXING and args and isinstance(args[0], Tensor) and args[0].is_cuda:
             _check_indices(name, args)
         return func(*args, **kwargs)
 
+    def _constant(self, func: Any, name: str, given: dict[str, Any]) -> Any:
+        """A random operation's result without chance."""
+        x: Any = given.get("self", given.get("input"))
+        if name in ("native_dropout", "fused_dropout"):
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        for key in ("dropout_p", "dropout"):
+            if isinstance(given.get(key), float):
+                return func(**(given | {key: 0.0}))
+        if name in ("dropout", "alpha_dropout"):
+            return x
+        if name.startswith("rrelu"):
+            return func(**(given | {"training": False}))
+        if name == "multinomial":
+            return x.topk(given["num_samples"], dim=-1).indices
+        result = func(**given)
+        # without p: the probabilities are in x
+        p = given.get("p", x)
+        if name == "bernoulli" and not isinstance(p, Tensor) and result.numel() != 1:
+            # the mask of a dropout
+            return result.fill_(float(p > 0))
+        self.drew = True
+        if name == "randperm":
+            return result.copy_(torch.arange(len(result) - 1, -1, -1, device=result.device))
+        value = _quantile(name, given, x, p, self._level(result))
+        if isinstance(value, Tensor):
+            return result.copy_(value)
+        return result if value is None else result.fill_(value)
 
-def _constant(func: Any, name: str, given: dict[str, Any]) -> Any:
-    """A random operation's result without chance."""
-    x: Any = given.get("self", given.get("input"))
-    if name in ("native_dropout", "fused_dropout"):
-        return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    for key in ("dropout_p", "dropout"):
-        if isinstance(given.get(key), float):
-            return func(**(given | {key: 0.0}))
-    if name in ("dropout", "alpha_dropout"):
-        return x
-    if name.startswith("rrelu"):
-        return func(**(given | {"training": False}))
-    if name == "multinomial":
-        return x.topk(given["num_samples"], dim=-1).indices
-    value: Any = None
+
+def _quantile(name: str, given: dict[str, Any], x: Any, p: Any, level: float) -> Any:
+    """A number, or a tensor, that a random operation may give; None where its own result has to do."""
     low: Any = given.get("from", given.get("low")) or 0
     high: Any = given.get("to", given.get("high"))
     if name == "bernoulli":
-        # without p: the probabilities are in x
-        p = given.get("p", x)
-        value = p >= 0.5 if isinstance(p, Tensor) else float(p > 0)
-    elif name.startswith(("randint", "random")):
-        value = 0 if high is None else (low + high) // 2
-    elif name.startswith("rand") and name != "randperm":
-        value = 0.5
-    elif name == "uniform":
-        value = (given["from"] + given["to"]) / 2
-    elif name.startswith("normal"):
-        value = given["mean"] + 0.5 * given["std"]
-    elif name == "binomial":
-        value = given["count"] * given["prob"]
-    elif name in ("exponential", "geometric", "cauchy", "log_normal"):
-        value = 1
-    elif name in ("poisson", "standard_gamma", "sample_dirichlet"):
-        value = x
-    result = func(**given)
-    if name == "randperm":
-        return result.copy_(torch.arange(len(result) - 1, -1, -1, device=result.device))
-    if isinstance(value, Tensor):
-        return result.copy_(value)
-    return result if value is None else result.fill_(value)
+        hit = p >= 1 - level
+        return hit if isinstance(p, Tensor) else float(hit and p > 0)
+    if name.startswith(("randint", "random")):
+        return 0 if high is None else min(high - 1, int(low + (high - low) * level))
+    if name.startswith("rand"):
+        return level
+    if name == "uniform":
+        return given["from"] + (given["to"] - given["from"]) * level
+    if name.startswith("normal"):
+        return given["mean"] + (level - 0.5 or 0.5) * given["std"]
+    if name == "binomial":
+        return given["count"] * given["prob"]
+    if name in ("exponential", "geometric", "cauchy", "log_normal"):
+        return 1
+    return x if name in ("poisson", "standard_gamma", "sample_dirichlet") else None
 
 
 def _check_indices(name: str, args: tuple) -> None:

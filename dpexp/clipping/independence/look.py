@@ -82,16 +82,13 @@ class Look:
         Raises:
             UserError: names the first module that mixes examples, or writes them into a buffer.
         """
-        before = _fingerprints(self.replay.model)
+        self.parameters = _fingerprints(self.replay.model)
         try:
             self.once, self.twice, self.buffers = self._results([self.replay.inputs] * 2)
         except Exception as error:
             self.failure = _told(error)
             return
-        for name, value in _fingerprints(self.replay.model).items():
-            if not torch.allclose(value, before[name], rtol=0, atol=0, equal_nan=True):
-                owner, _, local = name.rpartition(".")
-                raise UserError(f"{self._name(owner)}: {WRITTEN.format(kind='parameter', what=local)}")
+        self._compare_parameters()
         found: list[Difference] | None = None
         for reading, sure in self.batches.readings():
             if found is not None and not sure:
@@ -130,6 +127,7 @@ class Look:
         return None if reading is None else self._tried(reading, resize=False)
 
     def _differences(self, reading: Reading, resize: bool) -> list[Difference]:
+        compared = 0
         for variant in self.batches.variants():
             resized = len(variant.rows) != self.examples
             if resized and (self.replay.by_chance or not resize):
@@ -148,6 +146,10 @@ class Look:
                     continue
                 if scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in results[1]):
                     break
+            if compared < 2:
+                # a parameter that keeps a row changes where another row stands in its place
+                self._compare_parameters()
+                compared += 1
             pairs = list(zip(before, results[1], strict=True))
             verdicts = [differs(a, b, leaf) for leaf, (a, b) in enumerate(pairs)]
             if all(verdict is None for verdict in verdicts):
@@ -180,6 +182,12 @@ class Look:
         return found[0], found[-1], buffers
 
     # -- comparing ----------------------------------------------------------------------------------------------------
+
+    def _compare_parameters(self) -> None:
+        for name, value in _fingerprints(self.replay.model).items():
+            if not torch.allclose(value, self.parameters[name], rtol=0, atol=0, equal_nan=True):
+                owner, _, local = name.rpartition(".")
+                raise UserError(f"{self._name(owner)}: {WRITTEN.format(kind='parameter', what=local)}")
 
     def _compare_buffers(self, here: dict[tuple[str, str], Any], resized: bool) -> None:
         for place, (before, persistent) in self.buffers.items():

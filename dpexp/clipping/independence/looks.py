@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.pages import give_back_freed_memory
+from dpexp.clipping.independence.chance import OTHERS
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.padding import positional_names
@@ -41,6 +43,8 @@ class Independence:
     Attributes:
         notes: what could not be looked at, in words.
         token: the id of padding, where it is known; None: the model may say it.
+        looks: by mode, how many there were, and `PATIENCE` once they have told something. A mode is which modules train: a batch
+            norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model.
     """
 
     model: nn.Module
@@ -49,7 +53,8 @@ class Independence:
     notes: list[str] = field(default_factory=list)
     token: int | None = None
     backwards: int = 0
-    told: bool = False
+    looks: dict[int, int] = field(default_factory=dict)
+    mode: int = 0
     looking: bool = False
     waiting: deque[Replay] = field(default_factory=lambda: deque(maxlen=WAITING))
     lengths: dict[str, int] = field(default_factory=dict)
@@ -60,10 +65,10 @@ class Independence:
 
     @property
     def due(self) -> bool:
-        """Whether the next backward pass looks: the first ones until one has told something; the 16th, the 64th, the 256th …"""
-        number = self.backwards + 1
-        if number <= PATIENCE and not self.told:
+        """Whether the next backward pass looks: the first of each mode until one has told something; the 16th, the 64th …"""
+        if self.looks.get(self.mode, 0) < PATIENCE:
             return True
+        number = self.backwards + 1
         return number > 4 and number.bit_count() == 1 and number.bit_length() % 2 == 1
 
     def enter(self, args: tuple, kwargs: dict) -> None:
@@ -76,6 +81,7 @@ class Independence:
             return
         if self.fixed_length:
             self._check_lengths(args, kwargs)
+        self.mode = hash(tuple([(id(module), module.training) for module in modules_of(self.model)]))
         if self.due:
             self.waiting.append(Replay(self.model, args, kwargs))
 
@@ -109,7 +115,8 @@ class Independence:
         finally:
             self.looking = False
             give_back_freed_memory()
-        self.told = num_examples > 1 and any(look.told for look in looks)
+        told = num_examples > 1 and any(look.told for look in looks)
+        self.looks[self.mode] = PATIENCE if told else self.looks.get(self.mode, 0) + 1
         if not any(look.compared for look in looks):
             note = NOTE.format(why=looks[0].failure if looks else NOT_ENTERED)
             if note not in self.notes:
@@ -123,6 +130,13 @@ class Independence:
             look.run(padding=not self.fixed_length)
             if look.compared:
                 break
+        if look.compared and replay.drew:
+            # what a coin decides is looked at on both sides of it
+            for chance in OTHERS:
+                replay.chance = chance
+                other = Look(replay, num_examples, self.rows_per_example, autocast)
+                other.run(padding=False)
+                look.told |= other.told
         return look
 
     def _check_lengths(self, args: tuple, kwargs: dict) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.independence.chance import WithoutChance
+from dpexp.clipping.independence.chance import Chance, WithoutChance
 
 # every module has these; children and buffers are treated by name, and parameters are never copied
 COMMON = frozenset(nn.Module().__dict__) - {"training"}
@@ -40,8 +40,9 @@ class Replay:
         self.inputs: Inputs = changed((args, kwargs), _copied_tensor)
         self._state = State(model)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        # whether it drew from generators of Python or numpy: by place in the batch, as a rule
-        self.by_chance = False
+        self.chance = Chance()
+        # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
+        self.drew = self.by_chance = False
         kinds = {"cpu", self._device.type}
         self._autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
 
@@ -77,14 +78,17 @@ class Replay:
 
     def run(self, inputs: Inputs) -> Any:
         """The model's output for ``inputs``, inside `begun`; it may be called several times there."""
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
+        seed = self.chance.seed or 0
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
         before = random.getstate(), _place_of_numpy()
         args, kwargs = changed(inputs, _copied_tensor)
-        with WithoutChance():
+        with WithoutChance(self.chance) as chance:
             result = self.model(*args, **kwargs)
-        self.by_chance |= before != (random.getstate(), _place_of_numpy())
+        moved = before != (random.getstate(), _place_of_numpy())
+        self.drew |= moved or chance.drew
+        self.by_chance |= moved or (chance.drew and self.chance.seed is not None)
         return result
 
 

@@ -1,0 +1,305 @@
+"""What `dpexp.audit` does to a run: plant canaries or secrets, train once, attack. Each method makes the record of its run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from dpexp import record
+from dpexp.auditing import canaries, one_run
+from dpexp.auditing.canaries import Planted, Without
+from dpexp.auditing.estimates import estimates
+from dpexp.auditing.verdict import verdict
+from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
+from dpexp.config import signature, to_dict
+from dpexp.errors import UserError
+from dpexp.metrics import exposure
+from dpexp.models import ModelBundle
+from dpexp.privacy.events import ADD_OR_REMOVE_ONE
+from dpexp.privacy.keys import Keys
+from dpexp.privacy.plan_checks import resolve_delta
+from dpexp.tasks import Task
+from dpexp.trackers import tells_all, tracking
+from dpexp.train import (
+    INTERRUPTED,
+    announce,
+    budget_groups,
+    build_plan,
+    choose_device,
+    how_to_resume,
+    number_of_steps,
+    summarise,
+)
+from dpexp.training.batching import Sampler, sampler_for
+from dpexp.training.loop import Trainer
+from dpexp.training.progress import Progress
+
+if TYPE_CHECKING:
+    from dpexp.audit import AuditConfig
+
+REFUTES = (
+    "a lower bound from one run: above the claimed epsilon it refutes the claim; below, it confirms nothing"
+)
+ADJACENCY = (
+    "canaries take the slots of examples drawn at random, so that N stays as declared; the slot of a canary that is out stays "
+    "empty. So it is this relation that is audited: {relation}"
+)
+BLACK_BOX = "the attacker sees the last model alone; epsilon also covers one who sees every step, so a gap is to be expected"
+WHITE_BOX = (
+    "the attacker sees the noisy sum of every step, and each canary's gradient is as long as clipping allows, in a direction of "
+    "its own: what ε is about, so the bound should come close to it"
+)
+ESTIMATORS = (
+    "each estimator has its share of the error; the Gaussian pair takes scores for independent and Gaussian, which full batches "
+    "make them; the others do without"
+)
+BY_GROUP = "each group of examples has an epsilon of its own, which its canaries are held against; the groups share the error"
+NOT_A_MODEL = "the training data holds canaries: this model is for the audit alone"
+CHANCE = "a secret that was never trained on has a mean exposure of 1/ln 2 = 1.44 bits"
+SHARED = "the secrets of all repetitions are in one training set; Li et al., Table 9, has a training set for each repetition"
+GROUP = (
+    "epsilon is about one example; a secret in k examples is protected by k times epsilon at a larger delta"
+)
+
+
+def one_run_audit(
+    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, keys: Keys
+) -> dict[str, Any]:
+    """Coins, one training, guesses by how far each canary's loss fell (Steinke et al. 2023); see `dpexp.auditing.one_run`."""
+    device = choose_device(run.runtime.device)
+    slots = canaries.choose_slots(task.num_examples, run.canaries, keys.run)
+    included = canaries.flip_coins(len(slots), keys.run)
+    made = canaries.make_canaries(task, bundle.tokenizer, slots, run.content, keys.run)
+    planted = Planted(task, dict(zip(slots.tolist(), made, strict=True)), {})  # as long as what stood there
+    before = canaries.canary_losses(task, bundle.model.to(device), made, device)
+    trainer, summary = train_once(
+        run, folder, console, planted, bundle, keys, lambda sampler: Without(sampler, slots[~included])
+    )
+    after = canaries.canary_losses(task, trainer.model, made, device)
+    delta = trainer.plan.delta if trainer.plan else resolve_delta(run.privacy.delta, task.num_examples)
+    scores = before - after
+
+    def bounds(mine: np.ndarray, confidence: float) -> list[dict[str, Any]]:
+        tried = one_run.attempts(scores[mine], included[mine], run.guesses, delta, confidence)
+        return [vars(attempt) for attempt in tried]
+
+    members = members_of(run, task, slots)
+    found = verdict(summary["privacy"], members, len(slots), run.confidence, bounds)
+    summary["metrics"] |= _measured(found)
+    summary["audit"] = {
+        "method": run.method,
+        "what": REFUTES,
+        **found,
+        "delta": delta,
+        "confidence": run.confidence,
+        "canaries": len(slots),
+        "included": int(included.sum()),
+        "score": f"loss of the initial model minus loss of the trained one, on {run.content} canaries",
+        "notes": [relation(trainer), *([] if members is None else [BY_GROUP]), BLACK_BOX, NOT_A_MODEL],
+    }
+    return summary
+
+
+def white_box_audit(
+    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, keys: Keys
+) -> dict[str, Any]:
+    """Gradient canaries, one training, and one who sees every noisy sum; see `dpexp.auditing.white_box`.
+
+    Raises:
+        UserError: nothing is clipped, or there are several clipping groups.
+    """
+    if not run.clip.private or run.clip.groups != "flat":
+        raise UserError(
+            f"method=white_box sees what a gradient of length C does, which needs one clipping group: clip={run.clip.name} has "
+            "none or several. Take clip=flat, or method=one_run"
+        )
+    slots = canaries.choose_slots(task.num_examples, run.canaries, keys.run)
+    included = canaries.flip_coins(len(slots), keys.run)
+    planted = WithGradientCanaries(task, slots, run.clip.clip_norm)
+    watched = Watched(bundle.model, len(slots))
+    members = members_of(run, task, slots)
+    observer = Observer(len(slots), min(1.0, run.optim.batch_size / task.num_examples))
+
+    def watch(trainer: Trainer) -> None:
+        if trainer.step:
+            raise UserError(
+                f"method=white_box must see every step, and {trainer.step} are done: delete {folder} and begin again"
+            )
+        release = trainer.stepper.release
+        assert release is not None
+        if members is not None:
+            budgets = release.plan.budgets
+            assert budgets is not None
+            rates, lengths = np.asarray(budgets.rates), np.asarray(budgets.scales)
+            observer.rates, observer.lengths = rates[members], lengths[members]
+        add_noise = release.add_noise
+
+        def seen(step: int, attempt: int, counts: torch.Tensor) -> torch.Tensor | None:
+            (threshold,), (std,) = release.policy.values.tolist(), release.noise(step)["gradients"]
+            noisy_counts = add_noise(step, attempt, counts)
+            assert watched.canary_table.weight.grad is not None
+            observer.see(watched.canary_table.weight.grad, threshold, std)
+            return noisy_counts
+
+        release.add_noise = seen  # type: ignore[method-assign]
+
+    trainer, summary = train_once(
+        run, folder, console, planted, replace(bundle, model=watched), keys,
+        lambda sampler: Without(sampler, slots[~included]), watch,
+    )  # fmt: skip
+    assert trainer.plan is not None
+    delta, scores = trainer.plan.delta, observer.scores
+    shares = len(run.guesses)
+
+    def bounds(mine: np.ndarray, confidence: float) -> list[dict[str, Any]]:
+        return estimates(scores[mine], included[mine], run.guesses, delta, confidence)
+
+    found = verdict(summary["privacy"], members, len(slots), run.confidence, bounds)
+    summary["metrics"] |= _measured(found)
+    summary["audit"] = {
+        "method": run.method,
+        "what": REFUTES,
+        **found,
+        "delta": delta,
+        "confidence": run.confidence,
+        "canaries": len(slots),
+        "included": int(included.sum()),
+        "score": f"log-likelihood ratio of {trainer.steps} noisy sums; {2 * shares + 2} estimators share the error",
+        "notes": [
+            relation(trainer),
+            *([] if members is None else [BY_GROUP]),
+            WHITE_BOX,
+            ESTIMATORS,
+            NOT_A_MODEL,
+        ],
+    }
+    return summary
+
+
+def exposure_audit(
+    run: AuditConfig, folder: Path, console: Console, task: Task, bundle: ModelBundle, keys: Keys
+) -> dict[str, Any]:
+    """Random secrets in k examples each, one training, and how far they then stand out (Li et al., App. M, Table 9)."""
+    device = choose_device(run.runtime.device)
+    secrets = canaries.make_secrets(task, run.repetitions, run.secrets, keys.run)
+    copies = [secret for secret in secrets for _ in range(secret.repetitions)]
+    slots = canaries.choose_slots(task.num_examples, len(copies), keys.run).tolist()
+    lengths = [len(secret.prompt) + len(secret.example.target) for secret in copies]
+    planted = Planted(
+        task,
+        dict(zip(slots, (secret.example for secret in copies), strict=True)),
+        dict(zip(slots, lengths, strict=True)),
+    )
+    trainer, summary = train_once(run, folder, console, planted, bundle, keys)
+    found = []
+    for secret in secrets:
+        loss, others = canaries.secret_losses(task, trainer.model, secret, run.candidates, device, keys.run)
+        fitted = exposure.fit(others)
+        found.append(
+            {
+                "repetitions": secret.repetitions,
+                "rank": exposure.rank(loss, others),
+                "by_rank": exposure.exposure(loss, others),
+                "by_distribution": exposure.extrapolated_exposure(loss, fitted),
+                "ks_pvalue": fitted.ks_pvalue,
+            }
+        )
+    rows = []
+    for count in run.repetitions:
+        row: dict[str, Any] = {"repetitions": count}
+        for name in ("by_rank", "by_distribution"):
+            values = [float(secret[name]) for secret in found if secret["repetitions"] == count]
+            deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+            row |= {name: float(np.mean(values)), f"{name}_std": deviation}
+        rows.append(row)
+        summary["metrics"][f"exposure_{count}"] = row["by_distribution"]
+    summary["audit"] = {
+        "method": run.method,
+        "what": "exposure of secrets in bits: how well those trained on stand out by their loss; no bound on epsilon",
+        "space_bits": float(np.log2(secrets[0].space)),
+        "most_by_rank": float(np.log2(len(others) + 1)),
+        "candidates": len(others),
+        "rows": rows,
+        "secrets": found,
+        "notes": [CHANCE, SHARED, GROUP, NOT_A_MODEL],
+    }
+    return summary
+
+
+def train_once(
+    run: AuditConfig,
+    folder: Path,
+    console: Console,
+    task: Task,
+    bundle: ModelBundle,
+    keys: Keys,
+    sampled: Callable[[Sampler], Sampler] = lambda sampler: sampler,
+    watch: Callable[[Trainer], None] = lambda trainer: None,
+) -> tuple[Trainer, dict[str, Any]]:
+    """The training of `dpexp.train`, with the plan made of the configuration and N as ever. Exits with 130 if interrupted.
+
+    Args:
+        task: with its canaries.
+        keys: the secrets of the run.
+        sampled: what is made of the plan's sampler.
+        watch: is given the trainer before its first step.
+
+    Returns:
+        The trainer, its model detached from the clipper, and the record of a training run.
+    """
+    batch, total = run.optim.batch_size, task.num_examples
+    steps = number_of_steps(run, total)
+    groups = budget_groups(run, total)
+    plan = build_plan(run, total, steps, groups)
+    rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
+    sampler = sampled(sampler_for(run.privacy.sampling, total, batch, keys.draws, groups, rates))
+    device = choose_device(run.runtime.device)
+    with tracking(run, to_dict(run), folder) as tracker:
+        trainer = Trainer(
+            run, task, bundle, plan,
+            steps=steps, expected_batch=batch, sampler=sampler, keys=keys, signature=signature(run),
+            folder=folder, device=device,
+            metrics=record.Metrics(
+                folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run)
+            ),
+            groups=groups,
+        )  # fmt: skip
+        watch(trainer)
+        announce(run, trainer, folder, console)
+        with Progress(steps, trainer.step, plan.delta if plan else None, device, console) as progress:
+            outcome = trainer.train(progress)
+    if outcome.status == "interrupted":
+        console.print(f"{outcome.step} of {steps} steps are done; {how_to_resume(folder)}", markup=False)
+        sys.exit(INTERRUPTED)
+    summary = summarise(run, trainer, outcome, bundle)
+    trainer.detach()
+    return trainer, summary
+
+
+def members_of(run: AuditConfig, task: Task, slots: np.ndarray) -> np.ndarray | None:
+    """`[m]`, the budget group of each canary: that of its slot. None where all examples have one budget."""
+    groups = budget_groups(run, task.num_examples)
+    return None if groups is None else groups[slots]
+
+
+def _measured(found: dict[str, Any]) -> dict[str, float]:
+    """The audit's metrics: the best bound, and how many guesses the first estimator got right."""
+    first = found["rows"][0]
+    return {"epsilon_lower": found["epsilon_lower"], "guess_accuracy": first["correct"] / first["guesses"]}
+
+
+def relation(trainer: Trainer) -> str:
+    """Which data sets the audited ε speaks of, in words."""
+    told = trainer.plan.neighbouring if trainer.plan is not None else ADD_OR_REMOVE_ONE
+    return ADJACENCY.format(relation=told)
+
+
+METHODS = {"one_run": one_run_audit, "white_box": white_box_audit, "exposure": exposure_audit}
+"""Name -> what is done; each takes the run, its folder, a console, task, model and keys, and returns a summary."""
