@@ -47,7 +47,8 @@ def main(run: AuditConfig) -> dict[str, float]:
     check(run)
     console = Console(highlight=False, soft_wrap=True)
     if run.runtime.dry_run:
-        return dry_start(run, console)  # of the training: the canaries take slots of its examples
+        # of the training: the canaries take slots of its examples
+        return dry_start(run, console)
     folder = audit_folder(run)
     try:
         with disk_errors(folder), exclusive(folder):

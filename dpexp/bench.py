@@ -66,7 +66,8 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
     """
     methods = _check(arguments)
     if not arguments.native:
-        os.environ["DPEXP_NATIVE"] = "0"  # the workers inherit it
+        # the workers inherit it
+        os.environ["DPEXP_NATIVE"] = "0"
     elif native.kernels() is None and arguments.device == "cpu":
         console.print("the native kernels are not built, so pure torch is measured: python -m dpexp.native")
     settings = dataclasses.asdict(arguments)
@@ -118,7 +119,8 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
                     f"the host of this machine took {measured['stolen']:.0%} of the processors' time meanwhile: ratios of "
                     "fastest steps tell more than medians, and small differences tell nothing"
                 )
-            write(record, out)  # a long measurement loses one workload at most
+            # a long measurement loses one workload at most
+            write(record, out)
         record["status"] = "finished"
     except KeyboardInterrupt:
         record["status"] = "interrupted"
@@ -184,7 +186,8 @@ def main(arguments: BenchArguments) -> None:
     """Speed and memory of clipping methods relative to training without privacy."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=180)  # a log file has no width of its own
+        # a log file has no width of its own
+        console = Console(highlight=False, width=180)
     bench(arguments, console)
 
 

@@ -37,15 +37,18 @@ _NOT_NEGATIVE = (
     "task.generation.prompt_set", "search.armijo", "seed",
     "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every",
 )  # fmt: skip
-_FRACTION = (  # in [0, 1)
+# in [0, 1)
+_FRACTION = (
     "search.backtrack", "search.angle_memory", "search.shrink",
     "optim.momentum", "optim.warmup_ratio", "optim.ema_decay", "peft.dropout", "model.dropout", "model.attention_dropout",
 )  # fmt: skip
 
-_WHOLE = 2**63  # generators and tensors count no further
+# generators and tensors count no further
+_WHOLE = 2**63
 # of thresholds, which are squared in float32; the first is dpexp.clipping.rules.SMALLEST
 _LEAST, _MOST = 1e-12, 1e18
-_THREADS = 1024  # some runtimes crash with many more
+# some runtimes crash with many more
+_THREADS = 1024
 
 
 def check(run: RunConfig) -> None:
@@ -114,7 +117,8 @@ def _missing(run: RunConfig) -> Iterator[str]:
     if task.kind == "custom":
         if not task.factory:
             needed.append("task.factory (package.module:Class)")
-    elif not task.files and not task.hub_id and not embedded:  # a person's own data
+    elif not task.files and not task.hub_id and not embedded:
+        # a person's own data
         settings = ("train",) if task.kind == "image_classification" else ("train", "text", "label")
         needed += [f"data.{name}" for name in settings if getattr(data, name) is None]
     if run.model.family == "hf" and not run.model.id:
@@ -157,7 +161,8 @@ def _numbers(run: RunConfig) -> Iterator[str]:
             if value is not None and not (math.isfinite(value) and holds(value)):
                 yield f"{key}={value} must be {words}"
     for key, value in flattened(asdict(run)):
-        if isinstance(value, int) and abs(value) >= _WHOLE and key != "privacy.noise_seed":  # which is hashed
+        # which is hashed
+        if isinstance(value, int) and abs(value) >= _WHOLE and key != "privacy.noise_seed":
             yield f"{key}={value} is too large: give a whole number below 2^63"
     for key in ("clip.clip_norm", "clip.init_threshold", "clip.threshold_floor"):
         value = _get(run, key)
@@ -293,7 +298,8 @@ def _model(run: RunConfig) -> Iterator[str]:
         )
     if model.head != "linear" and model.pooling == "own":
         yield f"model.head={model.head} is a head on what is pooled: set model.pooling=mean (or cls)"
-    fixed = model.family == "scattering"  # its coefficients never train
+    # its coefficients never train
+    fixed = model.family == "scattering"
     if (model.frozen_features and not fixed) and (
         model.pooling == "own" or (model.trainable != "head" and peft.name != "head")
     ):

@@ -67,7 +67,8 @@ def candidates(line: str) -> list[str]:
     groups = [*groups_of(command), *(["model", "optim"] if command == "train" else [])]
     name, sets, value = last.partition("=")
     if sets and name in groups:
-        before, comma, begun = value.rpartition(",")  # a grid: task=sst2,mn
+        # a grid: task=sst2,mn
+        before, comma, begun = value.rpartition(",")
         choices = sorted(path.stem for path in (conf_dir() / name).glob("*.yaml"))
         return [f"{name}={before}{comma}{choice}" for choice in _starting(begun, choices)]
     if sets:

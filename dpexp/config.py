@@ -65,7 +65,8 @@ __all__ = [
 ]  # fmt: skip
 
 VERSION_BASE = "1.3"
-ELSEWHERE = {  # what other libraries call our settings
+# what other libraries call our settings
+ELSEWHERE = {
     "learning_rate": "optim.lr", "num_epochs": "optim.epochs", "num_train_epochs": "optim.epochs", "max_steps": "optim.steps",
     "train_batch_size": "optim.batch_size", "per_device_train_batch_size": "runtime.physical_batch_size",
     "micro_batch_size": "runtime.physical_batch_size", "max_grad_norm": "clip.clip_norm", "max_norm": "clip.clip_norm",
@@ -73,7 +74,8 @@ ELSEWHERE = {  # what other libraries call our settings
     "model_name_or_path": "model.id", "output_dir": "runtime.runs_dir", "num_examples": "data.num_examples",
     "labels": "task.labels", "dtype": "runtime.precision", "bf16": "runtime.precision", "fp16": "runtime.precision",
 }  # fmt: skip
-MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)  # what a person can get wrong
+# what a person can get wrong
+MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)
 
 # config name -> its schema as Hydra knows it: making a node of one takes a fifth of a composition
 _registered: dict[str, type] = {}
@@ -227,7 +229,8 @@ def hydra_entry(
                 hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base=VERSION_BASE)(
                     job
                 )()
-            except UserError:  # a job of a multirun, printed above
+            except UserError:
+                # a job of a multirun, printed above
                 sys.exit(2)
             except MISTAKES as error:
                 overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
@@ -253,7 +256,8 @@ def _register(config_name: str, schema: type) -> None:
     for name, function in presets.RESOLVERS.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
     node = OmegaConf.structured(schema)
-    for key in _keys(schema):  # mappings such as model.config take new entries without Hydra's "+"
+    # mappings such as model.config take new entries without Hydra's "+"
+    for key in _keys(schema):
         if isinstance(mapping := OmegaConf.select(node, key), DictConfig):
             OmegaConf.set_struct(mapping, False)
     ConfigStore.instance().store(name=f"{config_name}_schema", node=node, provider="dpexp")
@@ -364,7 +368,8 @@ def _unknown_key(key: str, schema: type, config_name: str) -> str:
         return f"there is no setting {key}; did you mean {ours}?"
     if "." in key:
         return f"there is no setting {key}{did_you_mean(key, [name for name in settings if '.' in name])}"
-    if whole := [name for name in settings if name.endswith(f".{key}")]:  # "lr" means optim.lr
+    # "lr" means optim.lr
+    if whole := [name for name in settings if name.endswith(f".{key}")]:
         return f"there is no setting {key}; did you mean {' or '.join(whole)}?"
     top = sorted({*groups_of(config_name), *(name.partition(".")[0] for name in settings)})
     return f"there is no setting {key}{did_you_mean(key, top)}"

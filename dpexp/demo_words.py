@@ -18,7 +18,8 @@ EVEN = (
 )  # fmt: skip
 ADVERBS = ("", "quite", "rather", "really", "so", "truly", "very")
 REVIEW_LINKS = ("and", "but", "is", "it", "makes", "never", "not", "the", "though", "with")
-TEMPLATES = ("great", "maybe", "no", "terrible", "was", "yes")  # of text infilling: Li et al. Table 10
+# of text infilling: Li et al. Table 10
+TEMPLATES = ("great", "maybe", "no", "terrible", "was", "yes")
 DEMO_PHRASES = SUBJECTS + PRAISE + BLAME + EVEN + ADVERBS + REVIEW_LINKS + TEMPLATES
 
 # Of the pairs for text generation.

@@ -37,8 +37,10 @@ from dpexp.training.batching import sampler_for
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.loop import Trainer
 
-BATCH, EXAMPLES = 8, 32  # of the step
-OWN = (*OWN_FAMILIES, "custom")  # networks that need no file
+# of the step
+BATCH, EXAMPLES = 8, 32
+# networks that need no file
+OWN = (*OWN_FAMILIES, "custom")
 READERS: dict[str, Callable[..., Reader[Any]]] = {
     "text_classification": TableReader,
     "text_infilling": TableReader,
@@ -209,7 +211,8 @@ def miniature(run: RunConfig) -> RunConfig:
 
 @cache
 def _demo(task: str, model: str = "") -> RunConfig:
-    held = GlobalHydra.instance().hydra  # the command line has one already
+    # the command line has one already
+    held = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         run: RunConfig = compose([f"task={task}", "scale=demo", *([f"model={model}"] if model else [])])

@@ -28,7 +28,8 @@ _CHOICES = ("rule", "measured")
 class ExplainArguments:
     """The settings of ``conf/explain.yaml``."""
 
-    network: str | None = None  # the name given as model=…
+    # the name given as model=…
+    network: str | None = None
     # what conf/model holds under that name, if it does
     model: ModelConfig = field(default_factory=ModelConfig)
     image: int | None = None
@@ -237,9 +238,8 @@ def main(arguments: ExplainArguments) -> None:
     result = explain(arguments)
     try:
         print(json.dumps(result) if arguments.format == "json" else as_text(result), flush=True)
-    except (
-        BrokenPipeError
-    ):  # the reader, `head` for one, has seen enough; the exit must not flush to it again
+    except BrokenPipeError:
+        # the reader, `head` for one, has seen enough; the exit must not flush to it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

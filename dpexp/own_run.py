@@ -26,8 +26,10 @@ from dpexp.privacy.events import composed, decode, decode_groups
 from dpexp.reproduce.drawing import draw, lines
 from dpexp.usage import shipped
 
-POINTS = 12  # moments of a run at which ε is computed
-MOST_GROUPS = 12  # of thresholds and norms that are drawn, spread over the model
+# moments of a run at which ε is computed
+POINTS = 12
+# of thresholds and norms that are drawn, spread over the model
+MOST_GROUPS = 12
 NOT_PRIVATE = "not private: computed from the training data without noise"
 
 
@@ -115,7 +117,8 @@ def read(folder: Path) -> OwnRun:
     Raises:
         UserError: it is no folder of a run.
     """
-    beside = folder.with_name(f"{folder.name}.privacy")  # of Hugging Face's Trainer
+    # of Hugging Face's Trainer
+    beside = folder.with_name(f"{folder.name}.privacy")
     if not (folder / "ledger.jsonl").exists() and (beside / "ledger.jsonl").exists():
         folder = beside
     summary = read_json(folder / "summary.json") or {}

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 STEPS = 300
-FEWEST, MOST = 8, 4096  # examples in a batch
-UNKNOWN = 10_000  # examples, where a run without privacy counts them later
+# examples in a batch
+FEWEST, MOST = 8, 4096
+# examples, where a run without privacy counts them later
+UNKNOWN = 10_000
 
 
 def own_batch(num_examples: int | None) -> int:

@@ -26,8 +26,10 @@ LIBRARIES = (
     "hydra-core",
 )
 _PACKAGE = Path(__file__).resolve().parent
-_CODE = ("dpexp/", "conf/", "scripts/")  # any file below may change what a run does
-_IMPORTABLE = (".py", ".pyc", ".so", ".pyd")  # anywhere: from the top folder, modules are found first
+# any file below may change what a run does
+_CODE = ("dpexp/", "conf/", "scripts/")
+# anywhere: from the top folder, modules are found first
+_IMPORTABLE = (".py", ".pyc", ".so", ".pyd")
 
 
 def git_state() -> dict[str, Any]:
@@ -48,7 +50,8 @@ def git_state() -> dict[str, Any]:
     commit = _git("rev-parse", "HEAD")
     top = _git("rev-parse", "--show-toplevel")
     if not commit or not top or _PACKAGE.parent != Path(top).resolve():
-        return {"commit": None, "dirty": None}  # installed elsewhere: the repository around it is not ours
+        # installed elsewhere: the repository around it is not ours
+        return {"commit": None, "dirty": None}
     code = ("--", ":(top)", ":(top,exclude)results")
     changed = _git("status", "--porcelain", "--untracked-files=no", *code)
     others = _git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", *code)
@@ -135,7 +138,8 @@ def peak_memory_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB elsewhere
+    # bytes there, KiB elsewhere
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
 def code_changes(summary: dict[str, Any]) -> str | None:

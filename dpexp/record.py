@@ -57,7 +57,8 @@ class Metrics:
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
-                continue  # torn by a crash
+                # torn by a crash
+                continue
         write_atomic(self.path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, values: dict[str, Any], *, released: bool = True) -> None:
@@ -188,11 +189,13 @@ def failures(run: "RunConfig", folder: Path) -> Iterator[None]:
 
     Its ε is null although steps were taken: the notes say where the ledger is. The error goes on to the caller.
     """
-    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier attempt
+    # of an earlier attempt
+    (folder / "summary.json").unlink(missing_ok=True)
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(OSError):  # a full disk is the error then
+        # a full disk is the error then
+        with contextlib.suppress(OSError):
             write_json(folder / "summary.json", _failed(run, folder, error))
         raise
 

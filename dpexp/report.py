@@ -67,7 +67,8 @@ def _render(given: argparse.Namespace) -> int:
     if given.run:
         for name in names:
             _fill(name, context, given.scale)
-        context = Context(given.results, given.show_unclean)  # with the new records
+        # with the new records
+        context = Context(given.results, given.show_unclean)
     for name in names:
         written = catalogue.write(context.document(name), given.results)
         print(f"{name}: written to {written[0].with_suffix('')}.*")

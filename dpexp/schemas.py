@@ -15,28 +15,38 @@ from typing import Any
 class GenerationConfig:
     """Prompts, and how text is generated from them (tasks of kind "generation")."""
 
-    prefix: str = ""  # before the source; {bos} is the tokenizer's own token for a beginning
-    suffix: str = "{bos}"  # between source and target
-    cut: str = "end"  # which end of an over-long source is lost: end | start
-    max_target: int = 128  # tokens: the longest target that is learnt, and the most that are generated
+    # before the source; {bos} is the tokenizer's own token for a beginning
+    prefix: str = ""
+    # between source and target
+    suffix: str = "{bos}"
+    # which end of an over-long source is lost: end | start
+    cut: str = "end"
+    # tokens: the longest target that is learnt, and the most that are generated
+    max_target: int = 128
     # beam search: how many texts are kept at each token
     num_beams: int = 5
     # the power of the length by which a beam's log-probability is divided
     length_penalty: float = 1.0
     # tokens that a beam's log-probability is divided by: of the text that is written, or of prompt and text together, as
     # transformers did when the papers were written
-    beam_length: str = "target"  # target | whole
-    banned: list[str] = field(default_factory=list)  # strings that are never written, such as "\n"
+    # target | whole
+    beam_length: str = "target"
+    # strings that are never written, such as "\n"
+    banned: list[str] = field(default_factory=list)
     # nucleus sampling from the most likely words that hold this share, in the place of beam search; null = beam search
     top_p: float | None = None
     # in-context learning without training: pairs of the training file in front of every source
     shots: int = 0
-    prompt_set: int = 0  # which pairs: He et al. average over three sets
+    # which pairs: He et al. average over three sets
+    prompt_set: int = 0
     # hits@1: replies that a right one is ranked among, itself included (ConvAI2: 20); 0 = not measured
     candidates: int = 0
-    when: str = "end"  # end | always (at every evaluation) | never
-    splits: list[str] = field(default_factory=lambda: ["dev"])  # which of dev and test text is generated for
-    examples: int | None = None  # sources of each of them, spread evenly; null = all
+    # end | always (at every evaluation) | never
+    when: str = "end"
+    # which of dev and test text is generated for
+    splits: list[str] = field(default_factory=lambda: ["dev"])
+    # sources of each of them, spread evenly; null = all
+    examples: int | None = None
     # bertscore, bleurt -> folder, or id in the hub's cache, of the model; else the published one, where it is cached
     metric_models: dict[str, str] = field(default_factory=dict)
 
@@ -50,7 +60,8 @@ class TaskConfig:
     kind: str = "text_classification"
     # as they stand in the file; [] = the distinct values found there
     labels: list[str] = field(default_factory=list)
-    text: str = "text"  # column names
+    # column names
+    text: str = "text"
     # the column of a second text; null = one text
     text_pair: str | None = None
     label: str = "label"
@@ -60,10 +71,12 @@ class TaskConfig:
     hub_id: str | None = None
     # its configuration there
     hub_config: str | None = None
-    files: dict[str, str] = field(default_factory=dict)  # split -> path below data.root, without .gz or .xz
+    # split -> path below data.root, without .gz or .xz
+    files: dict[str, str] = field(default_factory=dict)
     # scale -> N; public; null = data.num_examples
     num_examples: dict[str, int | None] = field(default_factory=dict)
-    max_length: int = 128  # tokens
+    # tokens
+    max_length: int = 128
     # tokens that every text is padded to, at least max_length; null = the longest of its batch
     pad_to: int | None = None
     # layout of a published text-to-text or image data set; "" = columns, or folders of images
@@ -71,24 +84,34 @@ class TaskConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     # of files without a header; [] = the first line names them
     columns: list[str] = field(default_factory=list)
-    malformed: str = "error"  # rows with too few or too many cells: error | skip (and count)
-    overlong: str = "cut"  # texts of more tokens than allowed: cut (and count) | error
+    # rows with too few or too many cells: error | skip (and count)
+    malformed: str = "error"
+    # texts of more tokens than allowed: cut (and count) | error
+    overlong: str = "cut"
     # generation: training rows of more tokens than this, prompt, target and end, are left out; N counts the others
     drop_over: int | None = None
-    held_out: int = 0  # the last rows of the training file that are dev, where there is no file for it
-    template: str | None = None  # text infilling: <S1>, <S2> and one [MASK] among words
-    label_words: dict[str, str] = field(default_factory=dict)  # text infilling: label -> word at the mask
-    title: str = ""  # images: what a record calls the data, where it is not what the task's name suggests
-    channels: int = 3  # images: 1 = grey, 3 = colours
-    image_size: int = 0  # images: make them squares of so many pixels; 0 = as they are
+    # the last rows of the training file that are dev, where there is no file for it
+    held_out: int = 0
+    # text infilling: <S1>, <S2> and one [MASK] among words
+    template: str | None = None
+    # text infilling: label -> word at the mask
+    label_words: dict[str, str] = field(default_factory=dict)
+    # images: what a record calls the data, where it is not what the task's name suggests
+    title: str = ""
+    # images: 1 = grey, 3 = colours
+    channels: int = 3
+    # images: make them squares of so many pixels; 0 = as they are
+    image_size: int = 0
     # images: of each channel, pixels in [0, 1]; [] = 1/2; public
     mean: list[float] = field(default_factory=list)
     # see mean
     std: list[float] = field(default_factory=list)
     # images: M copies of each example, whose loss is their mean; 0 = the image as it is
     augmentations: int = 0
-    augmentation: str = "flip_crop"  # flip_crop | crop | flip
-    factory: str | None = None  # kind=custom: package.module:Class, a subclass of dpexp.tasks.Task
+    # flip_crop | crop | flip
+    augmentation: str = "flip_crop"
+    # kind=custom: package.module:Class, a subclass of dpexp.tasks.Task
+    factory: str | None = None
 
 
 @dataclass
@@ -99,7 +122,8 @@ class DataConfig:
     root: str | None = None
     # auto: own files, else those below root, else the hub (at scale=demo: embedded data)
     source: str = "auto"
-    train: str | None = None  # a person's own files
+    # a person's own files
+    train: str | None = None
     # public; what is measured on it is written down without noise
     dev: str | None = None
     # the name of the column
@@ -121,26 +145,34 @@ class ModelConfig:
     """A network, where its weights come from, and which of its parameters train."""
 
     name: str = ""
-    id: str | None = None  # hub id, local path, or "minilm"
+    # hub id, local path, or "minilm"
+    id: str | None = None
     # who builds the network
     family: str = "hf"
-    architecture: str | None = None  # for random_hf: "bert", "roberta", ...
-    config: dict[str, Any] = field(default_factory=dict)  # overrides of the Hugging Face config
-    tokenizer: str | None = None  # null: the model's own
-    root: str | None = None  # where published tokenizer files may lie: data.root
+    # for random_hf: "bert", "roberta", ...
+    architecture: str | None = None
+    # overrides of the Hugging Face config
+    config: dict[str, Any] = field(default_factory=dict)
+    # null: the model's own
+    tokenizer: str | None = None
+    # where published tokenizer files may lie: data.root
+    root: str | None = None
     # the network of the checkpoint, its weights drawn at random ("retrain" of Li et al. Table 2)
     retrain: bool = False
     # language models: the output layer has a weight of its own, which begins as a copy of the embedding
     untied: bool = False
     # which parameters train, under peft=full
     trainable: str = "all"
-    dropout: float | None = None  # null: as the checkpoint says
+    # null: as the checkpoint says
+    dropout: float | None = None
     # null: as the checkpoint says
     attention_dropout: float | None = None
     # classifiers of text: the architecture's own head, or a linear one on the first position or on the mean of all
-    pooling: str = "own"  # own | cls | mean
+    # own | cls | mean
+    pooling: str = "own"
     # on what is pooled: one linear layer, the same without its bias, or RoBERTa's two layers (dense, tanh, linear)
-    head: str = "linear"  # linear | unbiased | dense
+    # linear | unbiased | dense
+    head: str = "linear"
     # with trainable=head: what the frozen encoder makes of each text is computed once
     frozen_features: bool = False
     # family=custom: package.module:function, which makes the network
@@ -156,9 +188,12 @@ class ClipConfig:
     private: bool = True
     # parameters that share one norm: all, those of a layer, of a block, of a device
     groups: str = "flat"
-    devices: int = 0  # K of groups=device
-    clip_norm: float = 1.0  # C, the equivalent global threshold: the sensitivity of all groups together
-    init_threshold: float | None = None  # first C_k of an adaptive rule; null = C/sqrt(K)
+    # K of groups=device
+    devices: int = 0
+    # C, the equivalent global threshold: the sensitivity of all groups together
+    clip_norm: float = 1.0
+    # first C_k of an adaptive rule; null = C/sqrt(K)
+    init_threshold: float | None = None
     # thresholds follow the norms, by noisy counts
     adaptive: bool = False
     # p, the share of the norms that should lie below their threshold
@@ -167,10 +202,14 @@ class ClipConfig:
     quantile_lr: float = 0.3
     # how a threshold moves: C·exp(-eta·error) or C - eta·error
     quantile_update: str = "geometric"
-    follows: str = "quantile"  # what adaptive thresholds follow: a quantile of the norms, or their mean
-    norm_factor: float = 1.0  # alpha: C_k over the mean norm
-    norm_bound: float = 2.0  # beta: a norm counts at most so many C_k in the mean
-    quantile_budget: float = 0.0  # r, the share of the privacy budget that the quantiles cost
+    # what adaptive thresholds follow: a quantile of the norms, or their mean
+    follows: str = "quantile"
+    # alpha: C_k over the mean norm
+    norm_factor: float = 1.0
+    # beta: a norm counts at most so many C_k in the mean
+    norm_bound: float = 2.0
+    # r, the share of the privacy budget that the quantiles cost
+    quantile_budget: float = 0.0
     # adaptive thresholds are rescaled so that all together stay C
     rescale: bool = True
     # of the noise to the groups
@@ -183,17 +222,28 @@ class ClipConfig:
     method: str = "norm"
     # adaclip: of mean and variance; scaled: of v
     memory: list[float] = field(default_factory=lambda: [0.99, 0.9])
-    init_norm: float = 1.0  # adaclip: what gradients are clipped to in the first step
-    variance_range: list[float] = field(default_factory=lambda: [1e-12, 10.0])  # adaclip: of a coordinate
-    scale_floor: float = 0.01  # ellipsoid, scaled: of a coordinate, relative to the root mean square of all
-    public_examples: int = 64  # ellipsoid, embedding: so many of the dev set
-    basis: int = 16  # embedding: dimensions of the public subspace
-    residual_norm: float = 0.2  # embedding: the threshold outside of it
-    microbatch: float = 0.0  # examples of one microbatch
-    projections: int = 30  # jl: r, random directions that a norm is estimated from
-    local_epochs: int = 1  # fedavg: of a user's own training, over the rows that a step takes
-    local_batch: int = 0  # fedavg: rows; 0 = all of them
-    local_lr: float = 0.1  # fedavg
+    # adaclip: what gradients are clipped to in the first step
+    init_norm: float = 1.0
+    # adaclip: of a coordinate
+    variance_range: list[float] = field(default_factory=lambda: [1e-12, 10.0])
+    # ellipsoid, scaled: of a coordinate, relative to the root mean square of all
+    scale_floor: float = 0.01
+    # ellipsoid, embedding: so many of the dev set
+    public_examples: int = 64
+    # embedding: dimensions of the public subspace
+    basis: int = 16
+    # embedding: the threshold outside of it
+    residual_norm: float = 0.2
+    # examples of one microbatch
+    microbatch: float = 0.0
+    # jl: r, random directions that a norm is estimated from
+    projections: int = 30
+    # fedavg: of a user's own training, over the rows that a step takes
+    local_epochs: int = 1
+    # fedavg: rows; 0 = all of them
+    local_batch: int = 0
+    # fedavg
+    local_lr: float = 0.1
 
 
 @dataclass
@@ -204,7 +254,8 @@ class PrivacyConfig:
     epsilon: float | None = None
     # sigma, in the place of epsilon
     noise_multiplier: float | None = None
-    delta: str = "n_pow_-1.1"  # a number, or the name of a rule
+    # a number, or the name of a rule
+    delta: str = "n_pow_-1.1"
     # poisson, or fixed: batches of one size; shuffle is what no accountant covers
     sampling: str = "poisson"
     # strict: the record holds nothing that follows from private rows without noise
@@ -231,18 +282,26 @@ class ScheduleConfig:
     """How the noise moves over the epochs (`dpexp.privacy.schedules`)."""
 
     name: str = "constant"
-    decay_rate: float | None = None  # k
-    period: float | None = None  # epochs
-    end_ratio: float | None = None  # sigma_end / sigma_0
+    # k
+    decay_rate: float | None = None
+    # epochs
+    period: float | None = None
+    # sigma_end / sigma_0
+    end_ratio: float | None = None
     # how often the noise changes within an epoch
     updates_per_epoch: int = 1
-    condition: float | None = None  # kappa = M/mu, of a loss that is M-smooth and mu-PL
+    # kappa = M/mu, of a loss that is M-smooth and mu-PL
+    condition: float | None = None
     # dEER/dsigma² in equal parts of the run, measured on public data
     influences: list[float] | None = None
-    start: float | None = None  # of the noise, in units of what the planned steps afford
-    threshold: float | None = None  # validation: the rise below which the noise falls
-    window: int | None = None  # scores or gradients that are averaged
-    every: int | None = None  # validation: steps
+    # of the noise, in units of what the planned steps afford
+    start: float | None = None
+    # validation: the rise below which the noise falls
+    threshold: float | None = None
+    # scores or gradients that are averaged
+    window: int | None = None
+    # validation: steps
+    every: int | None = None
 
 
 @dataclass
@@ -257,8 +316,10 @@ class UnitConfig:
     file: str | None = None
     # rows of each made-up user
     size: int = 0
-    num_users: int | None = None  # N, public; follows from size
-    rows: int = 1  # M, the most rows of a user that a step takes
+    # N, public; follows from size
+    num_users: int | None = None
+    # M, the most rows of a user that a step takes
+    rows: int = 1
 
 
 @dataclass
@@ -266,15 +327,18 @@ class IndividualConfig:
     """Groups of examples with an epsilon of their own (`dpexp.privacy.individual`)."""
 
     name: str = "none"
-    epsilons: list[float] = field(default_factory=list)  # of each group; they decide the noise
-    shares: list[float] = field(default_factory=list)  # of the examples, drawn at random with the seed
+    # of each group; they decide the noise
+    epsilons: list[float] = field(default_factory=list)
+    # of the examples, drawn at random with the seed
+    shares: list[float] = field(default_factory=list)
     # or a file that has in the line of each training example the number of its group, from 1 on; public
     groups: str | None = None
     # or a file that has in the line of each training example an epsilon of its own, which are put into bins; public
     budgets: str | None = None
     # of budgets: how many
     bins: int = 3
-    partition: str = "privacy_aware"  # what the bins are chosen for: privacy_aware | utility
+    # what the bins are chosen for: privacy_aware | utility
+    partition: str = "privacy_aware"
 
 
 @dataclass
@@ -282,20 +346,34 @@ class SearchConfig:
     """Step sizes found within the budget (`dpexp.training.search`); `optim.lr` is the largest one at first."""
 
     name: str = "none"
-    mechanism: str = "laplace"  # noisymax: laplace | exponential; noisybtls: above_threshold
-    share: float = 0.0  # s, of each step's budget
-    objective_clip: float = 1.0  # C_obj, of an example's loss
-    raise_by: float = 0.1  # γ, by which a budget rises after a failure
-    candidates: int = 10  # noisymax: step sizes above 0
-    window: int = 10  # noisymax: successes between two changes of the largest step size
-    growth: float = 0.1  # noisymax: how far it reaches beyond the best of them
-    tries: int = 10  # noisybtls: step sizes at most
-    backtrack: float = 0.5  # noisybtls: β, from one step size to the next
-    armijo: float = 1e-4  # noisybtls: α, the share of the slope that a step must fall by
-    angle_memory: float = 0.9  # noisybtls: ψ
-    angle_high: float = 1.1  # noisybtls: φ_max
-    angle_low: float = 0.9  # noisybtls: φ_min
-    shrink: float = 0.01  # noisybtls: ζ, of both thresholds
+    # noisymax: laplace | exponential; noisybtls: above_threshold
+    mechanism: str = "laplace"
+    # s, of each step's budget
+    share: float = 0.0
+    # C_obj, of an example's loss
+    objective_clip: float = 1.0
+    # γ, by which a budget rises after a failure
+    raise_by: float = 0.1
+    # noisymax: step sizes above 0
+    candidates: int = 10
+    # noisymax: successes between two changes of the largest step size
+    window: int = 10
+    # noisymax: how far it reaches beyond the best of them
+    growth: float = 0.1
+    # noisybtls: step sizes at most
+    tries: int = 10
+    # noisybtls: β, from one step size to the next
+    backtrack: float = 0.5
+    # noisybtls: α, the share of the slope that a step must fall by
+    armijo: float = 1e-4
+    # noisybtls: ψ
+    angle_memory: float = 0.9
+    # noisybtls: φ_max
+    angle_high: float = 1.1
+    # noisybtls: φ_min
+    angle_low: float = 0.9
+    # noisybtls: ζ, of both thresholds
+    shrink: float = 0.01
 
 
 @dataclass
@@ -309,7 +387,8 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     momentum: float = 0.0
-    tolerance: float = 1.0  # adadp: the error of a pair of steps above which it is discarded
+    # adadp: the error of a pair of steps above which it is discarded
+    tolerance: float = 1.0
     # adadp: the least and the most by which a pair of steps changes the learning rate
     ratios: list[float] = field(default_factory=lambda: [0.9, 1.1])
     # how the learning rate falls, to 0 at the end
@@ -318,18 +397,26 @@ class OptimConfig:
     warmup_ratio: float = 0.0
     # of the average of the weights that is evaluated and exported; 0 = the weights themselves
     ema_decay: float = 0.0
-    uniform_average: bool = False  # the mean of all steps' weights instead
+    # the mean of all steps' weights instead
+    uniform_average: bool = False
     # steps between two evaluations on the public dev set, of whose weights the best are kept; 0 = the last weights
     keep_best_every: int = 0
-    floor: float = 1e-8  # adam_bc, adamw_bc: of the second moment without the noise
-    base: str = "adam"  # doppler, disk: the optimiser behind the filter
-    filter_a: list[float] = field(default_factory=lambda: [-0.9])  # doppler: of the filtered past
-    filter_b: list[float] = field(default_factory=lambda: [0.1])  # doppler: of the gradients
-    kappa: float = 0.7  # disk: the weight of the newest gradient
-    batch_size: float = 1024.0  # B, the expected size of a logical batch
+    # adam_bc, adamw_bc: of the second moment without the noise
+    floor: float = 1e-8
+    # doppler, disk: the optimiser behind the filter
+    base: str = "adam"
+    # doppler: of the filtered past
+    filter_a: list[float] = field(default_factory=lambda: [-0.9])
+    # doppler: of the gradients
+    filter_b: list[float] = field(default_factory=lambda: [0.1])
+    # disk: the weight of the newest gradient
+    kappa: float = 0.7
+    # B, the expected size of a logical batch
+    batch_size: float = 1024.0
     # of the batch: name and parameters of a schedule f of the noise; the expected size of a step is B/f. {} = the same in all
     batch_growth: dict[str, Any] = field(default_factory=dict)
-    epochs: float | None = None  # exactly one of epochs and steps
+    # exactly one of epochs and steps
+    epochs: float | None = None
     steps: int | None = None
 
 
@@ -346,10 +433,14 @@ class PeftConfig:
     dropout: float = 0.0
     # module names; [] = the library's choice for the architecture
     targets: list[str] = field(default_factory=list)
-    carriers: str = "weights"  # rgp: what is decomposed, weights | history
-    placement: str = "both"  # adapters: behind both sublayers, or behind the feed_forward one alone
-    blocks: int = 0  # top2: how many of the last blocks train
-    prefix_length: int = 0  # prefix, prompt, p_tuning: rows
+    # rgp: what is decomposed, weights | history
+    carriers: str = "weights"
+    # adapters: behind both sublayers, or behind the feed_forward one alone
+    placement: str = "both"
+    # top2: how many of the last blocks train
+    blocks: int = 0
+    # prefix, prompt, p_tuning: rows
+    prefix_length: int = 0
     # prefix, p_tuning: units of the network that makes them; 0 = none, of p_tuning as many as the embedding is wide
     prefix_hidden: int = 0
 
@@ -379,21 +470,30 @@ class RuntimeConfig:
     eval_batch_size: int = 256
     # of the processor; null = as torch chooses
     threads: int | None = None
-    eval_every: int = 0  # steps; 0 = at the end alone
-    checkpoint_every: int = 50  # steps; 0 = at the end alone
-    log_every: int = 1  # steps
+    # steps; 0 = at the end alone
+    eval_every: int = 0
+    # steps; 0 = at the end alone
+    checkpoint_every: int = 50
+    # steps
+    log_every: int = 1
     # a folder for each run is made below it
     runs_dir: str = "runs"
     # how several processes share the work (docs/many_processes.md)
     parallel: str = "none"
     # only check that the run would start, and what it would guarantee
     dry_run: bool = False
-    stages: int | None = None  # parallel=pipeline: processes that share one model; null = all of them
-    schedule: str = "1f1b"  # which microbatch runs when
-    microbatch: int = 4  # examples that pass through a stage together
-    flat: str = "last"  # when the stages join their norms, for one threshold over all (docs/pipeline.md)
-    rematerialise: bool = False  # compute the inside of each block again in the backward pass
-    park: bool = False  # hold activations on the host between forward and backward
+    # parallel=pipeline: processes that share one model; null = all of them
+    stages: int | None = None
+    # which microbatch runs when
+    schedule: str = "1f1b"
+    # examples that pass through a stage together
+    microbatch: int = 4
+    # when the stages join their norms, for one threshold over all (docs/pipeline.md)
+    flat: str = "last"
+    # compute the inside of each block again in the backward pass
+    rematerialise: bool = False
+    # hold activations on the host between forward and backward
+    park: bool = False
 
 
 @dataclass
@@ -402,7 +502,8 @@ class AnalysisConfig:
 
     # steps K between two looks at the norms of all examples, for output-specific privacy; 0 = none
     output_specific_every: int = 0
-    rounding: float = 0.05  # r, of an example's contribution relative to C, upwards
+    # r, of an example's contribution relative to C, upwards
+    rounding: float = 0.05
 
 
 @dataclass
@@ -414,7 +515,8 @@ class TrackerConfig:
     mode: str = "offline"
     # its name there
     project: str = "dpexp"
-    not_private: bool = False  # tell it losses and gradient norms too, which no noise covers
+    # tell it losses and gradient norms too, which no noise covers
+    not_private: bool = False
 
 
 @dataclass
@@ -447,8 +549,10 @@ class RunConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     seed: int = 0
-    trials: int = 1  # how many configurations this one was chosen from
-    trials_law: str | None = None  # that their number was drawn from
+    # how many configurations this one was chosen from
+    trials: int = 1
+    # that their number was drawn from
+    trials_law: str | None = None
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from dpexp.config import RunConfig
     from dpexp.privacy.plan import Plan
 
-RUNTIME = ("engine.", "runtime.", "tracker.")  # settings that change no result in exact arithmetic
+# settings that change no result in exact arithmetic
+RUNTIME = ("engine.", "runtime.", "tracker.")
 
 
 def unfinished(settings: dict[str, Any], folder: Path) -> tuple[Path, dict[str, Any], int] | None:

@@ -152,7 +152,8 @@ def individual_block(budgets: "Budgets", by_budget: Sequence[dict[str, float | N
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None  # JSON has no infinity
+    # JSON has no infinity
+    return value if value is not None and math.isfinite(value) else None
 
 
 def privacy_notes(

@@ -23,7 +23,8 @@ from dpexp.durable import finite
 
 FILE = "jobs.jsonl"
 
-_started: list[Path] = []  # the folder of the multirun that this process started
+# the folder of the multirun that this process started
+_started: list[Path] = []
 
 
 class Result(dict[str, float]):
@@ -57,7 +58,8 @@ class Jobs(Callback):
         if config.hydra.job.get("num") is None or os.environ.get("RANK", "0") != "0":
             return
         failed = job_return.status == JobStatus.FAILED
-        value = job_return._return_value  # reading `return_value` of a failed job would raise
+        # reading `return_value` of a failed job would raise
+        value = job_return._return_value
         line = {
             "job": config.hydra.job.num,
             "overrides": list(job_return.overrides or ()),

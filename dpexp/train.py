@@ -38,7 +38,8 @@ from dpexp.training.loop import Outcome, Trainer
 from dpexp.training.progress import Progress, summary_table
 from dpexp.training.state import disk_errors, exclusive
 
-INTERRUPTED = 130  # exit status after Ctrl-C
+# exit status after Ctrl-C
+INTERRUPTED = 130
 
 
 @hydra_entry("train")
@@ -70,7 +71,8 @@ def run_together(run: RunConfig, ranks: Ranks) -> dict[str, float]:
             summary = train(run, folder, console, ranks) if known is None else known
             if not run.privacy.keep_key and ranks.writes:
                 delete_key(folder)
-    except KeyboardInterrupt:  # before the first step, after the last one, or a second time
+    except KeyboardInterrupt:
+        # before the first step, after the last one, or a second time
         console.print(how_to_resume(folder), markup=False)
         sys.exit(INTERRUPTED)
     if known is None:

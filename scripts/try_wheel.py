@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_HERE = "dpexp train task=sst2 clip=adaptive_perlayer"  # needs the hub and a GPU
+# needs the hub and a GPU
+NOT_HERE = "dpexp train task=sst2 clip=adaptive_perlayer"
 # What the README's lines for Hugging Face stand in: a model, arguments and rows.
 AROUND = """\
 import torch, transformers

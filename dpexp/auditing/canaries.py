@@ -29,7 +29,8 @@ from dpexp.training.batching import Sampler
 from dpexp.training.evaluation import evaluating
 
 CONTENTS = ("random", "mislabelled")
-BATCH = 32  # canaries per forward pass
+# canaries per forward pass
+BATCH = 32
 # words to draw from, and words of a secret (Li et al., App. M: 10, and 5 on average)
 VOCABULARY, LENGTH = 10, 5
 FIELDS = ("name", "Type", "area")

@@ -125,7 +125,8 @@ def two_world_lower_bound(
 
     present, absent = _sides(scores, included)
     _check(delta, confidence)
-    error = (1 - confidence) / 4  # two directions, two rates in each
+    # two directions, two rates in each
+    error = (1 - confidence) / 4
 
     def least(hits: int, trials: int) -> float:
         return float(stats.beta.ppf(error, hits, trials - hits + 1)) if hits else 0.0

@@ -77,7 +77,8 @@ def one_run_audit(
     slots = canaries.choose_slots(task.num_examples, run.canaries, keys.run)
     included = canaries.flip_coins(len(slots), keys.run)
     made = canaries.make_canaries(task, bundle.tokenizer, slots, run.content, keys.run)
-    planted = Planted(task, dict(zip(slots.tolist(), made, strict=True)), {})  # as long as what stood there
+    # as long as what stood there
+    planted = Planted(task, dict(zip(slots.tolist(), made, strict=True)), {})
     before = canaries.canary_losses(task, bundle.model.to(device), made, device)
     trainer, summary = train_once(
         run, folder, console, planted, bundle, keys, lambda sampler: Without(sampler, slots[~included])

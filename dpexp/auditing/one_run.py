@@ -101,7 +101,8 @@ def epsilon_lower_bound(
     if not refuted(0.0):
         return 0.0
     low, high = 0.0, 1.0
-    while refuted(high):  # ends, because f(v) tends to 1 as epsilon grows
+    # ends, because f(v) tends to 1 as epsilon grows
+    while refuted(high):
         low, high = high, 2 * high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

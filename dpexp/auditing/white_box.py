@@ -46,7 +46,8 @@ class Watched(nn.Module):
     def __init__(self, base: nn.Module, canaries: int):
         super().__init__()
         self.base = base
-        self.canary_table = nn.Embedding(canaries + 1, 1)  # the first row is nobody's
+        # the first row is nobody's
+        self.canary_table = nn.Embedding(canaries + 1, 1)
         nn.init.zeros_(self.canary_table.weight)
 
     def forward(

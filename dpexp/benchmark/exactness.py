@@ -13,7 +13,8 @@ from dpexp.benchmark.methods import Settings, make_method
 from dpexp.benchmark.workloads import Batch, Parts
 from dpexp.clipping.groups import build_groups
 
-_SMALL = 1e-3  # gradients this much below the model's largest are judged on the scale of the largest
+# gradients this much below the model's largest are judged on the scale of the largest
+_SMALL = 1e-3
 
 
 def max_relative_error(
@@ -68,7 +69,8 @@ def max_relative_error(
         found = by_name[n].grad
         difference = wanted if found is None else found.float() * scale - wanted
         error = (difference.abs().max() / max(wanted.abs().max().item(), _SMALL * largest)).item()
-        if not error <= worst:  # NaN goes through as well
+        # NaN goes through as well
+        if not error <= worst:
             worst = error
         if worst != worst:
             break

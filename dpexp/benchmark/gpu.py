@@ -26,11 +26,14 @@ from typing import Any
 from dpexp.durable import read_json, write_json
 from dpexp.usage import shipped
 
-LIMIT_S = 525.0  # of all parts; starting and writing take the rest of nine minutes
-TAIL = 2000  # characters of a part's output that are kept
+# of all parts; starting and writing take the rest of nine minutes
+LIMIT_S = 525.0
+# characters of a part's output that are kept
+TAIL = 2000
 WORKLOADS = ("mlp", "wrn", "vit", "roberta", "gpt2", "gpt2_tied", "gpt2_lora")
 METHODS = ("auto/layer", "auto/flat", "opacus:flat", "opacus:ghost")
-WHEELS = (  # what a GPU image with torch and transformers usually lacks
+# what a GPU image with torch and transformers usually lacks
+WHEELS = (
     "absl-py", "antlr4-python3-runtime", "attrs", "dm-tree", "dp-accounting", "hydra-core", "iniconfig", "omegaconf", "opacus",
     "opt-einsum", "packaging", "peft", "pluggy", "prv-accountant", "psutil", "pytest", "rich", "markdown-it-py", "mdurl",
     "pygments", "hypothesis", "sortedcontainers", "wrapt", "mpmath", "accelerate",
@@ -243,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record["parts"].append(row)
         print(f"{part.name}: {row['status']}{': ' + row['why'] if 'why' in row else ''}", flush=True)
         record["wall_s"] = round(time.monotonic() - began, 1)
-        write_json(given.out / "record.json", record)  # after each: a lease may end at any time
+        # after each: a lease may end at any time
+        write_json(given.out / "record.json", record)
     print(f"written to {given.out / 'record.json'} after {record['wall_s']} s")
     return int(any(row["status"].startswith(("failed", "cut")) for row in record["parts"]))
 

@@ -12,8 +12,10 @@ from dpexp.benchmark.disturbance import Stolen
 from dpexp.benchmark.methods import NONPRIVATE
 from dpexp.benchmark.processes import Failed, Worker
 
-WARM_UP = 3  # steps, as in Li et al., Appendix G
-_SLOWEST = 20.0  # a turn ends after this many times the wanted seconds
+# steps, as in Li et al., Appendix G
+WARM_UP = 3
+# a turn ends after this many times the wanted seconds
+_SLOWEST = 20.0
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,34 @@ class Row:
 
     workload: str
     method: str
-    status: str = "ok"  # ok | failed
+    # ok | failed
+    status: str = "ok"
     reason: str = ""
     batch_size: int | None = None
     trainable: int | None = None
     steps: int = 0
     fastest_s: float | None = None
     median_s: float | None = None
-    examples_per_s: float | None = None  # at the fastest step
-    time_ratio: float | None = None  # fastest / fastest of non-private
+    # at the fastest step
+    examples_per_s: float | None = None
+    # fastest / fastest of non-private
+    time_ratio: float | None = None
     median_ratio: float | None = None
-    baseline_mib: float | None = None  # after the model is built, before the method is set up
-    peak_mib: float | None = None  # above the baseline, from set-up to the last step
+    # after the model is built, before the method is set up
+    baseline_mib: float | None = None
+    # above the baseline, from set-up to the last step
+    peak_mib: float | None = None
     steady_mib: float | None = (
-        None  # the same without the first steps, in which methods are tried and graphs compiled
+        # the same without the first steps, in which methods are tried and graphs compiled
+        None
     )
-    memory_ratio: float | None = None  # peak / peak of non-private
+    # peak / peak of non-private
+    memory_ratio: float | None = None
     steady_ratio: float | None = None
-    total_ratio: float | None = None  # baseline + peak / the same of non-private: what a GPU must hold
-    error: float | None = None  # of the clipped sum, against the naive loop
+    # baseline + peak / the same of non-private: what a GPU must hold
+    total_ratio: float | None = None
+    # of the clipped sum, against the naive loop
+    error: float | None = None
     max_batch: int | None = None
     max_batch_examples_per_s: float | None = None
     max_batch_ratio: float | None = None
@@ -199,7 +210,8 @@ def _search(row: Row, protocol: Protocol, say: Say) -> None:
     try:
         found = largest(fits, row.batch_size or 1, protocol.resolution)
         while found and row.max_batch is None:
-            drop()  # a fresh process: the number is of this batch alone, its first step in which methods are tried included
+            # a fresh process: the number is of this batch alone, its first step in which methods are tried included
+            drop()
             try:
                 taken = worker().ask("fit", batch=found, steps=protocol.steps)
             except Failed as failed:

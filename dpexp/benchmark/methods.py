@@ -22,11 +22,14 @@ from dpexp.errors import UserError, did_you_mean
 from dpexp.privacy.noise import add_gaussian_
 
 NONPRIVATE = "nonprivate"
-ENGINE = 2  # written into records; raised when the clipping engine is built anew, so that older speeds are told apart
+# written into records; raised when the clipping engine is built anew, so that older speeds are told apart
+ENGINE = 2
 LEAN = "+lean"
-LEARNING_RATE = 1e-4  # small: the weights hardly move, and every step does the same work
+# small: the weights hardly move, and every step does the same work
+LEARNING_RATE = 1e-4
 
-Losses = Callable[[Callable[..., Any]], Tensor]  # network -> [B], the batch being fixed
+# network -> [B], the batch being fixed
+Losses = Callable[[Callable[..., Any]], Tensor]
 
 
 class Method(ABC):
@@ -38,7 +41,8 @@ class Method(ABC):
 
     groups: str | None
     mean: bool
-    network: Any  # what the forward pass calls
+    # what the forward pass calls
+    network: Any
 
     @abstractmethod
     def step(self, losses: Losses) -> None:
@@ -134,7 +138,8 @@ class Opacus(Method):
                 self.optimizer = DPPerLayerOptimizer(max_grad_norm=[norm / count**0.5] * count, **common)
             else:
                 self.optimizer = DPOptimizer(max_grad_norm=norm, **common)
-        self.wrapper = self.network  # self.network may come to be compiled
+        # self.network may come to be compiled
+        self.wrapper = self.network
 
     def step(self, losses: Losses) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -179,7 +184,8 @@ class FastDP(Method):
         self.optimizer.step()
 
 
-LIBRARIES: dict[str, tuple[type[Opacus] | type[FastDP], str]] = {  # name -> class, module to import
+# name -> class, module to import
+LIBRARIES: dict[str, tuple[type[Opacus] | type[FastDP], str]] = {
     "opacus": (Opacus, "opacus"),
     "fastdp": (FastDP, "fastDP"),
 }

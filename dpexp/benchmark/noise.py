@@ -15,7 +15,8 @@ from torch import Tensor
 from dpexp import native
 from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_
 
-NOISE = "noise"  # in the place of a workload
+# in the place of a workload
+NOISE = "noise"
 _ELEMENTS = 1 << 22
 _EXACT_ELEMENTS = 1 << 19
 

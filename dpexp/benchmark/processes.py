@@ -80,7 +80,8 @@ class Worker:
             try:
                 if stream is not None:
                     stream.close()
-            except BrokenPipeError:  # what a dead process did not read
+            except BrokenPipeError:
+                # what a dead process did not read
                 continue
 
     def _line(self, command: str) -> bytes:

@@ -14,7 +14,8 @@ from rich.table import Table
 from dpexp.benchmark.methods import NONPRIVATE
 from dpexp.durable import write_atomic, write_json
 
-WRONG = {"fp32": 1e-3, "bf16": 1e-1}  # a relative error above this is no rounding
+# a relative error above this is no rounding
+WRONG = {"fp32": 1e-3, "bf16": 1e-1}
 _NOT_IN_CSV = ("choices",)
 # Okabe and Ito's colours, told apart by readers with any colour vision; then again with hatching
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#000000")

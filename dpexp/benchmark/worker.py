@@ -22,7 +22,8 @@ from typing import Any
 
 from dpexp.errors import UserError
 
-OVER_THE_CAP = 77  # exit status of a process that stopped itself at its memory cap
+# exit status of a process that stopped itself at its memory cap
+OVER_THE_CAP = 77
 
 _STATUS = Path("/proc/self/status")
 
@@ -40,7 +41,8 @@ class Memory:
 
             torch.cuda.reset_peak_memory_stats()
         else:
-            with contextlib.suppress(OSError):  # the mark then includes the building of the model
+            # the mark then includes the building of the model
+            with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
 
     def now(self) -> float:
@@ -85,7 +87,8 @@ class Bench:
         self._hardware = hardware
         self.torch, self.job, self.lean = torch, job, job["method"].endswith(LEAN)
         torch.set_num_threads(job["threads"])
-        torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
+        # fp32 means fp32
+        torch.backends.cudnn.allow_tf32 = False
         self.device = torch.device(job["device"])
         self.memory = Memory(self.device)
         if job["cap_mib"] is not None:
@@ -262,7 +265,8 @@ def serve() -> None:
                 answer = bench.facts()
             else:
                 answer = getattr(bench, kind)(**command)
-        except Exception as error:  # a library may raise anything; the row says what
+        except Exception as error:
+            # a library may raise anything; the row says what
             lines = str(error).strip().splitlines()
             reason = lines[0] if lines else type(error).__name__
             if type(error).__name__ != "UserError":

@@ -114,7 +114,8 @@ def _with_lora(network: Any, rank: int) -> nn.Module:
     )
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:  # it starts at zero, and then no gradient reaches A
+            # it starts at zero, and then no gradient reaches A
+            if "lora_B" in name:
                 parameter.normal_(std=0.02)
     return wrapped
 

@@ -103,7 +103,8 @@ def attach(
 class Clipper:
     """Returned by `attach`. Printing it shows the coverage table."""
 
-    reach = 1.0  # by how many thresholds one example can move the sum
+    # by how many thresholds one example can move the sum
+    reach = 1.0
 
     def __init__(
         self,

@@ -29,8 +29,10 @@ from dpexp.clipping.taps import ForwardPass, Visit
 from dpexp.clipping.uses import Use
 from dpexp.errors import UserError
 
-Bounded = tuple[Tensor, Tensor | None]  # factors, and which examples are finite (None if all are)
-Factors = Callable[..., Tensor]  # (group index, squared norms [b], slice of the examples that they belong to)
+# factors, and which examples are finite (None if all are)
+Bounded = tuple[Tensor, Tensor | None]
+# (group index, squared norms [b], slice of the examples that they belong to)
+Factors = Callable[..., Tensor]
 Sums = dict[str, Tensor | LateSum]
 
 
@@ -101,7 +103,8 @@ class Step:
         self.all_norms = torch.zeros(
             len(groups), self.num_examples, dtype=accumulate, device=visit.roots.device
         )
-        self.sq_norms = list(self.all_norms)  # views
+        # views
+        self.sq_norms = list(self.all_norms)
         self.sums: Sums = {}
         self.factor: dict[int, Bounded] = {}
         self.kept: dict[int, dict[str, PerExampleGradient]] = {}
@@ -189,7 +192,8 @@ class Step:
 
     def _record(self, owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         found = self._per_example(use, saved, gy)
-        if len(found) > 1:  # the largest last: see `_finish`
+        # the largest last: see `_finish`
+        if len(found) > 1:
             found = dict(sorted(found.items(), key=lambda item: item[1].shape.numel()))
         for name in found:
             k = self.group_of[name]

@@ -14,11 +14,16 @@ from dpexp.clipping.gradients.scratch import Scratch
 Mode = Literal["measured", "rule", "ghost", "instantiate", "loop"]
 MODES: tuple[Mode, ...] = ("measured", "rule", "ghost", "instantiate", "loop")
 
-SMALL = 1_000_000  # flops of the plain gradient below which measuring costs more than a wrong choice
-HOPELESS = 3.0  # a first, cold run this much slower than the best so far is not run again
-HOPELESS_FLOPS = 6.0  # a method that computes this much more than the leanest is not even tried
-FREE = 20  # norms that cost this much less than the sum, as those of a layer that sees one position, decide the matter
-LARGE = 64 << 20  # bytes of one example's gradient that are slow to write and read, whatever the machine
+# flops of the plain gradient below which measuring costs more than a wrong choice
+SMALL = 1_000_000
+# a first, cold run this much slower than the best so far is not run again
+HOPELESS = 3.0
+# a method that computes this much more than the leanest is not even tried
+HOPELESS_FLOPS = 6.0
+# norms that cost this much less than the sum, as those of a layer that sees one position, decide the matter
+FREE = 20
+# bytes of one example's gradient that are slow to write and read, whatever the machine
+LARGE = 64 << 20
 
 
 def choose(
@@ -56,7 +61,8 @@ def choose(
         return methods[0]
     key = (*(_coarse(part) for part in per_example.signature()), fused)
     if key not in cache:
-        if torch.compiler.is_compiling():  # a clock has no place in a graph
+        # a clock has no place in a graph
+        if torch.compiler.is_compiling():
             return by_rule(per_example, methods)
         cache[key] = fastest(per_example, methods, fused, scratch)
     return cache[key]

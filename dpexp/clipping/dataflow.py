@@ -43,7 +43,8 @@ class DataFlow(TorchFunctionMode):
 
     def __init__(self, inputs: Iterable[Tensor]):
         super().__init__()
-        self._followed = WeakIdKeyDictionary()  # tensor -> whether it is routed
+        # tensor -> whether it is routed
+        self._followed = WeakIdKeyDictionary()
         for tensor in inputs:
             self.add(tensor)
 
@@ -65,7 +66,8 @@ class DataFlow(TorchFunctionMode):
             name = getattr(func, "__name__", "")
             base = args[0] if args and isinstance(args[0], Tensor) else None
             if base is not None and (name.rstrip("_") in RETURNING or name == "__setitem__"):
-                routed = self.routed(base)  # rows go back to their places
+                # rows go back to their places
+                routed = self.routed(base)
             else:
                 routed = any(self.routed(tensor) for tensor in tensors) or (
                     base is not None and base in self._followed and self._picks_rows(name, args, kwargs)

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
-SIGNED = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)  # levels of `weights` for gradients
-UNSIGNED = (1.0, 0.0, 0.5, 0.25)  # for norms, which show no sign
-UNSEEN = "unseen"  # no proposal, and no gradient has arrived so far
+# levels of `weights` for gradients
+SIGNED = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
+# for norms, which show no sign
+UNSIGNED = (1.0, 0.0, 0.5, 0.25)
+# no proposal, and no gradient has arrived so far
+UNSEEN = "unseen"
 
 
 def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: int) -> list[str]:
@@ -92,7 +95,8 @@ def single_weight(
 ) -> float | None:
     """The weight that all rows follow, where that is one of `SIGNED`: they belong to one example."""
     if torch.finfo(dtype).bits < 32:
-        return None  # the levels are no further apart than rounding errors
+        # the levels are no further apart than rounding errors
+        return None
     levels = torch.tensor(SIGNED).to(plain[0])
     errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
     follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)

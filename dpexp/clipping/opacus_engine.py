@@ -54,8 +54,10 @@ class OpacusBackend:
                 )
         except NotImplementedError as error:
             raise UserError(f"Opacus refuses this model: {error}. Use another engine") from error
-        self.rows: int | None = None  # of the batch that is in the model
-        self.graphs: list[weakref.ref[_Graph]] = []  # of forward passes that wait for their backward
+        # of the batch that is in the model
+        self.rows: int | None = None
+        # of forward passes that wait for their backward
+        self.graphs: list[weakref.ref[_Graph]] = []
         for module in model.modules():
             module.__dict__[ATTACHED] = True
         self.forward: Callable[..., Any] | None = model.__dict__.get("forward")

@@ -46,7 +46,8 @@ def multihead_attention(
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
         biases = [None if bias is None else bias[i * size : (i + 1) * size] for i in range(3)]
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-    q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, T, E / H]
+    # [B, H, T, E / H]
+    q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
     mask = _attention_mask(attn_mask, key_padding_mask, q, k)
     dropout = self.dropout if self.training else 0.0
     attended: Tensor | None = None

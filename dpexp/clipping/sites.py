@@ -27,7 +27,8 @@ class Site:
 
     def __init__(self, params: dict[str, str], recorder: Recorder):
         self.params, self.recorder = params, recorder
-        self.originals: dict[str, Any] = {}  # the parameters as they were attached
+        # the parameters as they were attached
+        self.originals: dict[str, Any] = {}
 
     @torch.compiler.disable(reason=CUT)
     def read_in_compiled_code(self, module: nn.Module, local: str) -> Tensor:

@@ -49,13 +49,17 @@ class Survey:
         self.roles: dict[str, str] = {}
         self.layouts = ByRepr()
         self.looped: set[str] = set()
-        self._new: set[str] = set()  # of the looped, those that this backward pass has found
+        # of the looped, those that this backward pass has found
+        self._new: set[str] = set()
         self.settled = False
         self.backwards = 0
         self.layout: dict[int, str] = {}
-        self.operations: dict[str, dict[str, None]] = {}  # by parameter, those seen; an ordered set
-        self._alone: dict[int, float] = {}  # uses that saw one example, with the weight of its loss
-        self._shared: list[Use] = []  # uses that turned out to be functions of parameters
+        # by parameter, those seen; an ordered set
+        self.operations: dict[str, dict[str, None]] = {}
+        # uses that saw one example, with the weight of its loss
+        self._alone: dict[int, float] = {}
+        # uses that turned out to be functions of parameters
+        self._shared: list[Use] = []
         self._undecided = False
         self._new_sequence = True
         # sequences of uses whose layouts are proven, see `_sequence`; and uses whose formula agreed with autograd
@@ -262,7 +266,8 @@ class Survey:
     ) -> None:
         self.layout[id(use)] = found[0] if found else layouts.UNSEEN
         if dtype is None:
-            return  # its output was not used, or the forward was another one that still waits: it never arrives
+            # its output was not used, or the forward was another one that still waits: it never arrives
+            return
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
             self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP
@@ -273,11 +278,13 @@ class Survey:
         }
         if all(verdict is None for verdict in verdicts.values()):
             self._undecided = True
-            return  # all gradients are zero: contribute nothing now, prove it next time
+            # all gradients are zero: contribute nothing now, prove it next time
+            return
         proven = [layout for layout, verdict in verdicts.items() if verdict]
         if proven:
             layout = proven[0]
-            if len(proven) > 1 or use.routed:  # right today; decide when a batch tells them apart, or never
+            # right today; decide when a batch tells them apart, or never
+            if len(proven) > 1 or use.routed:
                 self.layout[id(use)], self._undecided = layout, True
                 return
         elif use.routed or id(use) in self._alone:
@@ -286,7 +293,8 @@ class Survey:
             # no operation on the batch; its first dimension happens to have as many rows
             layout = layouts.LOOP
         elif use.from_batch is None and layouts.ROWS in found and self.settled:
-            self.settled = False  # look closely again: a table that all examples share, or a coupling?
+            # look closely again: a table that all examples share, or a coupling?
+            self.settled = False
             raise UserError(f"{use.owner} ({use.label}) {LATE}")
         elif use.from_batch is not False and layouts.ROWS in found:
             raise UserError(f"{use.owner} ({use.label}): {MIXED}")
@@ -294,9 +302,11 @@ class Survey:
             layout = layouts.LOOP
         self.layout[id(use)] = layout
         if layout == layouts.LOOP and use.from_batch is False:
-            self._shared.append(use)  # a function of parameters, whose shape looked like the batch
+            # a function of parameters, whose shape looked like the batch
+            self._shared.append(use)
         if self.layouts.get(use.place) in found and self.layouts[use.place] != layout:
-            layout = layouts.LOOP  # two forward passes that wait for this backward pass differ here
+            # two forward passes that wait for this backward pass differ here
+            layout = layouts.LOOP
         self.layouts[use.place] = layout
 
     def _doubt(
@@ -305,7 +315,8 @@ class Survey:
         """Look at a proven layout again."""
         layout = self.layouts[use.place]
         if dtype is None:
-            return  # no gradient arrived
+            # no gradient arrived
+            return
         if layouts.refuted(observed[0][id(use), layout], observed[1][id(use), layout], by_row, dtype):
             if not self._new_sequence:
                 raise UserError(f"{use.owner} ({use.label}), other than in earlier steps: {MIXED}")

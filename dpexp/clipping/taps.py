@@ -103,7 +103,8 @@ class Recorder:
         """Begin the root's forward. ``watch``: follow which tensors are computed from ``inputs``."""
         guess = first_tensor if self.batch is None else self.batch
         self.current = ForwardPass(shapes, guess if guess < len(shapes) else 0)
-        self._stop_watching()  # a forward that this one interrupts, or that was left by an interrupt
+        # a forward that this one interrupts, or that was left by an interrupt
+        self._stop_watching()
         if watch:
             rows = self.current.rows
             # what all examples share is no batch: a single row, where there are several
@@ -160,7 +161,8 @@ class Recorder:
     def place(self, key: str) -> tuple[str, int]:
         """Return the key of a use: the place in the model, and which of the uses there this is in the pass."""
         if self.visiting is not None:
-            return (key, 0)  # a recomputation: its use is not registered
+            # a recomputation: its use is not registered
+            return (key, 0)
         ordinals = self.forward_pass().ordinals
         ordinals[key] = ordinals.get(key, -1) + 1
         return (key, ordinals[key])
@@ -178,7 +180,8 @@ class Recorder:
     def tap(self, y: Tensor, use: Use, saved: tuple[Tensor, ...]) -> Tensor:
         """Register the use and return ``y`` with a tap on it."""
         owner = self.forward_pass()
-        if self.visiting is None:  # else this is a recomputation, registered before
+        # else this is a recomputation, registered before
+        if self.visiting is None:
             owner.uses.append(use)
             owner.consumed = False
             self.alive.add(owner)
@@ -189,7 +192,8 @@ class Recorder:
         if not owner.shapes or owner.rows == rows:
             return False
         found = [index for index, shape in enumerate(owner.shapes) if shape[0] == rows]
-        if not found:  # the batch is the second dimension of an input
+        # the batch is the second dimension of an input
+        if not found:
             return False
         self.batch = found[0]
         return True
@@ -305,7 +309,8 @@ class Tap(torch.autograd.Function):
         if y._is_view():
             # marking a view dirty would make autograd copy the whole gradient of its base
             return y.view_as(y)
-        ctx.mark_dirty(y)  # an in-place identity: later in-place operations on the output stay legal
+        # an in-place identity: later in-place operations on the output stay legal
+        ctx.mark_dirty(y)
         return y
 
     @staticmethod

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from dpexp.errors import UserError
 
-CEILING = 1e12  # of an estimate: far above any gradient, far below overflow
+# of an estimate: far above any gradient, far below overflow
+CEILING = 1e12
 
 
 class FixedThresholds:
     """The thresholds never move."""
 
     adaptive = False
-    bounds: Tensor | None = None  # `[K]`, of the norms that are summed; None: norms are counted
+    # `[K]`, of the norms that are summed; None: norms are counted
+    bounds: Tensor | None = None
 
     def __init__(self, thresholds: Tensor):
         self.estimates = thresholds.detach().clone()

@@ -154,7 +154,8 @@ def _(stack: ExitStack) -> None:
         found = f(self, losses, *arguments, **named)
         for p in self.groups[-1].params.values():
             if p.grad is not None:
-                p.grad *= 3  # as large as if it had not been clipped
+                # as large as if it had not been clipped
+                p.grad *= 3
         return found
 
     _backward(stack, skips)

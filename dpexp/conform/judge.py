@@ -125,7 +125,8 @@ def judge(case: Case, reference: Reference, adapter: Adapter) -> Verdict:
         trial.run()
     except MemoryError:
         raise
-    except Exception as raised:  # whatever a library raises is its answer
+    except Exception as raised:
+        # whatever a library raises is its answer
         failure = raised
     seconds = time.perf_counter() - begun
     error = trial.error if trial.steps else None

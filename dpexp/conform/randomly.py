@@ -168,7 +168,8 @@ def smallest(spec: Spec, adapter: Adapter, verdict: str) -> Spec:
         try:
             return judged(candidate, adapter).verdict == verdict
         except (AttributeError, NameError, RuntimeError, IndexError):
-            return False  # a statement went whose layer another one needs
+            # a statement went whose layer another one needs
+            return False
 
     return shrink(spec, fails)
 

@@ -81,7 +81,8 @@ def settings(number_of_steps: int, *, adaptive: bool = True) -> RunConfig:
     run.task.name, run.model.name, run.scale.name = "points", "mlp", "demo"
     run.clip.name, run.clip.private, run.clip.groups = "adaptive_perlayer", True, "layer"
     run.clip.adaptive, run.clip.quantile_budget = adaptive, 0.1 if adaptive else 0.0
-    run.clip.rescale = False  # so that the noise moves with the thresholds
+    # so that the noise moves with the thresholds
+    run.clip.rescale = False
     run.privacy.noise_multiplier, run.privacy.delta, run.privacy.noise_seed = 1.0, "1e-3", 11
     run.optim.steps, run.optim.batch_size, run.optim.lr = number_of_steps, BATCH, 0.05
     run.runtime.physical_batch_size, run.runtime.device = "8", "cpu"

@@ -42,8 +42,10 @@ from dpexp.integrations.refusals import check_privacy, refuse_arguments, refuse_
 from dpexp.training.engine import PrivacyEngine
 from dpexp.training.own_losses import first_rows, look_at_losses
 
-IGNORED = -100  # a label that is no target
-NOT_PRIVATE = ("loss", "train_loss", "total_flos")  # computed from private rows without noise
+# a label that is no target
+IGNORED = -100
+# computed from private rows without noise
+NOT_PRIVATE = ("loss", "train_loss", "total_flos")
 
 
 class Trainer(transformers.Trainer):
@@ -317,7 +319,8 @@ class _Taken:
         self.wrapped = optimizer
         self.real: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         optimizer._opt_called = (
-            True  # or the scheduler, which holds the wrapper, warns that its optimiser never moves
+            # or the scheduler, which holds the wrapper, warns that its optimiser never moves
+            True
         )
 
     def step(self, closure: Any = None) -> None:

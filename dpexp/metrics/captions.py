@@ -51,7 +51,8 @@ def cider(predictions: Sequence[str], references: References) -> float:
 
     wanted, given = _numbered(predictions, references)
     if not any(text for texts in wanted.values() for text in texts):
-        return 0.0  # references of punctuation alone, on which the library fails
+        # references of punctuation alone, on which the library fails
+        return 0.0
     return float(Cider().compute_score(wanted, given)[0])
 
 
@@ -79,7 +80,8 @@ def _meteor(
         raise UserError("METEOR 1.5 is a Java program and `java` is not on the path: install a Java runtime")
     clean = _split if pretokenized else _one_line
     given, wanted = clean(tuple(predictions)), _grouped(clean, references)
-    bar = "|||"  # separates the fields of the program's protocol
+    # separates the fields of the program's protocol
+    bar = "|||"
     try:
         scorer = _meteor_program()
         score: tuple[float, list[float]] = scorer.compute_score(
@@ -122,7 +124,8 @@ def tokenize(texts: Sequence[str]) -> list[str]:
 
     lines = _one_line(tuple(texts))
     split = _stanford(lines) if java() else [" ".join(treebank(line)) for line in lines]
-    dropped = frozenset(PUNCTUATIONS)  # in it brackets are in capitals and match nothing; so they stay
+    # in it brackets are in capitals and match nothing; so they stay
+    dropped = frozenset(PUNCTUATIONS)
     return [" ".join(token for token in line.split() if token not in dropped) for line in split]
 
 

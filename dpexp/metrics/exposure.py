@@ -108,7 +108,8 @@ def fit(other_losses: npt.ArrayLike) -> SkewNormal:
         raise UserError(
             "exposure: all candidates have the same loss, so that there is no distribution to fit"
         )
-    standard = (losses - center) / spread  # the search for the maximum starts better here
+    # the search for the maximum starts better here
+    standard = (losses - center) / spread
     shape, location, scale = (float(x) for x in stats.skewnorm.fit(standard))
     p = float(stats.kstest(standard, stats.skewnorm(shape, location, scale).cdf).pvalue)
     return SkewNormal(shape, center + spread * location, spread * scale, p)

@@ -81,7 +81,8 @@ def bert_score(
     # RoBERTa's positions begin at 2
     longest = min(tokenizer.model_max_length, model.config.max_position_embeddings - 2)
     texts = sorted({text for group in references for text in group} | set(predictions), key=len, reverse=True)
-    vectors: dict[str, tuple[Tensor, Tensor]] = {}  # text -> unit vectors [T, d], which tokens count [T]
+    # text -> unit vectors [T, d], which tokens count [T]
+    vectors: dict[str, tuple[Tensor, Tensor]] = {}
     for batch in _batches(texts, batch_size):
         tokens = tokenizer(
             batch,

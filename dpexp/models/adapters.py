@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from dpexp.schemas import PeftConfig
 
 PLACEMENTS = ("both", "feed_forward")
-INITIAL_STD = 1e-2  # Houlsby et al., section 3.6: anything below that trains as well
+# Houlsby et al., section 3.6: anything below that trains as well
+INITIAL_STD = 1e-2
 WEIGHTS, DESCRIPTION = "adapters.safetensors", "adapters.json"
 
 

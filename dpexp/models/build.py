@@ -130,7 +130,8 @@ def build_model(
     with _quiet(), _drawn_from(seed):
         config = load_config(model, source)
         if head == "image_classifier":
-            tokenizer = None  # its place is taken by `ImageInputs`, which the task has
+            # its place is taken by `ImageInputs`, which the task has
+            tokenizer = None
         else:
             tokenizer = load_tokenizer(model, config, source) if tokenizer is None else tokenizer
             fit_together(tokenizer, config, resize="vocab_size" not in model.config and source is None)
@@ -138,7 +139,8 @@ def build_model(
         if head.endswith("classifier"):
             config.num_labels = num_labels
         if hasattr(config, "use_cache"):
-            config.use_cache = False  # a decoder's cache of keys and values serves generation only
+            # a decoder's cache of keys and values serves generation only
+            config.use_cache = False
         weights = None if model.retrain else source
         network = _network(config, weights, head, model)
         if model.untied:

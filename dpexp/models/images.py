@@ -73,7 +73,8 @@ def inputs_of_config(config: Any, source: Source | None) -> ImageInputs:
                 processor = AutoImageProcessor.from_pretrained(source.location, backend="pil")
                 mean, std = tuple(processor.image_mean), tuple(processor.image_std)
             except (OSError, ValueError, AttributeError, ImportError, TypeError):
-                pass  # a folder that holds config and weights alone; the record says which constants were used
+                # a folder that holds config and weights alone; the record says which constants were used
+                pass
     return ImageInputs(size, channels, mean, std)
 
 
@@ -139,7 +140,8 @@ def build_image_network(
             raise UserError(
                 f"model.config does not make a {name} of timm: {str(error).splitlines()[0]}"
             ) from error
-        except Exception as error:  # the libraries for files, formats and the hub each raise their own
+        except Exception as error:
+            # the libraries for files, formats and the hub each raise their own
             raise not_found("model.id", name, reason, error) from error
     network.train()
     if not pretrained:

@@ -54,8 +54,10 @@ def add_lora(model: nn.Module, peft: PeftConfig, head: str, new_head: list[str])
     )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft sets it right by itself
-            warnings.filterwarnings("ignore", category=FutureWarning)  # between peft and transformers
+            # peft sets it right by itself
+            warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
+            # between peft and transformers
+            warnings.filterwarnings("ignore", category=FutureWarning)
             return get_peft_model(model, config)
     except ValueError as error:
         there = sorted({name.rsplit(".", 1)[-1] for name, _ in projections(model)})

@@ -116,12 +116,14 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier", **
                 source.location,
                 config=config,
                 dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # a head for other classes; anything else is refused below
+                # a head for other classes; anything else is refused below
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 **source.loading_arguments(),
                 **arguments,
             )
-        except Exception as error:  # the libraries for files, formats and the hub each raise their own
+        except Exception as error:
+            # the libraries for files, formats and the hub each raise their own
             raise not_found("model.id", source.location, reason, error) from error
     if source.gguf:
         _forget_quantization(network)
@@ -156,7 +158,8 @@ def untie_head(network: Any) -> None:
             f"model.untied=true: the output layer of {type(network).__name__} is not tied to its embedding; leave it out"
         )
     output.weight = nn.Parameter(embedding.weight.detach().clone())
-    for module in network.modules():  # BERT and RoBERTa register the bias of the output layer a second time
+    # BERT and RoBERTa register the bias of the output layer a second time
+    for module in network.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if module is not output and parameter is getattr(output, "bias", None):
                 delattr(module, name)

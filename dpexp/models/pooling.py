@@ -20,7 +20,8 @@ from dpexp.errors import UserError
 
 POOLINGS = ("cls", "mean")
 HEADS = ("linear", "unbiased", "dense")
-SETTING, HEAD_SETTING = "dpexp_pooling", "dpexp_head"  # in the config.json of an exported model
+# in the config.json of an exported model
+SETTING, HEAD_SETTING = "dpexp_pooling", "dpexp_head"
 
 
 def classification_head(config: Any, head: str) -> nn.Module:
@@ -70,7 +71,8 @@ class PooledClassifier(PreTrainedModel):
         self.pooling = pooling
         self.base_model_prefix = encoder.base_model_prefix
         if getattr(encoder, "pooler", None) is not None:
-            encoder.pooler = None  # it would train without being read
+            # it would train without being read
+            encoder.pooler = None
         self.add_module(self.base_model_prefix, encoder)
         self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.0) or 0.0)
         self.classifier = classification_head(config, head)
@@ -80,7 +82,8 @@ class PooledClassifier(PreTrainedModel):
         hidden: Tensor = self.get_submodule(self.base_model_prefix)(**inputs).last_hidden_state
         if self.pooling == "cls":
             return hidden[:, 0]
-        mask = inputs["attention_mask"][:, -hidden.shape[1] :].to(hidden.dtype)  # a prefix lengthens the mask
+        # a prefix lengthens the mask
+        mask = inputs["attention_mask"][:, -hidden.shape[1] :].to(hidden.dtype)
         weights = mask / mask.sum(1, keepdim=True).clamp(min=1)
         return torch.einsum("btd,bt->bd", hidden, weights)
 

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from dpexp.schemas import PeftConfig
 
 CARRIERS = ("weights", "history")
-POWER_ITERATIONS = 1  # Yu et al., section 3.3: one is enough
+# Yu et al., section 3.3: one is enough
+POWER_ITERATIONS = 1
 
 
 class Carried(nn.Module):

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from dpexp.errors import UserError
 
 J, ANGLES = 2, 8
-STEP = 2**J  # pixels from one position of the coefficients to the next
-ORDERS = (1, J * ANGLES, ANGLES**2)  # coefficients of order 0, 1 and 2, of each colour and position
+# pixels from one position of the coefficients to the next
+STEP = 2**J
+# coefficients of order 0, 1 and 2, of each colour and position
+ORDERS = (1, J * ANGLES, ANGLES**2)
 # Pixels, not the dimension of a colour; luminance and two differences of colours, an orthonormal basis.
 _OPPONENT = ((1.0, 1.0, 1.0), (1.0, 0.0, -1.0), (1.0, -2.0, 1.0))
 # how many images of noise give the constants, and how much weaker their colours are than their luminance
@@ -48,7 +50,8 @@ def fourier_filters(size: int) -> tuple[list[Tensor], list[Tensor]]:
             theta = (ANGLES // 2 - 1 - angle) * math.pi / ANGLES
             bump = _gaussian(size, sigma, theta, ANGLES / 4, xi)
             base = _gaussian(size, sigma, theta, ANGLES / 4, 0.0)
-            of_scale.append(bump - bump[0, 0] / base[0, 0] * base)  # so that the mean of a wavelet is 0
+            # so that the mean of a wavelet is 0
+            of_scale.append(bump - bump[0, 0] / base[0, 0] * base)
         wavelets.append(torch.stack(of_scale).float())
     low = 0.8 * 2 ** (J - 1)
     passes = [_gaussian(size // 2**r, low / 2**r, 0.0, 1.0, 0.0).float() for r in range(J)]
@@ -60,7 +63,8 @@ def _gaussian(size: int, sigma: float, theta: float, stretch: float, xi: float) 
     grid = 2 * math.pi * torch.fft.fftfreq(size, dtype=torch.float64)
     total = torch.zeros(size, size, dtype=torch.float64)
     for row in range(-2, 3):
-        for column in range(-2, 3):  # sampling in space repeats the transform
+        # sampling in space repeats the transform
+        for column in range(-2, 3):
             y, x = grid[:, None] + 2 * math.pi * row, grid[None, :] + 2 * math.pi * column
             along = x * math.cos(theta) + y * math.sin(theta) - xi
             across = y * math.cos(theta) - x * math.sin(theta)
@@ -148,7 +152,8 @@ class ScatteringClassifier(nn.Module):
         noise = self._averaged(_pink_noise(shape))
         self.register_buffer("shift", noise.mean((0, 2, 3), keepdim=True))
         self.register_buffer("scale", noise.std((0, 2, 3), keepdim=True))
-        self.dropout = nn.Identity()  # where other classifiers on features have theirs
+        # where other classifiers on features have theirs
+        self.dropout = nn.Identity()
         channels = shape[0] * sum(ORDERS)
         layers: list[nn.Module] = [nn.Unflatten(1, (channels, grid, grid))] if widths else []
         for number, (before, width) in enumerate(pairwise((channels, *widths))):

@@ -195,7 +195,8 @@ def hub_unreachable() -> str | None:
         request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
         urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
     except urllib.error.HTTPError:
-        return None  # it answers, if only to refuse this request
+        # it answers, if only to refuse this request
+        return None
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
     return None

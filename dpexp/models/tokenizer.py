@@ -107,7 +107,8 @@ def _from_pretrained(location: str, config: Any, setting: str, gguf: str | None 
                     raise
                 # A bare vocabulary does not say of which kind it is: the network's config does.
                 tokenizer = AutoTokenizer.from_pretrained(location, config=config)
-        except Exception as error:  # the libraries for files, formats and the hub each raise their own
+        except Exception as error:
+            # the libraries for files, formats and the hub each raise their own
             raise not_found(setting, location, reason, error) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # The library makes an empty tokenizer of a folder in which it does not find the files it looks for.
@@ -134,7 +135,8 @@ def fit_together(tokenizer: Any, config: Any, *, resize: bool) -> None:
                 f"{type(tokenizer).__name__} has neither a padding nor an end token, so batches can't be padded; "
                 "give another model.tokenizer"
             )
-        tokenizer.pad_token = tokenizer.eos_token  # masked, so that any token will do
+        # masked, so that any token will do
+        tokenizer.pad_token = tokenizer.eos_token
     config.pad_token_id = tokenizer.pad_token_id
     if resize:
         config.vocab_size = len(tokenizer)

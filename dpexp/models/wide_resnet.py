@@ -135,6 +135,7 @@ def _convolution(inputs: int, outputs: int, kernel_size: int, stride: int, stand
 
 def truncated_normal_(weight: Tensor, fan_in: int) -> None:
     """Variance 1 / fan_in, cut off at two deviations of the normal distribution before it was cut."""
-    kept = 0.87962566103423978  # deviation of a standard normal variable that is cut off at 2
+    # deviation of a standard normal variable that is cut off at 2
+    kept = 0.87962566103423978
     deviation = fan_in**-0.5 / kept
     nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)

@@ -53,7 +53,8 @@ def _loaded() -> str | None:
         return None
     try:
         torch.ops.load_library(str(path))
-    except OSError:  # built against libraries that are gone
+    except OSError:
+        # built against libraries that are gone
         return None
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
@@ -93,7 +94,8 @@ def build() -> Path:
                 f"{compiler} could not build the native kernels, so pure torch is used: "
                 f"{(done.stderr.strip().splitlines() or ['no message'])[0]}"
             )
-        made.replace(target)  # at once: another process never sees half a file
+        # at once: another process never sees half a file
+        made.replace(target)
     _loaded.cache_clear()
     return target
 

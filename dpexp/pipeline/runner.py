@@ -163,7 +163,8 @@ class _StageModule(nn.Module):
     def __init__(self, pipeline: Pipeline):
         super().__init__()
         self.model = pipeline.model
-        self._of = [pipeline]  # in a list: no submodule, and no cycle through one
+        # in a list: no submodule, and no cycle through one
+        self._of = [pipeline]
 
     def forward(self, entering: Tensor, **rest: Tensor) -> Tensor:
         of = self._of[0]

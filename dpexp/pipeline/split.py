@@ -23,7 +23,8 @@ _SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "qwen2": (("embed_tokens",), (), "norm"),
     "qwen3": (("embed_tokens",), (), "norm"),
 }
-TOLERANCE = 1e-5  # of hidden states, relative: the same operations in the same order
+# of hidden states, relative: the same operations in the same order
+TOLERANCE = 1e-5
 
 
 def base_of(model: nn.Module) -> Any:

@@ -120,7 +120,8 @@ def prv_bounds(
             AssertionError,
             IndexError,
             ArithmeticError,
-        ):  # the grid is too coarse, or δ too small for its arithmetic
+        ):
+            # the grid is too coarse, or δ too small for its arithmetic
             lower, estimate, upper = 0.0, math.inf, math.inf
         # A result above the rigorous Rényi bound betrays a grid that misses the rare, large losses of a
         # small q.
@@ -140,7 +141,8 @@ def _pld(parts: Releases, delta: float) -> float:
         return bound
     try:
         return float(loss_distribution(parts, delta).get_epsilon_for_delta(delta))
-    except (ArithmeticError, IndexError, TypeError, ValueError):  # δ or q next to the smallest of numbers
+    except (ArithmeticError, IndexError, TypeError, ValueError):
+        # δ or q next to the smallest of numbers
         return math.inf
 
 
@@ -202,7 +204,8 @@ def _by_library(event: DpEvent, delta: float, accountant: str) -> float:
         )
     if without_noise(event):
         return math.inf
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it reports every order that does not converge
+    # it reports every order that does not converge
+    logging.getLogger("absl").setLevel(logging.ERROR)
     replaced = neighbouring(event) == REPLACE_ONE
     relation = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.ADD_OR_REMOVE_ONE
     one = (

@@ -12,7 +12,8 @@ from dp_accounting import DpEvent
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
 
-_TOLERANCE = 1e-4  # relative, of σ
+# relative, of σ
+_TOLERANCE = 1e-4
 _SMALLEST, _LARGEST = 1e-4, 1e8
 
 
@@ -75,9 +76,8 @@ def _narrow(
         if enough <= short * (1 + _TOLERANCE):
             break
         sigma = math.sqrt(short * enough)
-        if (
-            trial % 4 and spent_enough > 0 and math.isfinite(spent_short)
-        ):  # every fourth halves the bracket for certain
+        if trial % 4 and spent_enough > 0 and math.isfinite(spent_short):
+            # every fourth halves the bracket for certain
             # log ε is nearly linear in log σ. Aim a quarter of the tolerance above the crossing: if that
             # keeps the target, the next candidate, as far below the upper end as the tolerance allows, ends
             # the search.

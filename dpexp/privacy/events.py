@@ -40,8 +40,10 @@ ADD_OR_REMOVE_ONE = (
 )
 REPLACE_ONE = "replace one example by another"
 
-_NO_NOISE = 1e-150  # below it, squares underflow
-_GRID = 512  # kinds among which the best borders are searched
+# below it, squares underflow
+_NO_NOISE = 1e-150
+# kinds among which the best borders are searched
+_GRID = 512
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def checksum(tensors: Iterable[Tensor]) -> bytes:
     """
     sums: list[Tensor] = []
     weights: dict[torch.device, Tensor] = {}
-    spread: dict[tuple[Any, ...], list[int]] = {}  # process groups -> which of the sums lie in parts
+    # process groups -> which of the sums lie in parts
+    spread: dict[tuple[Any, ...], list[int]] = {}
     for tensor in tensors:
         part, place, over = part_here(tensor.detach())
         device = part.device

@@ -39,8 +39,10 @@ METHODS = ("sampling", "scaling")
 MakeEvent = Callable[[float, float, float], DpEvent]
 """(sampling rate q, noise multiplier σ of the first step, threshold scale s) -> what the run releases about such an example."""
 
-_TOLERANCE = 1e-5  # relative, of rates; far below what a learner notices
-_MARGIN = 1e-9  # relative, by which scales stay below their solution, so that rounding cannot overspend
+# relative, of rates; far below what a learner notices
+_TOLERANCE = 1e-5
+# relative, by which scales stay below their solution, so that rounding cannot overspend
+_MARGIN = 1e-9
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ def _rates(
     group would need for themselves at rate q.
     """
 
-    last: dict[float, float] = {}  # target -> log of the rate that was found before: the next one is near
+    # target -> log of the rate that was found before: the next one is near
+    last: dict[float, float] = {}
 
     @cache
     def allowed(target: float, sigma: float) -> float:
@@ -211,7 +214,8 @@ def _rates(
     alone = [calibrate(lambda s: make_event(average, s, 1.0), value, delta, accountant) for value in epsilons]
     low, high = math.log(min(alone)) - 1e-3, math.log(max(alone)) + 1e-3
     log_sigma = float(brentq(surplus, low, high, xtol=1e-4)) if len(epsilons) > 1 else high
-    while surplus(log_sigma) < 0:  # then the rates can be made smaller, which spends less
+    # then the rates can be made smaller, which spends less
+    while surplus(log_sigma) < 0:
         log_sigma += 1e-4
     sigma = math.exp(log_sigma)
     rates = np.asarray([allowed(value, sigma) for value in epsilons])
@@ -231,7 +235,8 @@ def _scales(
         squares = ((sigma / needed) ** 2 - quantile_budget) / (1 - quantile_budget)
         return np.sqrt(np.maximum(squares, 0.0))
 
-    smallest = math.sqrt(quantile_budget) * float(needed.max())  # below it the counts alone overspend
+    # below it the counts alone overspend
+    smallest = math.sqrt(quantile_budget) * float(needed.max())
     if float(weights @ scales(smallest)) >= 1:
         raise UserError(
             f"individual.epsilons={list(epsilons)}: the counts of adaptive thresholds alone would spend more than the smallest "

@@ -91,10 +91,13 @@ class Ledger:
         self._key = hmac.digest(key, b"ledger", "sha256")
         self._entries: dict[int, list[Entry]] = {}
         self._counts: Counter[str] = Counter()
-        self._checks = [""]  # after no charge, after the first, ...
-        self._size = 0  # bytes of the file that are complete lines
+        # after no charge, after the first, ...
+        self._checks = [""]
+        # bytes of the file that are complete lines
+        self._size = 0
         self._line_break_missing = False
-        self._torn = 0  # bytes after these, left by a crash
+        # bytes after these, left by a crash
+        self._torn = 0
         self._read()
 
     @property
@@ -208,7 +211,8 @@ class Ledger:
             json.loads(unfinished)
         except ValueError:
             self._torn = len(unfinished)
-        else:  # no beginning of a JSON object is one itself: the line is complete
+        else:
+            # no beginning of a JSON object is one itself: the line is complete
             self._take(unfinished, len(lines) + 1)
             self._size += len(unfinished)
             self._line_break_missing = True
@@ -296,7 +300,8 @@ class Ledger:
                     f"{self.path} was changed by another process: is this run training twice at once?"
                 )
             try:
-                file.truncate(self._size)  # drops what a crash left of a line
+                # drops what a crash left of a line
+                file.truncate(self._size)
                 file.write(line)
                 flush_file(file)
             except OSError:
@@ -304,7 +309,8 @@ class Ledger:
                 file.truncate(self._size)
                 raise
         if new:
-            flush_folder(self.path.parent)  # a new file's name is on the disk only when its folder is
+            # a new file's name is on the disk only when its folder is
+            flush_folder(self.path.parent)
 
 
 def _event_of(encoded: str, budget: int) -> DpEvent:

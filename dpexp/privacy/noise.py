@@ -256,7 +256,8 @@ def _blocks(key: bytes, stream: int, first: int, number: int) -> NDArray[np.uint
 @lru_cache(maxsize=1)
 def _stairs() -> tuple[Tensor, Tensor, float]:
     stairs = staircase()
-    packed = torch.tensor(stairs.packed).int()  # as 32 bits, whatever their sign
+    # as 32 bits, whatever their sign
+    packed = torch.tensor(stairs.packed).int()
     return packed, torch.tensor(stairs.heights, dtype=torch.int32), float(stairs.total)
 
 

@@ -67,15 +67,22 @@ class Plan:
     sampling: str = "poisson"
     target_epsilon: float | None = None
     schedule: Schedule = CONSTANT
-    budgets: Budgets | None = None  # of groups of examples, where not all have the same
-    search: SearchBudget | None = None  # of the step size, and how far the budgets were raised for it
-    batches: Schedule = CONSTANT  # the expected batch of a step is that of the first one over its factor
-    level: float = 1.0  # of the noise, where the schedule follows the training; the budget is that of level 1
-    unit: str = "example"  # what N counts, see `UNITS`
-    projections: int = 0  # r, where norms are estimated (`dpexp.privacy.projected`); 0: they are exact
+    # of groups of examples, where not all have the same
+    budgets: Budgets | None = None
+    # of the step size, and how far the budgets were raised for it
+    search: SearchBudget | None = None
+    # the expected batch of a step is that of the first one over its factor
+    batches: Schedule = CONSTANT
+    # of the noise, where the schedule follows the training; the budget is that of level 1
+    level: float = 1.0
+    # what N counts, see `UNITS`
+    unit: str = "example"
+    # r, where norms are estimated (`dpexp.privacy.projected`); 0: they are exact
+    projections: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", Schedule.of(self.schedule))  # `to_dict` gives it as plain values
+        # `to_dict` gives it as plain values
+        object.__setattr__(self, "schedule", Schedule.of(self.schedule))
         object.__setattr__(self, "batches", Schedule.of(self.batches))
         object.__setattr__(self, "budgets", Budgets.of(self.budgets))
         object.__setattr__(self, "search", SearchBudget.of(self.search))

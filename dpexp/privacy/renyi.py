@@ -28,9 +28,8 @@ def renyi_epsilon(parts: Releases, delta: float) -> float:
     """ε of the composition at δ, minimised over orders; inf where no order gives a finite value."""
     orders = _ORDERS
     epsilon, best = _minimum(parts, delta, orders)
-    while (
-        best == orders[-1] and 0 < epsilon < math.inf and best < _LARGEST_ORDER
-    ):  # tiny ε: larger orders are better
+    while best == orders[-1] and 0 < epsilon < math.inf and best < _LARGEST_ORDER:
+        # tiny ε: larger orders are better
         orders = tuple(int(orders[-1] * 1.2**k) for k in range(9))
         better, best = _minimum(parts, delta, orders)
         epsilon = min(epsilon, better)

@@ -121,8 +121,10 @@ SCHEDULES: MappingProxyType[str, tuple[Callable[..., float], tuple[str, ...]]] =
 )
 """name -> (f, the parameters of `Schedule` that f takes after t)."""
 
-_SHARES = ("step", "validation")  # whose k is what is left of the noise
-_ROUNDING = 1e-9  # step·q may fall short of the whole epoch that it is by a few rounding errors
+# whose k is what is left of the noise
+_SHARES = ("step", "validation")
+# step·q may fall short of the whole epoch that it is by a few rounding errors
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)

@@ -19,21 +19,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SCALE_BITS = 40  # the standard deviation is 2^40
-TAIL = 16  # no number is larger than 16 standard deviations; what is cut weighs 2^-188
-RELATIVE_ERROR = 2.0**-45  # of every probability below 11 standard deviations; 2^-90 lies beyond
-GROUP = 128  # places that 16 blocks of the cipher serve; pieces begin at a multiple
+# the standard deviation is 2^40
+SCALE_BITS = 40
+# no number is larger than 16 standard deviations; what is cut weighs 2^-188
+TAIL = 16
+# of every probability below 11 standard deviations; 2^-90 lies beyond
+RELATIVE_ERROR = 2.0**-45
+# places that 16 blocks of the cipher serve; pieces begin at a multiple
+GROUP = 128
 
 # Attacks are known on up to 7.5 rounds, far beyond 2^128 steps; 20 would cost half as much again as all else.
 ROUNDS = 8
 
 _LAYERS = 256
 _LAYER_BITS = 8
-_LOW_BITS = 23  # of a number, uniform; the table decides the rest
+# of a number, uniform; the table decides the rest
+_LOW_BITS = 23
 _WIDTH_BITS = 21
-_TOTAL = 6_627_564  # units of height for exp(0) = 1: the most that 256 layers can cover
+# units of height for exp(0) = 1: the most that 256 layers can cover
+_TOTAL = 6_627_564
 _MASK = 0xFFFFFFFF
-_CACHED = 1 << 13  # blocks of the cipher
+# blocks of the cipher
+_CACHED = 1 << 13
 
 
 class Piece(NamedTuple):

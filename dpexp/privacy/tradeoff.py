@@ -34,8 +34,10 @@ from dpexp.privacy.events import Releases, coarsen, releases
 
 FPR = 1e-3
 TPR = f"tpr_at_fpr_{FPR:g}"
-_RAREST = 1e-10  # error rates below are not looked at
-_KINDS = 48  # of releases that are composed as they are; see `accountants`
+# error rates below are not looked at
+_RAREST = 1e-10
+# of releases that are composed as they are; see `accountants`
+_KINDS = 48
 _POINTS = 20_001
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 AUGMENTATIONS = ("flip_crop", "crop", "flip")
 """What `task.augmentation` may name. Digits are no digits in a mirror: `crop` is for them."""
-PAD = 4  # pixels on each side before the crop, mirrored (De et al. 2022)
+# pixels on each side before the crop, mirrored (De et al. 2022)
+PAD = 4
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -35,7 +36,8 @@ def choices(seed: int, step: int, indices: np.ndarray, copies: int) -> np.ndarra
         copies, dtype=np.uint64
     )
     bits: np.ndarray
-    with np.errstate(over="ignore"):  # arithmetic is modulo 2^64
+    # arithmetic is modulo 2^64
+    with np.errstate(over="ignore"):
         bits = key + (number + np.uint64(1)) * _GOLDEN
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -49,7 +49,8 @@ def whole_lengths(model: nn.Module, padding: Tensor, end: int, penalty: float) -
             "not have: leave it at target"
         )
     finish: Any = getattr(searching, FINISH)
-    best = torch.zeros(0)  # [rows, 1], of the candidates of the last step
+    # [rows, 1], of the candidates of the last step
+    best = torch.zeros(0)
 
     def improvable(scores: Tensor, is_finished: Tensor, length: int) -> Tensor:
         """`[rows, 1]`: whether the best candidate of a step from this length could still beat a finished text."""

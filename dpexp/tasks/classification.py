@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
 
 
-MOST_CLASSES = 1000  # more distinct values than this are a mistaken column, unless they are declared
-FEW_CLASSES = 20  # so many are never a mistake, and are listed in messages
-NO_LABEL = ("", "nan", "null", "none", "na", "n/a", "<na>")  # what programs write for a missing cell
+# more distinct values than this are a mistaken column, unless they are declared
+MOST_CLASSES = 1000
+# so many are never a mistake, and are listed in messages
+FEW_CLASSES = 20
+# what programs write for a missing cell
+NO_LABEL = ("", "nan", "null", "none", "na", "n/a", "<na>")
 
 
 class Example(NamedTuple):
@@ -98,7 +101,8 @@ class TextClassification(Task):
         self.pad_to = padded_length(task, tokenizer)
         self.longest = max_length
         cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
-        self.splits: dict[str, Examples] = {}  # "train", "dev", and perhaps more whose names begin with "dev"
+        # "train", "dev", and perhaps more whose names begin with "dev"
+        self.splits: dict[str, Examples] = {}
         for split, table in found.splits.items():
             targets = _targets(table, columns.label, self.labels)
             texts = table.columns[columns.text]
@@ -297,7 +301,8 @@ def _targets(table: Table, column: str, labels: Sequence[str]) -> np.ndarray:
     number = {label: i for i, label in enumerate(labels)}
     targets = np.empty(len(table), dtype=np.int64)
     for row, label in enumerate(table.columns[column]):
-        if label not in number:  # which stays unsaid: it is a private value
+        # which stays unsaid: it is a private value
+        if label not in number:
             known = ", ".join(labels) if len(labels) <= FEW_CLASSES else f"{labels[0]}, {labels[1]}, ..."
             raise UserError(
                 f"{table.at(row)}: the label in column {column} is none of the {len(labels)} classes {known}"

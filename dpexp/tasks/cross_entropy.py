@@ -24,9 +24,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-BLOCK = 1 << 20  # numbers that are exponentiated at a time: they stay in a core's reach
-HEAD_BLOCK = 1 << 25  # logits of a frozen layer at a time: enough rows for a matrix product at full speed
-UNIT = 1024.0  # what gradients are kept in units of in float16, where a probability of 1e-7 would be almost nothing
+# numbers that are exponentiated at a time: they stay in a core's reach
+BLOCK = 1 << 20
+# logits of a frozen layer at a time: enough rows for a matrix product at full speed
+HEAD_BLOCK = 1 << 25
+# what gradients are kept in units of in float16, where a probability of 1e-7 would be almost nothing
+UNIT = 1024.0
 
 
 def cross_entropy_(
@@ -89,7 +92,8 @@ class _Overwriting(torch.autograd.Function):
             losses[rows] = _block(logits[rows], *_picked(rows, targets, ignored, weights), wanted)
         if wanted:
             ctx.unit = _unit(logits.dtype)
-            ctx.save_for_backward(logits)  # the gradient, by now
+            # the gradient, by now
+            ctx.save_for_backward(logits)
         return losses
 
     @staticmethod
@@ -173,7 +177,8 @@ def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
     if bool((factors == 1).all()):
         return gradient
     scaled = torch.empty_like(gradient)
-    for rows in _blocks(gradient.shape, BLOCK):  # of 16 bits, the product is wider for a moment
+    # of 16 bits, the product is wider for a moment
+    for rows in _blocks(gradient.shape, BLOCK):
         scaled[rows] = gradient[rows] * factors[rows, None]
     return scaled
 

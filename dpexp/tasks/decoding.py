@@ -80,7 +80,8 @@ def decode(
     head = {"weights": weights_hash(model), "settings": terms, "contexts": _hash(contexts)}
     done = by_one(partial(_read, path, head)) if path is not None else {}
     left = [i for i in range(len(contexts)) if i not in done]
-    left.sort(key=lambda i: -len(contexts[i].prompt))  # longest first: a lack of memory shows at once
+    # longest first: a lack of memory shows at once
+    left.sort(key=lambda i: -len(contexts[i].prompt))
     size = max(1, rows // settings.num_beams) if settings.top_p is None else 1
 
     def search_for(chosen: Sequence[int]) -> list[Written]:
@@ -183,7 +184,8 @@ def _hash(contexts: Sequence[Context]) -> str:
 def _read(path: Path, head: dict[str, Any]) -> dict[int, Written]:
     """The predictions in a file; it is begun anew where it belongs to something else, and a torn last line is dropped."""
     try:
-        lines = path.read_bytes().split(b"\n")  # texts may hold what else ends a line in Unicode
+        # texts may hold what else ends a line in Unicode
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         lines = []
     done: dict[int, Written] = {}
@@ -191,7 +193,8 @@ def _read(path: Path, head: dict[str, Any]) -> dict[int, Written]:
     if lines and lines[0] == kept[0].encode():
         for line in lines[1:]:
             try:
-                content = line.decode()  # the last line may be torn inside a character
+                # the last line may be torn inside a character
+                content = line.decode()
                 row = json.loads(content)
                 done[row["index"]] = Written(row["prediction"], row["ended"])
             except (ValueError, KeyError, TypeError):

@@ -18,8 +18,10 @@ from dpexp.tasks.files import Table
 
 DEMO_NAME = "synthetic demo data (embedded), not a published data set"
 DEMO_LABELS = ("0", "1")
-DEMO_WORDS = {"0": "terrible", "1": "great"}  # of text infilling
-DEMO_TRAIN_ROWS = 2000  # where the configuration declares no N
+# of text infilling
+DEMO_WORDS = {"0": "terrible", "1": "great"}
+# where the configuration declares no N
+DEMO_TRAIN_ROWS = 2000
 DEMO_DEV_ROWS = 400
 MOST_ROWS = 100_000
 WRONG_LABELS = 0.03

@@ -12,10 +12,12 @@ from dpexp.errors import UserError
 from dpexp.tasks.image_files import Images
 
 DEMO_IMAGES = "synthetic demo images (embedded), not a published data set"
-DEMO_TRAIN_ROWS = 2000  # where the configuration declares no N
+# where the configuration declares no N
+DEMO_TRAIN_ROWS = 2000
 DEMO_DEV_ROWS = 500
 MOST_ROWS = 100_000
-CHUNK = 512  # images at a time
+# images at a time
+CHUNK = 512
 
 # x and y of both ends of a segment; the digit is 1 wide and 2 high around the origin.
 _SEGMENTS = {
@@ -92,7 +94,8 @@ def _digits(labels: np.ndarray, chance: np.ndarray, height: int, width: int) -> 
     x, y = _grid(chance, height, width, 0.35)
     size = (0.45 + 0.15 * chance[:, 2])[:, None, None]
     x, y = x / size, y / size
-    x = x + (0.4 * chance[:, 3, None, None] - 0.1) * y  # slanted
+    # slanted
+    x = x + (0.4 * chance[:, 3, None, None] - 0.1) * y
     stroke = (0.12 + 0.14 * chance[:, 4])[:, None, None]
     ink = np.zeros_like(x)
     for name, (x0, y0, x1, y1) in _SEGMENTS.items():

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from dpexp.schemas import DataConfig
 
 log = logging.getLogger(__name__)
-BATCH, IMAGES = 256, 32  # that go through the encoder together
+# that go through the encoder together
+BATCH, IMAGES = 256, 32
 FORMAT = 1
 NOTE = "features: computed once by the frozen encoder, without dropout; the head alone is trained"
 
@@ -216,7 +217,8 @@ def _cached(
         if len(found) == len(rows):
             return found
     except (OSError, SafetensorError, KeyError):
-        pass  # not there, or not readable: made anew
+        # not there, or not readable: made anew
+        pass
     log.info("features of %d examples are being computed; later runs read them from %s", len(rows), cache)
     values = features_of(model, task, rows, device, precision)
     try:
@@ -228,7 +230,8 @@ def _cached(
 
 def _save(path: Path, values: Tensor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")  # mode 0600
+    # mode 0600
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(save({"features": values.contiguous()}))

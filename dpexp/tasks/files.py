@@ -21,7 +21,8 @@ from typing import Any
 from dpexp.errors import UserError
 
 COMPRESSIONS = {"": None, ".gz": gzip.decompress, ".xz": lzma.decompress}
-LONGEST_NAME = 30  # of a column
+# of a column
+LONGEST_NAME = 30
 FORMATS = (".tsv", ".csv", ".json", ".jsonl")
 Row = tuple[int, Sequence[str]]
 """The line that a row starts on, counted from 1, and the wanted cells."""
@@ -176,7 +177,8 @@ def _read_saved(path: Path, wanted: Sequence[str], labels: Sequence[str]) -> Tab
 
     try:
         saved = datasets.load_from_disk(str(path))
-    except Exception as error:  # whatever its reader of Arrow, JSON or files raises
+    except Exception as error:
+        # whatever its reader of Arrow, JSON or files raises
         raise UserError(
             f"{path}: a folder must be one written by datasets.save_to_disk, and this one can't be read as such"
         ) from error
@@ -294,7 +296,8 @@ def _cell(value: Any, where: str, column: str) -> str:
         return value
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)
-    held = "nothing" if value is None else f"a {type(value).__name__}"  # not the value: it may be private
+    # not the value: it may be private
+    held = "nothing" if value is None else f"a {type(value).__name__}"
     raise UserError(f"{where}: column {column} holds {held}, neither text nor a number")
 
 

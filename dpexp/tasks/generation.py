@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 SUITES = ("e2e", "dart", "summarization", "dialogue")
 """`task.metric`: the suites of `dpexp.metrics.text`."""
 
-EVALUATED_LOGITS = 1 << 26  # numbers at once while the loss is measured: 256 MiB in float32
+# numbers at once while the loss is measured: 256 MiB in float32
+EVALUATED_LOGITS = 1 << 26
 
 
 class Generation(Task):
@@ -95,10 +96,12 @@ class Generation(Task):
                 f"{task.generation.prompt_set})"
             )
         if task.generation.when != "never":
-            from dpexp.metrics import text  # heavy, and only needed for generated text
+            # heavy, and only needed for generated text
+            from dpexp.metrics import text
 
             models = task.generation.metric_models
-            text.check(task.metric, models)  # what is missing is said now, not after an hour of training
+            # what is missing is said now, not after an hour of training
+            text.check(task.metric, models)
             notes += text.notes(task.metric, models)
         self.data = found.info(task, data, scale, notes)
 

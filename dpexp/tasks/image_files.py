@@ -27,7 +27,8 @@ from safetensors.numpy import save
 
 from dpexp.errors import UserError
 
-FORMAT = 1  # of the cached files: count up when decoding gives other pixels
+# of the cached files: count up when decoding gives other pixels
+FORMAT = 1
 IDX_UINT8 = 8
 OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 log = logging.getLogger(__name__)
@@ -149,7 +150,8 @@ CIFAR = {
             "cifar-100-binary",
             "cifar-100-binary.tar.gz",
             {"train": ("train.bin",), "dev": ("test.bin",)},
-            label_bytes=2,  # the coarse class, then the fine one
+            # the coarse class, then the fine one
+            label_bytes=2,
         ),
     ),
 }
@@ -222,7 +224,8 @@ def _batch(data: bytes, where: str, layout: Layout) -> tuple[np.ndarray, np.ndar
         raise UserError(
             f"{where}: this pickle asks for {error}, and a CIFAR batch holds arrays and lists alone: not opened"
         ) from None
-    except Exception as error:  # a damaged pickle can raise nearly anything
+    except Exception as error:
+        # a damaged pickle can raise nearly anything
         raise UserError(
             f"{where}: this is no CIFAR batch ({type(error).__name__}): fetch it again"
         ) from error
@@ -263,7 +266,8 @@ class _ArraysOnly(pickle.Unpickler):
             return multiarray._reconstruct
         if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
             return getattr(np, name)
-        if (module, name) == ("_codecs", "encode"):  # how protocol 2 of Python 3 writes bytes
+        # how protocol 2 of Python 3 writes bytes
+        if (module, name) == ("_codecs", "encode"):
             return lambda text, encoding: text.encode(encoding)
         raise _ForbiddenError(f"{module}.{name}")
 
@@ -325,7 +329,8 @@ def decode(data: bytes, where: str, *, channels: int, resize: int | None = None)
             if resize is not None:
                 found = ImageOps.fit(found, (resize, resize), Image.Resampling.BICUBIC)
             pixels = np.asarray(found, np.uint8)
-    except Exception as error:  # every decoder of Pillow has its own
+    except Exception as error:
+        # every decoder of Pillow has its own
         reason = (
             "it is empty" if not data else str(error).replace("<_io.BytesIO object at ", "<").splitlines()[0]
         )
@@ -389,7 +394,8 @@ def cached(cache: Path, content: str, where: str, make: Callable[[], Images]) ->
         with safe_open(path, framework="np") as file:
             return Images(file.get_tensor("pixels"), file.get_tensor("labels"), where)
     except (OSError, SafetensorError):
-        pass  # not there, or not readable: made anew
+        # not there, or not readable: made anew
+        pass
     images = make()
     try:
         _write(path, save({"pixels": images.pixels, "labels": images.labels}))
@@ -400,7 +406,8 @@ def cached(cache: Path, content: str, where: str, make: Callable[[], Images]) ->
 
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")  # mode 0600
+    # mode 0600
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

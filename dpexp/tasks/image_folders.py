@@ -51,9 +51,8 @@ def read_folder(
     Raises:
         UserError: a class without images, a subfolder that is no class, a file that can't be decoded, another size.
     """
-    if unknown := set(class_folders(folder, setting)) - set(
-        labels
-    ):  # whose names stay unsaid: labels of private images
+    if unknown := set(class_folders(folder, setting)) - set(labels):
+        # whose names stay unsaid: labels of private images
         raise UserError(
             f"{setting}={folder}: {len(unknown)} of its subfolders are none of the classes {', '.join(labels[:20])}"
         )

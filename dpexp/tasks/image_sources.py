@@ -37,7 +37,8 @@ HUB_COLUMNS = {
     "uoft-cs/cifar100": ("img", "fine_label"),
 }
 JPEG_NOTE = "the pixels went through lossy JPEG compression: a result on them is none on the data set they were made from"
-DEMO_CLASSES = tuple(f"pattern {i}" for i in range(4))  # where the task has no classes of its own
+# where the task has no classes of its own
+DEMO_CLASSES = tuple(f"pattern {i}" for i in range(4))
 
 
 def find_images(task: TaskConfig, data: DataConfig, scale: str, cache: Path) -> Found[Images]:

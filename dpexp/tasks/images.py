@@ -206,7 +206,8 @@ class ImageClassification(Task):
         for name in ("mean", "std"):
             values = getattr(self.inputs, name) or tuple(getattr(task, name)) or (HALF,)
             if len(values) not in (1, channels) and len(set(values)) > 1:
-                values = (sum(values) / len(values),)  # grey images in a network of three channels
+                # grey images in a network of three channels
+                values = (sum(values) / len(values),)
             values = values[:1] if len(values) != channels else values
             found.append(torch.tensor(values, dtype=torch.float32).expand(channels).reshape(-1, 1, 1))
         if not bool((found[1] > 0).all()):

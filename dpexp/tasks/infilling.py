@@ -272,7 +272,8 @@ class TextInfilling(TextClassification):
         at_mask = batch["mask_positions"][:, None, None]
         with _passing_on(model, at_mask, batch["input_ids"].shape[1]):
             logits = model(**inputs).logits
-        if logits.shape[1] != 1:  # a model without a base model to tell its head from
+        # a model without a base model to tell its head from
+        if logits.shape[1] != 1:
             logits = logits.take_along_dim(at_mask, 1)
         return logits[:, 0, self.words.to(logits.device)]
 

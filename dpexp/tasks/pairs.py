@@ -19,7 +19,8 @@ from dpexp.tasks.sources import Found, Reader, find
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
 
-DEMO_ROWS = 2000  # where the configuration declares no N
+# where the configuration declares no N
+DEMO_ROWS = 2000
 DEMO_FILES = {"train": "train.jsonl", "dev": "dev.jsonl"}
 
 

@@ -76,7 +76,8 @@ def make_frame(tokenizer: Any, settings: GenerationConfig, max_length: int) -> F
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end
     prefix, suffix = (_affix(tokenizer, text, begin) for text in (settings.prefix, settings.suffix))
     if not len(prefix) + len(suffix):
-        prefix = np.array([begin], np.int32)  # the first token of a target is predicted from something
+        # the first token of a target is predicted from something
+        prefix = np.array([begin], np.int32)
     frame = Frame(prefix, suffix, end, max_length, settings.max_target, settings.cut)
     if frame.room <= settings.max_target:
         raise UserError(
@@ -115,7 +116,8 @@ class Sequences(Sequence[Example]):
 
     def __init__(self, frame: Frame, sources: TokenTable, targets: TokenTable) -> None:
         self.frame, self.sources, self.targets = frame, sources, targets
-        self.target_lengths = np.minimum(targets.lengths + 1, frame.longest_target)  # + 1: the end token
+        # + 1: the end token
+        self.target_lengths = np.minimum(targets.lengths + 1, frame.longest_target)
         self.lengths = (
             len(frame.prefix)
             + len(frame.suffix)
@@ -132,7 +134,8 @@ class Sequences(Sequence[Example]):
 
     def longer_than(self, most: int) -> np.ndarray:
         """`[rows]` bool: which rows have more tokens than `most`, before anything is cut."""
-        around = len(self.frame.prefix) + len(self.frame.suffix) + 1  # 1: the end token
+        # 1: the end token
+        around = len(self.frame.prefix) + len(self.frame.suffix) + 1
         return np.asarray(around + self.sources.lengths + self.targets.lengths > most)
 
     def prompt(self, i: int) -> np.ndarray:

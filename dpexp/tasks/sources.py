@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
 
 PARQUET = (
-    "refs/convert/parquet"  # the hub's own copy of data sets whose loading script the library no longer runs
+    # the hub's own copy of data sets whose loading script the library no longer runs
+    "refs/convert/parquet"
 )
 MOST_SHARED = (
-    0.5  # a dev set with a larger share of training rows than this is the training data by another name
+    # a dev set with a larger share of training rows than this is the training data by another name
+    0.5
 )
 NO_DEV = "no dev set was given (data.dev), so nothing is measured"
 
@@ -202,7 +204,8 @@ def _on_hub(reader: Reader[Split], tried: list[str]) -> Found[Split] | None:
             try:
                 there = datasets.load_dataset(task.hub_id, task.hub_config, revision=revision)
                 break
-            except Exception as error:  # the libraries for files, formats and the hub each raise their own
+            except Exception as error:
+                # the libraries for files, formats and the hub each raise their own
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
                 why = f"can't be reached ({reason}), and its cache has no copy" if reason else first_line
     if there is None:

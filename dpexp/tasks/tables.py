@@ -113,5 +113,6 @@ class TableReader(Reader[Table]):
             raise UserError(
                 f"{train.where}: task.held_out={held_out} of {len(train)} rows leaves nothing to train on"
             )
-        dev = replace(train.rows(left, len(train)), skipped=0)  # the file's malformed rows are counted once
+        # the file's malformed rows are counted once
+        dev = replace(train.rows(left, len(train)), skipped=0)
         return {**tables, "train": train.rows(0, left), "dev": dev}

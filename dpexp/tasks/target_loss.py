@@ -96,7 +96,8 @@ def _plain_and_frozen(layer: nn.Module) -> bool:
 def _is_last(model: nn.Module, layer: nn.Module, inputs: dict[str, Tensor]) -> bool:
     """Asked once, of one example, before anything is computed for a step: a resumed run must take the same way."""
     if layer not in _comes_last:
-        outputs: list[tuple[Tensor, int]] = []  # with how often each had been written to
+        # with how often each had been written to
+        outputs: list[tuple[Tensor, int]] = []
         handle = layer.register_forward_hook(
             lambda _, args, output: outputs.append((output, output._version))
         )

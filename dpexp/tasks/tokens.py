@@ -16,8 +16,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-CHUNK = 8192  # texts per call of the tokenizer: large enough to be fast, small enough to bound memory
-FORMAT = 1  # of the cached files: count up when `tokenize` gives other rows
+# texts per call of the tokenizer: large enough to be fast, small enough to bound memory
+CHUNK = 8192
+# of the cached files: count up when `tokenize` gives other rows
+FORMAT = 1
 log = logging.getLogger(__name__)
 
 
@@ -126,7 +128,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
     """A hash of all that decides which tokens come out."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state.pop("truncation"), state.pop("padding")  # the settings of the last call
+        # the settings of the last call
+        state.pop("truncation"), state.pop("padding")
     else:
         state = tokenizer.get_vocab()
     parts = [type(tokenizer).__name__, tokenizer.model_input_names, str(tokenizer.init_kwargs), state]
@@ -160,7 +163,8 @@ def _load(path: Path) -> TokenTable | None:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
             truncated = int(file.metadata()["truncated"])
     except (OSError, SafetensorError, KeyError, TypeError):
-        return None  # not there, or not readable: made anew
+        # not there, or not readable: made anew
+        return None
     return TokenTable(arrays["tokens"], arrays["offsets"], arrays.get("segments"), truncated)
 
 
@@ -169,7 +173,8 @@ def _save(path: Path, table: TokenTable) -> None:
     if table.segments is not None:
         arrays["segments"] = table.segments
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")  # mode 0600
+    # mode 0600
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(save(arrays, metadata={"truncated": str(table.truncated)}))

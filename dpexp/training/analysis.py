@@ -13,7 +13,8 @@ from dpexp.privacy.plan import Plan
 from dpexp.schemas import AnalysisConfig
 from dpexp.training.steps import Steps
 
-SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)  # of the examples, whose quantiles a record holds
+# of the examples, whose quantiles a record holds
+SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 class OutputAnalysis:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dpexp.errors import UserError
 from dpexp.privacy.sampling import FixedSizeSampler, GroupedSampler, PoissonSampler, stream
 
-CPU_ACTIVATION_BYTES = 2 << 30  # beyond this, larger batches do not make two or sixteen cores faster
+# beyond this, larger batches do not make two or sixteen cores faster
+CPU_ACTIVATION_BYTES = 2 << 30
 LARGEST = 1024
 
 
@@ -158,7 +159,8 @@ def automatic_size(
         for parameter in parameters:
             parameter.grad = None
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)  # the trial is no part of the run's memory
+            # the trial is no part of the run's memory
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 def _largest_on_gpu(
@@ -196,7 +198,8 @@ def _estimate_on_cpu(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # with its history, a node that saves its own output would keep itself alive
+        # with its history, a node that saves its own output would keep itself alive
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         losses = forward(2)

@@ -234,7 +234,8 @@ class PrivacyEngine:
             if ranks.once((self.folder / "checkpoint" / "latest.json").exists):
                 self.load()
             else:
-                self.save()  # the first weights: a run that is cut off early begins with them again
+                # the first weights: a run that is cut off early begins with them again
+                self.save()
         except BaseException:
             self._open.close()
             raise
@@ -314,7 +315,8 @@ class PrivacyEngine:
                         self._padding_known = len(examples) > 1
                         self.clipper.pads_with(padding_token(collate_fn, examples, batch))
                     if not self._steps.sums.drawn:
-                        self._gradients.look()  # of the first piece: all gradients are None
+                        # of the first piece: all gradients are None
+                        self._gradients.look()
                     yield batch
                     if self._loop is not loop:
                         raise UserError("another loop over engine.batches() was begun: keep to one of them")
@@ -324,7 +326,8 @@ class PrivacyEngine:
                         )
         finally:
             if self._loop is loop:
-                self._steps.clear()  # a sum without noise is not left lying about
+                # a sum without noise is not left lying about
+                self._steps.clear()
 
     def step(self, losses: Tensor) -> bool:
         """Clip the gradients of a physical batch and add them up; with the last one of a logical batch, take the step.

@@ -10,7 +10,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def end_like_ctrl_c() -> None:
     """Let SIGTERM raise KeyboardInterrupt too, so that it ends a run with the same words wherever it arrives."""
-    if threading.current_thread() is threading.main_thread():  # elsewhere Python delivers no signals
+    # elsewhere Python delivers no signals
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -25,7 +26,8 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python delivers no signals
+        # elsewhere Python delivers no signals
+        if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 

@@ -11,7 +11,8 @@ from dpexp import provenance, record
 from dpexp.schemas import RunConfig
 from dpexp.training.sums import Sums
 
-NORM_QUANTILES = [0.25, 0.5, 0.75, 0.85]  # those that Figure 4 of He et al. marks
+# those that Figure 4 of He et al. marks
+NORM_QUANTILES = [0.25, 0.5, 0.75, 0.85]
 # in which the ratio of signal to noise is logged, marked not private: Li et al., Figure 3 average it over so many
 FIRST_STEPS = 30
 
@@ -118,7 +119,8 @@ class Logbook:
 
     def _write_norms(self, step: int, norms_of_pieces: list[torch.Tensor]) -> None:
         """Quantiles of the norms of each group (He et al., Figures 2, 4), without noise: marked not private."""
-        norms = torch.cat(norms_of_pieces, 1)  # [K, b]
+        # [K, b]
+        norms = torch.cat(norms_of_pieces, 1)
         values = torch.nanquantile(norms, torch.tensor(NORM_QUANTILES), dim=1).T
         quantiles = {"quantiles": NORM_QUANTILES, "groups": self.groups, "values": values.tolist()}
         self.metrics.write(step, {"norm_quantiles": quantiles}, released=False)

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from dpexp.tasks.base import Task
 
 FP16_LOSS_SCALE = 2.0**10
-UNTRIED_BATCH = 16  # a physical batch that fits nearly everywhere
+# a physical batch that fits nearly everywhere
+UNTRIED_BATCH = 16
 
 
 @dataclass
@@ -195,7 +196,8 @@ class Trainer:
         if (memory := self.decisions.of_rank("engine")) is not None:
             clipper.recall(memory)
         elif (choices := self.machine.get("choices")) is not None:
-            clipper.recall({"choices": choices})  # two runs on one machine then add up in the same order
+            # two runs on one machine then add up in the same order
+            clipper.recall({"choices": choices})
         return clipper
 
     def _restore(self) -> None:
@@ -291,7 +293,8 @@ class Trainer:
                 self.stepper.keep_signal = self.log.wants_signal(self.step + 1)
                 sums = self.take_step(interrupts)
                 if sums is None:
-                    break  # cut off before anything was released: this step has not happened
+                    # cut off before anything was released: this step has not happened
+                    break
                 self.log.took(begun)
                 self._tell(sums, progress)
                 self._feed_back(progress)

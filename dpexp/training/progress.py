@@ -21,7 +21,8 @@ from dpexp.statement import ACCOUNTANTS
 
 EPSILON_EVERY_S = 5.0
 LINE_EVERY_S = 10.0
-RECENT_STEPS = 101  # the time left is their median times the steps left
+# the time left is their median times the steps left
+RECENT_STEPS = 101
 
 
 class Spent(Protocol):
@@ -116,7 +117,8 @@ class Progress:
     def time_left(self, step: int) -> str:
         """In words; empty after the first step of a session, which may still measure and compile, and with a strict release."""
         if step == self.start + 2:
-            self.times.popleft()  # the first step's, which is no guide
+            # the first step's, which is no guide
+            self.times.popleft()
         if self.strict or step < self.start + 2:
             return ""
         return f"{_duration(statistics.median(self.times) * (self.steps - step))} left"

@@ -62,7 +62,8 @@ class StageRelease(Release):
 class StageSteps(Steps):
     """Steps whose pieces have been through the stages when they are added."""
 
-    mine: Tensor | None = None  # [K] which groups this process counts
+    # [K] which groups this process counts
+    mine: Tensor | None = None
     found: list[Report] | None = None
     counts_losses = False
 

@@ -135,7 +135,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             writer = _HashingWriter(file)
             try:
                 torch.save(vars(checkpoint), cast("IO[bytes]", writer))
-            except RuntimeError as error:  # what torch makes of an error of the disk
+            except RuntimeError as error:
+                # what torch makes of an error of the disk
                 raise writer.error or error from error
             flush_file(file)
         os.replace(temporary, target)
@@ -202,7 +203,8 @@ class Decisions:
     path: Path
     device: str
     values: dict[str, Any] = field(default_factory=dict)
-    ranks: Ranks = ALONE  # rank 0 reads and writes for all
+    # rank 0 reads and writes for all
+    ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
         self.values = self.ranks.once(self._read)

@@ -357,7 +357,8 @@ class Steps:
             for parameter, anywhere in zip(self.parameters, map(any, zip(*used, strict=True)), strict=True):
                 if anywhere and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        if not self.sharded:  # else FSDP has added them up
+        # else FSDP has added them up
+        if not self.sharded:
             self.replicas.sum_(self.gradients)
         self.sums.sum_(self.ranks)
 

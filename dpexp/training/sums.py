@@ -15,15 +15,21 @@ from dpexp.privacy.sensitivity import centred_counts, centred_norms
 class Sums:
     """The sums of one step besides those of the gradients, before any noise."""
 
-    counts: Tensor  # [K] what the thresholds follow: centred counts, or centred sums of norms; float64
-    norms: Tensor  # [K] sums of the norms, float64
-    clipped: Tensor  # [K] how many examples were clipped, float64
-    loss: Tensor  # sum of the losses
+    # [K] what the thresholds follow: centred counts, or centred sums of norms; float64
+    counts: Tensor
+    # [K] sums of the norms, float64
+    norms: Tensor
+    # [K] how many examples were clipped, float64
+    clipped: Tensor
+    # sum of the losses
+    loss: Tensor
     drawn: int = 0
     signal_to_noise: float | None = (
-        None  # norm of the clipped sum over that of its noise, where it is asked for
+        # norm of the clipped sum over that of its noise, where it is asked for
+        None
     )
-    every: list[Tensor] | None = None  # [K, b] norms of each physical batch, where they are asked for
+    # [K, b] norms of each physical batch, where they are asked for
+    every: list[Tensor] | None = None
 
     @classmethod
     def none(cls, num_groups: int, device: torch.device, *, every: bool = False) -> "Sums":

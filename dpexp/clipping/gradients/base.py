@@ -34,9 +34,12 @@ class PerExampleGradient(ABC):
         device: where it all lives.
     """
 
-    looped: frozenset[str] = frozenset({"loop"})  # methods that hold one example at a time
-    spread: frozenset[str] = frozenset({"cores"})  # methods that give every core whole examples
-    without_gradients: frozenset[str] = frozenset({"ghost"})  # methods that find norms without instantiating
+    # methods that hold one example at a time
+    looped: frozenset[str] = frozenset({"loop"})
+    # methods that give every core whole examples
+    spread: frozenset[str] = frozenset({"cores"})
+    # methods that find norms without instantiating
+    without_gradients: frozenset[str] = frozenset({"ghost"})
 
     def __init__(self, shape: Sequence[int], num_examples: int, dtype: torch.dtype, device: torch.device):
         self.shape = torch.Size(shape)
@@ -310,7 +313,8 @@ class PerExampleGradient(ABC):
         """
         size = 1 if method in self.looped else scratch.hot_chunk(self.workspace(method), self.device)
         if method in self.spread:
-            size += -size % torch.get_num_threads()  # every core has as many
+            # every core has as many
+            size += -size % torch.get_num_threads()
         for start in range(0, self.num_examples, size):
             stop = min(start + size, self.num_examples)
             out = scratch.take((stop - start, *self.shape), self.dtype, self.device)

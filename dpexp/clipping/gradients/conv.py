@@ -21,7 +21,8 @@ from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
 from dpexp.clipping.gradients.scratch import Scratch
 
-PIXELS_AT_MOST = 400  # above this many padded input pixels their Gram matrix costs more than it saves
+# above this many padded input pixels their Gram matrix costs more than it saves
+PIXELS_AT_MOST = 400
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class Conv(PerExampleGradient):
             )
             return Cost(flops, self.workspace(method) // self.dtype.itemsize * B)
         if method in self.without_gradients:
-            ghost = cost.ghost_norm(B, T, p, d * groups)  # over all groups: p outputs, d * groups seen
+            # over all groups: p outputs, d * groups seen
+            ghost = cost.ghost_norm(B, T, p, d * groups)
             return Cost(ghost.flops, ghost.floats * groups)
         whole = cost.instantiation(B, T, p, d)
         return Cost(whole.flops, p * d) if method == "loop" else whole
@@ -172,7 +174,8 @@ class Conv(PerExampleGradient):
             return self._zeros(self.num_examples), None
         step = scratch.chunk(self.workspace(method), self.device)
         found = self._unfolded_norms if method == "ghost" else self._pixel_norms
-        if step >= self.num_examples:  # a loop would fix the batch size in compiled code
+        # a loop would fix the batch size in compiled code
+        if step >= self.num_examples:
             return found(0, self.num_examples, scratch)
         starts = range(0, self.num_examples, step)
         parts = [found(start, min(start + step, self.num_examples), scratch) for start in starts]
@@ -217,15 +220,18 @@ class Conv(PerExampleGradient):
         x, gy = [t[start * m : stop * m].to(self.dtype) for t in (self.x, self.gy)]
         if method == "cores":
             return self._over_cores(x, gy, count, out)
-        if count > 1:  # examples become groups of channels; the rows of an example remain a batch
+        # examples become groups of channels; the rows of an example remain a batch
+        if count > 1:
             x, gy = (t.unflatten(0, (count, m)).transpose(0, 1).flatten(1, 2) for t in (x, gy))
         rows = self._weight_gradient(x, gy, count).view(count, *self.shape)
-        return rows.contiguous()  # channels-last inputs give channels-last gradients
+        # channels-last inputs give channels-last gradients
+        return rows.contiguous()
 
     def _weight_gradient(self, x: Tensor, gy: Tensor, copies: int = 1) -> Tensor:
         """The library's weight gradient in float32 at least; ``copies`` times as many groups as the layer has."""
         geometry = self.geometry
-        weight = x.new_empty(copies * self.shape[0], *self.shape[1:])  # only its shape is looked at
+        # only its shape is looked at
+        weight = x.new_empty(copies * self.shape[0], *self.shape[1:])
         with numerics.at_full_precision("conv", x.device):
             return torch.ops.aten.convolution_backward(
                 gy,
@@ -258,7 +264,8 @@ class Conv(PerExampleGradient):
         x, gy = self.x, self.gy
         if factors is not None:
             factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
-            if x.numel() <= gy.numel():  # scale the smaller one
+            # scale the smaller one
+            if x.numel() <= gy.numel():
                 x = numerics.scale(x, factors)
             else:
                 gy = numerics.scale(gy, factors)
@@ -277,9 +284,11 @@ class Conv(PerExampleGradient):
     def _by_group(self, t: Tensor) -> Tensor:
         """``[b * m, G * c, *spatial]`` -> ``[b * G, c, m * positions]``."""
         m, groups = self.rows, self.geometry.groups
-        t = t.flatten(2).unflatten(1, (groups, -1))  # [b * m, G, c, positions]
+        # [b * m, G, c, positions]
+        t = t.flatten(2).unflatten(1, (groups, -1))
         if m > 1:
-            t = t.unflatten(0, (-1, m)).movedim(1, 3).flatten(3)  # [b, G, c, m * positions]
+            # [b, G, c, m * positions]
+            t = t.unflatten(0, (-1, m)).movedim(1, 3).flatten(3)
         return t.reshape(-1, *t.shape[2:])
 
     def _positions(self, start: int, stop: int) -> Tensor:
@@ -292,11 +301,13 @@ class Conv(PerExampleGradient):
         seen = self._pad(self._seen[start * self.rows : stop * self.rows])
         window = self._slid.shape[2:]
         sliding = zip(self.kernel, geometry.dilation, geometry.stride, window, strict=True)
-        for dim, (size, dilation, stride, positions) in enumerate(sliding, start=2):  # views, one window each
+        # views, one window each
+        for dim, (size, dilation, stride, positions) in enumerate(sliding, start=2):
             seen = seen.unfold(dim, dilation * (size - 1) + 1, stride)[..., ::dilation].narrow(
                 dim, 0, positions
             )
-        seen = seen.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))  # kernel before positions
+        # kernel before positions
+        seen = seen.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
         return self._by_group(seen.reshape(seen.shape[0], -1, *window))
 
 

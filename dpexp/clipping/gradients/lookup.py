@@ -63,7 +63,8 @@ class Lookup(PerExampleGradient):
 
     def cheapest(self) -> str:
         """The method of fewer flops, for those who do not measure."""
-        return "ghost" if self.g.shape[1] <= 1 else "segments"  # `cost`, without the size of the batch
+        # `cost`, without the size of the batch
+        return "ghost" if self.g.shape[1] <= 1 else "segments"
 
     def _terms(self) -> int:
         return self.g.shape[1]
@@ -81,7 +82,8 @@ class Lookup(PerExampleGradient):
         found = self._gram_norms if method == "ghost" else self._segment_norms
         step = scratch.chunk(self.workspace(method), self.device)
         real = self.real()
-        if step >= self.num_examples:  # a loop would fix the batch size in compiled code
+        # a loop would fix the batch size in compiled code
+        if step >= self.num_examples:
             return found(self.ids, self.g, real)
         parts = [
             found(

@@ -40,7 +40,8 @@ def align(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     Two different 16-bit formats have no lower one in common and meet in float32.
     """
-    a, b = a.detach(), b.detach()  # inputs of a layer have a graph of their own, which is no concern of ours
+    # inputs of a layer have a graph of their own, which is no concern of ours
+    a, b = a.detach(), b.detach()
     if a.dtype == b.dtype:
         return a, b
     low = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype

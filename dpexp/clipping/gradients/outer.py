@@ -110,7 +110,8 @@ class Outer(PerExampleGradient):
 
     def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
         a, g = self.parts
-        if factors is not None and a.shape[2] <= g.shape[2]:  # scale the smaller one
+        # scale the smaller one
+        if factors is not None and a.shape[2] <= g.shape[2]:
             a = numerics.scale(a, factors)
         elif factors is not None:
             g = numerics.scale(g, factors)

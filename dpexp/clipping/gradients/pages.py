@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGE = 32 << 20  # bytes that glibc always maps afresh
+# bytes that glibc always maps afresh
+LARGE = 32 << 20
 _PAGE = 4096
-_MADV_HUGEPAGE = 14  # Linux
+# Linux
+_MADV_HUGEPAGE = 14
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -28,7 +30,8 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         advise = _function("madvise")
         start = -(-result.data_ptr() // _PAGE) * _PAGE
         length = (result.data_ptr() + result.nbytes - start) // _PAGE * _PAGE
-        if advise is not None:  # advice: where the system does not take it, nothing is lost
+        # advice: where the system does not take it, nothing is lost
+        if advise is not None:
             advise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return result
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 DEFAULT_CAP = 256 << 20
-HOT = 4 << 20  # bytes of gradients that a CPU surely still has in reach when it looks at them again
-WARM = 4 * HOT  # the same for what is looked at once
+# bytes of gradients that a CPU surely still has in reach when it looks at them again
+HOT = 4 << 20
+# the same for what is looked at once
+WARM = 4 * HOT
 
 
 class Scratch:

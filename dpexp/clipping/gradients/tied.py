@@ -70,7 +70,8 @@ class Tied(PerExampleGradient):
         norms = (norms + looked_up).to(self.dtype)
         magnitudes = magnitudes.to(self.dtype)
         step = scratch.chunk(self._cross_bytes(), self.device)
-        if step >= self.num_examples:  # a loop would fix the batch size in compiled code
+        # a loop would fix the batch size in compiled code
+        if step >= self.num_examples:
             cross, lengths = self._cross(0, self.num_examples)
             return (norms + 2 * cross).clamp_(min=0), magnitudes + 2 * lengths
         for start in range(0, self.num_examples, step):

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 64  # positions, outputs or inputs that one program covers
-DEPTH = 32  # how much of the inner dimension is multiplied at once
+# positions, outputs or inputs that one program covers
+TILE = 64
+# how much of the inner dimension is multiplied at once
+DEPTH = 32
 
 
 @triton.jit
@@ -136,6 +138,7 @@ def trusted(device: torch.device, dtype: torch.dtype) -> bool:
     expected = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
     try:
         found = [norms.double() for norms in (ghost_norms(a, g)[0], outer_norms(a, g))]
-    except Exception:  # a compiler that does not know the device, or none at all
+    except Exception:
+        # a compiler that does not know the device, or none at all
         return False
     return all(torch.allclose(norms, expected, rtol=1e-4, atol=0.0) for norms in found)

@@ -29,7 +29,8 @@ def adapted(config: str, base: str = "bert", **options: Any) -> Builder:
         model = without_dropout(peft.get_peft_model(model, getattr(peft, config)(**(task | options))))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.data.normal_(std=0.3)  # nothing that is zero at the start, or it would hide
+                # nothing that is zero at the start, or it would hide
+                parameter.data.normal_(std=0.3)
         return Case(model, padded_words(), text_losses, trim=trimmed)
 
     return build

@@ -37,7 +37,8 @@ def configured(name: str, *, leave_out: Sequence[str] = (), **options: Any) -> n
     kind = getattr(transformers, name)
     config = kind.config_class(**({k: v for k, v in TINY.items() if k not in leave_out} | options))
     silence(config)
-    config._experts_implementation = "eager"  # grouped products exist in 32 bits alone
+    # grouped products exist in 32 bits alone
+    config._experts_implementation = "eager"
     config._attn_implementation = options.get("attn_implementation", "eager")
     return without_dropout(kind(config))
 

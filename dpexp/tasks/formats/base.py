@@ -26,8 +26,10 @@ Pair = tuple[int, str, str, str]
 class Format(ABC):
     """One published layout, in one of the ways to make text of its rows."""
 
-    layout = ""  # the layout's name, which those ways share
-    unit = "line"  # what the number of a pair counts
+    # the layout's name, which those ways share
+    layout = ""
+    # what the number of a pair counts
+    unit = "line"
 
     def layouts(self, stem: str) -> list[tuple[str, ...]]:
         """The files that can hold a split, the usual one first; each is one file or several that belong together."""

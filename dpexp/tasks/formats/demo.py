@@ -31,7 +31,8 @@ from dpexp.demo_words import (
 from dpexp.errors import UserError
 
 MOST_ROWS = 20_000
-OTHER_ROWS = 48  # texts of every split but train
+# texts of every split but train
+OTHER_ROWS = 48
 Item = tuple[str, Any, list[str]]
 """What tells sources apart, the source in the layout's own form, and its texts."""
 
@@ -57,7 +58,8 @@ def write_demo(folder: Path, layout: str, files: dict[str, str], rows: int) -> N
     make, write = WRITERS[layout]
     draw = random.Random(f"dpexp demo, {layout}")
     held_out: set[str] = set()
-    for split in sorted(files, key="train".__eq__):  # train last, so that it can avoid the others
+    # train last, so that it can avoid the others
+    for split in sorted(files, key="train".__eq__):
         items = _draw(
             make, draw, rows if split == "train" else OTHER_ROWS, held_out if split == "train" else set()
         )

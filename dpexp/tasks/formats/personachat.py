@@ -25,7 +25,8 @@ from dpexp.errors import UserError
 from dpexp.tasks.files import Table, read_text
 from dpexp.tasks.formats.base import CANDIDATES, Format, Pair, make_table
 
-HISTORY = 5  # utterances, the last of the partner included
+# utterances, the last of the partner included
+HISTORY = 5
 PERSONA, PARTNER, YOU = "your persona: ", "partner: ", "you: "
 
 
@@ -88,7 +89,8 @@ def _parlai(text: str, where: str) -> Iterator[Pair]:
         if number == "1":
             persona, history = [], []
         if rest.startswith("partner's persona: "):
-            continue  # of the files for both sides: the one who answers does not know it
+            # of the files for both sides: the one who answers does not know it
+            continue
         if rest.startswith(PERSONA):
             persona.append(rest.removeprefix(PERSONA).strip())
             continue

@@ -107,7 +107,8 @@ def _texts(item: dict[str, Any], where: str) -> list[str]:
         text = annotation.get("text") if isinstance(annotation, dict) else 0
         if not isinstance(text, str | None):
             raise UserError(f"{where}: malformed row: an annotation holds no text")
-        texts.append((text or "").strip())  # six of WebNLG's dev set are empty, and one of DART's test set
+        # six of WebNLG's dev set are empty, and one of DART's test set
+        texts.append((text or "").strip())
     return texts
 
 
