@@ -12,7 +12,7 @@ import pytest
 
 from dpexp import report
 from dpexp.errors import UserError
-from dpexp.reproduce import catalogue, runs, site
+from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
 from tests.reproduce.samples import summary, write
 
@@ -68,8 +68,8 @@ def test_nothing_is_committed_that_no_target_makes():
     assert set(found) <= made
 
 
-def test_every_record_is_a_row_with_what_it_measured():
-    table = runs.rows(RESULTS / "runs")
+def test_every_record_is_a_row_with_what_it_measured(context: Context):
+    table = context.document("runs").rows
     assert len(table) == len(RECORDS) > 0
     for row in table:
         record = json.loads((ROOT / row["record"]).read_text(encoding="utf-8"))

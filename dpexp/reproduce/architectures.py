@@ -20,11 +20,14 @@ from torch import nn
 from dpexp.errors import UserError
 from dpexp.models.images import OWN_FAMILIES, build_own_network, sees_images
 from dpexp.models.images import PUBLISHED as PUBLISHED_FOR
+from dpexp.models.networks import load_config
+from dpexp.models.sources import Source
 from dpexp.schemas import ModelConfig
 
 # Sizes as published with the weights; what is not named is transformers' default, which is the smallest published size.
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_MINI = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-medium": ("gpt2", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
@@ -37,10 +40,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-base": ("bert", {}),
     "bert-large": ("bert", _LARGE),
     "distilbert-base": ("distilbert", {}),
-    "minilm": (
-        "bert",
-        {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
-    ),
+    "minilm": ("bert", _MINI),
 }
 # The paper's short names for what timm names in full.
 TIMM_SHORT = {
@@ -116,7 +116,7 @@ def build(
     if architecture is not None:
         return _from_config(_random_config(architecture, config), name, image, tokens)
     if Path(name).expanduser().is_dir() or name.startswith((".", "/", "~")):
-        return _from_config(_config_of_folder(name, config), name, image, tokens)
+        return _from_config(_saved_config(name, config, folder=True), name, image, tokens)
     owner, _, last = name.rpartition("/")
     if (short := last.replace("_", "-").removesuffix("-uncased")) in PUBLISHED:
         architecture, sizes = PUBLISHED[short]
@@ -125,7 +125,7 @@ def build(
     if owner in ("", "timm") and (full := TIMM_SHORT.get(last, last)).partition(".")[0] in known:
         return _timm(full, config, image, tokens)
     if owner and owner != "timm":
-        return _from_config(_config_of_hub(name, config), name, image, tokens)
+        return _from_config(_saved_config(name, config, folder=False), name, image, tokens)
     names = [*PUBLISHED, *TIMM_SHORT, *known]
     near = get_close_matches(last, names, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -158,9 +158,14 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+def _refuse(given: int | None, what: str, name: str, instead: str) -> None:
+    if given is not None:
+        sees = "images" if instead == "image" else "tokens"
+        raise UserError(f"{what}={given}: {name} sees {sees}; give {instead}=… instead")
+
+
 def _own(name: str, model: ModelConfig, image: int | None, tokens: int | None) -> Network:
-    if tokens is not None:
-        raise UserError(f"tokens={tokens}: {name} sees images; give image=… instead")
+    _refuse(tokens, "tokens", name, "image")
     key = "wide_resnet" if model.family == "wide_resnet" else f"cnn {model.architecture}"
     channels, height, width = PUBLISHED_FOR.get(key, (3, 32, 32))
     shape = (channels, image or height, image or width)
@@ -173,8 +178,7 @@ def _own(name: str, model: ModelConfig, image: int | None, tokens: int | None) -
 def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | None) -> Network:
     import timm
 
-    if tokens is not None:
-        raise UserError(f"tokens={tokens}: {name} sees images; give image=… instead")
+    _refuse(tokens, "tokens", name, "image")
     sizes: dict[str, Any] = {} if image is None else {"img_size": image}
     with torch.device("meta"), quiet():
         try:
@@ -191,32 +195,20 @@ def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | No
 
 
 def _random_config(architecture: str, config: dict[str, Any]) -> Any:
-    from dpexp.models.networks import load_config
-
     found = load_config(ModelConfig(architecture=architecture, config=config), None)
     text = "ForCausalLM" if _is_causal(found) else "ForSequenceClassification"
     found.architectures = ["ForImageClassification" if sees_images(found) else text]
     return found
 
 
-def _config_of_folder(name: str, config: dict[str, Any]) -> Any:
-    folder = Path(name).expanduser()
-    if not (folder / "config.json").is_file():
-        what = "holds no config.json" if folder.is_dir() else "is no folder"
+def _saved_config(name: str, config: dict[str, Any], *, folder: bool) -> Any:
+    """Of a folder, or of the hub."""
+    location = str(Path(name).expanduser()) if folder else name
+    if folder and not (Path(location) / "config.json").is_file():
+        what = "holds no config.json" if Path(location).is_dir() else "is no folder"
         raise UserError(f"model={name} {what}: give a folder written by save_pretrained, or a name")
-    return _load_config(str(folder), name, config)
-
-
-def _config_of_hub(name: str, config: dict[str, Any]) -> Any:
-    if name.count("/") > 1:
+    if not folder and name.count("/") > 1:
         raise UserError(f"model={name}: no such folder (and not the form of a hub id, which is OWNER/NAME)")
-    return _load_config(name, name, config)
-
-
-def _load_config(location: str, name: str, config: dict[str, Any]) -> Any:
-    from dpexp.models.networks import load_config
-    from dpexp.models.sources import Source
-
     with quiet():
         return load_config(ModelConfig(id=name, config=config), Source(location, name))
 
@@ -237,15 +229,12 @@ def _from_config(config: Any, source: str, image: int | None, tokens: int | None
 
     notes: list[str] = []
     visual = hasattr(config, "image_size")
-    given, wrong, other = (image, tokens, "tokens") if visual else (tokens, image, "image")
-    if wrong is not None:
-        kind, key = ("images", "image") if visual else ("tokens", "tokens")
-        raise UserError(f"{other}={wrong}: {config.model_type} sees {kind}; give {key}=… instead")
     if visual:
-        size = given or config.image_size
-        config.image_size = size
+        _refuse(tokens, "tokens", config.model_type, "image")
+        config.image_size = size = image or config.image_size
     else:
-        size = given or DEFAULT_TOKENS.get(config.model_type, OTHER_TOKENS)
+        _refuse(image, "image", config.model_type, "tokens")
+        size = tokens or DEFAULT_TOKENS.get(config.model_type, OTHER_TOKENS)
         notes += _make_room(config, size)
         config.use_cache = False
     architecture = (config.architectures or [""])[0]
@@ -254,9 +243,8 @@ def _from_config(config: Any, source: str, image: int | None, tokens: int | None
         try:
             model = getattr(transformers, auto).from_config(config, attn_implementation="eager")
         except (ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
-            raise UserError(
-                f"transformers cannot build {source} for this input: {_first_line(error)}"
-            ) from error
+            reason = _first_line(error)
+            raise UserError(f"transformers cannot build {source} for this input: {reason}") from error
     if visual:
         channels = getattr(config, "num_channels", 3)
         inputs = {"pixel_values": torch.empty(1, channels, size, size, device="meta")}
@@ -286,9 +274,8 @@ def _make_room(config: Any, tokens: int) -> list[str]:
     if have is None or tokens + reserved <= have:
         return []
     config.max_position_embeddings = tokens + reserved
-    return [
-        f"{tokens} tokens are more than the {have - reserved} positions published: the table was made longer"
-    ]
+    positions = f"the {have - reserved} positions published"
+    return [f"{tokens} tokens are more than {positions}: the table was made longer"]
 
 
 def _first_line(error: Exception) -> str:

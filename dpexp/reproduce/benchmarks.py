@@ -4,19 +4,18 @@ bound that a paper prints. A record of an earlier engine (`dpexp.benchmark.metho
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpexp.benchmark.methods import ENGINE
 from dpexp.benchmark.render import note
-from dpexp.errors import UserError
-from dpexp.reproduce import goals
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, claimed
 from dpexp.reproduce.drawing import COLOURS, draw
-from dpexp.reproduce.paper import paper_table
+from dpexp.reproduce.paper import claims, paper_table, target_name
+from dpexp.reproduce.records import believed, code_problems
 from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
 
 COLUMNS = (
@@ -25,22 +24,44 @@ COLUMNS = (
 )  # fmt: skip
 _PAPER = ("row", "column", "paper", "note")
 EARLIER = "of an earlier engine: decides nothing"
-BK, GHOST, OPACUS = ("bk/flat", "auto/flat"), ("ghost/flat", "opacus:ghost"), ("opacus:flat",)
-LAYER, FLAT, PLAIN = ("auto/layer", "onepass/layer"), ("ghost/flat", "auto/flat"), ("nonprivate",)
+
+
+class Measurement(NamedTuple):
+    """One committed benchmark: the name of its file, what it holds, and what its provenance lacks."""
+
+    file: str
+    content: dict[str, Any]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """From the top of the repository."""
+        return f"results/bench/{self.file}"
+
+    @property
+    def hardware(self) -> str:
+        """What it ran on."""
+        found = self.content["hardware"]
+        return str(found.get("gpu") or f"{found.get('cpu')}, {found.get('threads')} threads")
+
+    def note(self, row: dict[str, Any]) -> str:
+        """Why there is no number in a row, or why not to believe it."""
+        asked = self.content["settings"].get("workloads", [])
+        done = {one["workload"] for one in self.content["rows"]} & set(asked)
+        unfinished = f"the measurement did not finish: {len(done)} of {len(asked)} workloads"
+        return "; ".join(filter(None, (
+            note(row, self.content["settings"]["precision"]),
+            "" if self.content.get("status") == "finished" else unfinished,
+            f"UNCLEAN: {'; '.join(self.problems)}" if self.problems else "",
+        )))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A printed bound on the ratio of two methods.
+    """A printed bound on the ratio of two methods: at least ``low``, at most ``high``; see ``claims.yaml``."""
 
-    Attributes:
-        left, right: names of methods, of which the first that was measured counts.
-        column: of the rows here, "examples/s", "added memory / non-private" or "largest batch".
-        low, high: what the paper prints; None where there is no bound on this side.
-    """
-
-    left: tuple[str, ...]
-    right: tuple[str, ...]
+    left: Sequence[str]
+    right: Sequence[str]
     low: float | None = None
     high: float | None = None
     column: str = "examples/s"
@@ -48,204 +69,107 @@ class Bound:
     def ratio(self, rows: Rows) -> tuple[str, float] | None:
         """In words, and its value in rows of one workload and one record; None where a side was not measured."""
         values = {row["method"]: float(row[self.column]) for row in rows if row[self.column]}
-        sides = [next((name for name in side if name in values), None) for side in (self.left, self.right)]
-        if None in sides or not values[sides[1] or ""]:
-            return None
-        return f"{sides[0]} : {sides[1]}", values[sides[0] or ""] / values[sides[1] or ""]
+        left, right = (
+            next((name for name in side if name in values), "") for side in (self.left, self.right)
+        )
+        return (f"{left} : {right}", values[left] / values[right]) if left and values.get(right) else None
 
     def holds(self, value: float) -> bool:
         """Is it within what the paper prints?"""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
-        return " and ".join(
-            f"{sign} {value:g}" for sign, value in (("≥", self.low), ("≤", self.high)) if value is not None
-        )
+        ends = (("≥", self.low), ("≤", self.high))
+        return " and ".join(f"{sign} {value:g}" for sign, value in ends if value is not None)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A table or figure that a benchmark answers.
-
-    Attributes:
-        paper, table: of the transcription.
-        workloads: name -> "paper" where it is the paper's own network, "small" where a smaller one stands in.
-        preset: of conf/bench.
-        bounds: what the claim says in numbers.
-    """
+    """An entry of ``claims.yaml`` that benchmarks answer; see its header."""
 
     paper: str
     table: str
     title: str
     claim: str
-    workloads: dict[str, str]
+    workloads: Mapping[str, str]
     preset: str
-    bounds: tuple[Bound, ...]
+    bounds: Sequence[Mapping[str, Any]]
 
 
-TARGETS: dict[str, Measured] = {
-    "figure-he-1": Measured(
-        "he2023", "figure1", "He et al., Figure 1: speed and memory on GPT-2",
-        "Adaptive per-layer clipping runs within 15% of non-private speed in the same memory; ghost clipping is slower, Opacus"
-        " needs far more memory.",
-        {"gpt2_124m": "paper", "gpt2_tied": "small", "gpt2": "small"}, "he2023_fig1",
-        (Bound(LAYER, PLAIN, low=0.85), Bound(LAYER, PLAIN, high=1.15, column="added memory / non-private")),
-    ),
-    "figure-he-9": Measured(
-        "he2023", "figure9", "He et al., Figure 9: speed on another GPU",
-        "On a Titan RTX too the gap is below 15%, and per-layer clipping is above 1.4x the speed of flat clipping.",
-        {"gpt2_124m": "paper", "gpt2_tied": "small", "gpt2": "small"}, "he2023_fig1",
-        (Bound(LAYER, PLAIN, low=0.85), Bound(LAYER, FLAT, low=1.4)),
-    ),
-    "table-bu-1": Measured(
-        "bu2023", "1", "Bu et al., Table 1: Book-Keeping beside GhostClip, Opacus and non-private training",
-        "BK is 1.33 to 1.36x as fast as GhostClip, 1.96 to 38x as Opacus, and 0.76 to 0.83x as non-private training.",
-        {"roberta_large": "paper", "gpt2_large": "paper", "roberta": "small", "gpt2": "small", "vit": "small"}, "bu2023_fig5",
-        (Bound(BK, GHOST, low=1.33), Bound(BK, OPACUS, low=1.96), Bound(BK, PLAIN, low=0.76)),
-    ),
-    "figure-bu-2": Measured(
-        "bu2023", "figure2", "Bu et al., Figure 2: multilayer perceptrons",
-        "On deep and shallow MLPs BK is nearly as fast as non-private training; Opacus runs out of memory on the wide one.",
-        {"mlp_deep": "paper", "mlp": "paper", "mlp_wide": "paper"}, "bu2023_fig2",
-        (Bound(BK, PLAIN, low=0.8), Bound(BK, OPACUS, low=1.0)),
-    ),
-    "figure-bu-5": Measured(
-        "bu2023", "figure5", "Bu et al., Figure 5: GPT-2 and RoBERTa-large",
-        "At a fixed batch the private speed is 0.86 to 0.89 of the non-private one.",
-        {"gpt2_124m": "paper", "roberta_large": "paper", "gpt2": "small", "roberta": "small"}, "bu2023_fig5",
-        (Bound(BK, PLAIN, low=0.86),),
-    ),
-    "figure-bu-6": Measured(
-        "bu2023", "figure6", "Bu et al., Figure 6: VGG11 and BEiT-large",
-        "With large images ghost-only methods fail on VGG11 and the hybrid wins; on BEiT-large hybrid and base are alike.",
-        {"vgg11": "paper", "beit_large": "paper", "vit": "small", "vit_timm": "small"}, "bu2023_fig6",
-        (Bound(("bk_mixopt/flat", "auto/flat"), ("bk/flat",), low=0.95),),
-    ),
-    "figure-li-5": Measured(
-        "li2022", "figure5", "Li et al., Figure 5: largest batch and throughput of GPT-2",
-        "Ghost clipping fits about three times Opacus' batch, almost that of non-private training.",
-        {"gpt2_124m": "paper", "gpt2_medium": "paper", "gpt2_large": "paper", "gpt2": "small"}, "he2023_fig1",
-        (
-            Bound(("ghost/flat", "auto/flat", "auto/flat+lean"), (*OPACUS, "opacus:ghost"), low=2.5, column="largest batch"),
-            Bound(("ghost/flat", "auto/flat", "auto/flat+lean"), PLAIN, low=0.9, column="largest batch"),
-        ),
-    ),
-}  # fmt: skip
+@cache
+def targets() -> dict[str, Measured]:
+    """The tables and figures by name."""
+    return {target_name(*key): Measured(*key, **entry) for key, entry in claims("bench").items()}
 
 
-def load(folder: Path, *, show_unclean: bool = False) -> list[tuple[str, dict[str, Any], str]]:
-    """(name, record, what its provenance lacks) of every benchmark, sorted.
+def load(folder: Path, *, show_unclean: bool = False) -> list[Measurement]:
+    """Every benchmark, sorted.
 
     Raises:
         UserError: a record lacks something, unless ``show_unclean`` has it marked.
     """
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        git = record.get("git") or {}
-        problems = [
-            f"lacks {key}"
-            for key in ("settings", "hardware", "versions", "command", "rows")
-            if not record.get(key)
-        ]
-        if not git.get("commit"):
-            problems.append("its code was in no commit")
-        elif git.get("dirty") is not False:
-            problems.append("its code differed from its commit")
-        if problems and not show_unclean:
-            raise UserError(
-                f"{path.name} can't be shown: {'; '.join(problems)}. Run it again from a clean checkout, or give"
-                " --show-unclean to have it marked"
-            )
-        found.append((path.name, record, "; ".join(problems)))
-    return found
+
+    def problems(record: dict[str, Any]) -> list[str]:
+        needed = ("settings", "hardware", "versions", "command", "rows")
+        return [f"lacks {name}" for name in needed if not record.get(name)] + code_problems(record)
+
+    return [Measurement(*each) for each in believed(folder, problems, show_unclean)]
 
 
-def build(name: str, records: Sequence[tuple[str, dict[str, Any], str]]) -> Document:
+def build(name: str, records: Sequence[Measurement]) -> Document:
     """The document of one target, its figure drawn where something was measured."""
-    target = TARGETS[name]
-    printed: Rows = [
-        {
-            "row": cell.row,
-            "column": cell.column,
-            "paper": f"{cell.value} {cell.unit}".strip() or "-",
-            "note": cell.conditions,
-        }
+    target = targets()[name]
+    printed = as_rows(_PAPER, [
+        (cell.row, cell.column, f"{cell.value} {cell.unit}".strip() or "-", cell.conditions)
         for cell in paper_table(target.paper, target.table)
-    ]
-    sections = [Section("As printed", (), _PAPER, printed, "exact")] if printed else []
+    ])  # fmt: skip
+    sections = [Section("As printed", (), _PAPER, printed)] if printed else []
     every: Rows = []
     counts = []
     for scale in ("small", "paper"):
-        rows = [
-            row for file, record, problems in records for row in _rows(file, record, problems, target, scale)
-        ]
-        wanted = [w for w, own in target.workloads.items() if own == scale]
+        wanted = [workload for workload, own in target.workloads.items() if own == scale]
+        rows = [row for record in records for row in _rows(record, wanted, scale)]
         done = {row["workload"] for row in rows}
         counts += [f"{scale} {len(done)}/{len(wanted)}"] if done else []
-        left = ", ".join(w for w in wanted if w not in done)
+        left = [workload for workload in wanted if workload not in done]
         command = f"python -m dpexp.bench bench={target.preset} {'device=cuda ' if scale == 'paper' else ''}"
-        todo = (
-            f"Not run: {left}. `{command}'workloads=[{left.replace(' ', '')}]' out=results/bench/NAME`"
-            if left
-            else ""
-        )
-        sections.append(
-            Section(f"scale={scale}", (todo,) if todo else (), COLUMNS if rows else (), rows, scale)
-        )
+        todo = f"Not run: {', '.join(left)}. `{command}'workloads=[{','.join(left)}]' out=results/bench/NAME`"
+        columns = COLUMNS if rows else ()
+        sections.append(Section(f"scale={scale}", (todo,) if left else (), columns, rows, scale))
         every += rows
     drawn = _newest(every)
     svg, png = draw(lambda axes: _bars(axes, drawn), 2, (4.6, 1 + 0.24 * len(drawn))) if drawn else ("", b"")
     verdicts = _verdicts(target, every)
     earlier = f" {sum(EARLIER in row['note'] for row in every)} rows are {EARLIER}." if every else ""
     words = (
-        f"**Claim.** {target.claim}",
-        f"**Our runs.** {'; '.join(map(str, verdicts)) or f'{CANNOT_TELL}: {_why(every)}'}.",
+        *claimed(target.claim, verdicts, f"{CANNOT_TELL}: {_why(every)}"),
         "A printed bound holds, or not, for each network that both methods were measured on in one interleaved run; the paper's"
         f" hardware is another. Drawn is the last measurement of each method.{earlier}",
         "Speeds are examples/s relative to non-private training in the same interleaved run; a method that failed is a row.",
-        f"Regenerate: `python -m dpexp.report {name}` (or `make {name}`).",
     )
-    return Document(
-        name, target.title, target.paper.rstrip("0123456789"), words, tuple(sections), (*COLUMNS, "row", "column", "paper"),
-        svg=svg, png=png, status=", ".join(counts) or "not run", verdicts=tuple(verdicts),
-    )  # fmt: skip
+    fields, status = (*COLUMNS, "row", "column", "paper"), ", ".join(counts) or "not run"
+    foot = "Regenerate: `python -m dpexp.report {name}` (or `make {name}`)."
+    return Document(name, target.title, words, tuple(sections), fields, svg, png, status, tuple(verdicts), foot)  # fmt: skip
 
 
-def _rows(file: str, record: dict[str, Any], problems: str, target: Measured, scale: str) -> Rows:
-    settings = record["settings"]
-    if settings.get("size") != "full":
-        return []
-    rows: Rows = []
-    hardware = record["hardware"]
-    for row in record["rows"]:
-        if target.workloads.get(row["workload"]) != scale:
-            continue
-        notes = [
-            note(row, settings["precision"]),
-            goals.unfinished(record),
-            f"UNCLEAN: {problems}" if problems else "",
-            "" if record.get("engine") == ENGINE else EARLIER,
-        ]
-        if settings.get("native") is False:
-            notes.insert(0, "pure torch, without the C++ kernels")
-        rows.append({
-            "workload": row["workload"], "method": row["method"], "batch": str(row["batch_size"]),
-            "speed / non-private": _number(row["time_ratio"], invert=True),
-            "added memory / non-private": _number(row["memory_ratio"]),
-            "examples/s": _number(row["examples_per_s"], ".4g"), "largest batch": _number(row["max_batch"], "d"),
-            "speed there / non-private": _number(row["max_batch_throughput_ratio"]),
-            "relative error": _number(row["error"], ".1e"), "scale": scale,
-            "hardware": str(hardware.get("gpu") or f"{hardware.get('cpu')}, {hardware.get('threads')} threads"),
-            "precision": settings["precision"], "record": f"results/bench/{file}", "note": "; ".join(n for n in notes if n),
-        })  # fmt: skip
-    return rows
+def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
+    settings = measured.content["settings"]
+    torch = "pure torch, without the C++ kernels" if settings.get("native") is False else ""
+    earlier = "" if measured.content.get("engine") == ENGINE else EARLIER
+    return as_rows(COLUMNS, [
+        (
+            row["workload"], row["method"], row["batch_size"], _number(row["time_ratio"] and 1 / row["time_ratio"]),
+            _number(row["memory_ratio"]), _number(row["examples_per_s"], ".4g"), _number(row["max_batch"], "d"),
+            _number(row["max_batch_throughput_ratio"]), _number(row["error"], ".1e"), scale, measured.hardware,
+            settings["precision"], measured.path, "; ".join(filter(None, (torch, measured.note(row), earlier))),
+        )
+        for row in measured.content["rows"]
+        if row["workload"] in workloads and settings.get("size") == "full"
+    ])  # fmt: skip
 
 
-def _number(value: float | None, form: str = ".2f", *, invert: bool = False) -> str:
-    if value is None:
-        return ""
-    return format(1 / value if invert else value, form)
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)
 
 
 def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
@@ -255,7 +179,7 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
         if EARLIER not in row["note"]:
             groups.setdefault((row["record"], row["workload"]), []).append(row)
     found = []
-    for bound in target.bounds:
+    for bound in (Bound(**asked) for asked in target.bounds):
         measured = {place: said for place, own in groups.items() if (said := bound.ratio(own)) is not None}
         if not measured:
             continue

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from dpexp.errors import UserError, did_you_mean
 from dpexp.reproduce import (
@@ -20,7 +18,6 @@ from dpexp.reproduce import (
     exact,
     figures,
     goals,
-    grids,
     hyperparameters,
     league,
     runs,
@@ -28,8 +25,9 @@ from dpexp.reproduce import (
     thresholds,
 )
 from dpexp.reproduce import records as run_records
+from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import Document
-from dpexp.reproduce.drawing import draw, heat
+from dpexp.reproduce.paper import PAPERS, short, target_name
 from dpexp.reproduce.records import Record
 
 GROUPS = ("all", "tables", "figures")
@@ -72,12 +70,12 @@ class Context:
         return self.audits if tables.claims()[key].audits else self.records
 
     @cached_property
-    def benchmarks(self) -> list[tuple[str, dict[str, Any], str]]:
+    def benchmarks(self) -> list[Measurement]:
         return benchmarks.load(self.results / "bench", show_unclean=self.show_unclean)
 
 
 Builder = Callable[[Context], Document]
-_EXACT_TABLES: dict[str, Callable[[], Document]] = {
+_EXACT: dict[str, Callable[[], Document]] = {
     "accounting-li": accounting.document,
     "noise-he": exact.noise_he,
     "table-bu-2": exact.implementations_bu,
@@ -88,8 +86,6 @@ _EXACT_TABLES: dict[str, Callable[[], Document]] = {
     "memory-monir": exact.memory_monir,
     "individual-monir": exact.individual_monir,
     hyperparameters.NAME: hyperparameters.document,
-}
-_EXACT_FIGURES: dict[str, Callable[[], Document]] = {
     "figure-he-6": figures.figure_he_6,
     "figure-bu-7": figures.figure_bu_7,
     "figure-li-3": figures.figure_li_3,
@@ -99,26 +95,23 @@ _EXACT_FIGURES: dict[str, Callable[[], Document]] = {
     "figure-monir-13": figures.figure_monir_13,
     "figure-monir-14": figures.figure_monir_14,
 }
-EXACT = frozenset((*_EXACT_TABLES, *_EXACT_FIGURES))  # arithmetic alone: their status needs no record
+EXACT = frozenset(_EXACT)  # arithmetic alone: their status needs no record
 
 
+@cache
 def builders() -> dict[str, Builder]:
     """Name -> what makes it, in the order of the report: the papers, then the pages of this repository."""
-    found: dict[str, Builder] = {}
-    for name, make in {**_EXACT_TABLES, **_EXACT_FIGURES}.items():
-        found[name] = partial(_exact, make)
-    for key in tables.known():
-        found[tables.target_name(*key)] = partial(_table, key)
-    for name in benchmarks.TARGETS:
-        found[name] = partial(_measured, name)
-    for name in curves.TARGETS:
-        found[name] = partial(_curves, name)
-    found[grids.NAME] = lambda context: grids.figure_li_9(context.records)
-    found[thresholds.NAME] = lambda context: thresholds.document(context.records)
-    found[league.NAME] = lambda context: league.document(context.league)
-    found[goals.NAME] = lambda context: goals.document(context.benchmarks)
-    found["runs"] = lambda context: runs.document(context.results / "runs", show_unclean=context.show_unclean)
-    found["coverage"] = _coverage
+    found: dict[str, Builder] = {name: partial(_exact, make) for name, make in _EXACT.items()}
+    found |= {name: partial(_table, key) for name, key in _tables().items()}
+    found |= {name: partial(_measured, name) for name in benchmarks.targets()}
+    found |= {name: partial(_curves, name) for name in curves.targets()}
+    found |= {
+        thresholds.NAME: lambda context: thresholds.document(context.records),
+        league.NAME: lambda context: league.document(context.league),
+        goals.NAME: lambda context: goals.document(context.benchmarks),
+        "runs": lambda context: runs.document(context.records),
+        "coverage": _coverage,
+    }
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 
 
@@ -174,10 +167,9 @@ def write(document: Document, results: Path) -> list[Path]:
 
 def missing_commands(name: str, context: Context, scale: str) -> list[str]:
     """The commands that ``RUN=1`` runs before it renders a target: for what has no record of a table or of a figure of runs."""
-    for key in tables.known():
-        if tables.target_name(*key) == name:
-            return tables.missing(*key, context.records_of(key), scale)
-    if name in curves.TARGETS:
+    if key := _tables().get(name):
+        return tables.missing(*key, context.records_of(key), scale)
+    if name in curves.targets():
         return curves.missing(name, context.records, scale)
     if name == thresholds.NAME and scale == "small" and not context.document(name).svg:
         return list(thresholds.COMMANDS)
@@ -188,13 +180,21 @@ def nothing_to_run(name: str, scale: str) -> str:
     """Why `missing_commands` has none for a target, in words."""
     if name in EXACT:
         return "it is arithmetic and needs no run"
-    if any(tables.target_name(*key) == name for key in tables.known()) or name in curves.TARGETS:
+    if name in _tables() or name in curves.targets():
         return f"every cell that can be run at scale={scale} has a record, or there is none"
     return "its commands stand on its page: they are benchmarks, a sweep for a GPU, or other targets' runs"
 
 
+def _tables() -> dict[str, tuple[str, str]]:
+    return {target_name(*key): key for key in tables.claims()}
+
+
 def _exact(make: Callable[[], Document], context: Context) -> Document:
     return make()
+
+
+def _table(key: tuple[str, str], context: Context) -> Document:
+    return tables.build(*key, context.records_of(key))
 
 
 def _measured(name: str, context: Context) -> Document:
@@ -205,38 +205,6 @@ def _curves(name: str, context: Context) -> Document:
     return curves.build(name, context.records)
 
 
-def _table(key: tuple[str, str], context: Context) -> Document:
-    document = tables.build(*key, context.records_of(key))
-    if key[1] in _HEAT:
-        row, column = _HEAT[key[1]]
-        svg, png = _heat_map(document, row, column)
-        document = dataclasses.replace(document, svg=svg, png=png)
-    return document
-
-
-_HEAT = {"figure2": ("learning rate", "batch size"), "figure4": ("learning rate", "clipping norm")}
-
-
-def _heat_map(document: Document, y_label: str, x_label: str) -> tuple[str, bytes]:
-    """The paper's values, and ours in each block that has some."""
-    grids = {
-        "paper": {(r["row"], r["column"]): r["paper"] for r in document.rows if r.get("paper", "-") != "-"}
-    }
-    for section in document.sections:
-        if own := {(r["row"], r["column"]): r["ours"] for r in section.rows if r.get("n")}:
-            grids[f"ours, {section.heading}"] = own
-
-    def plot(axes: Any) -> None:
-        for axis, (title, texts) in zip(axes, grids.items(), strict=True):
-            rows, columns = (list(dict.fromkeys(place[side] for place in texts)) for side in (0, 1))
-            values = {place: float(text.split()[0]) for place, text in texts.items()}
-            heat(axis, columns, rows, values, title)
-            axis.set_xlabel(x_label)
-        axes[0].set_ylabel(y_label)
-
-    return draw(plot, len(grids), (5.2, 3.4))
-
-
 def _coverage(context: Context) -> Document:
     wanted = coverage.targets() & builders().keys()
     statuses = {n: "exact" if n in EXACT else context.document(n).status for n in sorted(wanted)}
@@ -244,7 +212,8 @@ def _coverage(context: Context) -> Document:
 
 
 def _order(name: str) -> tuple[int, str, int, str]:
-    paper = next((i for i, p in enumerate(("he", "bu", "li", "monir")) if p in name.split("-")), 4)
+    papers = [short(paper) for paper in PAPERS]
+    paper = next((i for i, p in enumerate(papers) if p in name.split("-")), len(papers))
     kind, _, rest = name.partition("-")
     digits = "".join(c for c in rest if c.isdigit())
     return paper, {"table": "0", "figure": "1"}.get(kind, "2"), int(digits or 0), name

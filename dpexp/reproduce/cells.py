@@ -11,14 +11,14 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import yaml
 
 from dpexp.config import conf_dir
 from dpexp.metrics.text import PERCENT
-from dpexp.reproduce.paper import Cell
+from dpexp.reproduce.paper import Cell, numbered
 from dpexp.reproduce.records import Near, Record, by_configuration
 from dpexp.reproduce.statistics import mean_std
 
@@ -38,6 +38,7 @@ GROUPS = ("task", "model", "clip", "peft", "schedule", "individual", "optim")
 LEFT_TO_THE_TASK = ("model", "epochs", "batch_size", "lr", "rank", "delta", "clip_norm", "quantile")
 EXPOSURE = "exposure"  # the metric of canaries, which `dpexp.audit` measures
 TRAINING = ("train", "training")  # splits on which the papers print accuracies too
+METHODS = ("schedule", "individual", "optim", "clip")  # of several that a cell names, the first is its method
 SEEDS = "0,1,2"
 
 
@@ -48,12 +49,17 @@ class Filling:
     Attributes:
         records: its seeds.
         values: the metric of each, in the unit of the cell.
-        metric: its name; "" where it does not matter.
+        metric: its name.
     """
 
     records: tuple[Record, ...]
     values: tuple[float, ...]
-    metric: str = ""
+    metric: str
+
+    @property
+    def mean(self) -> float:
+        """Of the values."""
+        return mean_std(self.values)[0]
 
     @property
     def dev_error(self) -> float | None:
@@ -64,7 +70,7 @@ class Filling:
         rows = self.records[0].summary["data"]["rows"].get("dev")
         if not rows or self.metric not in ("accuracy", "accuracy_mismatched"):
             return None
-        share = min(1.0, max(0.0, mean_std(self.values)[0] / 100))
+        share = min(1.0, max(0.0, self.mean / 100))
         return 100 * math.sqrt(share * (1 - share) / float(rows))
 
 
@@ -122,20 +128,15 @@ class Presets:
 
     Attributes:
         tables: whose presets hold the runs of a cell, the first that has one: its own table, then those that print the same runs.
-        tuned: (settings of a cell, what they add to the command): values that were tuned for some cells alone.
+        tuned: values that were tuned for some cells alone: "where", settings of a cell, and what they "add" to its command.
     """
 
-    tables: tuple[str, ...] = ()
-    tuned: tuple[tuple[Mapping[str, str], str], ...] = ()
+    tables: Sequence[str] = ()
+    tuned: Sequence[Mapping[str, Any]] = ()
 
     def added(self, cell: Cell) -> list[str]:
         """What is added to the command of a cell."""
-        return [
-            word
-            for settings, words in self.tuned
-            if all(cell.settings.get(name) == value for name, value in settings.items())
-            for word in shlex.split(words)
-        ]
+        return [word for one in self.tuned if cell.has(one["where"]) for word in shlex.split(one["add"])]
 
 
 def slot(
@@ -156,6 +157,39 @@ def slot(
         task: for scale small: another data set that stands in for the cell's, with settings of its own; "" for the cell's.
         presets: of its table; None: those of its own name.
     """
+    said = _said(cell)
+    reason = _not_ours(cell, said)
+    if said.get("formulation") == "infilling":
+        said["task"] = f"{said.get('task', '')}_infilling"
+    left_out: set[str] = set()
+    if scale != "paper":
+        left_out.update(
+            LEFT_TO_THE_TASK, NOISE if "epsilon" in said else ()
+        )  # for the printed ε and the length of a small run
+        for name, values in (stand_ins or {}).items():
+            if name not in said:
+                continue
+            there = "=" if values == "=" else values.get(said[name])
+            if there is None:
+                reason = reason or f"no stand-in for {name}={said[name]} at scale={scale}"
+            elif there != "*":
+                said[name] = said[name] if there == "=" else str(there)
+                left_out.discard(name)
+    said["task"] = task or said.get("task", "")
+    chosen = {name: value for name, value in said.items() if name in FACTS and name not in left_out and value}
+    if said.get("split") in TRAINING:
+        reason = reason or "not measured: accuracy on the training set is private, and no record releases it"
+    missing = [
+        f"{name}={chosen[name]}" for name in GROUPS if name in chosen and not _choice(name, chosen[name])
+    ]
+    if missing:
+        reason = reason or f"not built: {', '.join(missing)}"
+    todo = "" if reason else command(cell, scale, chosen, presets)
+    return Slot(cell, scale, _where(said, chosen, scale), metric_of(cell), reason, todo)
+
+
+def _said(cell: Cell) -> dict[str, str]:
+    """The settings of a cell, by the names of `FACTS`."""
     said = dict(cell.settings)
     if "learning_rate" in said:
         said["optim"] = said.pop("learning_rate")
@@ -163,27 +197,11 @@ def slot(
         said.setdefault("clip", "flat")  # they are variants of DP-SGD
     if said.get("init") == "random":
         said["init"] = "true"
-    reason = _not_ours(cell, said)
-    if said.get("formulation") == "infilling":
-        said["task"] = f"{said.get('task', '')}_infilling"
-    left_out: tuple[str, ...] = () if scale == "paper" else LEFT_TO_THE_TASK
-    for name, values in (stand_ins or {}).items() if scale != "paper" else ():
-        if name not in said:
-            continue
-        if values == "=":
-            values = {said[name]: "="}
-        if values.get(said[name]) is None:
-            reason = reason or f"no stand-in for {name}={said[name]} at scale={scale}"
-        elif values[said[name]] == "*":
-            continue  # stands for it, whatever the task names
-        else:
-            said[name] = said[name] if values[said[name]] == "=" else str(values[said[name]])
-            left_out = tuple(key for key in left_out if key != name)
-    if scale != "paper" and "epsilon" in said:
-        left_out += NOISE  # calibrated to the printed ε for the length of a small run
-    if task:
-        said["task"] = task
-    chosen = {name: value for name, value in said.items() if name in FACTS and name not in left_out}
+    return said
+
+
+def _where(said: Mapping[str, str], chosen: Mapping[str, str], scale: str) -> dict[str, Any]:
+    """What selects the records of a cell."""
     where: dict[str, Any] = {FACTS[name]: value for name, value in chosen.items()}
     if said.get("metric") == EXPOSURE:
         where["method"] = EXPOSURE
@@ -192,17 +210,11 @@ def slot(
     if FACTS["sigma"] in where:
         for name, fact in (("epsilon", "spent"), ("epochs", "epochs")):
             if where.pop(FACTS[name], None) is not None:
-                where[fact] = Near(float(chosen[name]))
+                where[fact] = Near(chosen[name])
     if chosen.get("clip") == "nonprivate":
         where["privacy.epsilon"] = None
         where.pop("privacy.delta", None)
-    where["scale"] = scale
-    metric = metric_of(cell)
-    if said.get("split") in TRAINING:
-        reason = reason or "not measured: accuracy on the training set is private, and no record releases it"
-    if not reason:
-        reason = _not_built(chosen, said)
-    return Slot(cell, scale, where, metric, reason, "" if reason else command(cell, scale, chosen, presets))
+    return where | {"scale": scale}
 
 
 def metric_of(cell: Cell) -> str:
@@ -213,11 +225,10 @@ def metric_of(cell: Cell) -> str:
         return f"train_{name}"
     if name == EXPOSURE:
         return f"{name}_{said.get('repetitions', '')}"
-    if (
-        said.get("subset", "matched") != "matched"
-    ):  # which is MNLI's dev set: `accuracy`, and `accuracy_mismatched` (conf/task/mnli)
-        return f"{name}_{said['subset']}"
-    if said.get("split") == "test" and _has_test(said.get("task", "")):
+    if (subset := said.get("subset", "matched")) != "matched":  # that is MNLI's dev set (conf/task/mnli)
+        return f"{name}_{subset}"
+    # where print has "test" for the only one, as of images, it is our dev set
+    if said.get("split") == "test" and "test" in (_choice("task", said.get("task", "")).get("files") or ()):
         return f"{name}_test"
     return name
 
@@ -227,91 +238,74 @@ def command(cell: Cell, scale: str, chosen: Mapping[str, str], presets: Presets 
     overrides = []
     added = presets.added(cell) if presets and scale == "paper" else []
     tables = (cell.table, *(presets.tables if presets else ()))
-    covered: set[str] = set()
+    plain = chosen.get("clip") == "nonprivate"
+    covered = {"epsilon", "delta"} if plain else set()
     noise = next((name for name in NOISE if name in chosen), "")
     if scale == "paper" and (preset := _preset(cell, chosen, tables)):
         overrides.append(f"experiment={preset}")
-        covered = {"task", "model", "delta", "peft", "init", "schedule", "individual", "optim", noise}
-        covered |= (
-            {"clip"}
-            if preset.endswith(
-                tuple(chosen[name] for name in ("clip", "schedule", "individual", "optim") if name in chosen)
-            )
-            else set()
-        )
+        covered |= {"task", "model", "delta", "peft", "init", "schedule", "individual", "optim", noise}
+        if preset.endswith(tuple(chosen[name] for name in METHODS if name in chosen)):
+            covered.add("clip")
     elif noise:
         overrides.append("privacy=noise")
     if noise:
-        covered |= {"epsilon"}  # it comes out
+        covered.add("epsilon")  # it comes out
     if "epochs" in chosen and (noise or _has_steps(chosen.get("task", ""), scale)):
         overrides.append("optim.steps=null")  # its length is given in epochs
-    for name, value in chosen.items():
-        if name in covered or (name == "peft" and value == "full"):
-            continue
-        if chosen.get("clip") == "nonprivate" and name in ("epsilon", "delta"):
-            continue
-        overrides.append(f"{name if name in GROUPS else FACTS[name]}={value}")
-    if chosen.get("clip") == "nonprivate":
-        overrides.append("privacy=none")
-    if scale != "paper":
-        overrides.append(f"scale={scale}")
+    overrides += [
+        f"{name if name in GROUPS else FACTS[name]}={value}"
+        for name, value in chosen.items()
+        if name not in covered and (name, value) != ("peft", "full")
+    ]
+    overrides += ["privacy=none"] if plain else []
+    overrides += [f"scale={scale}"] if scale != "paper" else []
     program = "train"
     if cell.settings.get("metric") == EXPOSURE:
-        program = "audit"
-        counts = (
-            [] if any(word.startswith("repetitions=") for word in added) else [cell.settings["repetitions"]]
-        )
-        overrides = [f"method={EXPOSURE}", *overrides, *(f"repetitions=[{count}]" for count in counts)]
+        program, overrides = "audit", [f"method={EXPOSURE}", *overrides]
+        if not any(word.startswith("repetitions=") for word in added):
+            overrides.append(f"repetitions=[{cell.settings['repetitions']}]")
     words = [*overrides, *added, f"seed={SEEDS}", "-m"]
     return f"python -m dpexp.{program} " + " ".join(shlex.quote(word) for word in words)
 
 
-def _has_test(task: str) -> bool:
-    """Is there a test set beside the dev set? (Where print has "test" for the only one, as of images, it is our dev set.)"""
-    path = conf_dir() / "task" / f"{task}.yaml"
-    return path.is_file() and "test" in (yaml.safe_load(path.read_text(encoding="utf-8")).get("files") or {})
+@cache
+def _choice(group: str, name: str) -> dict[str, Any]:
+    """A file of conf/, {} where there is none."""
+    path = conf_dir() / group / f"{name}.yaml"
+    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {"": None}) if path.is_file() else {}
 
 
 def _has_steps(task: str, scale: str) -> bool:
     """Does the task give the length of its runs at this scale in steps?"""
-    path = conf_dir() / "task_at_scale" / task / f"{scale}.yaml"
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return bool(((settings or {}).get("optim") or {}).get("steps"))
+    return bool((_choice(f"task_at_scale/{task}", scale).get("optim") or {}).get("steps"))
 
 
 def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> str:
     """The name of the preset of a cell's row in the first of the tables that has one, "" where none has."""
-    method = next(
-        (chosen[name] for name in ("schedule", "individual", "optim", "clip") if name in chosen), ""
-    )
+    method = next((chosen[name] for name in METHODS if name in chosen), "")
     kind = "infilling" if cell.settings.get("formulation") == "infilling" else chosen.get("peft", "")
     kind = "retrain" if "init" in chosen else kind
     before = [cell.settings.get("task", ""), chosen.get("model", "")]
-    ends = [[method], [kind]] if kind else [[method], ["full"]]
-    if chosen.get("clip") == "nonprivate" or kind:
+    ends = [[method], [kind or "full"]]
+    if kind or chosen.get("clip") == "nonprivate":
         ends.append([kind, "flat"])
     for table in tables:
         for end in ends:
-            name = "_".join((cell.paper, _numbered(table), *filter(None, [*before, *end])))
-            if (conf_dir() / "experiment" / f"{name}.yaml").is_file():
+            name = "_".join((cell.paper, numbered(table), *filter(None, [*before, *end])))
+            if _choice("experiment", name):
                 return name
     return ""
 
 
 def has_presets(paper: str, table: str) -> bool:
     """Can a row of it be run, even where no single cell is one run (a gain is the difference of two)?"""
-    return any((conf_dir() / "experiment").glob(f"{paper}_{_numbered(table)}_*.yaml"))
-
-
-def _numbered(table: str) -> str:
-    return f"table{table}" if table[:1].isdigit() else table
+    return any((conf_dir() / "experiment").glob(f"{paper}_{numbered(table)}_*.yaml"))
 
 
 def _not_ours(cell: Cell, said: Mapping[str, str]) -> str:
+    """Why a cell is no run of ours, in words; "" where it may be one."""
     for part in cell.conditions.split("; "):
-        if part.startswith(
-            ("quoted", "printed as -", "no fine-tuning", "from the authors' code base", "from the leader")
-        ):
+        if part.startswith(_QUOTED):
             return part
     if said.get("metric") == "epsilon":
         return "arithmetic: see accounting-li"
@@ -322,14 +316,7 @@ def _not_ours(cell: Cell, said: Mapping[str, str]) -> str:
     return ""
 
 
-def _not_built(chosen: Mapping[str, str], said: Mapping[str, str]) -> str:
-    """Why this repository cannot run it, where a choice that it needs does not exist."""
-    missing = [
-        f"{name}={chosen[name]}"
-        for name in GROUPS
-        if name in chosen and not (conf_dir() / name / f"{chosen[name]}.yaml").is_file()
-    ]
-    return f"not built: {', '.join(missing)}" if missing else ""
+_QUOTED = ("quoted", "printed as -", "no fine-tuning", "from the authors' code base", "from the leader")
 
 
 def columns(filling: Filling, digits: int) -> dict[str, str]:
@@ -347,36 +334,32 @@ def columns(filling: Filling, digits: int) -> dict[str, str]:
         "accountant": privacy.get("accountant") or "none",
         "sampling": str(privacy.get("sampling")),
         "hardware": record.summary["performance"].get("device", ""),
-        "record": ", ".join(repository_path(r) for r in filling.records),
+        "record": ", ".join(f"results/{r.folder}/{r.name}" for r in filling.records),
     }
 
 
-def described(record: Record, beside: Sequence[str] = ()) -> str:
+def described(record: Record) -> str:
     """The configuration of a record in a few words: what a reader must know to judge its number."""
     facts = record.facts
-    trainable = facts.get("model.trainable")
-    peft = facts.get("peft.name")
+
+    def unless(key: str, usual: str, form: str = "{}") -> str:
+        value = facts.get(key)
+        return "" if value in (None, False, usual) else form.format(value)
+
     length = facts.get("optim.epochs")
     words = [
         str(facts["model"]),
-        "" if peft in (None, "full") else str(peft),
-        "" if facts.get("model.pooling") in (None, "own") else f"{facts['model.pooling']} pooling",
-        "" if facts.get("model.head") in (None, "linear") else f"{facts['model.head']} head",
-        "frozen features" if facts.get("model.frozen_features") else "",
-        "" if trainable in (None, "all") else f"trains {trainable}",
+        unless("peft.name", "full"),
+        unless("model.pooling", "own", "{} pooling"),
+        unless("model.head", "linear", "{} head"),
+        unless("model.frozen_features", "", "frozen features"),
+        unless("model.trainable", "all", "trains {}"),
         f"E = {length:g}" if length is not None else f"{facts.get('optim.steps')} steps",
         f"B = {facts.get('optim.batch_size'):g}",
         f"lr {facts.get('optim.lr'):g}",
-        *beside,
     ]
     if facts.get("method") == EXPOSURE:
-        counts = "/".join(str(count) for count in facts.get("repetitions") or ())
+        counts = "/".join(map(str, facts.get("repetitions") or ()))
         words.append(f"{facts.get('secrets')} canaries of each r = {counts} in one training set")
-    precision = facts.get("runtime.precision")
-    words.append("" if precision in (None, "fp32") else str(precision))
-    return ", ".join(word for word in words if word)
-
-
-def repository_path(record: Record) -> str:
-    """Where a record lies, as a link from the top of the repository."""
-    return str(Path("results") / record.folder / record.name)
+    words.append(unless("runtime.precision", "fp32"))
+    return ", ".join(filter(None, words))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2
 
-from dpexp.reproduce.documents import Document, Rows, Section
+from dpexp.reproduce.documents import Document, Rows, Section, as_rows
 
 EPOCHS, SAMSUM = 5, 14_732
 
@@ -123,17 +123,16 @@ _COLUMNS = (
 
 def rows(given: Assumptions, sizes: tuple[int, ...]) -> Rows:
     """Compute a row for each way and number of devices."""
-    found: Rows = []
+    lines = []
     for devices in sizes:
         base = cost("per device", devices, given).seconds
         for way, claim in CLAIMS:
             one = cost(way, devices, given)
-            values = (
-                way, str(devices), f"{one.between / 1e6:.0f}", f"{one.norms / 1e3:.2f}", f"{one.host / 1e9:.1f}",
-                f"{one.sums / 1e6:.0f}", str(one.waits), f"{one.seconds:.1f}", f"{one.seconds / base:.3f}", claim,
-            )  # fmt: skip
-            found.append(dict(zip(_COLUMNS, values, strict=True)))
-    return found
+            lines.append((
+                way, devices, f"{one.between / 1e6:.0f}", f"{one.norms / 1e3:.2f}", f"{one.host / 1e9:.1f}",
+                f"{one.sums / 1e6:.0f}", one.waits, f"{one.seconds:.1f}", f"{one.seconds / base:.3f}", claim,
+            ))  # fmt: skip
+    return as_rows(_COLUMNS, lines)
 
 
 def communication_he() -> Document:
@@ -159,7 +158,11 @@ def communication_he() -> Document:
         "Offloading is cheap here because LoRA's gradients are small: with all parameters training it would be "
         f"{full:.0f} TB a step. Derivation: docs/pipeline.md.",
     )
+    section = Section("", (), _COLUMNS, found)
     return Document(
-        "communication-he", "He et al., section 4: what clipping costs in a pipeline", "he", words,
-        (Section("", (), _COLUMNS, found),), _COLUMNS,
-    )  # fmt: skip
+        "communication-he",
+        "He et al., section 4: what clipping costs in a pipeline",
+        words,
+        (section,),
+        foot="",
+    )

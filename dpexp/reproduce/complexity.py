@@ -8,12 +8,14 @@ its layers. ``docs/complexity.md`` says where printed and derived formulas diffe
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dpexp.clipping.cost import prefers_ghost
+from dpexp.reproduce.paper import printed
 
 Terms = Counter[str]  # {"BTpd": 6, "Bpd": 2} is 6BTpd + 2Bpd
 
@@ -93,21 +95,14 @@ class Layer:
 
 # Table 3. A test holds these against dpexp.clipping.cost, which is tested against what torch counts.
 TIME: dict[str, Terms] = {
-    "1": Counter({"BTpd": 2}),
-    "2a": Counter({"BTpd": 2}),
-    "2b": Counter({"BTpd": 2}),
-    "3": Counter({"BT²(p+d)": 2}),
-    "4": Counter({"BTpd": 2}),
-    "5": Counter({"Bpd": 2}),
-}
+    "1": Terms({"BTpd": 2}), "2a": Terms({"BTpd": 2}), "2b": Terms({"BTpd": 2}), "3": Terms({"BT²(p+d)": 2}),
+    "4": Terms({"BTpd": 2}), "5": Terms({"Bpd": 2}),
+}  # fmt: skip
 SPACE: dict[str, Terms] = {
-    "1": Counter({"pd": 1, "BTd": 1}),
-    "2a": Counter({"BTd": 1, "BTp": 1}),
-    "2b": Counter({"pd": 1}),
-    "3": Counter({"BT²": 2}),
-    "4": Counter({"Bpd": 1}),
-    "5": Counter(),
-}
+    "1": Terms({"pd": 1, "BTd": 1}), "2a": Terms({"BTd": 1, "BTp": 1}), "2b": Terms({"pd": 1}), "3": Terms({"BT²": 2}),
+    "4": Terms({"Bpd": 1}), "5": Terms(),
+}  # fmt: skip
+_TERMS = ("BTpd", "BT²(p+d)", "BT²", "Bpd", "pd", "BTd", "BTp")
 
 
 @dataclass(frozen=True)
@@ -129,11 +124,28 @@ class Formula:
     def __str__(self) -> str:
         """As the paper writes: ``6BTpd + ⟨2Bpd, 2BT²(p+d)⟩``, instantiation first."""
         common = self.instantiate & self.ghost
-        choices = [term_sum(self.instantiate - common), term_sum(self.ghost - common)]
-        shared = term_sum(common)
-        if choices == ["0", "0"]:
-            return shared
-        return f"{shared} + ⟨{', '.join(choices)}⟩"
+        instantiate, ghost, shared = map(term_sum, (self.instantiate - common, self.ghost - common, common))
+        return shared if (instantiate, ghost) == ("0", "0") else f"{shared} + ⟨{instantiate}, {ghost}⟩"
+
+    @classmethod
+    def read(cls, text: str) -> Formula:
+        """A printed one: ``<a, b>`` is a where gradients are instantiated, ``min{b, a}`` has the ghost norm first."""
+        choice = re.search(r"(<|min\{)(.*), (.*)[>}]", text)
+        common = _terms(text.replace(choice[0], "") if choice else text)
+        first, second = (_terms(choice[2]), _terms(choice[3])) if choice else (Terms(), Terms())
+        instantiate, ghost = (second, first) if choice and choice[1] == "min{" else (first, second)
+        return cls(common + instantiate, common + ghost)
+
+
+def _terms(text: str) -> Terms:
+    found = re.findall(rf"(\d*)({'|'.join(map(re.escape, _TERMS))})", text)
+    return Terms({term: int(factor or 1) for factor, term in found})
+
+
+def term_sum(terms: Terms) -> str:
+    """ "6BTpd + 2Bpd"."""
+    shown = [f"{'' if terms[term] == 1 else terms[term]}{term}" for term in _TERMS if terms[term]]
+    return " + ".join(shown) or "0"
 
 
 @dataclass(frozen=True)
@@ -141,17 +153,36 @@ class Implementation:
     """One way to get the private gradient.
 
     Attributes:
-        modules: of Table 3 in the order of execution, where gradients are instantiated and under the ghost norm;
-            the same twice where an implementation knows only one way.
-        printed_time, printed_space: the paper's formulas, None where it prints none.
+        ways: modules of Table 3 in the order of execution, where gradients are instantiated and under the ghost norm; one
+            where an implementation knows only one way.
         note: where printed and derived differ, or what a count assumes.
+        elsewhere: its time and space, where Table 5 does not print them.
     """
 
     name: str
-    modules: tuple[str, str]
-    printed_time: Formula | None
-    printed_space: Formula | None
+    ways: tuple[str, ...]
     note: str = ""
+    elsewhere: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, str]:
+        """Of both ways."""
+        return self.ways[0], self.ways[-1]
+
+    @property
+    def printed_time(self) -> Formula | None:
+        """The paper's formula, None where it prints none."""
+        return self._printed("Time complexity", self.elsewhere[:1])
+
+    @property
+    def printed_space(self) -> Formula | None:
+        """The paper's formula, None where it prints none."""
+        return self._printed("Space complexity", self.elsewhere[1:])
+
+    def _printed(self, column: str, elsewhere: Sequence[str]) -> Formula | None:
+        row = {"non-DP": "Non-DP", "BK": "BK (ours)"}.get(self.name, self.name)
+        found = elsewhere if self.elsewhere else (printed("bu2023", "5", row, column),)
+        return Formula.read(found[0]) if found else None
 
     @property
     def time(self) -> Formula:
@@ -166,85 +197,34 @@ class Implementation:
         for modules in self.modules:
             distinct = dict.fromkeys(modules.split())
             terms = _total(SPACE[m] for m in distinct)
-            found.append(terms if "2b" in distinct else terms + Counter({"pd": 1}))
+            found.append(terms if "2b" in distinct else terms + Terms({"pd": 1}))
         return Formula(*found)
 
 
 def _total(parts: Iterable[Terms]) -> Terms:
-    return sum(parts, start=Counter())
+    return sum(parts, start=Terms())
 
 
-def term_sum(terms: Terms) -> str:
-    order = ("BTpd", "BT²(p+d)", "BT²", "Bpd", "pd", "BTd", "BTp")
-    shown = [f"{'' if terms[term] == 1 else terms[term]}{term}" for term in order if terms[term]]
-    return " + ".join(shown) or "0"
-
-
-def _both(modules: str) -> tuple[str, str]:
-    return modules, modules
-
-
-def _time(products: int, instantiate: Terms | None = None, ghost: Terms | None = None) -> Formula:
-    base = Counter({"BTpd": products})
-    return Formula(base + (instantiate or Counter()), base + (ghost or Counter()))
-
-
-def _space(instantiate: Terms, ghost: Terms | None = None, inputs: int = 3) -> Formula:
-    base = Counter({"BTd": inputs, "BTp": 1})
-    return Formula(base + instantiate, base + (instantiate if ghost is None else ghost))
-
-
-_GRAMS, _MATRICES = Counter({"BT²(p+d)": 2}), Counter({"BT²": 2})  # of the ghost norm: time, space
-_PRODUCT, _GRADIENTS = Counter({"BTpd": 2}), Counter({"Bpd": 1})  # of instantiation: time, space
-_ONCE = Counter({"pd": 1})
-
-NON_PRIVATE = Implementation("non-DP", _both("1 2a 2b"), _time(6), _space(_ONCE))
+NON_PRIVATE = Implementation("non-DP", ("1 2a 2b",))
+_IN_TABLE_2 = "printed in Table 2 (no memory overhead); B back-propagations, each counted for one example"
+_LEFT_OUT = "2Bpd of module 5 left out"
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     NON_PRIVATE,
-    Implementation(
-        "TF-Privacy",
-        _both("1 2a 2b 5"),
-        _time(6),
-        _space(_ONCE),
-        "printed in Table 2 (no memory overhead); B back-propagations, each counted for one example",
-    ),
-    Implementation("Opacus", _both("1 2a 2b 4 5"), _time(8), _space(_GRADIENTS), "2Bpd of module 5 left out"),
-    Implementation(
-        "FastGradClip",
-        _both("1 2a 4 2a 2b"),
-        _time(8),
-        _space(_GRADIENTS, inputs=2),
-        "its own modules are five products, not four",
-    ),
-    Implementation("GhostClip", _both("1 2a 2b 3 2a 2b"), _time(10, _GRAMS, _GRAMS), _space(_MATRICES)),
-    Implementation("BK", _both("1 2a 3 2b"), _time(6, _GRAMS, _GRAMS), _space(_MATRICES)),
+    Implementation("TF-Privacy", ("1 2a 2b 5",), _IN_TABLE_2, ("6BTpd", "pd + 3BTd + BTp")),
+    Implementation("Opacus", ("1 2a 2b 4 5",), _LEFT_OUT),
+    Implementation("FastGradClip", ("1 2a 4 2a 2b",), "its own modules are five products, not four"),
+    Implementation("GhostClip", ("1 2a 2b 3 2a 2b",)),
+    Implementation("BK", ("1 2a 3 2b",)),
     Implementation(
         "MixGhostClip",
         ("1 2a 2b 4 2a 2b", "1 2a 2b 3 2a 2b"),
-        _time(8, _PRODUCT, _GRAMS),
-        _space(_GRADIENTS, _MATRICES),
         "two whole back-propagations and a forward pass are ten, not eight",
     ),
+    Implementation("BK-MixGhostClip", ("1 2a 4 2b", "1 2a 3 2b")),
+    Implementation("BK-MixOpt", ("1 2a 4 5", "1 2a 3 2b"), _LEFT_OUT),
+    Implementation("improved Opacus", ("1 2a 4 5",), _LEFT_OUT, ("6BTpd",)),
     Implementation(
-        "BK-MixGhostClip",
-        ("1 2a 4 2b", "1 2a 3 2b"),
-        _time(6, _PRODUCT, _GRAMS),
-        _space(_GRADIENTS, _MATRICES),
-    ),
-    Implementation(
-        "BK-MixOpt",
-        ("1 2a 4 5", "1 2a 3 2b"),
-        _time(6, None, _GRAMS),
-        _space(_GRADIENTS, _MATRICES),
-        "2Bpd of module 5 left out",
-    ),
-    Implementation("improved Opacus", _both("1 2a 4 5"), _time(6), None, "2Bpd of module 5 left out"),
-    Implementation(
-        "improved FastGradClip",
-        _both("1 2a 4 2b"),
-        _time(6),
-        None,
-        "its own modules are four products, not three",
+        "improved FastGradClip", ("1 2a 4 2b",), "its own modules are four products, not three", ("6BTpd",)
     ),
 )
 

@@ -15,17 +15,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from dpexp.benchmark.workloads import WORKLOADS
 from dpexp.config import conf_dir
 from dpexp.reproduce import benchmarks
-from dpexp.reproduce.documents import Document, Rows, Section
-from dpexp.reproduce.paper import PAPERS
+from dpexp.reproduce.benchmarks import Measurement
+from dpexp.reproduce.documents import Document, Section, as_rows
+from dpexp.reproduce.paper import FOLDER, PAPERS
 from dpexp.reproduce.records import Record
 
 STATUSES = ("exact", "tested", "paper", "small", "not run", "not built")
-Measurement = tuple[str, dict[str, Any], str]
 _TESTS = Path(__file__).parents[2] / "tests"
 COLUMNS = ("paper", "kind", "name", "importance", "printed in", "status", "where", "note")
 
@@ -33,7 +32,7 @@ COLUMNS = ("paper", "kind", "name", "importance", "printed in", "status", "where
 @cache
 def listed() -> tuple[dict[str, str], ...]:
     """The rows of ``coverage.csv``."""
-    with (Path(__file__).parent / "coverage.csv").open(encoding="utf-8", newline="") as file:
+    with (FOLDER / "coverage.csv").open(encoding="utf-8", newline="") as file:
         return tuple(csv.DictReader(file))
 
 
@@ -44,83 +43,60 @@ def targets() -> set[str]:
 
 
 def document(
-    statuses: dict[str, str], records: Sequence[Record], measured: Sequence[Measurement]
+    statuses: Mapping[str, str], records: Sequence[Record], measured: Sequence[Measurement]
 ) -> Document:
     """The matrix, with a count for each paper.
 
     Args:
         statuses: of the `targets` that there are, in words: "exact", "small 2/8", "not run".
         records: of training runs.
-        measured: benchmarks, as `dpexp.reproduce.benchmarks.load` gives them.
+        measured: benchmarks.
     """
-    rows: Rows = []
-    for row in listed():
-        status, where = _status(row, statuses, records, measured)
-        rows.append({
-            "paper": row["paper"], "kind": row["kind"], "name": row["name"], "importance": row["importance"],
-            "printed in": row["printed"], "status": status, "where": where, "note": row["note"],
-        })  # fmt: skip
-    counts: Rows = []
+    sections, counts = [], []
     for paper, title in PAPERS.items():
-        own = Counter(row["status"] for row in rows if row["paper"] == paper)
-        counts.append({"of": title} | {s: str(own[s]) for s in STATUSES} | {"rows": str(own.total())})
-    sections = [Section("Counts", (), ("of", *STATUSES, "rows"), counts)]
-    for paper, title in PAPERS.items():
-        sections.append(Section(title, (), COLUMNS[1:], [row for row in rows if row["paper"] == paper]))
+        own = (row | {"printed in": row["printed"]} for row in listed() if row["paper"] == paper)
+        rows = [row | _status(row, statuses, records, measured) for row in own]
+        sections.append(Section(title, (), COLUMNS[1:], rows))
+        found = Counter(row["status"] for row in rows)
+        counts.append((title, *(found[status] for status in STATUSES), found.total()))
+    columns = ("of", *STATUSES, "rows")
+    sections.insert(0, Section("Counts", (), columns, as_rows(columns, counts), in_csv=False))
     words = (
         "Every table, figure, algorithm and system that the four papers name. **exact**: arithmetic, computed again to the"
         " printed digit; **tested**: built, and the test that is named holds it against a formula, a naive twin or another"
         " implementation; **paper**, **small**: committed records at this scale (how many cells, in the column *where*);"
         " **not run**: built, without a committed record; **not built**: not in this repository (or a diagram, or samples).",
         "core: run or reported by that paper; quoted: its numbers are taken from elsewhere; described: explained or cited.",
-        "The status is found out from the configuration files, the tests and the records."
-        " Regenerate: `python -m dpexp.report coverage`.",
+        "The status is found out from the configuration files, the tests and the records.",
     )
-    return _Coverage(
-        "coverage", "Coverage of the four papers", "", words, tuple(sections), COLUMNS, matrix=tuple(rows)
-    )
-
-
-class _Coverage(Document):
-    """Its CSV leaves the counts out."""
-
-    def __init__(self, *arguments: object, matrix: Sequence[dict[str, str]]):
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        object.__setattr__(self, "matrix", list(matrix))
-
-    @property
-    def rows(self) -> Rows:
-        found: Rows = self.__dict__["matrix"]
-        return found
+    return Document("coverage", "Coverage of the four papers", words, tuple(sections), COLUMNS)
 
 
 def _status(
-    row: dict[str, str], statuses: dict[str, str], records: Sequence[Record], measured: Sequence[Measurement]
-) -> tuple[str, str]:
+    row: dict[str, str],
+    statuses: Mapping[str, str],
+    records: Sequence[Record],
+    measured: Sequence[Measurement],
+) -> dict[str, str]:
     """One of `STATUSES`, and in words where to look."""
     needs = row["needs"].split()
     pointers = [need for need in needs if need != "this"]
-    tested = any(need.startswith("test:") for need in needs)
-    missing = [need for need in pointers if not _exists(need, statuses)]
-    if missing or not needs:
-        return "not built", ""
+    if not needs or not all(_exists(need, statuses) for need in pointers):
+        return {"status": "not built", "where": ""}
     own = [statuses[need.removeprefix("target:")] for need in pointers if need.startswith("target:")]
-    where = ", ".join(need.partition(":")[2] for need in pointers)
-    found = {
-        scale: count
-        for scale in ("paper", "small")
-        if (count := _runs(row, pointers, scale, records, measured))
-    }
-    for scale, count in found.items():
-        where += f"; {scale}: {count} record{'s' if count > 1 else ''}"
+    where = [", ".join(need.partition(":")[2] for need in pointers)]
+    counts = {scale: _runs(row, pointers, scale, records, measured) for scale in ("paper", "small")}
+    where += [f"{scale}: {n} record{'s' if n > 1 else ''}" for scale, n in counts.items() if n]
+    scale = next((s for s, n in counts.items() if n or any(f"{s} " in status for status in own)), "")
     if needs == ["this"] or (own and set(own) == {"exact"}):
-        return "exact", where
-    if tested and not own:
-        return "tested", where
-    for scale in ("paper", "small"):
-        if scale in found or any(f"{scale} " in status for status in own):
-            return scale, f"{where}{'; ' + '; '.join(own) if own else ''}"
-    return ("not built" if own and all(s == "not built" for s in own) else "not run"), where
+        status = "exact"
+    elif not own and any(need.startswith("test:") for need in needs):
+        status = "tested"
+    elif scale:
+        status, where = scale, [*where, *own]
+    else:
+        status = "not built" if own and set(own) == {"not built"} else "not run"
+    return {"status": status, "where": "; ".join(where)}
 
 
 def _exists(need: str, statuses: Mapping[str, str]) -> bool:
@@ -148,31 +124,21 @@ def _is_a_test(file: str, name: str) -> bool:
 
 
 def _runs(
-    row: dict[str, str],
-    pointers: Sequence[str],
-    scale: str,
-    records: Sequence[Record],
+    row: Mapping[str, str], pointers: Sequence[str], scale: str, records: Sequence[Record],
     measured: Sequence[Measurement],
-) -> int:
+) -> int:  # fmt: skip
     """Committed records that show it in use; benchmarks count on the networks of that paper alone."""
     selector = row["runs"]
     workloads = {need.removeprefix("bench:") for need in pointers if need.startswith("bench:")}
     if workloads or selector == "bench":
-        targets = [target for target in benchmarks.TARGETS.values() if target.paper == row["paper"]]
+        targets = [target for target in benchmarks.targets().values() if target.paper == row["paper"]]
         own = {w for target in targets for w, s in target.workloads.items() if s == scale}
         chosen = own & workloads if workloads else own
-        return sum(any(line["workload"] in chosen for line in record["rows"]) for _, record, _ in measured)
-    if not selector:
-        return 0
-    return sum(record.summary["scale"] == scale and _shows(record, selector) for record in records)
-
-
-def _shows(record: Record, selector: str) -> bool:
-    for part in selector.split(","):
-        name, _, wanted = part.partition("=")
-        if wanted == "*":
-            if record.facts.get(name) is None:
-                return False
-        elif not record.matches({name: wanted.split("|")}):
-            return False
-    return True
+        return sum(any(line["workload"] in chosen for line in one.content["rows"]) for one in measured)
+    asked = [part.partition("=") for part in filter(None, selector.split(","))]
+    where = {name: wanted.split("|") for name, _, wanted in asked if wanted != "*"}
+    known = [name for name, _, wanted in asked if wanted == "*"]
+    return sum(
+        record.matches(where | {"scale": scale}) and all(record.facts.get(name) is not None for name in known)
+        for record in (records if asked else ())
+    )

@@ -10,9 +10,13 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from dpexp.reproduce.paper import PAPERS, short
+
 Rows = list[dict[str, str]]
 WORDS = ("exact", "supports", "contradicts", "cannot tell")
-CLAIM, OURS = "**Claim.** ", "**Our runs.** "
+CLAIM = "**Claim.** "
+REGENERATE = "Regenerate: `python -m dpexp.report {name}`."
+_PAPERS = frozenset(map(short, PAPERS))
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,10 @@ class Section:
     Attributes:
         heading: "" for a block without one.
         paragraphs: text above the table; inline Markdown (`code`, **bold**).
-        columns: of the table, in order; empty for text alone.
+        columns: of the table, in order; empty for text alone, or for rows that the CSV alone has.
         rows: column -> text.
         scale: "exact" for arithmetic, else that of the runs.
+        in_csv: whether its rows are part of the CSV; not those of a summary.
     """
 
     heading: str
@@ -55,6 +60,7 @@ class Section:
     columns: tuple[str, ...] = ()
     rows: Rows = field(default_factory=list)
     scale: str = "exact"
+    in_csv: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,29 +70,35 @@ class Document:
     Attributes:
         name: of the target, and of the files: "table-he-2".
         title: one line.
-        paper: "he", "bu", "li", "monir", or "" where it belongs to none.
         paragraphs: the claim, the verdict, notes.
         sections: in order.
-        columns: of the CSV: every section's rows in one file.
-        markdown: written as it is, where a page has its own form.
-        rule: what stands below a column's name in the Markdown tables.
+        columns: of the CSV; empty: those of all sections.
         svg, png: of a figure.
         status: for the coverage matrix, as text: "exact", "small 2/8", "not run".
         verdicts: one for each block that was run; none where nothing was, or where it is arithmetic.
+        foot: the last paragraph, "{name}" in it standing for the name.
     """
 
     name: str
     title: str
-    paper: str
     paragraphs: tuple[str, ...] = ()
     sections: tuple[Section, ...] = ()
     columns: tuple[str, ...] = ()
-    markdown: str = ""
-    rule: str = " --- |"
     svg: str = ""
     png: bytes = b""
     status: str = "exact"
     verdicts: tuple[Verdict, ...] = ()
+    foot: str = REGENERATE
+
+    @property
+    def paper(self) -> str:
+        """ "he", "bu", "li", "monir", or "" where it belongs to none."""
+        return next((part for part in self.name.split("-") if part in _PAPERS), "")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The paragraphs and the foot."""
+        return (*self.paragraphs, self.foot.format(name=self.name)) if self.foot else self.paragraphs
 
     @property
     def claim(self) -> str:
@@ -95,42 +107,42 @@ class Document:
 
     @property
     def rows(self) -> Rows:
-        """Of every section, one after the other."""
-        return [row for section in self.sections for row in section.rows]
+        """Of the sections that the CSV has, one after the other."""
+        return [row for section in self.sections if section.in_csv for row in section.rows]
 
     def as_markdown(self) -> str:
         """The page."""
-        if self.markdown:
-            return self.markdown
-        parts = [f"# {self.title}", *self.paragraphs]
+        parts = [f"# {self.title}", *self.words]
         for section in self.sections:
             parts += [f"## {section.heading}"] if section.heading else []
             parts += section.paragraphs
-            parts += [table(section.columns, section.rows, self.rule)] if section.columns else []
+            parts += [_table(section.columns, section.rows)] if section.columns else []
         return "\n\n".join(parts) + "\n"
 
     def as_csv(self) -> str:
-        """All rows, a row's missing cells empty."""
-        columns = self.columns or tuple(
-            dict.fromkeys(key for section in self.sections for key in section.columns)
-        )
-        return as_csv(columns, self.rows)
+        """All rows with unix line ends, a row's missing cells empty."""
+        columns = self.columns or dict.fromkeys(key for section in self.sections for key in section.columns)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(columns), lineterminator="\n", restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return text.getvalue()
 
 
-def table(columns: Sequence[str], rows: Rows, rule: str = " --- |") -> str:
-    """A Markdown table, without a line end; ``rule`` as in `Document`."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + rule * len(columns)]
+def claimed(claim: str, verdicts: Sequence[Verdict], otherwise: str) -> tuple[str, str]:
+    """The first two paragraphs: what the paper says, and what our runs say about it, or why they say nothing."""
+    return f"{CLAIM}{claim}", f"**Our runs.** {'; '.join(map(str, verdicts)) or otherwise}."
+
+
+def as_rows(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> Rows:
+    """Each line's values, as text, under the names of the columns."""
+    return [dict(zip(columns, map(str, line), strict=True)) for line in lines]
+
+
+def _table(columns: Sequence[str], rows: Rows) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(_cell(row.get(column, "")) for column in columns) + " |" for row in rows]
     return "\n".join(lines)
-
-
-def as_csv(columns: Iterable[str], rows: Rows) -> str:
-    """Rows as CSV with unix line ends."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n", restval="", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _cell(text: str) -> str:

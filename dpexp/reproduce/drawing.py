@@ -45,21 +45,23 @@ def draw(
     return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()), image.getvalue()
 
 
+def style(number: int) -> dict[str, Any]:
+    """Colour, marker and, when the colours are used up, dashes of a line by its number."""
+    dashes = ("-", "--", ":")[number // len(COLOURS) % 3]
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": dashes,
+    }
+
+
 def lines(
     axis: Any, series: Sequence[tuple[str, Sequence[float], Sequence[float]]], *, markers: bool = True
 ) -> None:
     """One line for each (label, x, y), in fixed colours and markers."""
     for number, (label, x, y) in enumerate(series):
-        marker = MARKERS[number % len(MARKERS)] if markers else None
-        axis.plot(
-            x,
-            y,
-            label=label,
-            color=COLOURS[number % len(COLOURS)],
-            marker=marker,
-            markersize=4,
-            linewidth=1.4,
-        )
+        looks = style(number) | ({} if markers else {"marker": None})
+        axis.plot(x, y, label=label, markersize=4, linewidth=1.4, **looks)
     if len(series) > 1:
         axis.legend()
 
@@ -86,19 +88,12 @@ def heat(
     else:
         axis.set_xlim(-0.5, len(x) - 0.5)
         axis.set_ylim(len(y) - 0.5, -0.5)
+    form, size = (".3g", 5) if log else (".4g", 7)
     for i, line in enumerate(grid if len(y) <= MOST_NUMBERS and len(x) <= MOST_NUMBERS else []):
         for j, value in enumerate(line):
             if value == value:
-                dark = float(norm(value)) < 0.5
-                axis.text(
-                    j,
-                    i,
-                    f"{value:.3g}" if log else f"{value:.4g}",
-                    ha="center",
-                    va="center",
-                    fontsize=5 if log else 7,
-                    color="white" if dark else "black",
-                )
+                ink = "white" if float(norm(value)) < 0.5 else "black"
+                axis.text(j, i, format(value, form), ha="center", va="center", fontsize=size, color=ink)
     for labels, put in ((x, axis.set_xticks), (y, axis.set_yticks)):
         some = range(0, len(labels), -(-len(labels) // MOST_LABELS) or 1)
         put(some, [labels[i] for i in some])

@@ -16,10 +16,9 @@ from typing import Any
 import yaml
 from scipy import stats
 
-from dpexp.reproduce import pairs
 from dpexp.reproduce.cells import Filling, printed_factor
 from dpexp.reproduce.documents import Document, Rows, Section, Verdict
-from dpexp.reproduce.pairs import Choice, Pair
+from dpexp.reproduce.pairs import Choice, Finding, Pair, compared
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import LEVEL, compare, holm, mean_std
 
@@ -200,12 +199,10 @@ def document(records: Sequence[Record]) -> Document:
         "*Interval*: Student's t over three seeds. *p*: Welch's t, two-sided, against"
         f" {reference}; Holm's correction over the methods of one task and budget. The finite dev set has an error of its own"
         " (*dev error*), which is common to all methods of a task and which no test here knows of.",
-        f"Regenerate: `python -m dpexp.report {NAME}`.",
     )
-    return Document(
-        NAME, "The league: methods under one budget", "", words, tuple(sections), columns,
-        status=f"small {count} rows" if count else "not run", verdicts=tuple(verdicts),
-    )  # fmt: skip
+    status = f"small {count} rows" if count else "not run"
+    title = "The league: methods under one budget"
+    return Document(NAME, title, words, tuple(sections), columns, status=status, verdicts=tuple(verdicts))
 
 
 def _complete(rows: Mapping[str, Rows]) -> dict[tuple[str, str], Rows]:
@@ -223,7 +220,7 @@ def _rows(found: Sequence[Standing], reference: str) -> Rows:
     for epsilon in dict.fromkeys(standing.entry.epsilon for standing in found):
         own = sorted(
             (standing for standing in found if standing.entry.epsilon == epsilon),
-            key=lambda standing: -mean_std(standing.filling.values)[0],
+            key=lambda standing: -standing.filling.mean,
         )
         tests = _tests(own, reference)
         for rank, standing in enumerate(own, 1):
@@ -302,17 +299,14 @@ def _claims(found: Sequence[Standing]) -> tuple[Section, list[Verdict]]:
                 sides = [by_key.get((task, epsilon, claim[side])) for side in ("left", "right")]
                 if sides[0] is None or sides[1] is None:
                     continue
-                left, right, margin = sides[0], sides[1], float(claim.get("margin", 0))
-                result = compare(left.filling.values, right.filling.values, claim["expect"], margin)
-                names = claim["left"], claim["right"]
-                what = f"{task}, ε = {epsilon:g}"
-                said.append(
-                    pairs.compared(what, names, (left.choice, right.choice), claim["expect"], margin, result)
-                )
+                left, right = (claim["left"], sides[0].choice), (claim["right"], sides[1].choice)
+                margin = float(claim.get("margin", 0))
+                said.append(compared(f"{task}, ε = {epsilon:g}", left, right, claim["expect"], margin))
         words = f"{claim['source']}: {claim['says']}"
         total = len(listed()["tasks"]) * len(listed()["budgets"])
         part = f"{len(said)} of {total} tasks and budgets, short runs" if len(said) < total else "short runs"
-        shown = pairs.paragraphs(said, part)
-        paragraphs += [f"{words}. {shown[0]}", *shown[1:]]
-        verdicts.append(Verdict(words, pairs.verdict(said, part), pairs.in_short(said)))
+        finding = Finding(said, part)
+        first, *others = finding.paragraphs
+        paragraphs += [f"{words}. {first}", *others]
+        verdicts.append(finding.verdict(words))
     return Section("Published claims", (_SHORT, *paragraphs), scale="small"), verdicts

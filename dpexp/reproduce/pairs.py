@@ -1,4 +1,4 @@
-"""Two cells, their seeds, and what they say about a claim; in words."""
+"""Two configurations, their seeds, and what they say about a claim; in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dpexp.reproduce.cells import Filling, described
-from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, judge, mean_std, overall
+from dpexp.reproduce.documents import Verdict
+from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge, overall
 
 SELECTED = (
     "Where a side is the best of several configurations, it was picked by the dev metric, seeds that are compared here among"
@@ -32,23 +33,23 @@ class Choice:
     better: str = ""
 
 
+Side = tuple[str, Choice]
+
+
 def choose(fillings: Sequence[Filling]) -> Choice:
     """The choice among configurations of one side.
 
     Raises:
         ValueError: there is none.
     """
-    chosen = max(fillings, key=lambda f: (len(f.values), mean_std(f.values)[0]))
+    chosen = max(fillings, key=lambda f: (len(f.values), f.mean))
     trials = [int(record.summary["privacy"].get("trials") or 1) for record in chosen.records]
-    mean = mean_std(chosen.values)[0]
-    rivals = [f for f in fillings if len(f.values) < len(chosen.values) and mean_std(f.values)[0] > mean]
-    better = ""
+    rivals = [f for f in fillings if len(f.values) < len(chosen.values) and f.mean > chosen.mean]
+    better = _edge(chosen, fillings)
     if rivals:
-        rival = max(rivals, key=lambda f: mean_std(f.values)[0])
-        better = (
-            f"{described(rival.records[0])}, has {mean_std(rival.values)[0]:.2f} with n = {len(rival.values)}"
-        )
-    return Choice(chosen, max(len(fillings), *trials), better or _edge(chosen, fillings))
+        rival = max(rivals, key=lambda f: f.mean)
+        better = f"{described(rival.records[0])}, has {rival.mean:.2f} with n = {len(rival.values)}"
+    return Choice(chosen, max(len(fillings), *trials), better)
 
 
 def _edge(chosen: Filling, fillings: Sequence[Filling]) -> str:
@@ -66,7 +67,7 @@ class Pair:
 
     Attributes:
         what: both have in common.
-        left, right: their rows.
+        names: of the left side and the right one.
         expect: in words, with the margin.
         result: left minus right.
         sizes: seeds on each side.
@@ -76,8 +77,7 @@ class Pair:
     """
 
     what: str
-    left: str
-    right: str
+    names: tuple[str, str]
     expect: str
     result: Comparison
     sizes: tuple[int, int]
@@ -102,80 +102,84 @@ class Pair:
             return self.result
         return replace(self.result, p_for=p_for, p_against=p_against, verdict=judge(p_for, p_against))
 
+    def __str__(self) -> str:
+        """Difference, interval, p-values and verdict."""
+        result = self.result
+        sides = [
+            f"{name} (n = {size}{f', best of {tried}' if tried > 1 else ''})"
+            for name, size, tried in zip(self.names, self.sizes, self.tried, strict=True)
+        ]
+        unfinished = "".join(
+            f"; the search of {name} is not finished: {better}"
+            for name, better in zip(self.names, self.better, strict=True)
+            if better
+        )
+        interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
+        p = "" if result.p_for is None else f", p for {result.p_for:.3f}, against {result.p_against:.3f}"
+        return (
+            f"{self.what}: {' minus '.join(sides)} = {result.difference:+.2f}{interval};"
+            f" expected {self.expect}{p}{unfinished}: {self.judged.verdict}"
+        )
 
-def compared(
-    what: str,
-    names: tuple[str, str],
-    sides: tuple[Choice, Choice],
-    expect: str,
-    margin: float,
-    result: Comparison,
-) -> Pair:
-    """The pair of two chosen configurations."""
-    left, right = sides
+
+def compared(what: str, left: Side, right: Side, expect: str, margin: float = 0.0) -> Pair:
+    """The pair of two named choices."""
+    (name, one), (other, two) = left, right
+    result = compare(one.filling.values, two.filling.values, expect, margin)
     return Pair(
-        what, *names, f"{expect} (margin {margin:g})" if margin else expect, result,
-        (len(left.filling.values), len(right.filling.values)), (left.tried, right.tried), (left.better, right.better),
+        what, (name, other), f"{expect} (margin {margin:g})" if margin else expect, result,
+        (len(one.filling.values), len(two.filling.values)), (one.tried, two.tried), (one.better, two.better),
     )  # fmt: skip
 
 
-def verdict(pairs: Sequence[Pair], part: str = "", unstated: str = "") -> str:
-    """Supports, contradicts or cannot tell, and from how many pairs.
+@dataclass(frozen=True)
+class Finding:
+    """What pairs say about a claim.
 
-    ``part``: which part of the claim they are instances of, in words; "" where they are all of it. ``unstated``: settings that
-    the paper does not give: then the seeds speak for the settings chosen here alone.
+    Attributes:
+        pairs: its instances.
+        part: which part of the claim they are instances of, in words; "" where they are all of it.
+        unstated: settings that the paper does not give: then the seeds speak for the settings chosen here alone.
     """
-    if not pairs:
-        return f"{CANNOT_TELL}: no pair of records that differ in this alone"
-    tested = [pair for pair in pairs if pair.judged.p_for is not None]
-    word = overall([pair.judged for pair in pairs])
-    if not tested:
-        return f"{CANNOT_TELL}: fewer than two seeds on a side, or searches that are not finished, of each of {len(pairs)} pairs"
-    picked = ", sides picked on these seeds" if any(max(pair.tried) > 1 for pair in tested) else ""
-    named = f" for a part of the claim, {part}" if part and word != CANNOT_TELL else ""
-    found = f"{len(tested)} of {len(pairs)} pairs tested, {_test(tested)} over seeds, level {LEVEL:g}{picked}"
-    if unstated and word != CANNOT_TELL:
-        return f"{CANNOT_TELL}: the paper does not state {unstated}; at what was chosen here: {word}{named} ({found})"
-    return f"{word}{named} ({found})"
 
+    pairs: Sequence[Pair]
+    part: str = ""
+    unstated: str = ""
 
-def _test(pairs: Sequence[Pair]) -> str:
-    return "Student's t on pairs" if all(pair.paired for pair in pairs) else "Welch's t"
+    @property
+    def said(self) -> str:
+        """Supports, contradicts or cannot tell, and from how many pairs."""
+        pairs = self.pairs
+        if not pairs:
+            return f"{CANNOT_TELL}: no pair of records that differ in this alone"
+        tested = [pair for pair in pairs if pair.judged.p_for is not None]
+        if not tested:
+            why = "fewer than two seeds on a side, or searches that are not finished"
+            return f"{CANNOT_TELL}: {why}, of each of {len(pairs)} pairs"
+        word = overall([pair.judged for pair in pairs])
+        test = "Student's t on pairs" if all(pair.paired for pair in tested) else "Welch's t"
+        picked = ", sides picked on these seeds" if any(max(pair.tried) > 1 for pair in tested) else ""
+        named = f" for a part of the claim, {self.part}" if self.part and word != CANNOT_TELL else ""
+        found = f"{len(tested)} of {len(pairs)} pairs tested, {test} over seeds, level {LEVEL:g}{picked}"
+        if self.unstated and word != CANNOT_TELL:
+            chosen = f"the paper does not state {self.unstated}; at what was chosen here"
+            return f"{CANNOT_TELL}: {chosen}: {word}{named} ({found})"
+        return f"{word}{named} ({found})"
 
+    @property
+    def paragraphs(self) -> tuple[str, ...]:
+        """The verdict in bold, and a list with a line for each pair."""
+        selected = [SELECTED] if any(max(pair.tried) > 1 for pair in self.pairs) else []
+        lines = "\n".join(f"- {pair}" for pair in self.pairs)
+        return f"**{self.said}**", *selected, *([lines] if lines else [])
 
-def paragraphs(pairs: Sequence[Pair], part: str = "", unstated: str = "") -> tuple[str, ...]:
-    """The verdict in bold, and a list with a line for each pair."""
-    lines = "\n".join(f"- {line(pair)}" for pair in pairs)
-    selected = [SELECTED] if any(max(pair.tried) > 1 for pair in pairs) else []
-    return f"**{verdict(pairs, part, unstated)}**", *selected, *([lines] if pairs else [])
-
-
-def in_short(pairs: Sequence[Pair]) -> str:
-    """The tested pair with the most seeds: difference, interval and seeds; "" where none was tested."""
-    measured = [pair for pair in pairs if pair.result.p_for is not None and math.isfinite(pair.result.low)]
-    tested = [pair for pair in measured if pair.judged.p_for is not None] or measured
-    if not tested:
-        return ""
-    pair = max(tested, key=lambda pair: min(pair.sizes))
-    result, more = pair.result, f" (and {len(tested) - 1} more)" if len(tested) > 1 else ""
-    return f"{result.difference:+.2f} [{result.low:+.2f}, {result.high:+.2f}], n = {min(pair.sizes)}{more}"
-
-
-def line(pair: Pair) -> str:
-    """Difference, interval, p-values and verdict of one pair."""
-    result = pair.result
-    sides = [
-        f"{name} (n = {size}{f', best of {tried}' if tried > 1 else ''})"
-        for name, size, tried in zip((pair.left, pair.right), pair.sizes, pair.tried, strict=True)
-    ]
-    unfinished = "".join(
-        f"; the search of {name} is not finished: {better}"
-        for name, better in zip((pair.left, pair.right), pair.better, strict=True)
-        if better
-    )
-    interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
-    p = f", p for {result.p_for:.3f}, against {result.p_against:.3f}" if result.p_for is not None else ""
-    return (
-        f"{pair.what}: {' minus '.join(sides)} = {result.difference:+.2f}{interval};"
-        f" expected {pair.expect}{p}{unfinished}: {pair.judged.verdict}"
-    )
+    def verdict(self, where: str) -> Verdict:
+        """Of a block; its numbers are those of the tested pair with the most seeds."""
+        measured = [p for p in self.pairs if p.result.p_for is not None and math.isfinite(p.result.low)]
+        tested = [pair for pair in measured if pair.judged.p_for is not None] or measured
+        if not tested:
+            return Verdict(where, self.said)
+        pair = max(tested, key=lambda pair: min(pair.sizes))
+        result, more = pair.result, f" (and {len(tested) - 1} more)" if len(tested) > 1 else ""
+        interval = f"[{result.low:+.2f}, {result.high:+.2f}]"
+        return Verdict(where, self.said, f"{result.difference:+.2f} {interval}, n = {min(pair.sizes)}{more}")

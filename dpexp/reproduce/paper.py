@@ -8,9 +8,13 @@ strong DP learners), monir2023 (Monir et al., review).
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from dpexp.errors import UserError, did_you_mean
 from dpexp.usage import shipped
@@ -22,6 +26,33 @@ PAPERS = {
     "li2022": "Li et al. (ICLR 2022)",
     "monir2023": "Monir et al. (2023)",
 }
+
+
+def short(paper: str) -> str:
+    """As in the names of targets: "he" of "he2023"."""
+    return paper.rstrip("0123456789")
+
+
+def target_name(paper: str, table: str) -> str:
+    """table-he-2, figure-li-2: of ("he2023", "2"), ("li2022", "figure2")."""
+    kind = "figure" if table.startswith("figure") else "table"
+    return f"{kind}-{short(paper)}-{table.removeprefix('figure')}"
+
+
+def numbered(table: str) -> str:
+    """As in the names of files: "table1b" of "1b"; "figure2" of itself."""
+    return f"table{table}" if table[:1].isdigit() else table
+
+
+@cache
+def claims(by: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """(paper, table) -> its entry in ``claims.yaml``, of those that are tested by "cells", "curves" or "bench"."""
+    found = {}
+    for name, entry in yaml.safe_load((FOLDER / "claims.yaml").read_text(encoding="utf-8")).items():
+        paper, _, table = name.partition("_")
+        if entry.pop("by", "cells") == by:
+            found[paper, table.removeprefix("table")] = entry
+    return found
 
 
 @dataclass(frozen=True)
@@ -47,12 +78,12 @@ class Cell:
     @property
     def number(self) -> float | None:
         """The value as a number, in ``unit``; None for text and for empty cells."""
-        return _number(self.value)
+        return as_number(self.value)
 
     @property
     def std(self) -> float | None:
         """The printed standard deviation, in ``unit``; None where there is none."""
-        return _number(self.spread)
+        return as_number(self.spread)
 
     @property
     def decimals(self) -> int:
@@ -65,13 +96,18 @@ class Cell:
         parts = (part.partition("=") for part in self.conditions.split("; "))
         return {name: value for name, equals, value in parts if equals}
 
+    def has(self, settings: Mapping[str, object]) -> bool:
+        """Does it have these settings?"""
+        said = self.settings
+        return all(said.get(name) == str(value) for name, value in settings.items())
+
 
 COLUMNS = tuple(field.name for field in fields(Cell))
 
 
 def paper_tables(folder: Path = FOLDER) -> list[tuple[str, str]]:
     """What there is, as ``(paper, table)`` sorted by file name; each is an argument pair of `paper_table`."""
-    found = (path.stem.partition("_") for path in sorted(folder.glob("*.csv")))
+    found = (path.stem.partition("_") for path in sorted(folder.glob("*_*.csv")))
     return [(paper, table) for paper, _, table in found]
 
 
@@ -86,23 +122,17 @@ def paper_table(paper: str, table: str, folder: Path = FOLDER) -> list[Cell]:
     Raises:
         UserError: there is no such table, or its file is not a transcription.
     """
-    name = f"table{table}" if table[:1].isdigit() else table
-    path = folder / f"{paper}_{name}.csv"
+    path = folder / f"{paper}_{numbered(table)}.csv"
     if not path.is_file():
         known = ["_".join(pair) for pair in paper_tables(folder)]
         raise UserError(f"no transcription is called {path.name}{did_you_mean(path.stem, known)}")
     with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.reader(file)
-        if (header := next(reader, [])) != list(COLUMNS):
-            raise UserError(f"{path}: its columns are {', '.join(header)}, expected {', '.join(COLUMNS)}")
-        cells = []
-        for values in reader:
-            if len(values) != len(COLUMNS):
-                raise UserError(
-                    f"{path}, line {reader.line_num}: {len(values)} columns, expected {len(COLUMNS)}"
-                )
-            cells.append(Cell(*values))
-    return cells
+        header, *lines = [*csv.reader(file)] or [[]]
+    if header != list(COLUMNS):
+        raise UserError(f"{path}: its columns are {', '.join(header)}, expected {', '.join(COLUMNS)}")
+    if wrong := [line for line in lines if len(line) != len(COLUMNS)]:
+        raise UserError(f"{path}: {len(wrong[0])} columns, expected {len(COLUMNS)}, in {','.join(wrong[0])}")
+    return [Cell(*line) for line in lines]
 
 
 @cache
@@ -118,7 +148,8 @@ def printed(paper: str, table: str, row: str, column: str) -> str:
     raise UserError(f"{paper}, {table}: nothing is transcribed for {row!r}, {column!r}")
 
 
-def _number(text: str) -> float | None:
+def as_number(text: str) -> float | None:
+    """None where it is none."""
     try:
         return float(text)
     except ValueError:

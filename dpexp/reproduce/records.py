@@ -1,48 +1,29 @@
-"""Committed records of training runs: read, checked for provenance, and looked up by their settings."""
+"""Committed records of runs and of benchmarks: read, checked for provenance, and looked up by their settings."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from dpexp.durable import flattened
 from dpexp.errors import UserError
 from dpexp.schemas import RunConfig
 
-SCALES = ("paper", "small", "demo")
 # Settings that cannot change a result, or that only say where it was computed and by whom.
 _ELSEWHERE = (
-    "seed",
-    "trials",
-    "engine.",
-    "tracker.",
-    "data.root",
-    "data.cache",
-    "data.source",
-    "task.",
-    "scale.",
-)
-_RUNTIME = (
+    "seed", "trials", "engine.", "tracker.", "data.root", "data.cache", "data.source", "task.", "scale.",
     "runtime.device", "runtime.physical_batch_size", "runtime.eval_batch_size", "runtime.threads", "runtime.eval_every",
     "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir",
 )  # fmt: skip
-
-
 VARIANTS = (("individual.name", "sampling"), ("individual.name", "scaling"), ("optim.name", "adadp"))
 
 
-@dataclass(frozen=True)
-class Near:
+class Near(float):
     """A number that came out of a run, to be compared with a printed one: within one percent."""
-
-    value: float
-
-    def agrees(self, fact: object) -> bool:
-        """Is it a number, and close?"""
-        return isinstance(fact, int | float) and abs(fact - self.value) <= 0.01 * abs(self.value)
 
 
 @dataclass(frozen=True)
@@ -64,13 +45,15 @@ class Record:
     def facts(self) -> dict[str, Any]:
         """What it can be looked up by: task, model, clip, engine, scale, seed, and every setting by its dotted name; and
         what came out: "spent", ε under its accountant, and "epochs", however its length was given; and its "label words"."""
-        config = dict(flatten(self.summary.get("details", {}).get("config", {})))
+        config = dict(flattened(self.summary.get("details", {}).get("config", {})))
         if "privacy.delta" in config:
             config["privacy.delta"] = _as_one_text(config["privacy.delta"])
+        words = [config[key] for key in sorted(config) if key.startswith("task.label_words.")]
         return (
             config
             | {key: self.summary.get(key) for key in ("task", "model", "clip", "engine", "scale", "seed")}
-            | {"spent": self.spent, "epochs": self._epochs(config), "label words": _label_words(config)}
+            | {"spent": self.spent, "epochs": self._epochs(config)}
+            | {"label words": "/".join(map(str, words)) or None}
         )
 
     @property
@@ -94,13 +77,12 @@ class Record:
         A setting that a record does not know has the schema's default, which never changes its meaning
         (`dpexp.config.signature`): a record from before a setting was there is then like one from after.
         """
-        said = {**_neutral(), **self.facts}
-        facts = {k: v for k, v in said.items() if not k.startswith(_ELSEWHERE + _RUNTIME)}
+        found = {k: v for k, v in {**_neutral(), **self.facts}.items() if not k.startswith(_ELSEWHERE)}
         for name in ("engine", "spent", "epochs", "label words"):
-            facts.pop(name, None)
-        facts["task.max_length"] = self.facts.get("task.max_length")
-        facts |= {k: v for k, v in self.facts.items() if k.startswith("task.label_words.")}
-        return facts | {"data.sha256": json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)}
+            found.pop(name, None)
+        found["task.max_length"] = self.facts.get("task.max_length")
+        found |= {k: v for k, v in self.facts.items() if k.startswith("task.label_words.")}
+        return found | {"data.sha256": json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)}
 
     @property
     def configuration(self) -> str:
@@ -133,28 +115,37 @@ def load(folder: Path, *, show_unclean: bool = False, audits: bool = False) -> l
     Raises:
         UserError: a file is no record, or a record that lacks something and ``show_unclean`` is not set.
     """
-    found = []
+    found = believed(folder, lambda summary: provenance_problems(summary, audits=audits), show_unclean)
+    return [Record(*each, "audits" if audits else "runs") for each in found]
+
+
+def believed(
+    folder: Path, problems_of: Callable[[dict[str, Any]], list[str]], show_unclean: bool
+) -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
+    """Name, content and problems of every JSON file of a folder, sorted.
+
+    Raises:
+        UserError: a file is no record, or one that has problems and ``show_unclean`` is not set.
+    """
     for path in sorted(folder.glob("*.json")):
         try:
-            summary = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path} is not JSON ({error}): restore it from git, or remove it") from None
-        if not isinstance(summary, dict):
+        if not isinstance(content, dict):
             raise UserError(f"{path} is not the summary of a run: remove it")
-        problems = provenance_problems(summary, audits=audits)
+        problems = problems_of(content)
         if problems and not show_unclean:
             raise UserError(
                 f"{path.name} can't be shown: {'; '.join(problems)}. Run it again from a clean checkout, or give"
                 " --show-unclean to have it marked"
             )
-        found.append(Record(path.name, summary, tuple(problems), "audits" if audits else "runs"))
-    return found
+        yield path.name, content, tuple(problems)
 
 
 def provenance_problems(summary: Mapping[str, Any], *, audits: bool = False) -> list[str]:
     """What a reader needs to believe a record and does not find in it, in words."""
-    details = summary.get("details") or {}
-    git, data = summary.get("git") or {}, summary.get("data") or {}
+    details, data = summary.get("details") or {}, summary.get("data") or {}
     needed = {
         "its configuration": details.get("config"),
         "the versions of its libraries": summary.get("versions"),
@@ -173,13 +164,18 @@ def provenance_problems(summary: Mapping[str, Any], *, audits: bool = False) -> 
     sums = data.get("sha256")
     if not sums or (isinstance(sums, Mapping) and not all(sums.values())):
         found.append("lacks a checksum of its data")
-    if not git.get("commit"):
-        found.append("its code was in no commit")
-    elif git.get("dirty") is not False:
-        found.append("its code differed from its commit")
+    found += code_problems(summary)
     if summary.get("status") != "finished":
         found.append(f"its status is {summary.get('status')}, not finished")
     return found
+
+
+def code_problems(record: Mapping[str, Any]) -> list[str]:
+    """Why its code is not that of a commit, in words; nothing where it is."""
+    git = record.get("git") or {}
+    if not git.get("commit"):
+        return ["its code was in no commit"]
+    return [] if git.get("dirty") is False else ["its code differed from its commit"]
 
 
 def by_configuration(records: Iterable[Record]) -> list[list[Record]]:
@@ -190,24 +186,9 @@ def by_configuration(records: Iterable[Record]) -> list[list[Record]]:
     return [[seeds[seed] for seed in sorted(seeds)] for _, seeds in sorted(groups.items())]
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Nested settings as dotted names."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
 @cache
 def _neutral() -> dict[str, Any]:
-    return dict(flatten(asdict(RunConfig())))
-
-
-def _label_words(config: Mapping[str, Any]) -> str | None:
-    """Of text infilling, in the order of the labels: "terrible/great"; None for other tasks."""
-    words = {k: v for k, v in config.items() if k.startswith("task.label_words.")}
-    return "/".join(str(words[key]) for key in sorted(words)) or None
+    return dict(flattened(asdict(RunConfig())))
 
 
 def _as_one_text(delta: Any) -> Any:
@@ -223,7 +204,7 @@ def agrees(fact: Any, wanted: Any) -> bool:
     if isinstance(wanted, list | tuple):
         return any(agrees(fact, one) for one in wanted)
     if isinstance(wanted, Near):
-        return wanted.agrees(fact)
+        return isinstance(fact, int | float) and abs(fact - wanted) <= 0.01 * abs(wanted)
     if isinstance(wanted, bool) or wanted is None or isinstance(fact, bool) or fact is None:
         return bool(fact == wanted)
     try:

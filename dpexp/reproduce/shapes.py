@@ -41,11 +41,8 @@ def layers_of(model: nn.Module, forward: Callable[[], object]) -> list[Layer]:
         for name, module in model.named_modules():
             if module._parameters or isinstance(module, nn.MultiheadAttention):
                 before, after = watch.hooks(name)
-                for handle in (
-                    module.register_forward_pre_hook(before, with_kwargs=True),
-                    module.register_forward_hook(after, with_kwargs=True),
-                ):
-                    stack.callback(handle.remove)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         with watch:
             forward()
     return watch.layers()
@@ -70,9 +67,7 @@ def coverage(model: nn.Module, layers: list[Layer]) -> tuple[int, int, list[str]
 class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._names = {
-            id(parameter): name for name, parameter in model.named_parameters() if parameter.dim() > 1
-        }
+        self._names = {id(weight): name for name, weight in model.named_parameters() if weight.dim() > 1}
         self._first: dict[int, str] = {}  # weight -> the name of the layer that used it first
         self._found: dict[tuple[str, int], Layer] = {}
         self._calls: Counter[int] = Counter()  # weight -> uses seen
@@ -83,36 +78,26 @@ class _Watch(TorchFunctionMode):
 
     # Functions.
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func is F.linear:
-            x, weight = _arguments(args, kwargs, "input", "weight")
-            self._linear(x, weight, weight.shape[0], weight.shape[1])
-        elif func in _PRODUCTS:
-            x, weight = args[-2:] if len(args) >= 2 else (None, None)
-            if isinstance(weight, Tensor) and weight.dim() == 2 and id(weight) in self._names:
-                self._linear(x, weight, weight.shape[1], weight.shape[0])
-        elif func is F.embedding:
-            ids, weight = _arguments(args, kwargs, "input", "weight")
-            self._lookup(ids, weight)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is F.linear or func is F.embedding:
+            x, weight = _arguments(args, kwargs or {}, "input", "weight")
+            self._seen(x, weight, *weight.shape, lookup=func is F.embedding)
+        elif func in _PRODUCTS and len(args) >= 2:
+            x, weight = args[-2:]
+            if isinstance(weight, Tensor) and weight.dim() == 2:
+                self._seen(x, weight, *reversed(weight.shape))
         return result
 
-    def _linear(self, x: Tensor, weight: Tensor, p: int, d: int) -> None:
-        if id(weight) in self._names:
-            T = x.numel() // d
-            self._add(weight, "linear", T, p, d, sample=_products(T, p, d))
-
-    def _lookup(self, ids: Tensor, weight: Tensor) -> None:
-        if id(weight) in self._names:
-            d, p = weight.shape
-            self._add(weight, "embedding", ids.numel(), p, d, sample=_lookups(ids.numel(), p, d))
+    def _seen(self, x: Tensor, weight: Tensor, rows: int, width: int, lookup: bool = False) -> None:
+        """A map to ``rows`` outputs, or a lookup in a table of ``rows`` rows."""
+        if id(weight) not in self._names:
+            return
+        if lookup:
+            self._add(weight, "embedding", x.numel(), width, rows, sample=_lookups(x.numel(), width, rows))
+        else:
+            T = x.numel() // width
+            self._add(weight, "linear", T, rows, width, sample=_products(T, rows, width))
 
     # Modules.
 
@@ -149,38 +134,19 @@ class _Watch(TorchFunctionMode):
         """torch's own attention hides its weights inside one call."""
         E, T = module.embed_dim, query.numel() // module.embed_dim
         if (weight := module.in_proj_weight) is not None:
+            into = f"{name}.in_proj_weight"
             if query is key:
-                self._add(
-                    weight,
-                    "linear",
-                    T,
-                    3 * E,
-                    E,
-                    name=f"{name}.in_proj_weight",
-                    sample=_products(T, 3 * E, E),
-                )
+                self._add(weight, "linear", T, 3 * E, E, name=into, sample=_products(T, 3 * E, E))
             else:
-                S = key.numel() // E
-                for part, positions, p in (("query", T, E), ("key, value", S, 2 * E)):
-                    self._add(
-                        weight, "linear", positions, p, E, name=f"{name}.in_proj_weight ({part})", part=part
-                    )
-        self._add(
-            module.out_proj.weight, "linear", T, E, E, name=f"{name}.out_proj", sample=_products(T, E, E)
-        )
+                for part, positions, p in (("query", T, E), ("key, value", key.numel() // E, 2 * E)):
+                    self._add(weight, "linear", positions, p, E, name=f"{into} ({part})", part=part)
+        out = module.out_proj.weight
+        self._add(out, "linear", T, E, E, name=f"{name}.out_proj", sample=_products(T, E, E))
 
     def _add(
-        self,
-        weight: Tensor,
-        kind: str,
-        T: int,
-        p: int,
-        d: int,
-        groups: int = 1,
-        name: str | None = None,
-        sample: Callable[[int], PerExampleGradient] | None = None,
-        part: str = "",
-    ) -> None:
+        self, weight: Tensor, kind: str, T: int, p: int, d: int, groups: int = 1, name: str | None = None,
+        sample: Callable[[int], PerExampleGradient] | None = None, part: str = "",
+    ) -> None:  # fmt: skip
         self._calls[id(weight)] += 1
         name = name or self._name(weight)
         if any(taken == name and layer.kind != kind for (taken, _), layer in self._found.items()):

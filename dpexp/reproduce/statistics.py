@@ -43,7 +43,9 @@ class Comparison:
     verdict: str
 
 
-def compare(left: Sequence[float], right: Sequence[float], expect: str, margin: float = 0.0) -> Comparison:
+def compare(
+    left: Sequence[float], right: Sequence[float], expect: str, margin: float = 0.0, *, paired: bool = False
+) -> Comparison:
     """Test a claim about left minus right, d.
 
     Args:
@@ -51,44 +53,23 @@ def compare(left: Sequence[float], right: Sequence[float], expect: str, margin: 
         expect: "greater" (d > 0), "at_least" (d > -margin: not worse by the margin) or "close" (|d| < margin, two
             one-sided tests).
         margin: in the unit of the values; 0 for "greater".
+        paired: ``left[i]`` and ``right[i]`` come from one run: Student's t on their differences.
 
     Raises:
-        ValueError: no values on a side, or an unknown expectation.
+        ValueError: no values on a side, not as many on both of pairs, or an unknown expectation.
     """
     if expect not in EXPECTATIONS:
         raise ValueError(f"expect={expect} is none of {', '.join(EXPECTATIONS)}")
-    (mean_left, std_left), (mean_right, std_right) = mean_std(left), mean_std(right)
-    difference = mean_left - mean_right
-    parts = (std_left or 0.0) ** 2 / len(left), (std_right or 0.0) ** 2 / len(right)
+    samples = [[a - b for a, b in zip(left, right, strict=True)]] if paired else [left, right]
+    means, stds = zip(*map(mean_std, samples), strict=True)
+    difference = means[0] - sum(means[1:])
+    parts = [(std or 0.0) ** 2 / len(own) for std, own in zip(stds, samples, strict=True)]
     error = math.sqrt(sum(parts))
-    if std_left is None or std_right is None or error == 0.0:
-        return _untested(difference)
-    freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(left) - 1) + parts[1] ** 2 / (len(right) - 1))
-    return _tested(difference, error, freedom, expect, margin)
-
-
-def compare_paired(
-    left: Sequence[float], right: Sequence[float], expect: str, margin: float = 0.0
-) -> Comparison:
-    """As `compare`, where ``left[i]`` and ``right[i]`` come from one run: Student's t on their differences.
-
-    Raises:
-        ValueError: no values, not as many on both sides, or an unknown expectation.
-    """
-    if expect not in EXPECTATIONS:
-        raise ValueError(f"expect={expect} is none of {', '.join(EXPECTATIONS)}")
-    difference, std = mean_std([a - b for a, b in zip(left, right, strict=True)])
-    if not std:
-        return _untested(difference)
-    return _tested(difference, std / math.sqrt(len(left)), len(left) - 1, expect, margin)
-
-
-def _untested(difference: float) -> Comparison:
-    """One value, or values that all agree: there is no spread to compare with."""
-    return Comparison(difference, -math.inf, math.inf, None, None, CANNOT_TELL)
-
-
-def _tested(difference: float, error: float, freedom: float, expect: str, margin: float) -> Comparison:
+    if (
+        None in stds or error == 0.0
+    ):  # one value, or values that all agree: there is no spread to compare with
+        return Comparison(difference, -math.inf, math.inf, None, None, CANNOT_TELL)
+    freedom = sum(parts) ** 2 / sum(p**2 / (len(own) - 1) for p, own in zip(parts, samples, strict=True))
     half = float(distributions.t.ppf(1 - LEVEL / 2, freedom)) * error
 
     def above(bound: float) -> float:
@@ -105,9 +86,8 @@ def _tested(difference: float, error: float, freedom: float, expect: str, margin
     else:
         bound = -margin if expect == "at_least" else 0.0
         p_for, p_against = above(bound), below(bound)
-    return Comparison(
-        difference, difference - half, difference + half, p_for, p_against, judge(p_for, p_against)
-    )
+    low, high = difference - half, difference + half
+    return Comparison(difference, low, high, p_for, p_against, judge(p_for, p_against))
 
 
 def judge(p_for: float, p_against: float) -> str:

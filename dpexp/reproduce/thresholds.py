@@ -5,16 +5,17 @@ It is the question of He et al. (section 3) about fixed and adaptive thresholds,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from dpexp.reproduce import cells
 from dpexp.reproduce.cells import Filling
 from dpexp.reproduce.documents import Document, Rows, Section
-from dpexp.reproduce.drawing import COLOURS, MARKERS, draw
-from dpexp.reproduce.pairs import Choice, Pair, compared, line
-from dpexp.reproduce.records import Record, by_configuration
-from dpexp.reproduce.statistics import compare, mean_std
+from dpexp.reproduce.drawing import draw, style
+from dpexp.reproduce.pairs import Choice, Pair, compared
+from dpexp.reproduce.records import Record
+from dpexp.reproduce.statistics import mean_std
 
 NAME = "figure-thresholds"
 LR = 0.01
@@ -50,7 +51,7 @@ def document(records: Sequence[Record]) -> Document:
     for head, named in HEADS.items():
         own = {key: filling for key, filling in found.items() if key[0] == head}
         if own:
-            said = "\n".join(f"- {line(pair)}" for pair in _pairs(head, own))
+            said = "\n".join(f"- {pair}" for pair in _pairs(head, own))
             sections.append(Section(f"a head {named}", (said,) if said else (), COLUMNS, _rows(own), "small"))
     todo = "Not run: " + ", ".join(f"`{command}`" for command in COMMANDS)
     words = (
@@ -59,33 +60,24 @@ def document(records: Sequence[Record]) -> Document:
         " threshold for all that follows the 75% quantile of the norms.",
         "Loss: of the dev set, the mean over seeds. A gradient that is always clipped to one length makes the head ever surer of"
         " itself: accuracy alone does not show it.",
-        f"Regenerate: `python -m dpexp.report {NAME}`.",
     )
     svg, png = draw(lambda axes: _plot(axes, found), len(sections), (4.4, 3.6)) if sections else ("", b"")
     count = sum(len(filling.records) for filling in found.values())
-    return Document(
-        NAME, "Thresholds: what clipping costs and what noise costs, SST-2", "", words,
-        tuple(sections) or (Section("", (todo,), scale="small"),), COLUMNS, svg=svg, png=png,
-        status=f"small {count} runs" if count else "not run",
-    )  # fmt: skip
+    shown = tuple(sections) or (Section("", (todo,), scale="small"),)
+    title, status = "Thresholds: what clipping costs and what noise costs, SST-2", f"small {count} runs"
+    return Document(NAME, title, words, shown, COLUMNS, svg, png, status if count else "not run")
 
 
 def _fillings(records: Sequence[Record]) -> _Runs:
     """(head, noise, C or None where it adapts) -> the configuration of the most seeds."""
     found: dict[tuple[str, str, float | None], Filling] = {}
-    for noise, where in NOISE.items():
-        for head in HEADS:
-            wanted = {**WHERE, **where, "model.head": head, "clip": CLIPS}
-            for group in by_configuration(record for record in records if record.matches(wanted)):
-                measured = [(r, value) for r in group if (value := r.metric("accuracy")) is not None]
-                facts = group[0].facts
-                threshold = float(facts["clip.clip_norm"]) if facts["clip"] == "flat" else None
-                key = head, noise, threshold
-                filling = Filling(
-                    tuple(r for r, _ in measured), tuple(100 * value for _, value in measured), "accuracy"
-                )
-                if measured and (key not in found or len(measured) > len(found[key].values)):
-                    found[key] = filling
+    for (noise, where), head in product(NOISE.items(), HEADS):
+        wanted = {**WHERE, **where, "model.head": head, "clip": CLIPS}
+        for filling in cells.measured((r for r in records if r.matches(wanted)), "accuracy"):
+            facts = filling.records[0].facts
+            key = head, noise, float(facts["clip.clip_norm"]) if facts["clip"] == "flat" else None
+            if key not in found or len(filling.values) > len(found[key].values):
+                found[key] = filling
     return found
 
 
@@ -93,11 +85,9 @@ def _rows(found: _Runs) -> Rows:
     rows: Rows = []
     for (head, noise, threshold), filling in sorted(found.items(), key=_order):
         losses = [value for r in filling.records if (value := r.metric("loss")) is not None]
-        rows.append(
-            {"head": head, "noise": noise, "threshold": _named(threshold)}
-            | cells.columns(filling, 2)
-            | {"loss": f"{mean_std(losses)[0]:.3f}" if losses else ""}
-        )
+        named = {"head": head, "noise": noise, "threshold": _named(threshold)}
+        loss = f"{mean_std(losses)[0]:.3f}" if losses else ""
+        rows.append(named | cells.columns(filling, 2) | {"loss": loss})
     return rows
 
 
@@ -110,40 +100,35 @@ def _named(threshold: float | None) -> str:
     return "adaptive" if threshold is None else f"C = {threshold:g}"
 
 
-def _pairs(head: str, found: _Runs) -> list[Pair]:
+def _fixed(found: _Runs, head: str, noise: str) -> list[float]:
+    return sorted(c for h, n, c in found if (h, n) == (head, noise) and c is not None)
+
+
+def _pairs(head: str, found: _Runs) -> Iterator[Pair]:
     """The smallest threshold beside the largest and the adaptive one, under noise and without it."""
-    pairs = []
     for noise in NOISE:
-        fixed = sorted(c for h, n, c in found if n == noise and c is not None)
-        sides: list[tuple[float | None, float | None]] = [(fixed[0], fixed[-1])] if len(fixed) > 1 else []
-        if fixed and (head, noise, None) in found:
-            sides += [(None, threshold) for threshold in dict.fromkeys((fixed[0], fixed[-1]))]
-        for left, right in sides:
-            chosen = Choice(found[head, noise, left]), Choice(found[head, noise, right])
-            result = compare(chosen[0].filling.values, chosen[1].filling.values, "greater")
-            pairs.append(compared(noise, (_named(left), _named(right)), chosen, "greater", 0.0, result))
-    return pairs
+        ends = list(dict.fromkeys((fixed[0], fixed[-1]))) if (fixed := _fixed(found, head, noise)) else []
+        sides: list[tuple[float | None, float | None]] = [(ends[0], ends[1])] if len(ends) > 1 else []
+        sides += [(None, threshold) for threshold in ends if (head, noise, None) in found]
+        for side in sides:
+            left, right = ((_named(c), Choice(found[head, noise, c])) for c in side)
+            yield compared(noise, left, right, "greater")
 
 
 def _plot(axes: Any, found: _Runs) -> None:
     heads = [head for head in HEADS if any(key[0] == head for key in found)]
     for axis, head in zip(axes, heads, strict=True):
         for number, noise in enumerate(NOISE):
-            colour = COLOURS[number]
-            fixed = sorted(
-                (c, filling) for (h, n, c), filling in found.items() if (h, n) == (head, noise) and c is not None
-            )  # fmt: skip
-            values = [
-                [float(f"{part or 0:.2f}") for part in mean_std(filling.values)] for _, filling in fixed
-            ]
-            if fixed:
-                axis.errorbar(
-                    [c for c, _ in fixed], [mean for mean, _ in values], yerr=[std for _, std in values], color=colour,
-                    marker=MARKERS[number], markersize=4, capsize=2, label=noise,
-                )  # fmt: skip
+            looks = style(number)
+            if fixed := _fixed(found, head, noise):
+                spreads = [mean_std(found[head, noise, c].values) for c in fixed]
+                y, error = (
+                    [float(f"{value or 0:.2f}") for value in values] for values in zip(*spreads, strict=True)
+                )
+                axis.errorbar(fixed, y, yerr=error, markersize=4, capsize=2, label=noise, **looks)
             if adaptive := found.get((head, noise, None)):
-                height = float(f"{mean_std(adaptive.values)[0]:.2f}")
-                axis.axhline(height, color=colour, linestyle="--", linewidth=1, label=f"{noise}, adaptive")
+                height, label = float(f"{adaptive.mean:.2f}"), f"{noise}, adaptive"
+                axis.axhline(height, color=looks["color"], linestyle="--", linewidth=1, label=label)
         axis.set_xscale("log")
         axis.set_xlabel("threshold C")
         axis.set_title(f"a head {HEADS[head]}", fontsize=9)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
+
+from dpexp.config import RunConfig, compose, to_dict
+from dpexp.reproduce.records import Record
 
 
 def summary(clip: str = "flat", seed: int = 0, accuracy: float = 0.9, **settings: Any) -> dict[str, Any]:
@@ -83,6 +87,22 @@ def curves(accuracy: float, layers: int = 0, growth: float = 1.0) -> dict[str, A
             "not_private": True,
         }
     return found
+
+
+def run_of(command: str, side: int = 0) -> RunConfig:
+    """What the first (or with -1 the last) job of a command is set to."""
+    words = [word.partition("=") for word in shlex.split(command)[3:] if word != "-m"]
+    return compose([f"{k}={v if v.startswith('[') else v.split(',')[side]}" for k, _, v in words])
+
+
+def made_by(command: str, side: int = 0) -> Record:
+    """A record that a job of a command makes."""
+    run = run_of(command, side)
+    names = {key: getattr(run, key).name for key in ("task", "model", "clip", "scale", "engine")}
+    return Record("x.json", names | {
+        "details": {"config": to_dict(run)}, "seed": 0, "privacy": {}, "metrics": {"accuracy": 0.8},
+        "data": {"rows": {"dev": 872}},
+    })  # fmt: skip
 
 
 def write(folder: Path, *summaries: dict[str, Any]) -> Path:

@@ -9,10 +9,10 @@ from itertools import combinations
 
 import pytest
 
-from dpexp.config import compose, signature
+from dpexp.config import signature
 from dpexp.reproduce import tables
 from dpexp.reproduce.cells import Slot
-from dpexp.reproduce.paper import paper_table
+from tests.reproduce.samples import run_of
 
 ABOUT = ("task", "model", "clip", "epsilon", "metric", "subset", "formulation", "init")
 
@@ -26,16 +26,14 @@ CHANCE = {
 @cache
 def _slots() -> list[Slot]:
     found = []
-    for paper, table in tables.known():
-        printed = [cell for cell in paper_table(paper, table) if cell.unit or "metric" in cell.settings]
-        found += [slot for slot in tables.claims()[paper, table].slots(printed, "paper", "") if slot.command]
+    for key, claim in tables.claims().items():
+        found += [slot for slot in claim.slots(tables.printed_cells(*key), "paper", "") if slot.command]
     return found
 
 
 @cache
 def _configuration(command: str) -> str:
-    words = [word for word in shlex.split(command)[3:] if word != "-m" and not word.startswith("seed=")]
-    return signature(compose(words))
+    return signature(run_of(command))
 
 
 def _may_be_one_run(one: Slot, two: Slot) -> bool:

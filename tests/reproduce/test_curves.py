@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpexp.config import compose, conf_dir, to_dict
+from dpexp.config import conf_dir
 from dpexp.reproduce import curves
 from dpexp.reproduce.documents import Document
-from dpexp.reproduce.records import Record, by_configuration, load
+from dpexp.reproduce.records import by_configuration, load
 from tests.reproduce import samples
 from tests.reproduce.samples import summary, write
 
@@ -156,8 +156,8 @@ def test_the_same_records_give_the_same_bytes(name: str, tmp_path: Path):
 def _commands() -> list[tuple[str, str, str]]:
     return [
         (name, scale, command)
-        for name, target in curves.TARGETS.items()
-        for scale, commands in (("small", target.command), ("paper", target.at_paper))
+        for name, target in curves.targets().items()
+        for scale, commands in target.commands.items()
         for command in commands
     ]
 
@@ -165,15 +165,10 @@ def _commands() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("name", "scale", "command"), _commands())
 def test_a_command_makes_records_that_its_figure_selects_and_draws(name: str, scale: str, command: str):
     """The first and the last job of it; curves need looks on the way, and a sweep needs two values."""
-    target = curves.TARGETS[name]
-    words = [word for word in shlex.split(command)[3:] if word != "-m"]
+    target = curves.targets()[name]
     x = set()
     for side in (0, -1):
-        given = [(key, values.split(",")[side]) for key, _, values in (word.partition("=") for word in words)]
-        run = compose([f"{key}={value}" for key, value in given])
-        made = Record("x.json", {"details": {"config": to_dict(run)}, "task": run.task.name, "model": run.model.name,
-                                 "clip": run.clip.name, "scale": run.scale.name, "engine": run.engine.name, "seed": 0,
-                                 "privacy": {}})  # fmt: skip
+        run, made = samples.run_of(command, side), samples.made_by(command, side)
         assert made.facts["scale"] == scale
         assert made.matches(target.select), made.facts
         if target.kind == "sweep":
@@ -182,7 +177,7 @@ def test_a_command_makes_records_that_its_figure_selects_and_draws(name: str, sc
             assert run.runtime.eval_every > 0
         if target.metric == "bleu":
             assert run.task.generation.when == "always"
-    sweep = next((word.partition("=")[2] for word in words if word.startswith("sweep=")), "")
+    sweep = next((w.partition("=")[2] for w in shlex.split(command) if w.startswith("sweep=")), "")
     if target.kind == "sweep" and sweep:
         params = yaml.safe_load((conf_dir() / "sweep" / f"{sweep}.yaml").read_text())["hydra"]["sweeper"][
             "params"

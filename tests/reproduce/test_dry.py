@@ -14,7 +14,6 @@ from dpexp import dry, train
 from dpexp.config import RunConfig, compose, conf_dir
 from dpexp.errors import UserError
 from dpexp.reproduce import tables
-from dpexp.reproduce.paper import paper_table
 
 # Their values change how long a run takes and how well it ends, not whether it begins.
 VALUES = re.compile(
@@ -28,9 +27,8 @@ OTHERS = ("_large_full", "_large_infilling", "_medium_full", "_large_flat", "_la
 
 def commands() -> set[tuple[str, ...]]:
     found = set()
-    for paper, table in tables.known():
-        printed = [cell for cell in paper_table(paper, table) if cell.unit or "metric" in cell.settings]
-        for slot in tables.claims()[paper, table].slots(printed, "paper", ""):
+    for key, claim in tables.claims().items():
+        for slot in claim.slots(tables.printed_cells(*key), "paper", ""):
             if " dpexp.train " in slot.command:
                 words = [word for word in shlex.split(slot.command)[3:] if word != "-m"]
                 found.add(tuple(word for word in words if not VALUES.match(word)))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dpexp.reproduce import benchmarks, goals
+from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import Document
 
 
@@ -33,7 +34,7 @@ def _record(*rows: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 def _build(*records: dict[str, Any]) -> Document:
-    return goals.document([(f"{number}.json", record, "") for number, record in enumerate(records)])
+    return goals.document([Measurement(f"{number}.json", record) for number, record in enumerate(records)])
 
 
 @pytest.mark.parametrize(
@@ -72,9 +73,9 @@ def test_a_library_has_its_numbers_and_no_goal():
 
 
 def test_the_papers_ratio_stands_beside_the_like_of_its_network():
-    assert goals.printed("gpt2", "auto/flat") == "1.20 (GPT2-large, Bu et al.)"  # 1 / 0.83
-    assert goals.printed("gpt2", "auto/layer") == "below 1.18 (GPT-2, He et al.)"  # 1 / (1 - 15%)
-    assert goals.printed("mlp", "auto/flat") == ""
+    assert goals.for_the_like("gpt2", "auto/flat") == "1.20 (GPT2-large, Bu et al.)"  # 1 / 0.83
+    assert goals.for_the_like("gpt2", "auto/layer") == "below 1.18 (GPT-2, He et al.)"  # 1 / (1 - 15%)
+    assert goals.for_the_like("mlp", "auto/flat") == ""
 
 
 @pytest.mark.parametrize("target", ["table-bu-1", "figure-li-5"])
@@ -82,7 +83,9 @@ def test_a_measurement_that_did_not_finish_says_so(target: str):
     record = _record(_row("gpt2", "auto/flat", 1.2, 1.3), workloads=["gpt2", "vit"]) | {"status": "running"}
     words = "the measurement did not finish: 1 of 2 workloads"
     assert words in _build(record).rows[0]["note"]
-    rows = [row for row in benchmarks.build(target, [("0.json", record, "")]).rows if row.get("workload")]
+    rows = [
+        row for row in benchmarks.build(target, [Measurement("0.json", record)]).rows if row.get("workload")
+    ]
     assert words in rows[0]["note"]
 
 

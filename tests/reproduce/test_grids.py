@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import shlex
 from pathlib import Path
 
 import pytest
 
-from dpexp.config import compose
-from dpexp.reproduce import catalogue, grids
+from dpexp.reproduce import catalogue, tables
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.documents import Document
-from tests.reproduce.samples import summary, write
+from tests.reproduce.samples import run_of, summary, write
 
 SAID = {"epsilon": 3.0, "delta": "half_over_n", "clip_norm": 0.1, "epochs": 2.0}
 
@@ -38,7 +36,7 @@ def test_a_grid_is_a_heat_map_and_a_verdict(sign: float, word: str, tmp_path: Pa
     assert f"scale=small, sst2: {word}" in document.paragraphs[1]
     (block,) = [section for section in document.sections if section.rows]
     assert (block.heading, len(block.rows)) == ("scale=small, sst2", 6)
-    assert "scale=small, sst2: accuracy" in document.svg
+    assert "ours, scale=small, sst2" in document.svg
     assert document.svg.count("B = 128") == 1
     for row in block.rows:  # each number is in the picture
         assert f"{float(row['ours'].split()[0]):.4g}" in document.svg
@@ -56,15 +54,15 @@ def test_without_runs_every_block_has_a_command_that_makes_what_it_looks_for(tmp
     assert (document.status, document.svg) == ("not run", "")
     assert len(document.sections) == 4
     for section in document.sections:
-        task = section.heading.split()[-1]
-        words = shlex.split(section.paragraphs[-1].split("`")[1])
-        run = compose([word for word in words[3:] if word != "-m" and not word.startswith("seed=")])
-        where = {**grids._WHERE, "optim.epochs": grids._EPOCHS[task, section.scale]}
-        for name, wanted in where.items():
+        (asked,) = [
+            a for a in tables.claims()["li2022", "figure9"].miniature if a["heading"] == section.heading
+        ]
+        run = run_of(section.paragraphs[-1].split("`")[1])
+        for name, wanted in asked["where"].items():
             group, _, field = name.partition(".")
             made = getattr(getattr(run, group), field) if field else run.clip.name
             assert made == wanted, (section.heading, name)
-        assert (run.task.name, run.scale.name, run.optim.steps) == (task, section.scale, None)
+        assert (run.task.name, run.scale.name, run.optim.steps) == (asked["task"], section.scale, None)
 
 
 def test_it_is_a_target_of_its_own():

@@ -15,7 +15,7 @@ from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.documents import Document
 from dpexp.reproduce.paper import paper_table
 from dpexp.reproduce.records import Record, agrees, load
-from tests.reproduce.samples import summary, write
+from tests.reproduce.samples import run_of, summary, write
 
 SEEDS = (0, 1, 2)
 PROGRAMS = {"train": RunConfig, "audit": AuditConfig}
@@ -90,9 +90,7 @@ def test_small_thresholds_are_to_be_best(slope: float, word: str, tmp_path: Path
     assert f"in miniature on sst2: {word} (1 of 1 pairs" in document.paragraphs[1]
     assert "lr = 0.01, C = 0.05 (n = 3, best of 2) minus lr = 0.01, C = 8" in block.paragraphs[3]
     (command, *_) = tables.missing("li2022", "figure4", [], "small")
-    run = compose(
-        [word for word in shlex.split(command)[3:] if word != "-m" and not word.startswith("seed=")]
-    )
+    run = run_of(command)
     assert (run.model.frozen_features, run.model.head, run.privacy.epsilon) == (True, "linear", 3.0)
     assert (run.optim.name, run.optim.batch_size, run.optim.epochs) == ("adam", 1024, 1)
 
@@ -101,10 +99,8 @@ def test_a_grid_that_was_not_run_names_its_sweep_and_run_1_runs_it(tmp_path: Pat
     document = _figure(tmp_path)
     (command,) = tables.missing("li2022", "figure2", [], "small")
     assert f"`{command}`" in document.sections[0].paragraphs[1]
-    run = compose(
-        [word for word in shlex.split(command)[3:] if word != "-m" and not word.startswith("seed=")]
-    )
-    where = tables.claims()["li2022", "figure2"].miniature["where"]
+    run = run_of(command)
+    where = tables.claims()["li2022", "figure2"].miniature[0]["where"]
     made = {
         name: getattr(getattr(run, name.split(".")[0]), name.split(".")[1]) for name in where if "." in name
     }
@@ -189,11 +185,11 @@ def test_where_a_paper_gives_the_noise_the_epsilon_that_came_out_selects(tmp_pat
     }
 
 
-@pytest.mark.parametrize("key", tables.known(), ids="_".join)
+@pytest.mark.parametrize("key", tables.claims(), ids="_".join)
 def test_what_a_command_composes_is_what_its_cell_selects(key: tuple[str, str]):
     """At paper scale, for one cell of each row: the preset or the settings make the run that the table looks for."""
     rows = {}
-    for cell in paper_table(*key):
+    for cell in tables.printed_cells(*key):
         slot = tables.claims()[key].slots([cell], "paper", "")[0]
         if slot.command:
             rows.setdefault(cell.row, slot)

@@ -8,23 +8,27 @@ import pytest
 
 from dpexp.benchmark.methods import ENGINE
 from dpexp.reproduce import benchmarks, hyperparameters, overview
+from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import Document, Verdict
 from dpexp.reproduce.records import load
 from tests.reproduce.samples import summary, write
 
 
 def _document(name: str, *verdicts: Verdict) -> Document:
-    return Document(name, name, "he", (f"**Claim.** {name} is so.",), status="small 1/2", verdicts=verdicts)
+    return Document(name, name, (f"**Claim.** {name} is so.",), status="small 1/2", verdicts=verdicts)
 
 
 def test_a_claim_has_one_row_and_decided_ones_come_first():
-    unsure = _document("unsure", Verdict("scale=small", "cannot tell: one seed"))
-    both = _document("both", Verdict("a", "supports (1)", "+1"), Verdict("b", "contradicts (2)", "-1"))
-    part = _document("part", Verdict("on mnist instead", "supports for a part of the claim, half"))
+    unsure = _document("table-he-unsure", Verdict("scale=small", "cannot tell: one seed"))
+    both = _document(
+        "table-he-both", Verdict("a", "supports (1)", "+1"), Verdict("b", "contradicts (2)", "-1")
+    )
+    part = _document("table-he-part", Verdict("on mnist instead", "supports for a part of the claim, half"))
     arithmetic = _document("figure-he-6")
-    rows = overview.verdicts([unsure, arithmetic, both, part, Document("page", "no claim", "he")])
+    rows = overview.verdicts([unsure, arithmetic, both, part, Document("table-he-page", "no claim")])
     assert [(row["where"], row["verdict"]) for row in rows] == [
-        ("both", "supports and contradicts"), ("part", "supports"), ("figure-he-6", "exact"), ("unsure", "cannot tell"),
+        ("table-he-both", "supports and contradicts"), ("table-he-part", "supports"), ("figure-he-6", "exact"),
+        ("table-he-unsure", "cannot tell"),
     ]  # fmt: skip
     assert rows[0]["ours"] == "a: +1; b: -1"
     assert rows[1]["evidence"] == "small 1/2, a part of the claim, stand-in data"
@@ -73,7 +77,7 @@ def test_presets_have_the_printed_hyper_parameters():
     }  # fmt: skip
 
 
-def _measured(engine: int | None, **speeds: float) -> tuple[str, dict, str]:
+def _measured(engine: int | None, **speeds: float) -> Measurement:
     rows = [
         {"workload": "gpt2", "method": method.replace("__", "/"), "batch_size": 8, "time_ratio": 2.0 / speed,
          "memory_ratio": 1.0, "examples_per_s": speed, "max_batch": None, "max_batch_throughput_ratio": None,
@@ -82,7 +86,7 @@ def _measured(engine: int | None, **speeds: float) -> tuple[str, dict, str]:
     ]  # fmt: skip
     record = {"rows": rows, "settings": {"size": "full", "precision": "fp32", "native": True, "workloads": ["gpt2"]},
               "hardware": {"cpu": "a CPU", "threads": 2}, "status": "finished"}  # fmt: skip
-    return "b.json", record | ({"engine": engine} if engine else {}), ""
+    return Measurement("b.json", record | ({"engine": engine} if engine else {}))
 
 
 def test_a_printed_bound_decides_for_the_present_engine_alone():

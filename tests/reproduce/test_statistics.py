@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpexp.reproduce.statistics import compare, compare_paired, holm, mean_std, overall
+from dpexp.reproduce.statistics import compare, holm, mean_std, overall
 
 HIGH, LOW = [90.1, 90.4, 90.2], [85.0, 85.6, 85.2]
 
@@ -85,11 +85,11 @@ def test_spread_is_that_of_a_sample():
 
 def test_pairs_of_one_run_are_compared_with_each_other():
     left, right = [1.0, 5.0, 9.0], [0.9, 4.8, 8.9]  # far apart, and each above its own partner
-    paired = compare_paired(left, right, "greater")
+    paired = compare(left, right, "greater", paired=True)
     expected = stats.ttest_rel(left, right, alternative="greater")
     assert paired.p_for == pytest.approx(expected.pvalue)
     assert paired.verdict == "supports"
     assert compare(left, right, "greater").verdict == "cannot tell"
-    assert compare_paired([1.0], [0.5], "greater").verdict == "cannot tell"
+    assert compare([1.0], [0.5], "greater", paired=True).verdict == "cannot tell"
     with pytest.raises(ValueError, match="zip"):
-        compare_paired([1.0, 2.0], [0.5], "greater")
+        compare([1.0, 2.0], [0.5], "greater", paired=True)

@@ -1,15 +1,13 @@
 """The page about thresholds: which records it takes, what it draws, and that its commands make such records."""
 
-import shlex
 from pathlib import Path
 
 import pytest
 
-from dpexp.config import compose, to_dict
 from dpexp.reproduce import thresholds
 from dpexp.reproduce.documents import Document
-from dpexp.reproduce.records import Record, load
-from tests.reproduce.samples import summary, write
+from dpexp.reproduce.records import load
+from tests.reproduce.samples import made_by, summary, write
 
 
 def _run(clip: str, seed: int, accuracy: float, sigma: float | None = None, **more: object) -> dict:
@@ -63,9 +61,4 @@ def test_without_records_it_has_its_commands() -> None:
 
 @pytest.mark.parametrize("command", thresholds.COMMANDS)
 def test_its_commands_make_records_that_it_takes(command: str) -> None:
-    words = [word.split(",")[0] for word in shlex.split(command)[3:] if word != "-m"]
-    run = compose(words)
-    made = {"details": {"config": to_dict(run)}, "task": run.task.name, "model": run.model.name, "clip": run.clip.name,
-            "scale": run.scale.name, "engine": run.engine.name, "seed": 0, "privacy": {}, "metrics": {"accuracy": 0.8},
-            "data": {"rows": {"dev": 872}}}  # fmt: skip
-    assert len(thresholds._fillings([Record("x.json", made)])) == 1
+    assert len(thresholds._fillings([made_by(command)])) == 1
