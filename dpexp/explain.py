@@ -14,11 +14,11 @@ import torch
 
 from dpexp.clipping.choice import choose
 from dpexp.clipping.refusals import refusal
+from dpexp.complexity.architectures import Network, build
+from dpexp.complexity.formulas import Layer, costs, depth_threshold, norm_space, views
+from dpexp.complexity.shapes import coverage, layers_of
 from dpexp.config import EngineConfig, ModelConfig, hydra_entry
 from dpexp.errors import UserError, did_you_mean
-from dpexp.reproduce.architectures import Network, build
-from dpexp.reproduce.complexity import Layer, costs, depth_threshold, norm_space, views
-from dpexp.reproduce.shapes import coverage, layers_of
 
 _FORMATS = ("text", "json")
 _CHOICES = ("rule", "measured")

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
-from dpexp.reproduce.architectures import build
-from dpexp.reproduce.complexity import (
+from dpexp.complexity.architectures import build
+from dpexp.complexity.formulas import (
     IMPLEMENTATIONS,
     Layer,
     costs,
@@ -17,9 +17,9 @@ from dpexp.reproduce.complexity import (
     relative_speed,
     views,
 )
+from dpexp.complexity.shapes import layers_of
 from dpexp.reproduce.documents import REGENERATE, Document, Rows, Section, as_rows
 from dpexp.reproduce.paper import paper_table, printed
-from dpexp.reproduce.shapes import layers_of
 
 NETWORKS = ("resnet18", "resnet34", "resnet50")
 # by timm's names

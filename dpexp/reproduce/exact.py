@@ -12,12 +12,8 @@ import transformers
 
 from dpexp.benchmark.workloads import workload_named
 from dpexp.clipping.groups import build_groups
-from dpexp.models.trainable import set_trainable
-from dpexp.privacy.accountants import epsilon
-from dpexp.privacy.events import composed, step_event
-from dpexp.privacy.plan import Plan, make_plan
-from dpexp.reproduce.architectures import PUBLISHED, build, quiet
-from dpexp.reproduce.complexity import (
+from dpexp.complexity.architectures import PUBLISHED, build, quiet
+from dpexp.complexity.formulas import (
     IMPLEMENTATIONS,
     NON_PRIVATE,
     SPACE,
@@ -26,6 +22,10 @@ from dpexp.reproduce.complexity import (
     Terms,
     term_sum,
 )
+from dpexp.models.trainable import set_trainable
+from dpexp.privacy.accountants import epsilon
+from dpexp.privacy.events import composed, step_event
+from dpexp.privacy.plan import Plan, make_plan
 from dpexp.reproduce.documents import Document, Rows, Section, as_rows
 from dpexp.reproduce.paper import Cell, paper_table, printed
 

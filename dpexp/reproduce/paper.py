@@ -130,8 +130,9 @@ def paper_table(paper: str, table: str, folder: Path = FOLDER) -> list[Cell]:
         header, *lines = [*csv.reader(file)] or [[]]
     if header != list(COLUMNS):
         raise UserError(f"{path}: its columns are {', '.join(header)}, expected {', '.join(COLUMNS)}")
-    if wrong := [line for line in lines if len(line) != len(COLUMNS)]:
-        raise UserError(f"{path}: {len(wrong[0])} columns, expected {len(COLUMNS)}, in {','.join(wrong[0])}")
+    for number, line in enumerate(lines, 2):
+        if len(line) != len(COLUMNS):
+            raise UserError(f"{path}, line {number}: {len(line)} columns, expected {len(COLUMNS)}")
     return [Cell(*line) for line in lines]
 
 

@@ -7,10 +7,9 @@ from torch import nn
 
 from dpexp.clipping import cost
 from dpexp.clipping.gradients import Conv, Geometry, Lookup, Outer
-from dpexp.errors import UserError
-from dpexp.reproduce import architectures, complexity_tables
-from dpexp.reproduce.architectures import build
-from dpexp.reproduce.complexity import (
+from dpexp.complexity import architectures
+from dpexp.complexity.architectures import build
+from dpexp.complexity.formulas import (
     IMPLEMENTATIONS,
     NON_PRIVATE,
     SPACE,
@@ -22,7 +21,9 @@ from dpexp.reproduce.complexity import (
     relative_speed,
     views,
 )
-from dpexp.reproduce.shapes import coverage, layers_of
+from dpexp.complexity.shapes import coverage, layers_of
+from dpexp.errors import UserError
+from dpexp.reproduce import complexity_tables
 
 COMPLETE = {
     "resnet18": ("399.9M", "11.68M", "1.05M"),

@@ -91,7 +91,6 @@ def test_a_measurement_that_did_not_finish_says_so(target: str):
 
 def test_without_the_kernels_is_said_in_every_row():
     record = _record(_row("gpt2", "auto/flat", 1.2, 1.3), native=False)
-    rows = [
-        row for row in benchmarks.build("table-bu-1", [("0.json", record, "")]).rows if row.get("workload")
-    ]
+    page = benchmarks.build("table-bu-1", [Measurement("0.json", record)])
+    rows = [row for row in page.rows if row.get("workload")]
     assert "without the C++ kernels" in rows[0]["note"]

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from dpexp.complexity import formulas
 from dpexp.errors import UserError
-from dpexp.reproduce import accounting, complexity, complexity_tables
+from dpexp.reproduce import accounting, complexity_tables
 from dpexp.reproduce.paper import COLUMNS, FOLDER, PAPERS, paper_table, paper_tables
 
 EVERY = [f"{paper}_{table}" for paper, table in paper_tables()]
@@ -260,7 +261,7 @@ def test_bu_repeats_its_numbers():
 
 def test_the_complexity_tables_hold_the_transcribed_values():
     two, five = shown("bu2023", "2"), shown("bu2023", "5")
-    of = {x.name: x for x in complexity.IMPLEMENTATIONS}
+    of = {x.name: x for x in formulas.IMPLEMENTATIONS}
     plain = str.maketrans("⟨⟩", "<>")
     for row in ("Non-DP", "Opacus", "FastGradClip", "GhostClip", "BK (ours)", "BK-MixOpt"):
         name = {"Non-DP": "non-DP", "BK (ours)": "BK"}.get(row, row)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from dpexp.clipping.gradients import Lookup, Outer, PerExampleGradient
 from dpexp.clipping.operations import FORMULAS
 from dpexp.clipping.operations.conv import Convolution
-from dpexp.reproduce.complexity import Layer
+from dpexp.complexity.formulas import Layer
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -82,11 +82,11 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is F.linear or func is F.embedding:
             x, weight = _arguments(args, kwargs or {}, "input", "weight")
-            self._seen(x, weight, *weight.shape, lookup=func is F.embedding)
+            self._seen(x, weight, weight.shape[0], weight.shape[1], lookup=func is F.embedding)
         elif func in _PRODUCTS and len(args) >= 2:
             x, weight = args[-2:]
             if isinstance(weight, Tensor) and weight.dim() == 2:
-                self._seen(x, weight, *reversed(weight.shape))
+                self._seen(x, weight, weight.shape[1], weight.shape[0])
         return result
 
     def _seen(self, x: Tensor, weight: Tensor, rows: int, width: int, lookup: bool = False) -> None:
