@@ -103,9 +103,8 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     ranks.agree("the configuration", settings)
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     ranks.once(lambda: write_atomic(folder / "config.yaml", text))
-    torch.set_flush_denormal(
-        True
-    )  # gradients of confident examples underflow, which makes a CPU a hundred times slower
+    # gradients of confident examples underflow, which makes a CPU a hundred times slower
+    torch.set_flush_denormal(True)
     device = choose_device(run.runtime.device)
     if run.runtime.threads:
         torch.set_num_threads(run.runtime.threads)

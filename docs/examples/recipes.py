@@ -126,9 +126,8 @@ def labels_of_tokens(folder):
     engine = prepare(folder, Tagger(), tokens, labels)
     for texts, wanted in engine.batches():
         of_tokens = F.cross_entropy(engine.model(texts).mT, wanted, reduction="none", ignore_index=-100)
-        engine.step(
-            of_tokens.sum(1) / (wanted != -100).sum(1).clamp(min=1)
-        )  # the mean of each text by itself
+        # the mean of each text by itself
+        engine.step(of_tokens.sum(1) / (wanted != -100).sum(1).clamp(min=1))
     return engine
 
 

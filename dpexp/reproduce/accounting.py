@@ -23,7 +23,8 @@ COLUMNS = (
     "paper", "table", "row", "target ε", "printed CLT", "our CLT", "difference CLT", "printed composed", "our composed",
     "difference composed", "to the digit", "σ that gives both", "settings", "N", "B", "E", "steps", "δ", "σ", "note",
 )  # fmt: skip
-Pair = tuple[float, float]  # a value under the CLT, and composed
+# a value under the CLT, and composed
+Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ def _to_the_digit(printed: Pair, ours: Pair) -> str:
 
 def _sigma_for_both(printed: Pair, settings: Settings, target: float) -> str:
     """The change of σ, in percent, with which both values would round to print (to first order); "none" within 1%."""
-    step = 0.005  # the slopes are taken from half a percent more noise
+    # the slopes are taken from half a percent more noise
+    step = 0.005
     (_, ours), (_, moved) = reproduce(settings, target), reproduce(settings, target, 1 + step)
     low, high = -0.01, 0.01
     for shown, value, other in zip(printed, ours, moved, strict=True):

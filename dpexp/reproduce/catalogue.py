@@ -95,7 +95,8 @@ _EXACT: dict[str, Callable[[], Document]] = {
     "figure-monir-13": figures.figure_monir_13,
     "figure-monir-14": figures.figure_monir_14,
 }
-EXACT = frozenset(_EXACT)  # arithmetic alone: their status needs no record
+# arithmetic alone: their status needs no record
+EXACT = frozenset(_EXACT)
 
 
 @cache
@@ -151,7 +152,8 @@ def write(document: Document, results: Path) -> list[Path]:
         f"{folder}/{document.name}.md": document.as_markdown(),
         f"{folder}/{document.name}.csv": document.as_csv(),
     }
-    if document.svg:  # of a table too: pictures lie in one place
+    # of a table too: pictures lie in one place
+    if document.svg:
         contents |= {
             f"figures/{document.name}.svg": document.svg,
             f"figures/{document.name}.png": document.png,

@@ -31,14 +31,18 @@ FACTS = {
     "sigma": "privacy.noise_multiplier", "sigma_initial": "privacy.noise_multiplier", "init": "model.retrain",
     "individual": "individual.name", "budgets": "individual.epsilons", "optim": "optim.name",
 }  # fmt: skip
-NOISE = ("sigma", "sigma_initial")  # where a paper gives the noise, its ε and its epochs are what came out
+# where a paper gives the noise, its ε and its epochs are what came out
+NOISE = ("sigma", "sigma_initial")
 # Their values are files of conf/; the last three are variants of DP-SGD.
 GROUPS = ("task", "model", "clip", "peft", "schedule", "individual", "optim")
 # At scale small these are the task's own; every other setting of a cell holds at every scale.
 LEFT_TO_THE_TASK = ("model", "epochs", "batch_size", "lr", "rank", "delta", "clip_norm", "quantile")
-EXPOSURE = "exposure"  # the metric of canaries, which `dpexp.audit` measures
-TRAINING = ("train", "training")  # splits on which the papers print accuracies too
-METHODS = ("schedule", "individual", "optim", "clip")  # of several that a cell names, the first is its method
+# the metric of canaries, which `dpexp.audit` measures
+EXPOSURE = "exposure"
+# splits on which the papers print accuracies too
+TRAINING = ("train", "training")
+# of several that a cell names, the first is its method
+METHODS = ("schedule", "individual", "optim", "clip")
 SEEDS = "0,1,2"
 
 
@@ -163,9 +167,8 @@ def slot(
         said["task"] = f"{said.get('task', '')}_infilling"
     left_out: set[str] = set()
     if scale != "paper":
-        left_out.update(
-            LEFT_TO_THE_TASK, NOISE if "epsilon" in said else ()
-        )  # for the printed ε and the length of a small run
+        # for the printed ε and the length of a small run
+        left_out.update(LEFT_TO_THE_TASK, NOISE if "epsilon" in said else ())
         for name, values in (stand_ins or {}).items():
             if name not in said:
                 continue
@@ -194,7 +197,8 @@ def _said(cell: Cell) -> dict[str, str]:
     if "learning_rate" in said:
         said["optim"] = said.pop("learning_rate")
     if any(name in said for name in ("schedule", "individual", "optim")):
-        said.setdefault("clip", "flat")  # they are variants of DP-SGD
+        # they are variants of DP-SGD
+        said.setdefault("clip", "flat")
     if said.get("init") == "random":
         said["init"] = "true"
     return said
@@ -225,7 +229,8 @@ def metric_of(cell: Cell) -> str:
         return f"train_{name}"
     if name == EXPOSURE:
         return f"{name}_{said.get('repetitions', '')}"
-    if (subset := said.get("subset", "matched")) != "matched":  # that is MNLI's dev set (conf/task/mnli)
+    # that is MNLI's dev set (conf/task/mnli)
+    if (subset := said.get("subset", "matched")) != "matched":
         return f"{name}_{subset}"
     # where print has "test" for the only one, as of images, it is our dev set
     if said.get("split") == "test" and "test" in (_choice("task", said.get("task", "")).get("files") or ()):
@@ -249,9 +254,11 @@ def command(cell: Cell, scale: str, chosen: Mapping[str, str], presets: Presets 
     elif noise:
         overrides.append("privacy=noise")
     if noise:
-        covered.add("epsilon")  # it comes out
+        # it comes out
+        covered.add("epsilon")
     if "epochs" in chosen and (noise or _has_steps(chosen.get("task", ""), scale)):
-        overrides.append("optim.steps=null")  # its length is given in epochs
+        # its length is given in epochs
+        overrides.append("optim.steps=null")
     overrides += [
         f"{name if name in GROUPS else FACTS[name]}={value}"
         for name, value in chosen.items()

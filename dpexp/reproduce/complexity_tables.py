@@ -46,7 +46,8 @@ ZOO = (
     ("100 tokens", "gpt2 gpt2-medium gpt2-large"),
     ("256 tokens", "roberta-base roberta-large"),
 )
-BATCH = 32  # of table 8: section 3.1 speaks of B = 32
+# of table 8: section 3.1 speaks of B = 32
+BATCH = 32
 
 
 @cache

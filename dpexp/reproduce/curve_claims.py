@@ -16,8 +16,10 @@ from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
 from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge, overall
 
-MARGIN = 1.0  # points of accuracy: "the gap is closed"
-SAME_FACTOR = 1.1  # two layers whose norms change by factors closer than this move together
+# points of accuracy: "the gap is closed"
+MARGIN = 1.0
+# two layers whose norms change by factors closer than this move together
+SAME_FACTOR = 1.1
 Paragraphs = tuple[str, ...]
 
 
@@ -126,7 +128,8 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Paragraphs:
             _within([seed[layer] - middle for seed, middle in zip(seeds, middles, strict=True)], math.log(SAME_FACTOR))
             for layer in layers
         )  # fmt: skip
-        p_for = 1.0 if p_against < LEVEL or math.isnan(p_for) else p_for  # a difference too small to speak of
+        # a difference too small to speak of
+        p_for = 1.0 if p_against < LEVEL or math.isnan(p_for) else p_for
         results.append(Comparison(*apart, p_for, p_against, judge(p_for, p_against)))
         lines.append(
             f"{words}; p for another factor in each layer (analysis of variance) {p_for:.2g}, against (all within a factor of"

@@ -43,7 +43,8 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     kind: ("run", along, "value", "seed", "ε", "scale", "record") for kind, along in _ALONG.items()
 }
 _COLUMNS["norms"] = ("run", "step", "group", "25%", "50%", "75%", "85%", "scale", "record")
-MAX_LINES = 6  # layers in the second panel of a figure of norms
+# layers in the second panel of a figure of norms
+MAX_LINES = 6
 _NOT_PRIVATE = "Norms are computed on private data without noise: they are outside every guarantee."
 
 
@@ -117,7 +118,8 @@ def _rows(target: Curves, records: Sequence[Record]) -> Rows:
     reached: dict[str, set[str]] = {}
     for row in rows:
         reached.setdefault(row["run"], set()).add(row["x"])
-    return [row for row in rows if len(reached[row["run"]]) > 1]  # one value is no sweep
+    # one value is no sweep
+    return [row for row in rows if len(reached[row["run"]]) > 1]
 
 
 def _dev(record: Record, target: Curves) -> Rows:
@@ -194,7 +196,8 @@ def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
         place = float(row[key]) if numeric else float(names.index(row[key]))
         curves.setdefault(line, {}).setdefault(place, []).append(float(row["value"]))
     if all(len(own) == 1 for own in curves.values()):
-        return "", b""  # one point for each run is no curve
+        # one point for each run is no curve
+        return "", b""
 
     def plot(axes: Any) -> None:
         for number, (line, own) in enumerate(sorted(curves.items())):
@@ -205,7 +208,8 @@ def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
             if seeds > 1:
                 low, high = ([end(own[at]) for at in x] for end in (min, max))
                 axes[0].fill_between(x, low, high, color=style(number)["color"], alpha=0.15, linewidth=0)
-        axes[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves, never over them
+        # beside the curves, never over them
+        axes[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
         axes[0].set_xlabel(target.x or key)
         axes[0].set_ylabel(target.metric.replace("|", " or "))
         if not numeric:

@@ -16,8 +16,10 @@ from matplotlib.figure import Figure
 # Okabe and Ito's colours, told apart by readers with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-MOST_NUMBERS = 16  # rows or columns of a heat map that still show them
-MOST_LABELS = 24  # along one of its sides
+# rows or columns of a heat map that still show them
+MOST_NUMBERS = 16
+# along one of its sides
+MOST_LABELS = 24
 _STYLE = {
     "svg.hashsalt": "dpexp", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": "0.9", "grid.linewidth": 0.6, "legend.frameon": False, "legend.fontsize": 8,
@@ -97,6 +99,7 @@ def heat(
     for labels, put in ((x, axis.set_xticks), (y, axis.set_yticks)):
         some = range(0, len(labels), -(-len(labels) // MOST_LABELS) or 1)
         put(some, [labels[i] for i in some])
-    if len(x) * max(map(len, x), default=0) > 44:  # characters that fit below a panel
+    # characters that fit below a panel
+    if len(x) * max(map(len, x), default=0) > 44:
         axis.tick_params(axis="x", labelrotation=30)
     axis.set_title(title, fontsize=9)

@@ -238,7 +238,8 @@ def memory_monir() -> Document:
 
 MNIST = {"N": 60000, "B": 512, "epochs": 30, "delta": 1e-5, "C": 0.2}
 TARGETS = (1.0, 2.0, 3.0)
-MNIST_STEPS = 3516  # 30 epochs of 60000 / 512 batches: inferred, the paper gives neither B nor epochs
+# 30 epochs of 60000 / 512 batches: inferred, the paper gives neither B nor epochs
+MNIST_STEPS = 3516
 
 
 @cache

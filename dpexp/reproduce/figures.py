@@ -17,8 +17,10 @@ from dpexp.reproduce.drawing import draw
 from dpexp.reproduce.drawing import lines as draw_lines
 
 E2E = 42061
-STEPS = (16, 64, 256, 1024, 4096)  # the legend of Figure 3, left
-BUDGETS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.4, 0.8)  # Figure 6 of He et al.
+# the legend of Figure 3, left
+STEPS = (16, 64, 256, 1024, 4096)
+# Figure 6 of He et al.
+BUDGETS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.4, 0.8)
 # Figure 10 of Monir et al. prints no decay rates; these are what a public implementation of Yu et al. (2019), whose settings it
 # says it takes, has as defaults.
 _DECAYS = (

@@ -67,7 +67,8 @@ def _rows(measured: Measurement, native: bool) -> Rows:
     settings = measured.content["settings"]
     wanted = {"size": "full", "device": "cpu", "precision": "fp32", "native": native}
     if any(settings.get(name) != value for name, value in wanted.items()):
-        return []  # records from before there was a choice don't say whether they are native
+        # records from before there was a choice don't say whether they are native
+        return []
     lines = []
     for row in measured.content["rows"]:
         workload, method = row["workload"], row["method"]

@@ -28,7 +28,8 @@ COLUMNS = (
     "method", "ε", "rank", "ours", "95% interval", "minus {0}", "95% of it", "p", "p (Holm)", "beside {0}", "lr", "lr tried",
     "n", "dev error", "ε with tuning", "seconds", "settings",
 )  # fmt: skip
-_FREE = ("seed", "trials", "privacy", "optim.lr")  # words of a command that do not say which method it is
+# words of a command that do not say which method it is
+_FREE = ("seed", "trials", "privacy", "optim.lr")
 _ELSEWHERE = ("runtime", "data.", "tracker")
 _SHORT = (
     "The runs are short, 59 to 98 steps at a constant learning rate: what helps a long training need not help there, and a"

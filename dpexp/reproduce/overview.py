@@ -23,7 +23,8 @@ CHOSEN = {
     "figure-monir-13": "the settings are not in print and were fitted to the printed rates",
     "figure-monir-14": "the settings are not in print and were fitted to the printed thresholds",
 }
-NO_LIMIT = 14.0  # where ε = ∞ is drawn
+# where ε = ∞ is drawn
+NO_LIMIT = 14.0
 
 
 def verdicts(documents: Sequence[Document]) -> Rows:
@@ -32,7 +33,8 @@ def verdicts(documents: Sequence[Document]) -> Rows:
     for document in documents:
         if document.paper and document.claim:
             rows.append(_verdict(document))
-        elif not document.paper:  # a page of ours about claims of several papers
+        elif not document.paper:
+            # a page of ours about claims of several papers
             rows += as_rows(VERDICTS, [
                 (verdict.where, verdict.word, document.name, verdict.ours or verdict.said, document.status)
                 for verdict in document.verdicts

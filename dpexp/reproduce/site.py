@@ -22,9 +22,12 @@ SHORT = {short(paper): title for paper, title in PAPERS.items()}
 SCALES = ("exact", "small", "paper")
 # shown when a reader asks
 _PROVENANCE = ("ε", "δ", "accountant", "sampling", "hardware", "record", "precision")
-_MOST_ROWS = 160  # of what a figure is drawn from
-_FOLDED = 24  # a table with more rows is folded
-_SAID_ONCE = ("Ours: mean ± standard deviation", "Regenerate:")  # at the top of the page, for all
+# of what a figure is drawn from
+_MOST_ROWS = 160
+# a table with more rows is folded
+_FOLDED = 24
+# at the top of the page, for all
+_SAID_ONCE = ("Ours: mean ± standard deviation", "Regenerate:")
 
 
 def write(context: Context) -> Path:
@@ -114,7 +117,8 @@ def _section(section: Section) -> str:
     heading = f"<h3>{_text(section.heading)}</h3>" if section.heading else ""
     words = "".join(map(_paragraph, section.paragraphs))
     label, rows = section.heading or "Table", section.rows
-    columns = [c for c in section.columns if c != "scale"]  # the heading says it
+    # the heading says it
+    columns = [c for c in section.columns if c != "scale"]
     table = ""
     if columns and rows and {"row", "column", "paper", "ours"} <= set(columns):
         table = _as_printed(label, rows)

@@ -65,9 +65,8 @@ def compare(
     difference = means[0] - sum(means[1:])
     parts = [(std or 0.0) ** 2 / len(own) for std, own in zip(stds, samples, strict=True)]
     error = math.sqrt(sum(parts))
-    if (
-        None in stds or error == 0.0
-    ):  # one value, or values that all agree: there is no spread to compare with
+    if None in stds or error == 0.0:
+        # one value, or values that all agree: there is no spread to compare with
         return Comparison(difference, -math.inf, math.inf, None, None, CANNOT_TELL)
     freedom = sum(parts) ** 2 / sum(p**2 / (len(own) - 1) for p, own in zip(parts, samples, strict=True))
     half = float(distributions.t.ppf(1 - LEVEL / 2, freedom)) * error

@@ -24,12 +24,14 @@ COLUMNS = (
     "sampling", "hardware", "record",
 )  # fmt: skip
 SHOWN = ("small", "paper")
-_TUNED = ("optim.lr", "optim.lr_schedule", "optim.warmup_ratio")  # of each method its own, as in the papers
+# of each method its own, as in the papers
+_TUNED = ("optim.lr", "optim.lr_schedule", "optim.warmup_ratio")
 _WITH = {
     "clip": ("clip.",),
     "model": ("model.",),
     "peft": ("peft.", "model.trainable"),
-    "schedule": ("schedule.", "optim.steps", "optim.epochs"),  # as long as the same ε lasts
+    # as long as the same ε lasts
+    "schedule": ("schedule.", "optim.steps", "optim.epochs"),
 }
 _WORDS = (
     "Ours: mean ± standard deviation over n seeds; *dev error*: the standard error that a dev set of this size has by itself,"

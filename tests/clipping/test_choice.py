@@ -77,9 +77,8 @@ def test_measurements_are_remembered_by_shape(monkeypatch: pytest.MonkeyPatch):
     assert choose(outer(4, 100, 64, 64), "measured", CAP, cache) == "loop"
     assert choose(outer(4, 100, 64, 64), "measured", CAP, cache) == "loop"
     assert len(calls) == 1
-    choose(
-        outer(5, 110, 64, 70), "measured", CAP, cache
-    )  # nearly the same sizes: Poisson batches come in every size
+    # nearly the same sizes: Poisson batches come in every size
+    choose(outer(5, 110, 64, 70), "measured", CAP, cache)
     assert len(calls) == 1
     choose(outer(4, 200, 64, 64), "measured", CAP, cache)
     choose(outer(4, 100, 64, 64), "measured", CAP, cache, fused=True)

@@ -416,9 +416,8 @@ class ConstantAndBatch(nn.Module):
             turned = x.shape[1] >= 5
             h = torch.tanh(self.layer(x.transpose(0, 1) if turned else x))
             return self.out(h.transpose(0, 1) if turned else h)
-        h = (
-            torch.tanh(self.layer(x)) if x.shape[1] != 6 else x
-        )  # "skipped": the second use takes the first one's place
+        # "skipped": the second use takes the first one's place
+        h = torch.tanh(self.layer(x)) if x.shape[1] != 6 else x
         return self.out(torch.tanh(self.layer(h.transpose(0, 1))).transpose(0, 1))
 
 
