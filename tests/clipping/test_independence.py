@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -140,9 +141,9 @@ def test_capacity_of_experts_is_refused_and_experts_without_are_not() -> None:
         step(Experts(5), x(B, T, D))
 
 
-@pytest.mark.parametrize("holders", [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])
-def test_a_maximum_that_two_examples_share_is_seen_whatever_halves_they_are_in(
-    holders: tuple[int, int],
+@pytest.mark.parametrize("holders", [h for n in (1, 2, 3) for h in combinations(range(4), n)])
+def test_a_maximum_is_seen_however_many_examples_hold_it_and_whatever_halves_they_are_in(
+    holders: tuple[int, ...],
 ) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

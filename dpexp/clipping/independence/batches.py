@@ -15,8 +15,8 @@ from dpexp.clipping.independence.replay import Inputs, changed
 # of inputs whose batch dimension the shapes leave open
 READINGS = 12
 
-# examples that are looked at among copies of themselves
-LONELY = 3
+# examples that are looked at among copies of themselves; and with one copy, which costs little
+LONELY, PAIRS = 3, 8
 
 # which dimension of every input is the batch; None: shared by all
 Reading = Sequence[int | None]
@@ -69,6 +69,7 @@ class Batches:
         whole = [(i, False) for i in range(num)]
         # where examples share tokens, each half may hold what another one sees of the whole: a maximum, say
         lonely = order[:LONELY] if num > 2 else []
+        pairs = order[::-1][:PAIRS] if num > 2 else []
         return [
             Variant(alone, whole[:cut], [(i, i) for i in front]),
             Variant(alone, whole[cut:], [(i, i - cut) for i in back]),
@@ -76,6 +77,7 @@ class Batches:
             Variant(replaced, mixed[1], [(i, i) for i in kept[1]]),
             *(Variant(replaced, [(i, j != i) for j in range(num)], [(i, i)]) for i in lonely),
             *(Variant(replaced, [(i, False)] * num, [(i, i)]) for i in lonely[:1]),
+            *(Variant(alone, [(i, False)] * 2, [(i, 0)]) for i in pairs),
             Variant("after another batch", whole, [(i, i) for i in range(num)], mixed[0]),
         ]
 
