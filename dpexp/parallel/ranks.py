@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 # as in DistributedDataParallel
 BUCKET_BYTES = 25 << 20
+# a message of this size is worth sending by itself: to copy it into a bucket and back costs more
+MESSAGE_BYTES = 1 << 20
 
 
 class ToldElsewhere(UserError):
@@ -142,7 +144,8 @@ class Ranks:
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, in place; the same tensors in the same order everywhere.
 
-        They travel in buckets, as those of DistributedDataParallel do. After it the ranks hold the same bits.
+        Large ones travel from where they are; small ones in buckets, as those of DistributedDataParallel do. After it the
+        ranks hold the same bits.
         """
         if not self.several:
             return
@@ -173,9 +176,11 @@ ALONE = Ranks()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
+    buckets = [[tensor] for tensor in tensors if tensor.nbytes >= MESSAGE_BYTES]
     size = BUCKET_BYTES
     for tensor in tensors:
+        if tensor.nbytes >= MESSAGE_BYTES:
+            continue
         if size + tensor.nbytes > BUCKET_BYTES:
             buckets.append([])
             size = 0

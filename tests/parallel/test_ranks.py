@@ -29,7 +29,9 @@ def fail():
 def talk(ranks: Ranks):
     mine = float(ranks.rank + 1)
     sums = [torch.full((3, 2), mine), torch.full((4,), mine, dtype=torch.float64), torch.full((2, 5), mine).T]
-    ranks.sum_(sums)
+    # messages of their own, between those that share one
+    large = [torch.full((512, 1024), mine), torch.full((512, 1024), 2 * mine).T]
+    ranks.sum_([sums[0], large[0], sums[1], large[1], sums[2]])
     copied = torch.full((2, 3), mine).T
     ranks.copy_([copied])
     return {
@@ -43,6 +45,7 @@ def talk(ranks: Ranks):
         "differ": refusal(lambda: ranks.agree("the data", f"{ranks.rank} of it")),
         "any": [ranks.any(ranks.rank == 1), ranks.any(False)],
         "sums": [tensor.tolist() for tensor in sums],
+        "large": [tensor.unique().tolist() for tensor in large],
         "copied": copied.unique().tolist(),
     }
 
@@ -61,6 +64,7 @@ def test_what_ranks_tell_each_other(tmp_path: Path):
         assert "the data of rank 1 differs from that of rank 0" in found["differ"][1]
         assert found["any"] == [True, False]
         assert found["sums"] == [[[3.0, 3.0]] * 3, [3.0] * 4, [[3.0, 3.0]] * 5]
+        assert found["large"] == [[3.0], [6.0]]
         assert found["copied"] == [1.0]
 
 
@@ -95,7 +99,7 @@ def test_alone_nothing_is_sent():
     assert not ALONE.several
 
 
-def test_buckets_hold_everything_in_order():
-    tensors = [torch.zeros(n) for n in (10, 7 << 20, 5, 1 << 20, 3)]
+def test_large_sums_travel_alone_and_small_ones_share_a_bucket():
+    tensors = [torch.zeros(n) for n in (10, 7 << 20, 5, 1 << 18, 3)]
     buckets = _buckets(tensors)
-    assert [[len(t) for t in bucket] for bucket in buckets] == [[10], [7 << 20], [5, 1 << 20, 3]]
+    assert [[len(t) for t in bucket] for bucket in buckets] == [[7 << 20], [1 << 18], [10, 5, 3]]
