@@ -114,6 +114,8 @@ class TextClassification(Task):
             content = " ".join([table.sha256, str(columns.wanted), *filter(None, [table.part])])
             tokens = self._tokenize(cache, content, tokenizer, texts, pairs, max_length)
             private = " (counted without noise on private data)" if split == "train" else ""
+            if empty := sum(not text.strip() for text in texts):
+                notes.append(f"{split}: {empty} of {len(table)} rows have no text in column {columns.text}{private}")
             if tokens.truncated and task.overlong == "error":
                 row = self._first_cut(tokens, tokenizer, texts, pairs, max_length)
                 raise UserError(
@@ -299,13 +301,21 @@ def _classes(task: TaskConfig, found: Found[Table], columns: Columns) -> tuple[l
 
 def _targets(table: Table, column: str, labels: Sequence[str]) -> np.ndarray:
     number = {label: i for i, label in enumerate(labels)}
+    plain = {_plain(label) for label in labels}
     targets = np.empty(len(table), dtype=np.int64)
     for row, label in enumerate(table.columns[column]):
         # which stays unsaid: it is a private value
         if label not in number:
             known = ", ".join(labels) if len(labels) <= FEW_CLASSES else f"{labels[0]}, {labels[1]}, ..."
+            alike = "; but for case, blanks or decimals it is one of them" if _plain(label) in plain else ""
             raise UserError(
-                f"{table.at(row)}: the label in column {column} is none of the {len(labels)} classes {known}"
+                f"{table.at(row)}: the label in column {column} is none of the {len(labels)} classes {known}{alike}: correct the "
+                "row, or declare its class in task.labels"
             )
         targets[row] = number[label]
     return targets
+
+
+def _plain(label: str) -> str:
+    """A label without what is often written otherwise: case, blanks around it, and decimals (1.0 for 1)."""
+    return label.strip().lower().removesuffix(".0")

@@ -1,4 +1,4 @@
-"""Tables in files: TSV, CSV, JSON lines or a JSON list, each plain, .gz or .xz, and data sets saved by Hugging Face.
+"""Tables in files: TSV, CSV, JSON lines, a JSON list or Parquet, each plain, .gz or .xz, and data sets saved by Hugging Face.
 
 Every complaint names the file and the line.
 """
@@ -23,7 +23,9 @@ from dpexp.errors import UserError
 COMPRESSIONS = {"": None, ".gz": gzip.decompress, ".xz": lzma.decompress}
 # of a column
 LONGEST_NAME = 30
-FORMATS = (".tsv", ".csv", ".json", ".jsonl")
+FORMATS = (".tsv", ".csv", ".json", ".jsonl", ".parquet")
+# character -> what a message calls it
+SEPARATORS = {";": "semicolons", "\t": "tabs", ",": "commas", "|": "bars"}
 Row = tuple[int, Sequence[str]]
 """The line that a row starts on, counted from 1, and the wanted cells."""
 
@@ -95,7 +97,7 @@ def read_table(
     """Read the wanted columns of a file or of a folder written by `datasets.save_to_disk`.
 
     Args:
-        path: its name says the format: .tsv, .csv, .json or .jsonl, then nothing, .gz or .xz; or a folder.
+        path: its name says the format: .tsv, .csv, .json, .jsonl or .parquet, then nothing, .gz or .xz; or a folder.
         wanted: names of columns.
         labels: the declared classes; see `from_dataset`.
         header: the columns of a .tsv or .csv file whose first line is a row already; empty: the first line names them.
@@ -113,6 +115,8 @@ def read_table(
             f"{path}: unknown format; tables end in {', '.join(FORMATS)}, then nothing, .gz or .xz, or are folders "
             "written by datasets.save_to_disk"
         )
+    if suffix == ".parquet":
+        return _read_parquet(path, wanted, labels)
     data = _read_bytes(path)
     text = _decode(path, data)
     skipped: list[int] | None = [] if skip_malformed else None
@@ -189,6 +193,25 @@ def _read_saved(path: Path, wanted: Sequence[str], labels: Sequence[str]) -> Tab
     return from_dataset(saved, wanted, str(path), labels)
 
 
+def _read_parquet(path: Path, wanted: Sequence[str], labels: Sequence[str]) -> Table:
+    """By way of a data set in memory: the library's own reader would copy private rows into its cache."""
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(pyarrow.BufferReader(_read_bytes(path)))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: this is no Parquet file, or a damaged one") from error
+    _check_columns(path, wanted, table.column_names)
+    table = table.select(list(wanted))
+    for place, column in enumerate(table.columns):
+        # the categories of pandas
+        if pyarrow.types.is_dictionary(column.type):
+            table = table.set_column(place, wanted[place], column.cast(column.type.value_type))
+    return from_dataset(datasets.Dataset(table), wanted, str(path), labels)
+
+
 def _read_bytes(path: Path) -> bytes:
     try:
         data = path.read_bytes()
@@ -223,6 +246,8 @@ def _tsv(text: str) -> Iterator[Row]:
 
 
 def _csv(path: Path, text: str) -> Iterator[Row]:
+    # of a cell: the library takes half a book for a mistake
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.reader(io.StringIO(text.rstrip("\r\n"), newline=""), strict=True)
     start = 1
     try:
@@ -242,6 +267,8 @@ def _delimited(
     skipped: list[int] | None,
 ) -> Iterator[Row]:
     names = list(header or next(rows, (1, []))[1])
+    if len(names) == 1 and names[0] not in wanted:
+        _refuse_separator(path, names[0], delimiter)
     _check_columns(path, wanted, names)
     places = [names.index(name) for name in wanted]
     for line, cells in rows:
@@ -255,6 +282,16 @@ def _delimited(
                 f"{path}, line {line}: malformed row: {len(cells)} {delimiter}-separated cells where {there} "
                 f"{len(names)} ({_names(names)}); task.malformed=skip leaves such rows out and counts them"
             )
+
+
+def _refuse_separator(path: Path, first_line: str, delimiter: str) -> None:
+    """Say so where a first line of one cell looks like several cells with something else between them."""
+    others = [name for mark, name in SEPARATORS.items() if mark in first_line and delimiter not in name]
+    if others:
+        raise UserError(
+            f"{path}: its first line has {others[0]} and no {delimiter}s: save the table as .csv with commas or as .tsv with "
+            "tabs between its cells"
+        )
 
 
 def _json(path: Path, text: str, wanted: Sequence[str]) -> Iterator[Row]:

@@ -28,7 +28,7 @@ from safetensors.numpy import save
 from dpexp.errors import UserError
 
 # of the cached files: count up when decoding gives other pixels
-FORMAT = 1
+FORMAT = 2
 IDX_UINT8 = 8
 OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 log = logging.getLogger(__name__)
@@ -325,6 +325,9 @@ def decode(data: bytes, where: str, *, channels: int, resize: int | None = None)
 
     try:
         with Image.open(io.BytesIO(data)) as image:
+            if image.mode.startswith(("I", "F")):
+                # which Pillow would cut off at 255
+                raise ValueError(f"its pixels have more than 8 bits, mode {image.mode}: save it with 8")
             found: Any = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
             if resize is not None:
                 found = ImageOps.fit(found, (resize, resize), Image.Resampling.BICUBIC)

@@ -100,6 +100,12 @@ def test_labels_outside_the_classes(own: TaskConfig, own_data: Data, tokenizer: 
         UserError, match=r"train\.csv, line 2: the label in column label is none of the 2 classes 0, 2"
     ):
         build_task(own, own_data(ROWS), "small", tokenizer, 0)
+    own.labels = ["0", "1"]
+    for written in ("1.0", " 1", "1 "):
+        with pytest.raises(
+            UserError, match="but for case, blanks or decimals it is one of them: correct the row"
+        ):
+            build_task(own, own_data(ROWS, [("a", written)]), "small", tokenizer, 0)
 
 
 def test_columns_that_can_hold_no_labels(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:
@@ -169,6 +175,12 @@ def test_batches_are_those_of_the_tokenizer(
         assert torch.equal(batch[name], tensor), name
     assert batch["labels"].tolist() == [int(label) for label in columns["label"][:40]]
     assert built.length(0) == expected["attention_mask"][0].sum()
+
+
+def test_rows_without_text_are_counted(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:
+    built = build_task(own, own_data([*ROWS, (" ", "1")], ROWS[:2]), "small", tokenizer, 0)
+    notes = [note for note in built.data.notes if "have no text" in note]
+    assert notes == ["train: 1 of 6 rows have no text in column text (counted without noise on private data)"]
 
 
 def test_truncation_is_counted(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:

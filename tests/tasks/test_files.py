@@ -6,6 +6,7 @@ import lzma
 from pathlib import Path
 
 import datasets
+import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,7 +108,12 @@ def test_windows_line_ends_and_a_byte_order_mark_are_no_content(tmp_path: Path) 
             lzma.compress(b"text\tlabel\nx\t0\n")[:-20],
             r"a\.tsv\.xz: the compressed file is damaged",
         ),
-        ("a.parquet", b"x", r"a\.parquet: unknown format; tables end in \.tsv"),
+        ("a.xlsx", b"x", r"a\.xlsx: unknown format; tables end in \.tsv"),
+        ("a.parquet", b"x", r"a\.parquet: this is no Parquet file"),
+        ("a.csv", b"text;label\nfine;0\n", r"first line has semicolons and no commas: save the table as"),
+        ("a.csv", b"text\tlabel\nfine\t0\n", r"first line has tabs and no commas"),
+        ("a.tsv", b"text,label\nfine,0\n", r"first line has commas and no tabs"),
+        ("a.csv", b'"text,label"\nfine\n', r"no column text and no column label"),
     ],
 )
 def test_bad_files_get_one_error_with_file_and_line(
@@ -181,6 +187,33 @@ def test_saved_datasets(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match=r"written by datasets\.save_to_disk"):
         read_table(tmp_path / "other", COLUMNS)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = pandas.DataFrame(ROWS, columns=COLUMNS).assign(other="x")
+    rows.to_parquet(path)
+    table = read_table(path, COLUMNS)
+    assert list(zip(table.columns["text"], table.columns["label"])) == ROWS
+    assert table.at(1) == f"{path}, row 2"
+    rows.astype({"label": "category"}).to_parquet(path)
+    assert read_table(path, COLUMNS) == table
+    with pytest.raises(UserError, match="no column words; the columns are text, label, other"):
+        read_table(path, ["words"])
+    rows.assign(text=None).to_parquet(path)
+    with pytest.raises(UserError, match=r"a\.parquet, row 1: column text holds nothing"):
+        read_table(path, COLUMNS)
+    names = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
+    datasets.Dataset.from_dict({"text": ["x", "y"], "label": [1, 0]}, features=names).to_parquet(path)
+    assert read_table(path, COLUMNS).columns["label"] == ["good", "bad"]
+
+
+def test_a_cell_may_be_as_long_as_a_book(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'text,label\n"{"word, " * 50_000}",0\n')
+    assert len(read_table(path, COLUMNS).columns["text"][0]) == 300_000
 
 
 def test_folders_are_found_under_their_published_spelling(tmp_path: Path) -> None:

@@ -259,6 +259,9 @@ def test_what_is_wrong_with_own_folders_is_named(tmp_path: Path) -> None:
     (root / "dog" / "big.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"dog/big.png: .*it is empty"):
         own(root)
+    Image.fromarray(np.full((8, 8), 4000, np.uint16)).save(root / "dog" / "big.png")
+    with pytest.raises(UserError, match=r"dog/big.png: .*more than 8 bits, mode I;16: save it with 8"):
+        own(root)
     (root / "cow").mkdir()
     with pytest.raises(UserError, match="1 of its subfolders are none of the classes cat, dog"):
         own(root)
@@ -313,6 +316,6 @@ def test_the_format_counts_in_the_name_of_a_cached_file(
 ) -> None:
     images = read_idx_pair(*mnist_pair((image_data.mnist(tmp_path), tmp_path)[1]), classes=10)
     cached(tmp_path, "content", "here", lambda: images)
-    monkeypatch.setattr(image_files, "FORMAT", 2)
+    monkeypatch.setattr(image_files, "FORMAT", image_files.FORMAT + 1)
     cached(tmp_path, "content", "here", lambda: images)
     assert len(list((tmp_path / "images").glob("*"))) == 2
