@@ -1,5 +1,7 @@
 """A training loop's usual wishes, each as a private loop: one function for each row of docs/recipes.md, which the tests run."""
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,6 +48,34 @@ def stop_early(folder):
             if waited == 3:
                 break
     engine.save()  # a checkpoint of this very step; epsilon counts the steps that were taken
+    return engine
+
+
+def best_weights(folder):
+    model = network()
+    engine, best, kept = prepare(folder, model), torch.inf, None
+    for features, labels in engine.batches():
+        if engine.step(F.cross_entropy(model(features), labels, reduction="none")):
+            with torch.no_grad():
+                loss = F.cross_entropy(model(dev_x), dev_y).item()
+            if loss < best:
+                best, kept = loss, copy.deepcopy(model.state_dict())
+    model.load_state_dict(kept)
+    return engine
+
+
+def learning_rates(folder):
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.001}, {"params": model[2].parameters(), "lr": 0.01}]
+    optimizer = torch.optim.Adam(groups)
+    engine = PrivacyEngine(model, optimizer, TensorDataset(x, y), folder=folder, **SETTINGS)
+    for features, labels in engine.batches():
+        if (
+            engine.step(F.cross_entropy(model(features), labels, reduction="none"))
+            and engine.steps_taken == 6
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.1
     return engine
 
 

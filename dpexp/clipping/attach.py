@@ -126,7 +126,9 @@ class Clipper:
         if not (isinstance(rows_per_example, int) and rows_per_example >= 1):
             raise UserError(f"rows_per_example={rows_per_example!r} must be a whole number, at least 1")
         if any(SITE in m.__dict__ or ATTACHED in m.__dict__ for m in model.modules()):
-            raise UserError("this model has a clipper attached already: call detach() on it first")
+            raise UserError(
+                "this model has a clipper attached already: call close() of its PrivacyEngine, or detach() of the clipper, first"
+            )
         refuse_couplings(model)
         self.model, self.rule, self.engine = model, rule, engine
         self.max_clip_scale, self.rows_per_example = max_clip_scale, rows_per_example
@@ -200,7 +202,7 @@ class Clipper:
         The gradients of the roots' inputs are in the report.
         """
         if not self._attached:
-            raise UserError("this clipper is detached: call attach() again")
+            raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
         with self._together(roots):
             return self._backward_from(roots, clip_scale, loss_scale)
 
@@ -424,12 +426,13 @@ class Clipper:
         if new and new[0] in self._params:
             raise UserError(
                 f"{new[0]!r} is another tensor than at attach (torch.func.functional_call, or a parameter that was assigned "
-                "anew): run the model with its own parameters, or call clipper.detach(), then attach() again"
+                "anew): run the model with its own parameters, or change it before the clipper or the PrivacyEngine is made"
             )
         what = f"{new[0]!r} is new" if new else f"{gone[0]!r} is frozen or gone"
         raise UserError(
-            f"the trainable parameters changed after attach ({what}): call clipper.detach(), then attach() again "
-            "(for PEFT: get_peft_model first, attach afterwards)"
+            f"the trainable parameters changed after attach ({what}): freeze, unfreeze and wrap (PEFT) before the "
+            "clipper or the PrivacyEngine is made; else close() this engine and begin another run in another folder, or detach() "
+            "this clipper and attach() again"
         )
 
     def _checked_thresholds(self) -> Tensor:

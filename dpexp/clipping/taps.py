@@ -326,7 +326,8 @@ class Tap(torch.autograd.Function):
                 )
             raise RuntimeError(
                 "loss.backward() reached a model with a clipper attached: call engine.step(losses) of the PrivacyEngine, or "
-                "clipper.backward(losses), with one loss per example; engine.close() or clipper.detach() ends clipping"
+                "clipper.backward(losses), with one loss per example; engine.close() or clipper.detach() ends clipping "
+                "(a copy that was made before stays clipped: load its state_dict() into a plain model)"
             )
         if gy is not None:
             visit.arrive(ctx.owner, ctx.use, saved, gy)

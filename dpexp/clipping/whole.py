@@ -159,7 +159,7 @@ class VectorClipper(Clipper):
     ) -> Report:
         """As `Clipper.backward`."""
         if not self._attached:
-            raise UserError("this clipper is detached: call attach() again")
+            raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
         if clip_scale is not None:
             raise UserError("thresholds for single examples (individual=scaling) need clip=flat or the like")
         check_losses(losses)

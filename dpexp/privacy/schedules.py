@@ -153,7 +153,14 @@ class Schedule:
         """A schedule from its name, or from the values that `plain` gives."""
         if isinstance(value, Schedule):
             return value
-        return cls(value) if isinstance(value, str) else cls(**value)
+        if isinstance(value, str):
+            return cls(value)
+        if not isinstance(value, Mapping) or not set(value) <= {field.name for field in fields(cls)}:
+            raise UserError(
+                f'schedule={value!r} is of the noise, a name or its settings, such as schedule={{"name": "exponential", '
+                '"decay_rate": 0.02}}; a learning-rate scheduler is given as scheduler='
+            )
+        return cls(**value)
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:

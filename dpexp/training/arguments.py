@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from dpexp.errors import UserError
 
@@ -48,3 +53,48 @@ def checked_folder(folder: Any) -> Path:
     if path.exists() and not path.is_dir():
         raise UserError(f"folder={folder} is a file: give the run a folder of its own")
     return path
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuse what has no examples by number.
+
+    Raises:
+        UserError: a loader, a table, several splits or a stream.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            "the data set is a DataLoader, and the engine draws batches itself: give loader.dataset here, and loader.collate_fn "
+            "to engine.batches(...)"
+        )
+    if hasattr(dataset, "iloc"):
+        raise UserError(
+            f"a {kind} gives columns and not examples: make a TensorDataset or a list of rows of it"
+        )
+    if isinstance(dataset, Mapping):
+        raise UserError(
+            f"a {kind} has names and not examples by number: give one of its splits, or a TensorDataset of its columns"
+        )
+    if isinstance(dataset, tuple) and all(isinstance(part, torch.Tensor) for part in dataset):
+        raise UserError(
+            "a tuple of tensors is no data set: torch.utils.data.TensorDataset(*tensors) makes one"
+        )
+    numbered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not numbered or isinstance(dataset, IterableDataset):
+        raise UserError(
+            f"a {kind} has no length or no examples by number, and Poisson sampling needs both: give a map-style data set"
+        )
+
+
+def check_optimizer(model: Any, optimizer: Any) -> None:
+    """Refuse a model or an optimizer that is none, as where arguments are in another order.
+
+    Raises:
+        UserError: says what is in its place.
+    """
+    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, kind):
+            raise UserError(
+                f"{name}: this is of type {type(value).__name__} and no torch {kind.__name__}; "
+                "PrivacyEngine(model, optimizer, dataset, folder=...) is the order"
+            )

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from dpexp import provenance
 from dpexp.clipping import attach
+from dpexp.clipping.given import check_losses
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.parallel.replicas import ranks_of, silent, unwrapped
@@ -30,7 +31,7 @@ from dpexp.privacy.sampling import PoissonSampler, stream
 from dpexp.privacy.users import Users, of_users
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig, UnitConfig
 from dpexp.training import state
-from dpexp.training.arguments import check_numbers, checked_folder
+from dpexp.training.arguments import check_dataset, check_numbers, check_optimizer, checked_folder
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
 from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
@@ -69,7 +70,7 @@ class PrivacyEngine:
         delta: a number or a rule, see `dpexp.privacy.plan_checks.resolve_delta`.
         clip_norm: C, the norm to which each example's gradient is clipped.
         groups: ``flat``, ``layer``, ``block`` or a mapping, see `dpexp.clipping.attach`.
-        rule: ``abadi`` or ``automatic``.
+        rule: ``abadi``, ``automatic`` (AUTO-S) or ``normalized`` (AUTO-V).
         engine: how the clipped sum is computed; see `dpexp.clipping.attach`.
         target_quantile: let each threshold follow this quantile of the norms (He et al. 2023, Algorithm 1); None: fixed
             thresholds. With several groups they are rescaled so that all together stay C (App. A.1).
@@ -140,16 +141,8 @@ class PrivacyEngine:
         self.folder = checked_folder(folder)
         model, wrapper = unwrapped(model)
         self.ranks = ranks = ranks_of(wrapper)
-        if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
-            raise UserError(
-                f"a {type(dataset).__name__} gives columns and not examples: make a TensorDataset or a list of rows of it"
-            )
-        numbered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if not numbered or isinstance(dataset, IterableDataset):
-            raise UserError(
-                f"a {type(dataset).__name__} has no length or no examples by number, and Poisson sampling needs both: give a "
-                "map-style data set"
-            )
+        check_optimizer(model, optimizer)
+        check_dataset(dataset)
         if (epochs is None) == (steps is None):
             raise UserError("give either epochs or steps, not both and not neither")
         if rule == "none":
@@ -196,6 +189,7 @@ class PrivacyEngine:
         self._optimizer = GuardedOptimizer(optimizer, scheduler, model)
         self._gradients = GradientGuard(model)
         self._open = ExitStack()
+        self._held = self._open.enter_context(ExitStack())
         self._open.callback(self._optimizer.release)
         try:
             self._keys = ranks.once(lambda: self._take_folder(noise_seed))
@@ -350,15 +344,17 @@ class PrivacyEngine:
             raise UserError(
                 "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches()"
             )
+        check_losses(losses)
         rows = len(piece) if self._users is None else self._weights.numel()
-        if losses.ndim == 1 and len(losses) != rows:
+        if len(losses) != rows:
             raise UserError(
                 f"{len(losses)} losses for a batch of {rows} examples: one loss per example is needed, in the same order "
                 "(does the collate function drop examples, or pack several into one row?)"
             )
-        if self._users is not None and losses.ndim == 1:
+        if self._users is not None:
             losses = of_users(losses, self._weights)
         self._gradients.check()
+        self._optimizer.check()
         try:
             return self._steps.add(losses)
         finally:
@@ -415,12 +411,11 @@ class PrivacyEngine:
             raise UserError(f"there is no checkpoint in {folder}")
         self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
         state.load_model_state(self.model, checkpoint.model)
-        optimizer.load_state_dict(checkpoint.optimizer)
+        self._optimizer.load(checkpoint.optimizer, checkpoint.kept.get("scheduler"))
         self.policy.load_state_dict(checkpoint.thresholds)
-        if self._optimizer.scheduler is not None:
-            self._optimizer.scheduler.load_state_dict(checkpoint.kept["scheduler"])
         self._steps.clear()
         self._steps.taken = checkpoint.step
+        self.ranks.once(self._hold)
 
     def write_card(self, folder: str | Path) -> None:
         """Write PRIVACY.md, what is guaranteed about the training data, beside a saved model; rank 0 does.
@@ -474,9 +469,17 @@ class PrivacyEngine:
             )
         if self.finished or (self.checkpoint_every and self.steps_taken % self.checkpoint_every == 0):
             self.save()
+        if self.finished:
+            self.ranks.once(self._hold)
+
+    def _hold(self) -> None:
+        """Keep others out of the folder while there are steps to take; a notebook's cell may run again after the last one."""
+        self._held.close()
+        if not self.finished:
+            self._held.enter_context(state.exclusive(self.folder))
 
     def _take_folder(self, noise_seed: int | None) -> Keys:
-        self._open.enter_context(state.exclusive(self.folder))
+        self._held.enter_context(state.exclusive(self.folder))
         refuse_other_ledgers(self.folder)
         return open_keys(self.folder, noise_seed)
 

@@ -1,5 +1,7 @@
 """What keeps a person's own loop from moving weights by gradients without noise, or from spoiling a sum half-way."""
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ class GuardedOptimizer:
         refuse_misfits(optimizer, scheduler, model)
         self.optimizer, self.scheduler = optimizer, scheduler
         self._open = False
+        self._epoch = getattr(scheduler, "last_epoch", None)
         self._own = [p for p in model.parameters() if p.requires_grad]
         self._hook = register_optimizer_step_pre_hook(self._refuse)
 
@@ -38,6 +41,29 @@ class GuardedOptimizer:
             self._open = False
         if self.scheduler is not None:
             self.scheduler.step()
+            self._epoch = getattr(self.scheduler, "last_epoch", None)
+
+    def check(self) -> None:
+        """Raise `UserError` where the loop has moved the learning rate too."""
+        if getattr(self.scheduler, "last_epoch", None) != self._epoch:
+            raise UserError(
+                "scheduler.step() was called by the loop, and the engine calls it after every step: leave it out, or leave out "
+                "scheduler= to step it yourself"
+            )
+
+    def load(self, optimizer: dict[str, Any], scheduler: dict[str, Any] | None) -> None:
+        """Put states back that a checkpoint holds, the learning rate included."""
+        asked = _rates(self.optimizer.param_groups)
+        self.optimizer.load_state_dict(optimizer)
+        if (kept := _rates(self.optimizer.param_groups)) != asked:
+            warnings.warn(
+                f"this run goes on with the learning rate {kept} of its checkpoint, and not with {asked}: to change it, write to "
+                "optimizer.param_groups after PrivacyEngine(...)",
+                stacklevel=4,
+            )
+        if self.scheduler is not None and scheduler is not None:
+            self.scheduler.load_state_dict(scheduler)
+            self._epoch = getattr(self.scheduler, "last_epoch", None)
 
     def release(self) -> None:
         """Give the optimiser back."""
@@ -83,6 +109,11 @@ class GradientGuard:
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
+def _rates(groups: Sequence[dict[str, Any]]) -> str:
+    """The learning rates that an optimizer was made with, before a scheduler moved them."""
+    return ", ".join(f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups if "lr" in group)
+
+
 def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
     """Refuse an optimiser of other parameters than the trained ones, and what cannot work on a noisy gradient alone."""
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
@@ -105,6 +136,15 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UserError(
             "ReduceLROnPlateau needs a metric: step it yourself with one on public data, and leave out scheduler="
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise UserError(
+            f"scheduler={scheduler!r} is none: give one of torch.optim.lr_scheduler, made of the optimizer"
+        )
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", optimizer.param_groups)
+    if groups is not optimizer.param_groups:
+        raise UserError(
+            "the scheduler moves the learning rate of another optimizer than the one given here: make it of this one"
         )
     for kind in (
         nn.DataParallel,

@@ -107,9 +107,9 @@ def facts_of(device: torch.device, **of_the_run: Any) -> dict[str, Any]:
 def data_identity(dataset: Any, name: str | None = None) -> str:
     """Tell a data set from others: by the SHA-256 of its content, or by the name that its owner declares.
 
-    The content is hashed where that is cheap and tells the same every time: a `TensorDataset`, a list of plain values and
-    tensors, a `datasets.Dataset`, or a `Subset` of these. Any other data set may read files or draw random numbers for
-    every example; its owner says what it is.
+    The content is hashed where that is cheap and tells the same every time: a `TensorDataset`, a tensor, an array, a list of
+    plain values and tensors, a `datasets.Dataset`, or a `Subset` of these. Any other data set may read files or draw random
+    numbers for every example; its owner says what it is.
 
     Args:
         dataset: has a length, and examples at 0 … length - 1.
@@ -150,7 +150,7 @@ def _add_data(digest: Any, dataset: Any) -> None:
     elif isinstance(dataset, Subset):
         _add_data(digest, dataset.dataset)
         _add(digest, [int(i) for i in dataset.indices])
-    elif isinstance(dataset, list | tuple):
+    elif isinstance(dataset, list | tuple | Tensor) or hasattr(dataset, "__array_interface__"):
         _add(digest, dataset)
     elif hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
         for rows in dataset.with_format("arrow").iter(batch_size=1000):

@@ -115,7 +115,8 @@ class Release:
         if any(gradient.dtype.itemsize < 4 for gradient in self._gradients()):
             raise UserError(
                 "clipped sums in 16 bits: their rounding can move them by more than an example may, and the noise is for an "
-                "example alone. Add them up in float32"
+                "example alone. Were the weights made 16 bits wide after the engine (model.half())? Do it "
+                "before PrivacyEngine(...), or keep them in float32 and compute under autocast"
             )
         charged = self.ledger.fingerprints(step)
         found = self._fingerprint(facts, counts)

@@ -66,8 +66,8 @@ def exclusive(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{folder} is in use by another process, or by a PrivacyEngine of this one that is not closed: wait for it, or "
-                "change the seed or a setting for another run"
+                f"{folder} is in use: by another process (wait for it, or take another folder or seed), or by a PrivacyEngine of "
+                "this process that is still open (call its close() first, in a notebook too)"
             ) from None
         yield
 

@@ -11,10 +11,11 @@ import shutil
 import warnings
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
@@ -42,7 +43,9 @@ def make(folder, model=None, optimizer=None, dataset=None, **changes):
     settings = dict(
         batch_size=20, steps=6, noise_multiplier=1.0, delta=1e-3, noise_seed=11, checkpoint_every=2
     )
-    return PrivacyEngine(model, optimizer, dataset or data(), folder=folder, **(settings | changes))
+    return PrivacyEngine(
+        model, optimizer, data() if dataset is None else dataset, folder=folder, **(settings | changes)
+    )
 
 
 def losses_of(engine, batch):
@@ -113,9 +116,10 @@ def test_epochs_are_steps_of_the_expected_size(tmp_path):
 
 
 def test_empty_batches_are_steps_that_the_loop_does_not_see(tmp_path):
-    engine = make(tmp_path, batch_size=0.2, steps=20)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(engine._optimizer.optimizer, lambda step: 1 / (1 + step))
-    engine._optimizer.scheduler = scheduler
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    engine = make(tmp_path, model, optimizer, batch_size=0.2, steps=20, scheduler=scheduler)
     before = flat(engine)
     seen = 0
     for batch in engine.batches():
@@ -265,6 +269,21 @@ def test_a_folder_is_held_until_the_engine_is_closed_or_dropped(tmp_path):
     make(tmp_path).close()
 
 
+def test_a_finished_run_leaves_its_folder_to_the_next(tmp_path):
+    engine = train(make(tmp_path / "run"), steps=2)
+    engine.save(tmp_path / "early")
+    train(engine)
+    again = make(tmp_path / "run")
+    assert again.finished
+    assert np.array_equal(flat(again), flat(engine))
+    again.load(tmp_path / "early")
+    with pytest.raises(UserError, match="in use"):
+        make(tmp_path / "run")
+    train(again)
+    assert np.array_equal(flat(again), flat(engine))
+    assert again.ledger.steps_charged == engine.steps
+
+
 def test_the_data_says_what_it_is_where_it_cannot_be_hashed(tmp_path):
     class Files:
         def __len__(self):
@@ -394,7 +413,16 @@ def test_a_backward_of_the_loops_own_is_noticed(tmp_path):
         losses.mean().backward()
 
 
-@pytest.mark.parametrize("spoil", [torch.mean, lambda losses: losses[1:], lambda losses: losses[:, None]])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        torch.mean,
+        lambda losses: losses[1:],
+        lambda losses: losses[:, None],
+        lambda losses: losses.tolist(),
+        lambda losses: None,
+    ],
+)
 def test_one_loss_per_example_is_needed(tmp_path, spoil):
     engine = make(tmp_path)
     losses = losses_of(engine, first_batch(engine)[0])
@@ -437,6 +465,11 @@ def adam_of(*parameters):
         (lambda model: {"target_quantile": 1.5}, "give a number below 1"),
         (lambda model: {"dataset": StreamOfKnownLength(), "data_name": "s"}, "map-style"),
         (lambda model: {"clip_norm": 1e-20}, "no threshold below 1e-12"),
+        (lambda model: {"scheduler": "cosine"}, "scheduler='cosine' is none"),
+        (
+            lambda model: {"scheduler": torch.optim.lr_scheduler.StepLR(adam_of(*model.parameters()), 1)},
+            "learning rate of another optimizer",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
@@ -466,6 +499,41 @@ def test_a_plateau_scheduler_is_refused(tmp_path):
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(UserError, match="ReduceLROnPlateau"):
         make(tmp_path, model, optimizer, scheduler=scheduler)
+
+
+def test_a_scheduler_that_the_loop_steps_too_is_refused(tmp_path):
+    model = network()
+    optimizer = adam_of(*model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    engine = make(tmp_path, model, optimizer, scheduler=scheduler)
+    train(engine, steps=1)
+    scheduler.step()
+    with pytest.raises(UserError, match="called by the loop"):
+        train(engine)
+    assert engine.steps_taken == engine.ledger.steps_charged == 1
+
+
+def test_another_learning_rate_on_resuming_is_said(tmp_path):
+    def again(lr):
+        model = network()
+        return make(tmp_path, model, torch.optim.SGD(model.parameters(), lr=lr))
+
+    train(again(0.5), steps=2).close()
+    with pytest.warns(
+        UserWarning, match=r"goes on with the learning rate 0\.5 of its checkpoint, and not with 0\.1"
+    ):
+        engine = again(0.1)
+    engine.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again(0.5).close()
+
+
+def test_a_schedule_of_the_learning_rate_is_none_of_the_noise(tmp_path):
+    scheduler = torch.optim.lr_scheduler.StepLR(adam_of(nn.Parameter(torch.zeros(1))), 1)
+    for wrong in (scheduler, {"name": "exponential", "gamma": 0.1}):
+        with pytest.raises(UserError, match="is of the noise, a name or its settings"):
+            make(tmp_path, schedule=wrong)
 
 
 def test_several_processes_that_do_not_share_a_batch_are_refused(tmp_path, monkeypatch):
@@ -595,13 +663,43 @@ def test_a_guarantee_that_protects_nobody_is_said_at_once(tmp_path):
         make(tmp_path / "c")
 
 
-def test_a_table_is_no_data_set(tmp_path):
-    pandas = pytest.importorskip("pandas")
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: DataLoader(data(), batch_size=4), "give loader.dataset here"),
+        (lambda: data().tensors, r"TensorDataset\(\*tensors\) makes one"),
+        (lambda: {"train": data()}, "a dict has names and not examples by number"),
+        (lambda: pandas.DataFrame({"x": [1.0, 2.0]}), "a DataFrame gives columns and not examples"),
+        (lambda: pandas.Series([1.0, 2.0]), "a Series gives columns and not examples"),
+        (lambda: zip(*data().tensors, strict=True), "map-style"),
+    ],
+    ids=["loader", "tuple", "dict", "frame", "series", "zip"],
+)
+def test_what_has_no_examples_by_number_is_no_data_set(tmp_path, wrong, says):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    table = pandas.DataFrame({"x": [1.0, 2.0]})
-    with pytest.raises(UserError, match="columns and not examples"):
-        PrivacyEngine(model, optimizer, table, folder=tmp_path, batch_size=1, steps=1, epsilon=1)
+    with pytest.raises(UserError, match=says):
+        PrivacyEngine(
+            model, adam_of(*model.parameters()), wrong(), folder=tmp_path, batch_size=1, steps=1, epsilon=1
+        )
+
+
+def test_arguments_in_another_order_are_told(tmp_path):
+    model = network()
+    settings = {"folder": tmp_path, "batch_size": 1, "steps": 1, "epsilon": 1}
+    with pytest.raises(UserError, match="optimizer: this is of type TensorDataset and no torch Optimizer"):
+        PrivacyEngine(model, data(), adam_of(*model.parameters()), **settings)
+    with pytest.raises(UserError, match="model: this is of type Adam and no torch Module"):
+        PrivacyEngine(adam_of(*model.parameters()), model, data(), **settings)
+
+
+def test_a_bare_tensor_or_array_is_hashed(tmp_path):
+    x = torch.stack([x for x, _ in TASK.train])
+    for number, plain in enumerate((x, x.numpy())):
+        engine = make(tmp_path / str(number), dataset=plain)
+        train(engine, losses=lambda engine, batch: engine.model(batch).square().sum(1))
+        engine.close()
+        with pytest.raises(UserError, match="the data differ"):
+            make(tmp_path / str(number), dataset=plain + 1)
 
 
 def test_a_size_in_the_place_of_the_collate_function_is_named(tmp_path):

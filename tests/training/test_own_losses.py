@@ -47,6 +47,13 @@ class Remembering(TinyTask):
         return found / self.seen
 
 
+class AllWithAll(TinyTask):
+    """Outputs `[b, 1]` minus targets `[b]`: a table, and its rows know all targets."""
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (model(batch["x"])[:, :1] - batch["y"]).square().mean(1)
+
+
 class Weighted(TinyTask):
     """Weights that follow from the example alone, and noise of its own."""
 
@@ -73,7 +80,7 @@ class Unlucky(TinyTask):
         raise RuntimeError("only on Mondays")
 
 
-@pytest.mark.parametrize("task", [Balanced, Normalised, Hardest, Remembering])
+@pytest.mark.parametrize("task", [Balanced, Normalised, Hardest, Remembering, AllWithAll])
 def test_losses_that_go_by_the_batch_are_refused(task: type[TinyTask]) -> None:
     with pytest.raises(UserError, match=rf"{task.__name__}\.losses: .*mixes examples"):
         look_at_task(task(), tiny_model(), 0)
