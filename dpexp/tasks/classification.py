@@ -115,7 +115,9 @@ class TextClassification(Task):
             tokens = self._tokenize(cache, content, tokenizer, texts, pairs, max_length)
             private = " (counted without noise on private data)" if split == "train" else ""
             if empty := sum(not text.strip() for text in texts):
-                notes.append(f"{split}: {empty} of {len(table)} rows have no text in column {columns.text}{private}")
+                notes.append(
+                    f"{split}: {empty} of {len(table)} rows have no text in column {columns.text}{private}"
+                )
             if tokens.truncated and task.overlong == "error":
                 row = self._first_cut(tokens, tokenizer, texts, pairs, max_length)
                 raise UserError(
