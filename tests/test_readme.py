@@ -88,7 +88,7 @@ def test_a_stranger_tries_every_example_that_needs_no_hub(tmp_path: Path) -> Non
     found = try_wheel.examples(README)
     assert list(found) == [
         "a loop of one's own", "Hugging Face", "dpexp train task=text_classification", "dpexp train task=sst2",
-        "dpexp account noise_multiplier=1.07", "dpexp report run", "dpexp explain model=resnet18",
+        "dpexp account noise_multiplier=1.07", "dpexp report run", "dpexp explain model=gpt2",
     ]  # fmt: skip
     try_wheel.write_reviews(tmp_path)
     words = found["dpexp train task=text_classification"]
