@@ -61,9 +61,9 @@ def examples(readme: str) -> dict[str, list[str]]:
 
 def write_reviews(folder: Path) -> None:
     """The files that the README's command for own data names: 12,000 made-up reviews and 200 for dev."""
-    for name, count in (("reviews.csv", 12000), ("dev.csv", 200)):
+    for name, count, noun in (("reviews.csv", 12000, "thing"), ("dev.csv", 200, "film")):
         words = (
-            f"a {('bad', 'good')[i % 2]} thing number {i},{('bad', 'good')[i % 2]}" for i in range(count)
+            f"a {('bad', 'good')[i % 2]} {noun} number {i},{('bad', 'good')[i % 2]}" for i in range(count)
         )
         (folder / name).write_text("\n".join(["review,stars", *words]) + "\n", encoding="utf-8")
 

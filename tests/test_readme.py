@@ -94,6 +94,9 @@ def test_a_stranger_tries_every_example_that_needs_no_hub(tmp_path: Path) -> Non
     words = found["dpexp train task=text_classification"]
     named = {word.split("=")[1] for word in words if word.startswith(("data.train=", "data.dev="))}
     assert named == {path.name for path in tmp_path.iterdir()}
+    # a dev set of training rows is refused
+    rows = [set((tmp_path / name).read_text().splitlines()[1:]) for name in ("reviews.csv", "dev.csv")]
+    assert rows[0].isdisjoint(rows[1])
     assert f"data.num_examples={len((tmp_path / 'reviews.csv').read_text().splitlines()) - 1}" in words
 
 
