@@ -161,7 +161,7 @@ def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
         raise UserError(f"cannot write to {out}: {error.strerror}") from error
     if released:
         for name in PRIVATE:
-            (out / f"{name}.png").unlink(missing_ok=True)
+            (out / f"{name}.svg").unlink(missing_ok=True)
     style = shipped("reproduce").joinpath("site.css").read_text(encoding="utf-8")
     title = html.escape(" and ".join(run.name for run in runs))
     page = out / "index.html"
@@ -230,15 +230,15 @@ def _figures(runs: list[OwnRun], out: Path) -> Iterator[tuple[str, str]]:
         if not series:
             continue
         log = name in ("thresholds", "norms")
-        (out / f"{name}.png").write_bytes(draw(partial(_plot, series, log))[1])
+        (out / f"{name}.svg").write_text(draw(partial(_plot, series, log)), encoding="utf-8")
         yield (
             name,
-            f'<section>\n<h2>{html.escape(what)}</h2>\n<img src="{name}.png" alt="{html.escape(what)}">\n</section>',
+            f'<section>\n<h2>{html.escape(what)}</h2>\n<img src="{name}.svg" alt="{html.escape(what)}">\n</section>',
         )
 
 
 def _plot(series: list[tuple[str, list[float], list[float]]], log: bool, axes: Any) -> None:
-    lines(axes[0], series, markers=len(series[0][1]) <= POINTS)
+    lines(axes[0], series)
     axes[0].set_xlabel("step")
     if log:
         axes[0].set_yscale("log")

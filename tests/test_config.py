@@ -153,7 +153,7 @@ def test_every_corner_of_every_sweep_composes(sweep):
 
 # Who wins: command line > experiment > scale > task
 
-LARGE = "experiment=he2023_table4_sst2_roberta_large_flat"
+HEAD = "experiment=he2023_table4"
 
 
 def test_the_scale_wins_over_the_task_and_the_groups():
@@ -171,10 +171,13 @@ def test_the_default_scale_is_the_papers():
 
 
 def test_an_experiment_wins_over_the_scale():
-    run = compose([LARGE, "scale=small"])
+    assert (
+        compose(["experiment=bu2023_table1_qqp_roberta_large_bk", "scale=small"]).model.name
+        == "roberta_large"
+    )
+    run = compose([HEAD, "scale=small"])
     assert run.scale.name == "small"
-    assert run.model.name == "roberta_large", "named by the experiment"
-    assert run.model.trainable == "attention+head"
+    assert run.model.trainable == "attention+head", "named by the experiment"
     assert run.optim.lr == compose([*JOB, "scale=small"]).optim.lr, "not named by it, so the scale's"
     assert (run.clip.name, run.privacy.epsilon) == ("flat", 3.0)
 
@@ -189,11 +192,11 @@ def test_the_command_line_wins_over_all(scale):
         "clip.target_quantile=0.2",
         "task.max_length=9",
     ]
-    for base in ([*JOB], [LARGE, "clip=adaptive_flat"]):
+    for base in ([*JOB], [HEAD, "clip=adaptive_flat"]):
         run = compose([*base, f"scale={scale}", *given])
         assert (run.model.name, run.optim.name, run.optim.lr) == ("distilbert", "adamw", 0.5)
         assert (run.optim.epochs, run.clip.target_quantile, run.task.max_length) == (7.0, 0.2, 9)
-    run = compose([LARGE, "privacy=eps8", "scale=paper"])
+    run = compose([HEAD, "privacy=eps8", "scale=paper"])
     assert run.privacy.epsilon == 8.0
 
 
@@ -430,7 +433,7 @@ MISTAKES = {
     "task=sst3": "did you mean sst2",
     "model=roberta_bas": "did you mean roberta_base",
     "scale=smal": "did you mean small",
-    "experiment=he2023_tabel4_sst2_roberta_base_flat": "did you mean he2023_table4_sst2_roberta_base_flat",
+    "experiment=he2023_tabel4": "did you mean he2023_table4",
     "optim.lrr=1": "there is no setting optim.lrr; did you mean optim.lr",
     "privacy.epsilom=3": "did you mean privacy.epsilon",
     "lr=1": "there is no setting lr; did you mean optim.lr?",

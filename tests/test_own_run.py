@@ -50,8 +50,8 @@ def test_a_run_is_a_page_with_its_pictures(tmp_path: Path) -> None:
     assert report(["run", str(folder)]) == 0
     page = (folder / "report" / "index.html").read_text()
     for name in ("epsilon", "thresholds", "loss", "norms"):
-        assert f'src="{name}.png"' in page
-        assert (folder / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f'src="{name}.svg"' in page
+        assert (folder / "report" / f"{name}.svg").read_text().startswith("<?xml")
     assert page.count("not private: computed") == 4  # heading and description of two pictures
     assert "unfinished" in page
 
@@ -62,7 +62,7 @@ def test_what_is_not_private_can_be_left_out(tmp_path: Path) -> None:
     main([str(folder), "--released"])
     page = (folder / "report" / "index.html").read_text()
     assert "not private" not in page
-    assert not [name for name in PRIVATE if (folder / "report" / f"{name}.png").exists()]
+    assert not [name for name in PRIVATE if (folder / "report" / f"{name}.svg").exists()]
 
 
 def test_runs_stand_beside_each_other(tmp_path: Path) -> None:

@@ -146,23 +146,23 @@ def is_figure(name: str) -> bool:
 
 
 def write(document: Document, results: Path) -> list[Path]:
-    """Markdown and CSV of a table; SVG, CSV and Markdown of a figure, and PNG beside it (not tracked)."""
+    """Markdown and CSV of a table; and SVG of a figure."""
     folder = "figures" if is_figure(document.name) else "tables"
-    contents: dict[str, str | bytes] = {
+    contents = {
         f"{folder}/{document.name}.md": document.as_markdown(),
         f"{folder}/{document.name}.csv": document.as_csv(),
     }
     # of a table too: pictures lie in one place
+    picture = f"figures/{document.name}.svg"
     if document.svg:
-        contents |= {
-            f"figures/{document.name}.svg": document.svg,
-            f"figures/{document.name}.png": document.png,
-        }
+        contents[picture] = document.svg
+    else:
+        (results / picture).unlink(missing_ok=True)
     written = []
     for name, content in contents.items():
         path = results / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        path.write_bytes(content.encode())
         written.append(path)
     return written
 

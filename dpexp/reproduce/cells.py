@@ -7,9 +7,8 @@ a record's own configuration stands beside every number instead.
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 import yaml
 
 from dpexp.config import conf_dir
-from dpexp.metrics.text import PERCENT
+from dpexp.reproduce.fillings import EXPOSURE, Filling, measured
 from dpexp.reproduce.paper import Cell, numbered
-from dpexp.reproduce.records import Near, Record, by_configuration
-from dpexp.reproduce.statistics import mean_std
+from dpexp.reproduce.records import Near, Record
 
 # A setting of a cell -> the fact of a record, and the override on the command line.
 FACTS = {
@@ -37,45 +35,11 @@ NOISE = ("sigma", "sigma_initial")
 GROUPS = ("task", "model", "clip", "peft", "schedule", "individual", "optim")
 # At scale small these are the task's own; every other setting of a cell holds at every scale.
 LEFT_TO_THE_TASK = ("model", "epochs", "batch_size", "lr", "rank", "delta", "clip_norm", "quantile")
-# the metric of canaries, which `dpexp.audit` measures
-EXPOSURE = "exposure"
 # splits on which the papers print accuracies too
 TRAINING = ("train", "training")
 # of several that a cell names, the first is its method
 METHODS = ("schedule", "individual", "optim", "clip")
 SEEDS = "0,1,2"
-
-
-@dataclass(frozen=True)
-class Filling:
-    """One configuration that fills a cell.
-
-    Attributes:
-        records: its seeds.
-        values: the metric of each, in the unit of the cell.
-        metric: its name.
-    """
-
-    records: tuple[Record, ...]
-    values: tuple[float, ...]
-    metric: str
-
-    @property
-    def mean(self) -> float:
-        """Of the values."""
-        return mean_std(self.values)[0]
-
-    @property
-    def dev_error(self) -> float | None:
-        """The standard error of the mean accuracy, in points, that comes from the number of dev examples: √(p(1 - p)/n).
-
-        All seeds are measured on the same examples, so that more seeds don't make it smaller. None for other metrics.
-        """
-        rows = self.records[0].summary["data"]["rows"].get("dev")
-        if not rows or self.metric not in ("accuracy", "accuracy_mismatched"):
-            return None
-        share = min(1.0, max(0.0, self.mean / 100))
-        return 100 * math.sqrt(share * (1 - share) / float(rows))
 
 
 @dataclass(frozen=True)
@@ -105,25 +69,6 @@ class Slot:
         # noise that decays, and random weights to begin with, only where the cell says so
         where = {"schedule.name": (None, "constant"), "model.retrain": (None, False), **self.where}
         return measured((record for record in records if record.matches(where)), self.metric)
-
-
-def measured(records: Iterable[Record], metric: str) -> list[Filling]:
-    """Every configuration of these records that has the metric, sorted; values as in print."""
-    factor = printed_factor(metric)
-    found = []
-    for group in by_configuration(records):
-        values = [(r, value) for r in group if (value := r.metric(metric)) is not None]
-        if values:
-            found.append(Filling(tuple(r for r, _ in values), tuple(factor * v for _, v in values), metric))
-    return found
-
-
-def printed_factor(metric: str) -> float:
-    """100 for what is a fraction in a record and printed in percent."""
-    return 100.0 if metric.removesuffix("_test") in _PRINTED_TIMES_100 else 1.0
-
-
-_PRINTED_TIMES_100 = PERCENT | {"accuracy", "train_accuracy", "accuracy_mismatched"}
 
 
 @dataclass(frozen=True)
@@ -246,9 +191,10 @@ def command(cell: Cell, scale: str, chosen: Mapping[str, str], presets: Presets 
     plain = chosen.get("clip") == "nonprivate"
     covered = {"epsilon", "delta"} if plain else set()
     noise = next((name for name in NOISE if name in chosen), "")
-    if scale == "paper" and (preset := _preset(cell, chosen, tables)):
+    preset, named = _preset(cell, chosen, tables) if scale == "paper" else ("", ())
+    if preset:
         overrides.append(f"experiment={preset}")
-        covered |= {"task", "model", "delta", "peft", "init", "schedule", "individual", "optim", noise}
+        covered |= {*named, "delta", "peft", "init", "schedule", "individual", "optim", noise}
         if preset.endswith(tuple(chosen[name] for name in METHODS if name in chosen)):
             covered.add("clip")
     elif noise:
@@ -287,26 +233,32 @@ def _has_steps(task: str, scale: str) -> bool:
     return bool((_choice(f"task_at_scale/{task}", scale).get("optim") or {}).get("steps"))
 
 
-def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> str:
-    """The name of the preset of a cell's row in the first of the tables that has one, "" where none has."""
+def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The preset of a cell's row in the first of the tables that has one, "" without one, and which of task and model it names.
+
+    One that names neither, or the task alone, holds several rows of the table: the command adds what it leaves open.
+    """
     method = next((chosen[name] for name in METHODS if name in chosen), "")
     kind = "infilling" if cell.settings.get("formulation") == "infilling" else chosen.get("peft", "")
     kind = "retrain" if "init" in chosen else kind
-    before = [cell.settings.get("task", ""), chosen.get("model", "")]
+    words = {"task": cell.settings.get("task", ""), "model": chosen.get("model", "")}
     ends = [[method], [kind or "full"]]
     if kind or chosen.get("clip") == "nonprivate":
         ends.append([kind, "flat"])
     for table in tables:
-        for end in ends:
-            name = "_".join((cell.paper, numbered(table), *filter(None, [*before, *end])))
-            if _choice("experiment", name):
-                return name
-    return ""
+        for named, own in ((("task", "model"), ends), (("task",), ends), ((), [[]])):
+            for end in own:
+                parts = (cell.paper, numbered(table), *(words[name] for name in named), *end)
+                preset = "_".join(filter(None, parts))
+                if _choice("experiment", preset):
+                    return preset, named
+    return "", ()
 
 
 def has_presets(paper: str, table: str) -> bool:
     """Can a row of it be run, even where no single cell is one run (a gain is the difference of two)?"""
-    return any((conf_dir() / "experiment").glob(f"{paper}_{numbered(table)}_*.yaml"))
+    stem, folder = f"{paper}_{numbered(table)}", conf_dir() / "experiment"
+    return (folder / f"{stem}.yaml").is_file() or any(folder.glob(f"{stem}_*.yaml"))
 
 
 def _not_ours(cell: Cell, said: Mapping[str, str]) -> str:
@@ -324,49 +276,3 @@ def _not_ours(cell: Cell, said: Mapping[str, str]) -> str:
 
 
 _QUOTED = ("quoted", "printed as -", "no fine-tuning", "from the authors' code base", "from the leader")
-
-
-def columns(filling: Filling, digits: int) -> dict[str, str]:
-    """What a table says of a configuration: mean ± std, n, configuration, privacy, hardware, records."""
-    record, privacy = filling.records[0], filling.records[0].summary["privacy"]
-    mean, std = mean_std(filling.values)
-    unclean = sorted({problem for r in filling.records for problem in r.problems})
-    return {
-        "ours": f"{mean:.{digits}f}" + (f" ± {std:.2f}" if std is not None else ""),
-        "n": str(len(filling.values)),
-        "dev error": "" if filling.dev_error is None else f"± {filling.dev_error:.2f}",
-        "configuration": described(record) + (f" (UNCLEAN: {'; '.join(unclean)})" if unclean else ""),
-        "ε": "∞" if record.spent is None else f"{record.spent:.2f}",
-        "δ": "" if privacy.get("delta") is None else f"{privacy['delta']:.3g}",
-        "accountant": privacy.get("accountant") or "none",
-        "sampling": str(privacy.get("sampling")),
-        "hardware": record.summary["performance"].get("device", ""),
-        "record": ", ".join(f"results/{r.folder}/{r.name}" for r in filling.records),
-    }
-
-
-def described(record: Record) -> str:
-    """The configuration of a record in a few words: what a reader must know to judge its number."""
-    facts = record.facts
-
-    def unless(key: str, usual: str, form: str = "{}") -> str:
-        value = facts.get(key)
-        return "" if value in (None, False, usual) else form.format(value)
-
-    length = facts.get("optim.epochs")
-    words = [
-        str(facts["model"]),
-        unless("peft.name", "full"),
-        unless("model.pooling", "own", "{} pooling"),
-        unless("model.head", "linear", "{} head"),
-        unless("model.frozen_features", "", "frozen features"),
-        unless("model.trainable", "all", "trains {}"),
-        f"E = {length:g}" if length is not None else f"{facts.get('optim.steps')} steps",
-        f"B = {facts.get('optim.batch_size'):g}",
-        f"lr {facts.get('optim.lr'):g}",
-    ]
-    if facts.get("method") == EXPOSURE:
-        counts = "/".join(map(str, facts.get("repetitions") or ()))
-        words.append(f"{facts.get('secrets')} canaries of each r = {counts} in one training set")
-    words.append(unless("runtime.precision", "fp32"))
-    return ", ".join(filter(None, words))

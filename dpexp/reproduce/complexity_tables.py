@@ -37,8 +37,8 @@ ROWS_1 = {
     "gpt2-large": "E2E, GPT2-large (774M)",
     "beit_large": "CIFAR, BEiT-large (304M)",
 }
-# Figure 7: model, image, the depth that the text names.
-FIGURE_7 = (("resnet18", 224, "9"), ("resnet18", 512, "17"), ("vgg11", 224, ""), ("vit_base", 224, ""))
+# Figure 7: model and image.
+FIGURE_7 = (("resnet18", 224), ("resnet18", 512), ("vgg11", 224), ("vit_base", 224))
 # The networks that the paper names; tables 8 and 10 are not in the text that we have.
 ZOO = (
     ("224 image", "resnet18 resnet34 resnet50 resnet101 resnet152 vgg11 vgg13 vgg16 vgg19"),
@@ -167,7 +167,7 @@ def figure_7() -> Rows:
     own = ("name", "T", "p", "d", "ghost", "instantiation", "choice")
     return as_rows(("network", "image", "layer", *own), [
         (name, image, number, *(getattr(layer, key) for key in own))
-        for name, image, _ in FIGURE_7
+        for name, image in FIGURE_7
         for number, layer in enumerate(_figure_layers(name, image), 1)
     ])  # fmt: skip
 
@@ -177,12 +177,12 @@ def _figure_layers(name: str, image: int) -> list[Layer]:
 
 
 def thresholds() -> Rows:
-    """The last layer that instantiates, beside the depth in section 3.3."""
-    columns = ("network", "image", "layers", "printed depth", "last layer that instantiates")
-    return as_rows(columns, [
-        (name, image, len(layers := _figure_layers(name, image)), depth, depth_threshold(layers) or "none")
-        for name, image, depth in FIGURE_7
-    ])  # fmt: skip
+    """The last layer that instantiates, of which section 3.3 speaks."""
+    columns = ("network", "image", "last layer that instantiates")
+    lines = (
+        (name, image, depth_threshold(_figure_layers(name, image)) or "none") for name, image in FIGURE_7
+    )
+    return as_rows(columns, lines)
 
 
 # Pages.
@@ -233,23 +233,8 @@ def page_8() -> Document:
     return _page("table8", title, (words,), rows, sections)
 
 
-def page_7() -> Document:
-    """Figure 7."""
-    depths = thresholds()
-    after = (
-        "At 512 x 512 the text says 17. The rule says 13: conv5_x has T = 256 and 2T² = 131,072, less than the 1,179,648 weights"
-        " of its first layer."
-    )
-    every = figure_7()
-    sections = Section("", (), tuple(depths[0]), depths, in_csv=False), Section("", (after,), (), every)
-    words = "Shortcut convolutions left out, as in the paper. The CSV has every layer."
-    title = "Bu et al., Figure 7: from which depth on the ghost norm takes less space"
-    return _page("figure7", title, (words,), every, sections)
-
-
 PAGES: dict[str, Callable[[], Document]] = {
     "complexity-bu-table4": page_4,
     "complexity-bu-table5": page_5,
     "complexity-bu-table8": page_8,
-    "complexity-bu-figure7": page_7,
 }

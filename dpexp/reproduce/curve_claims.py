@@ -10,8 +10,7 @@ from statistics import fmean
 
 from scipy import stats
 
-from dpexp.reproduce import cells
-from dpexp.reproduce.cells import Filling
+from dpexp.reproduce.fillings import Filling, described, measured
 from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
 from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge, overall
@@ -32,7 +31,7 @@ def adaptive_closes_the_gap(records: Sequence[Record]) -> Paragraphs:
     pairs = []
     for budget, own in groupby(sorted(records, key=_budget), key=_budget):
         tried: dict[str, list[Filling]] = {}
-        for filling in cells.measured(own, "accuracy"):
+        for filling in measured(own, "accuracy"):
             tried.setdefault(filling.records[0].summary["clip"], []).append(filling)
         best = {clip: choose(fillings) for clip, fillings in tried.items()}
         for left, right, expect, margin in (
@@ -40,7 +39,7 @@ def adaptive_closes_the_gap(records: Sequence[Record]) -> Paragraphs:
             ("flat", "perlayer", "greater", 0.0),
         ):
             if left in best and right in best:
-                what = f"{budget}, {cells.described(best[left].filling.records[0])}"
+                what = f"{budget}, {described(best[left].filling.records[0])}"
                 pairs.append(compared(what, (left, best[left]), (right, best[right]), expect, margin))
     noiseless = any(record.facts.get("privacy.noise_multiplier") == 0 for record in records)
     return Finding(pairs, "" if noiseless else "the half with noise").paragraphs
@@ -54,7 +53,7 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Paragraphs:
     """
     name = "clip.target_quantile"
     grids: dict[str, dict[float, Filling]] = {}
-    for filling in cells.measured(records, "accuracy"):
+    for filling in measured(records, "accuracy"):
         record = filling.records[0]
         rest = sorted(((key, value) for key, value in record.science.items() if key != name), key=str)
         grids.setdefault(str(rest), {})[float(record.facts[name])] = filling
@@ -74,7 +73,7 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Paragraphs:
             )
         if high == low:
             continue
-        what = f"{record.facts['task']}, {_budget(record)}, {cells.described(record)}"
+        what = f"{record.facts['task']}, {_budget(record)}, {described(record)}"
         left, right = ((f"quantile {q:g}", Choice(grid[q], len(means))) for q in (high, low))
         pairs.append(compared(what, left, right, expect, margin))
         tasks.add(record.facts["task"])
@@ -163,7 +162,7 @@ def _changes(records: Sequence[Record]) -> Iterator[tuple[str, list[dict[str, fl
     """Of each configuration: what it is, and for each seed that logged norms, layer -> log(last median / first median)."""
     for group in by_configuration(records):
         if found := [change for record in group if (change := _log_changes(record))]:
-            yield f"{_budget(group[0])}, {cells.described(group[0])}", found
+            yield f"{_budget(group[0])}, {described(group[0])}", found
 
 
 def _log_changes(record: Record) -> dict[str, float]:

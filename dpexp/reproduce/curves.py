@@ -13,7 +13,9 @@ from typing import Any
 
 from dpexp.reproduce import curve_claims
 from dpexp.reproduce.documents import Document, Rows, Section, Verdict, claimed
-from dpexp.reproduce.drawing import COLOURS, draw, heat, style
+from dpexp.reproduce.drawing import draw, heat, style
+from dpexp.reproduce.fillings import Filling, measured, printed_factor
+from dpexp.reproduce.pairs import choose
 from dpexp.reproduce.paper import as_number, claims, target_name
 from dpexp.reproduce.records import Record, by_configuration
 
@@ -27,6 +29,7 @@ class Curves:
     select: Mapping[str, Any]
     kind: str
     metric: str = "accuracy"
+    stand_ins: Sequence[str] = ()
     x: str = ""
     says: str = ""
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -45,14 +48,21 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 _COLUMNS["norms"] = ("run", "step", "group", "25%", "50%", "75%", "85%", "scale", "record")
 # layers in the second panel of a figure of norms
 MAX_LINES = 6
-_NOT_PRIVATE = "Norms are computed on private data without noise: they are outside every guarantee."
+_NOTES = {
+    "norms": ("Norms are computed on private data without noise: they are outside every guarantee.",),
+    "dev": (
+        "Drawn: for each model, way to clip and ε the configuration of the most seeds, then of the best mean; the line is the"
+        " mean of its seeds, the band their range.",
+    ),
+    "sweep": ("Drawn: the mean of the seeds, and their range.",),
+}
 
 
 def build(name: str, records: Sequence[Record]) -> Document:
     """The document of one figure; a block for each scale and task, the figure drawn from the first that has runs."""
     target = targets()[name]
     matching = [record for record in records if record.matches(target.select)]
-    sections, counts, svg, png = [], [], "", b""
+    sections, counts, svg = [], [], ""
     verdicts: list[Verdict] = []
     for scale in ("paper", "small"):
         of_scale = [record for record in matching if record.summary["scale"] == scale]
@@ -62,22 +72,22 @@ def build(name: str, records: Sequence[Record]) -> Document:
             if not (rows := _rows(target, own)):
                 continue
             where = ", ".join(tasks)
-            heading = f"scale={scale}, {where}"
+            heading = f"scale={scale}, {where}{' instead' if set(tasks) & set(target.stand_ins) else ''}"
             counts.append(f"{scale} {len({row['record'] for row in rows})} runs on {where}")
             said = getattr(curve_claims, target.says)(own) if target.says else ()
             verdicts += [Verdict(heading, said[0].strip("*"))] if said else []
             if not svg:
-                svg, png = _draw(target, rows)
+                svg = _draw(target, _rows(target, _speaking(target, own)), tasks)
             shown.append(Section(heading, said, _COLUMNS[target.kind], rows, scale))
         sections += shown or [Section(f"scale={scale}", (_todo(target, scale),), scale=scale)]
     unsaid = "cannot tell: see the curves; no test" if counts else "cannot tell: not run"
     words = (
         *claimed(target.claim, verdicts, unsaid),
-        *((_NOT_PRIVATE,) if target.kind == "norms" else ()),
+        *(_NOTES.get(target.kind, ()) if counts else ()),
     )
     status = ", ".join(counts) or ("not run" if "paper" in target.commands else "not built")
     columns = _COLUMNS[target.kind]
-    return Document(name, target.title, words, tuple(sections), columns, svg, png, status, tuple(verdicts))
+    return Document(name, target.title, words, tuple(sections), columns, svg, status, tuple(verdicts))
 
 
 def missing(name: str, records: Sequence[Record], scale: str) -> list[str]:
@@ -127,7 +137,7 @@ def _dev(record: Record, target: Curves) -> Rows:
     epochs, steps = record.facts.get("optim.epochs") or 0.0, max(1, plan["steps"])
     return [
         {"epoch": f"{point['step'] / steps * epochs:.3g}", "seconds": f"{point.get('time_s', 0):.4g}",
-         "value": f"{point['dev'][target.metric]:.4g}"}
+         "value": f"{printed_factor(target.metric) * point['dev'][target.metric]:.4g}"}
         for point in record.summary.get("curves", {}).get("dev", [])
         if target.metric in point["dev"]
     ]  # fmt: skip
@@ -144,7 +154,8 @@ def _norms(record: Record, target: Curves) -> Rows:
 
 
 def _sweep(record: Record, target: Curves) -> Rows:
-    value = next((v for name in target.metric.split("|") if (v := record.metric(name)) is not None), None)
+    metrics = ((printed_factor(name), record.metric(name)) for name in target.metric.split("|"))
+    value = next((factor * value for factor, value in metrics if value is not None), None)
     x = record.facts.get(target.x)
     return [] if value is None or x is None else [{"x": _short(x), "value": f"{value:.4g}"}]
 
@@ -173,36 +184,54 @@ def _labels(records: Sequence[Record], target: Curves) -> list[str]:
 
 
 def _label(record: Record, x: str) -> str:
-    spent = record.facts.get("privacy.epsilon")
+    facts = record.facts
+    spent, groups = facts.get("privacy.epsilon"), facts.get("individual.name")
     named = ("task", "clip") if x == "model" else ("task", "model", "clip")
-    return " ".join(str(record.facts[name]) for name in named) + (f" ε = {spent:g}" if spent else " no ε")
+    budget = f"ε = {spent:g}" if spent else "no ε"
+    if groups not in (None, "none"):
+        budget = f"{groups} ε = {'/'.join(map(_short, facts['individual.epsilons']))}"
+    return " ".join([*(str(facts[name]) for name in named), budget])
 
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
+def _speaking(target: Curves, records: Sequence[Record]) -> Sequence[Record]:
+    """Of runs over time those of the configuration that speaks for each model, way to clip and ε; of others all."""
+    if target.kind != "dev":
+        return records
+    tried: dict[str, list[Filling]] = {}
+    curved = (record for record in records if len(record.summary.get("curves", {}).get("dev", [])) > 1)
+    for filling in measured(curved, target.metric):
+        tried.setdefault(_label(filling.records[0], target.x), []).append(filling)
+    return [record for fillings in tried.values() for record in choose(fillings).filling.records]
+
+
+def _draw(target: Curves, rows: Rows, tasks: Sequence[str]) -> str:
     if target.kind == "norms":
         first = [row for row in rows if row["record"] == rows[0]["record"]]
-        return draw(lambda axes: _draw_norms(axes, first), 2, (4.6, 4.2))
+        return draw(lambda axes: _draw_norms(axes, first), 2, (5.2, 4.4))
     key = _ALONG[target.kind]
     names = sorted({row[key] for row in rows})
     numeric = all(as_number(name) is not None for name in names)
-    curves: dict[str, dict[float, list[float]]] = {}
+    found: dict[str, dict[float, list[float]]] = {}
     for row in rows:
+        # what all have in common stands above the block
+        line = row["run"].removeprefix(f"{tasks[0]} ") if len(tasks) == 1 else row["run"]
         # seconds of two seeds are never the same
-        line = f"{row['run']}, seed {row['seed']}" if target.kind == "time" else row["run"]
+        line = f"{line}, seed {row['seed']}" if target.kind == "time" else line
         place = float(row[key]) if numeric else float(names.index(row[key]))
-        curves.setdefault(line, {}).setdefault(place, []).append(float(row["value"]))
-    if all(len(own) == 1 for own in curves.values()):
-        # one point for each run is no curve
-        return "", b""
+        found.setdefault(line, {}).setdefault(place, []).append(float(row["value"]))
+    # one point is no curve
+    curves = {line: own for line, own in sorted(found.items()) if len(own) > 1}
+    if not curves:
+        return ""
 
     def plot(axes: Any) -> None:
-        for number, (line, own) in enumerate(sorted(curves.items())):
+        for number, (line, own) in enumerate(curves.items()):
             x, seeds = sorted(own), max(map(len, own.values()))
-            label = line + (f", mean and range of {seeds} runs" if seeds > 1 else "")
+            label = line + (f" (n = {seeds})" if seeds > 1 else "")
             middle = [sum(own[at]) / len(own[at]) for at in x]
             axes[0].plot(x, middle, label=label, markersize=3, **style(number))
             if seeds > 1:
@@ -210,12 +239,13 @@ def _draw(target: Curves, rows: Rows) -> tuple[str, bytes]:
                 axes[0].fill_between(x, low, high, color=style(number)["color"], alpha=0.15, linewidth=0)
         # beside the curves, never over them
         axes[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        axes[0].set_xlabel(target.x or key)
-        axes[0].set_ylabel(target.metric.replace("|", " or "))
+        axes[0].set_xlabel(_APART.get(target.x, target.x) or key)
+        unit = ", %" if printed_factor(target.metric.partition("|")[0]) > 1 else ""
+        axes[0].set_ylabel(target.metric.replace("|", " or ") + unit)
         if not numeric:
             axes[0].set_xticks(range(len(names)), names)
 
-    return draw(plot, 1, (8.5, 4.0))
+    return draw(plot, 1, (7.2, 3.8))
 
 
 def _draw_norms(axes: Any, rows: Rows) -> None:
@@ -223,16 +253,17 @@ def _draw_norms(axes: Any, rows: Rows) -> None:
     left, right = axes
     steps, groups = (list(dict.fromkeys(row[key] for row in rows)) for key in ("step", "group"))
     values = {(row["group"], row["step"]): float(row["50%"]) for row in rows}
-    heat(left, steps, groups, values, f"{rows[0]['run']}: median norm", log=True)
-    left.tick_params(axis="y", labelsize=5)
+    heat(left, steps, groups, values, "median norm of each layer", log=True)
+    left.figure.suptitle(rows[0]["run"], fontsize=9)
     some = (groups[round(i * (len(groups) - 1) / (MAX_LINES - 1))] for i in range(MAX_LINES))
-    for colour, group in zip(COLOURS, dict.fromkeys(some), strict=False):
+    for number, group in enumerate(dict.fromkeys(some)):
         points = [row for row in rows if row["group"] == group]
         x, low, middle, high = ([float(row[key]) for row in points] for key in ("step", "25%", "50%", "75%"))
-        right.plot(x, middle, color=colour, label=group, linewidth=1.4)
-        right.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        looks = style(number)
+        right.plot(x, middle, label=group, linewidth=1.4, markersize=3, **looks)
+        right.fill_between(x, low, high, color=looks["color"], alpha=0.15, linewidth=0)
     right.set_yscale("log")
     right.set_title("median and quartiles of some layers", fontsize=9)
-    right.legend(fontsize=6)
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=7)
     for axis in axes:
         axis.set_xlabel("step")

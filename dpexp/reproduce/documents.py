@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dpexp.reproduce.paper import PAPERS, short
+from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
 
 Rows = list[dict[str, str]]
-WORDS = ("exact", "supports", "contradicts", "cannot tell")
+WORDS = (SUPPORTS, CONTRADICTS, CANNOT_TELL)
 CLAIM = "**Claim.** "
 REGENERATE = "Regenerate: `python -m dpexp.report {name}`."
 _PAPERS = frozenset(map(short, PAPERS))
@@ -73,7 +74,7 @@ class Document:
         paragraphs: the claim, the verdict, notes.
         sections: in order.
         columns: of the CSV; empty: those of all sections.
-        svg, png: of a figure.
+        svg: of a figure.
         status: for the coverage matrix, as text: "exact", "small 2/8", "not run".
         verdicts: one for each block that was run; none where nothing was, or where it is arithmetic.
         foot: the last paragraph, "{name}" in it standing for the name.
@@ -85,7 +86,6 @@ class Document:
     sections: tuple[Section, ...] = ()
     columns: tuple[str, ...] = ()
     svg: str = ""
-    png: bytes = b""
     status: str = "exact"
     verdicts: tuple[Verdict, ...] = ()
     foot: str = REGENERATE
@@ -137,6 +137,11 @@ def claimed(claim: str, verdicts: Sequence[Verdict], otherwise: str) -> tuple[st
 def as_rows(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> Rows:
     """Each line's values, as text, under the names of the columns."""
     return [dict(zip(columns, map(str, line), strict=True)) for line in lines]
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """As text; "" where there is none."""
+    return "" if value is None else format(value, form)
 
 
 def _table(columns: Sequence[str], rows: Rows) -> str:

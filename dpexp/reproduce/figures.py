@@ -12,9 +12,10 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.reproduce import complexity_tables, exact
-from dpexp.reproduce.documents import CLAIM, REGENERATE, Document, Rows, Section, as_rows
+from dpexp.reproduce.documents import CLAIM, REGENERATE, Document, Rows, Section, Verdict, as_rows
 from dpexp.reproduce.drawing import draw
 from dpexp.reproduce.drawing import lines as draw_lines
+from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
 E2E = 42061
 # the legend of Figure 3, left
@@ -83,7 +84,8 @@ def figure_he_6() -> Document:
         f" by at most {growth:.1%}. Accuracies need the sweep"
         " `python -m dpexp.train sweep=he2023_fig6 task=sst2 clip=adaptive_perlayer scale=small -m`.",
         "SST-2, RoBERTa-base (K = 102), B = 1024, E = 20; B is one of {512, 1024, 2048} in the paper.",
-    ), Axis("r", "share r of the budget for quantiles", 10), Axis("σ_new", "σ_new"), lines="ε = {ε}")  # fmt: skip
+    ), Axis("r", "share r of the budget for quantiles", 10), Axis("σ_new", "gradients' noise multiplier σ_new"),
+        lines="ε = {ε}")  # fmt: skip
 
 
 def figure_bu_7() -> Document:
@@ -126,7 +128,7 @@ def figure_monir_10() -> Document:
     holds = all(own[0] < spent["constant"][0] for own in decays) and spent["time"] == [*map(max, *decays)]
     return _figure("figure-monir-10", "Monir et al., Figure 10: how the budget is spent over time", rows, (
         "Decaying noise spends little at the beginning; time-based decay spends fastest of all.",
-        "**Ours.** cannot tell: the paper prints no decay rates, and with those chosen here the claim"
+        "cannot tell: the paper prints no decay rates, and with those chosen here the claim"
         f" {'holds' if holds else 'does not hold'}. Drawn: σ_0 = 10 and σ = 8"
         " as printed; k = 0.05 (time), 0.01 (exponential), 3 with period 100 and σ_end = 2 (polynomial) are defaults of a"
         " public implementation of Yu et al. (2019).",
@@ -144,7 +146,7 @@ def _groups(kind: str, number: str) -> Document:
     title = f"Monir et al., Figure {number}: budgets of the groups over time ({kind})"
     return _figure(f"figure-monir-{number}", title, rows, (
         "Every group spends its own budget, and all have spent it at the end of training.",
-        "**Ours.** cannot tell: B and T were fitted to the rates, thresholds and noise that the section prints, which in turn"
+        "cannot tell: B and T were fitted to the rates, thresholds and noise that the section prints, which in turn"
         f" come from these budgets. With them the groups {'have' if spent else 'have not'} spent their own:"
         f" {', '.join(f'{value:.2f}' for value in last)} at the last step for 1, 2, 3.",
         "MNIST, case 1, RDP, δ = 1e-5; B, T and C are inferred (table individual-monir).",
@@ -156,7 +158,7 @@ figure_monir_14 = partial(_groups, "scaling", "14")
 
 
 def _says(holds: bool) -> str:
-    return "**Ours.** supports" if holds else "**Ours.** contradicts"
+    return SUPPORTS if holds else CONTRADICTS
 
 
 def _numbers(rows: Rows, column: str) -> list[float]:
@@ -185,7 +187,7 @@ def _figure(
     """A figure of all rows.
 
     Args:
-        words: the claim comes first.
+        words: the claim; what ours say about it, which begins with a verdict; and notes.
         x, y: its axes.
         lines, panels: each text that the rows make of these forms has a line, or a panel, of its own.
     """
@@ -207,8 +209,11 @@ def _figure(
         axes[0].set_ylabel(y.name)
 
     pictures = _by(rows, panels)
-    svg, png = draw(plot, len(pictures), (3.6, 3.2) if panels else (5.0, 3.6))
-    claim, *more = words
+    svg = draw(plot, len(pictures), (3.6, 3.2) if panels else (5.0, 3.6))
+    claim, said, *notes = words
+    # in short: what follows the verdict, one sentence
+    verdict = Verdict("", said, said.partition(": ")[2].partition(". ")[0].rstrip("."))
     section = Section("", (), tuple(rows[0]), rows)
     foot = f"Data: `results/figures/{{name}}.csv`. {REGENERATE}"
-    return Document(name, title, (f"{CLAIM}{claim}", *more), (section,), svg=svg, png=png, foot=foot)
+    paragraphs = (f"{CLAIM}{claim}", f"**Ours.** {said}", *notes)
+    return Document(name, title, paragraphs, (section,), svg=svg, verdicts=(verdict,), foot=foot)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpexp.benchmark.methods import LEAN
 from dpexp.reproduce.benchmarks import Measurement
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows
+from dpexp.reproduce.documents import Document, Rows, Section, as_rows, number
 from dpexp.reproduce.paper import paper_table, printed
 
 NAME = "efficiency"
@@ -77,7 +77,7 @@ def _rows(measured: Measurement, native: bool) -> Rows:
         goals = GOALS.get((method.removesuffix(LEAN), native))
         time, memory = goals[WORKLOADS.index(workload)] if goals else (None, None)
         lines.append((
-            workload, method, _number(row["time_ratio"]), _number(time), _number(row["memory_ratio"]), _number(memory),
+            workload, method, number(row["time_ratio"]), number(time), number(row["memory_ratio"]), number(memory),
             _met(row, time, memory), for_the_like(workload, method), "small", measured.hardware, measured.path,
             measured.note(row),
         ))  # fmt: skip
@@ -104,7 +104,3 @@ def for_the_like(workload: str, method: str) -> str:
         speed = float(printed("bu2023", "1", row, "Relative Speed over non-DP"))
         return f"{1 / speed:.2f} ({row.split()[1]}, Bu et al.)"
     return ""
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

@@ -57,7 +57,7 @@ def _row(cell: Cell, presets: dict[str, str]) -> dict[str, str] | None:
 
 @cache
 def _run(command: str) -> Any:
-    return compose([command])
+    return compose(command.split())
 
 
 def values(printed: str) -> list[Any] | None:

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 from scipy import stats
 
-from dpexp.reproduce.cells import Filling, printed_factor
 from dpexp.reproduce.documents import Document, Rows, Section, Verdict
+from dpexp.reproduce.fillings import Filling, printed_factor
 from dpexp.reproduce.pairs import Choice, Finding, Pair, compared
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import LEVEL, compare, holm, mean_std

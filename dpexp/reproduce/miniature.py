@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dpexp.reproduce import cells
-from dpexp.reproduce.cells import Filling
 from dpexp.reproduce.documents import Rows, Section
+from dpexp.reproduce.fillings import Filling, columns, measured, most_seeds
 from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, compared
 from dpexp.reproduce.records import Record
 
@@ -30,7 +29,8 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> tuple[Section,
 
     The claims tested, both at level 0.05: at its best row the largest column beats the smallest at its own, and in the largest
     column the largest row beats the smallest; where the smallest column is to be best, that it beats the largest. The best row is
-    chosen by the same seeds that are then compared: the page says so.
+    chosen by the same seeds that are then compared: the page says so. While it is at the edge of those tried, the search of its
+    side is not finished.
     """
     scale = asked.get("scale", "small")
     heading = asked.get("heading", f"scale=small, in miniature on {asked['task']}")
@@ -42,7 +42,7 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> tuple[Section,
     (row_name, _), (column_name, _) = asked["row"], asked["column"]
     rows: Rows = [
         {"row": f"{row_name} = {row:g}", "column": f"{column_name} = {column:g}", "scale": scale}
-        | cells.columns(filling, 2)
+        | columns(filling, 2)
         for (row, column), filling in sorted(grid.items(), key=lambda item: (-item[0][0], item[0][1]))
     ]
     found = Finding([*_pairs(asked, grid)])
@@ -51,31 +51,34 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> tuple[Section,
 
 def _grid(asked: Mapping[str, Any], records: Sequence[Record]) -> dict[tuple[float, float], Filling]:
     """(row, column) -> the configuration there, of the most seeds."""
-    found: dict[tuple[float, float], Filling] = {}
-    for filling in cells.measured(records, asked["metric"]):
-        row, column = (float(filling.records[0].facts[asked[side][1]]) for side in ("row", "column"))
-        if (row, column) not in found or len(filling.values) > len(found[row, column].values):
-            found[row, column] = filling
-    return found
+    row, column = (asked[side][1] for side in ("row", "column"))
+    found = measured(records, asked["metric"])
+    return most_seeds(found, lambda facts: (float(facts[row]), float(facts[column])))
 
 
 def _pairs(asked: Mapping[str, Any], grid: Mapping[tuple[float, float], Filling]) -> Iterator[Pair]:
     (row_name, _), (column_name, _) = asked["row"], asked["column"]
     smallest = asked.get("best") == "smallest"
-    columns = sorted({column for _, column in grid}, reverse=smallest)
-    rows = {column: sorted(row for row, c in grid if c == column) for column in columns}
+    across = sorted({column for _, column in grid}, reverse=smallest)
+    rows = {column: sorted(row for row, c in grid if c == column) for column in across}
 
     def named(row: float, column: float) -> str:
         return f"{row_name} = {row:g}, {column_name} = {column:g}"
 
     def at_its_best(column: float) -> Side:
         row = max(rows[column], key=lambda row: grid[row, column].mean)
-        alone = "" if len(rows[column]) > 1 else f"no other {row_name} was tried"
-        return named(row, column), Choice(grid[row, column], len(rows[column]), alone)
+        tried = rows[column]
+        edge = row in (tried[0], tried[-1])
+        better = (
+            f"its {row_name} {row:g} is at the edge of {', '.join(f'{one:g}' for one in tried)}"
+            if edge
+            else ""
+        )
+        return named(row, column), Choice(grid[row, column], len(tried), better)
 
-    best = columns[-1]
-    if len(columns) > 1:
-        yield compared(f"each at its best {row_name}", at_its_best(best), at_its_best(columns[0]), "greater")
+    best = across[-1]
+    if len(across) > 1:
+        yield compared(f"each at its best {row_name}", at_its_best(best), at_its_best(across[0]), "greater")
     if len(rows[best]) > 1 and not smallest:
         left, right = ((named(row, best), Choice(grid[row, best])) for row in (rows[best][-1], rows[best][0]))
         yield compared(f"at the largest {column_name}", left, right, "greater")

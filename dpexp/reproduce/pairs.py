@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dpexp.reproduce.cells import Filling, described
 from dpexp.reproduce.documents import Verdict
+from dpexp.reproduce.fillings import Filling, described
 from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge, overall
 
 SELECTED = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpexp.reproduce.documents import Document, Rows, Section
+from dpexp.reproduce.documents import Document, Rows, Section, number
 from dpexp.reproduce.records import Record
 
 COLUMNS = (
@@ -41,15 +41,11 @@ def _row(record: Record) -> dict[str, str]:
     unclean = f" (UNCLEAN: {'; '.join(record.problems)})" if record.problems else ""
     values = (
         summary["task"], summary["scale"], summary["model"], config["model"]["trainable"], summary["clip"],
-        _number(config["privacy"]["epsilon"], ".4g"), _number(epsilon["rdp"], ".3f"), _number(epsilon["pld"], ".3f"),
-        _number(privacy["delta"], ".3g"), _number(privacy["noise_multiplier"], ".4f"),
-        _number(config["optim"]["batch_size"], "g"), _number(privacy["steps"] or None, "d"), _number(config["optim"]["lr"], "g"),
-        _number(None if accuracy is None else 100 * accuracy, ".2f"), ", ".join(others), str(summary["seed"]),
+        number(config["privacy"]["epsilon"], ".4g"), number(epsilon["rdp"], ".3f"), number(epsilon["pld"], ".3f"),
+        number(privacy["delta"], ".3g"), number(privacy["noise_multiplier"], ".4f"),
+        number(config["optim"]["batch_size"], "g"), number(privacy["steps"] or None, "d"), number(config["optim"]["lr"], "g"),
+        number(None if accuracy is None else 100 * accuracy, ".2f"), ", ".join(others), str(summary["seed"]),
         str(privacy.get("trials", "")), str(privacy["sampling"]), summary["performance"]["device"],
         f"{summary['data']['name']} ({summary['data']['rows']['train']} train)", f"results/runs/{record.name}{unclean}",
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))
-
-
-def _number(value: float | int | None, form: str) -> str:
-    return "" if value is None else format(value, form)

@@ -24,10 +24,25 @@ SCALES = ("exact", "small", "paper")
 _PROVENANCE = ("ε", "δ", "accountant", "sampling", "hardware", "record", "precision")
 # of what a figure is drawn from
 _MOST_ROWS = 160
-# a table with more rows is folded
-_FOLDED = 24
+# a table with more rows is folded, and a list of more comparisons
+_FOLDED, _LISTED = 24, 2
+# columns of a table with a line for each printed cell
+_BESIDE = {"row", "column", "paper", "ours"}
 # at the top of the page, for all
-_SAID_ONCE = ("Ours: mean ± standard deviation", "Regenerate:")
+_SAID_ONCE = ("Ours: mean ± standard deviation", "Regenerate:", "Where a side is the best of several")
+_DECIDED = {
+    "supports": "supported",
+    "contradicts": "contradicted",
+    "supports and contradicts": "mixed",
+}
+_OURS = (
+    "*ours*: the difference that the claim is about, with its 95% interval over n seeds, or the ratio that it bounds. *evidence*:"
+    " the scale, and how many of the printed cells have runs; *recomputed*: arithmetic, no run."
+)
+_PICTURE = (
+    "Filled: of each way to clip the configuration of the best mean on dev, with the standard deviation over its seeds; those at"
+    " one ε stand side by side. Open circles: the papers' numbers, with larger models and longer training."
+)
 
 
 def write(context: Context) -> Path:
@@ -52,7 +67,7 @@ def page(documents: Sequence[Document], records: Sequence[Record] = ()) -> str:
         ordered += own
     return Template(frame).substitute(
         style=style, script=script, menu=menu, papers=_options(SHORT.items()), scales=_options((s, s) for s in SCALES),
-        articles=_first(ordered, records) + "".join(map(_article, ordered)),
+        first=_first(ordered, records), articles="".join(map(_article, ordered)),
     )  # fmt: skip
 
 
@@ -60,22 +75,19 @@ def _first(documents: Sequence[Document], records: Sequence[Record]) -> str:
     """Verdicts, accuracy against ε, and the table of all runs."""
     parts = []
     if claims := overview.verdicts(documents):
-        counts = ", ".join(f"{n} {word}" for word, n in Counter(row["verdict"] for row in claims).items())
-        links = [row | {"where": f"#{row['where']}"} for row in claims]
-        decided = [row for row in links if row["verdict"] != CANNOT_TELL]
-        others = [row for row in links if row["verdict"] == CANNOT_TELL]
-        told = _table("Claims", overview.VERDICTS, decided)
-        untold = _table("Other claims", overview.VERDICTS, others)
-        why = f"{len(others)} claims that our runs cannot tell about, and why"
+        told = [row for row in claims if row["verdict"] != CANNOT_TELL]
+        untold = [row for row in claims if row["verdict"] == CANNOT_TELL]
+        counts = Counter(row["verdict"] for row in told)
+        said = ", ".join(f"{n} {_DECIDED.get(word, word)}" for word, n in counts.items())
+        why = f"{len(untold)} claims that our runs cannot tell about, and why"
+        others = _fold(why, _table("Other claims", overview.VERDICTS, untold, cards=True)) if untold else ""
         parts.append(
-            f"<h2>{len(claims)} claims: {_text(counts)}</h2>{told}{_fold(why, untold) if others else ''}"
+            f"<h2>{len(claims)} claims: {_text(said)}, {len(untold)} open</h2><p>{_inline(_OURS)}</p>"
+            f"{_table('Claims', overview.VERDICTS, told, cards=True) if told else ''}{others}"
         )
     if svg := overview.accuracy_against_epsilon(records):
         picture = _svg(svg, "accuracy", "Accuracy against epsilon for each task")
-        parts.append(
-            "<h2>Accuracy against ε</h2><p>Filled: our configurations, bars over seeds. Open circles: the papers' numbers,"
-            f" with larger models and longer training.</p><figure>{picture}</figure>"
-        )
+        parts.append(f"<h2>Accuracy against ε</h2><p>{_inline(_PICTURE)}</p><figure>{picture}</figure>")
     if records:
         found = overview.leaders(records)
         table = _table("All runs", overview.LEADERS, found, sortable=True)
@@ -103,7 +115,10 @@ def _article(document: Document) -> str:
     scales = " ".join(dict.fromkeys(section.scale for section in document.sections))
     words = "".join(_paragraph(text) for text in document.words if not text.startswith(_SAID_ONCE))
     figure = f"<figure>{_svg(document.svg, document.name, document.title)}</figure>" if document.svg else ""
-    sections = "".join(map(_section, document.sections))
+    printed = next(
+        (section for section in document.sections if set(section.columns) >= _BESIDE and section.rows), None
+    )
+    sections = "".join(_section(section, section is printed) for section in document.sections)
     stem = f"{'figures' if catalogue.is_figure(document.name) else 'tables'}/{document.name}"
     files = f'<p class="files">Files: <a href="{stem}.md">Markdown</a>, <a href="{stem}.csv">CSV</a></p>'
     status = f'<span class="status {_class(document.status)}">{_text(document.status)}</span>'
@@ -113,16 +128,18 @@ def _article(document: Document) -> str:
     )
 
 
-def _section(section: Section) -> str:
+def _section(section: Section, printed: bool) -> str:
+    """A block; the layout of the paper where it has runs, and in the first block (``printed``) without any too."""
     heading = f"<h3>{_text(section.heading)}</h3>" if section.heading else ""
-    words = "".join(map(_paragraph, section.paragraphs))
+    words = "".join(_paragraph(text) for text in section.paragraphs if not text.startswith(_SAID_ONCE))
     label, rows = section.heading or "Table", section.rows
     # the heading says it
     columns = [c for c in section.columns if c != "scale"]
     table = ""
-    if columns and rows and {"row", "column", "paper", "ours"} <= set(columns):
-        table = _as_printed(label, rows)
-        if filled := [row for row in rows if row.get("n")]:
+    if rows and set(columns) >= _BESIDE:
+        filled = [row for row in rows if row.get("n")]
+        table = _as_printed(label, rows) if filled or printed else ""
+        if filled:
             table += _fold(f"{len(filled)} configurations", _table(label, columns, filled))
         table += _to_run(rows)
     elif len(rows) > _MOST_ROWS:
@@ -165,7 +182,10 @@ def _to_run(rows: Rows) -> str:
     )
 
 
-def _table(label: str, columns: Sequence[str], rows: Rows, *, sortable: bool = False) -> str:
+def _table(
+    label: str, columns: Sequence[str], rows: Rows, *, sortable: bool = False, cards: bool = False
+) -> str:
+    """A table that scrolls sideways; ``cards``: whose rows are cards on a telephone."""
     shown = [column for column in columns if any(row.get(column) for row in rows)]
     mark = ' aria-sort="none"' if sortable else ""
     head = ""
@@ -176,33 +196,39 @@ def _table(label: str, columns: Sequence[str], rows: Rows, *, sortable: bool = F
     body = "".join(
         f"<tr>{''.join(_cell(column, row.get(column, '')) for column in shown)}</tr>" for row in rows
     )
+    kind = "scroll cards" if cards else "scroll"
     return (
-        f'<div class="scroll" role="region" aria-label="{_text(label)}" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="{kind}" role="region" aria-label="{_text(label)}" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
 
 def _cell(column: str, text: str) -> str:
     if column == "record" and text:
-        return f'<td class="p">{", ".join(map(_record_link, text.split(", ")))}</td>'
+        first, *others = text.split(", ")
+        # the names of the other seeds differ in the seed alone
+        more = f" +{len(others)}" if others else ""
+        return f'<td class="p">{_record_link(first)}{more}</td>'
     if column in ("status", "verdict"):
         return f'<td><span class="status {_class(text)}">{_text(text)}</span></td>'
-    if column == "where" and text.startswith("#"):
-        return f'<td><a href="{_text(text)}">{_text(text[1:])}</a></td>'
+    if column == "where" and text in catalogue.builders():
+        return f'<td><a href="#{_text(text)}">{_text(text)}</a></td>'
     todo = text.startswith(("not run", "not built", "no stand-in"))
-    kind = "todo" if todo else "p" if column in _PROVENANCE else "long" if len(text) > 36 else ""
+    kind = "todo" if todo else "p" if column in _PROVENANCE else "long" if len(text) > 48 else ""
     shown = "<br>".join(_inline(line) for line in text.split("\n"))
     return f'<td class="{kind}">{shown}</td>' if kind else f"<td>{shown}</td>"
 
 
 def _record_link(text: str) -> str:
     path, mark, note = text.partition(" (UNCLEAN")
-    name = path.rpartition("/")[2]
-    return f'<a href="{_text(path.removeprefix("results/"))}" title="{_text(name)}">record</a>{_text(mark + note)}'
+    stem = Path(path).stem
+    shown = re.search(r"seed\d+$", stem)
+    name = shown[0] if shown else stem
+    return f'<a href="{_text(path.removeprefix("results/"))}">{_text(name)}</a>{_text(mark + note)}'
 
 
 def _class(status: str) -> str:
-    words = (*STATUSES, *WORDS)
+    words = ("supports and contradicts", *STATUSES, *WORDS)
     return next((word.replace(" ", "-") for word in words if status.startswith(word)), "other")
 
 
@@ -210,8 +236,9 @@ def _paragraph(text: str) -> str:
     """A paragraph or a list of inline Markdown."""
     if not text.startswith("- "):
         return f"<p>{_inline(text)}</p>"
-    lines = (_inline(line.removeprefix("- ")) for line in text.split("\n"))
-    return f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
+    lines = [_inline(line.removeprefix("- ")) for line in text.split("\n")]
+    shown = f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
+    return shown if len(lines) <= _LISTED else _fold(f"{len(lines)} comparisons", shown)
 
 
 def _inline(text: str) -> str:
@@ -230,7 +257,6 @@ def _inline(text: str) -> str:
 def _svg(text: str, name: str, title: str) -> str:
     """A figure without its XML prologue; ids made its own, so that two figures on a page don't meet."""
     svg = text[text.index("<svg") :].strip()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)

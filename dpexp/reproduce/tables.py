@@ -10,9 +10,10 @@ from functools import cache
 from typing import Any
 
 from dpexp.reproduce import cells, miniature
-from dpexp.reproduce.cells import FACTS, Filling, Presets, Slot
+from dpexp.reproduce.cells import FACTS, Presets, Slot
 from dpexp.reproduce.documents import Document, Section, Verdict, claimed
 from dpexp.reproduce.drawing import draw, heat
+from dpexp.reproduce.fillings import Filling, columns, described
 from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
 from dpexp.reproduce.paper import Cell, as_number, numbered, paper_table, paper_tables, target_name
 from dpexp.reproduce.paper import claims as paper_claims
@@ -86,10 +87,11 @@ def claims() -> dict[tuple[str, str], Claim]:
 
 
 def printed_cells(paper: str, table: str) -> list[Cell]:
-    """The cells of a table that are numbers or may be; none where the paper has a picture alone."""
+    """The cells of a table that are numbers or may be, of the prose those with a metric; none where there is a picture alone."""
     if (paper, numbered(table)) not in paper_tables():
         return []
-    return [cell for cell in paper_table(paper, table) if cell.unit or "metric" in cell.settings]
+    found = paper_table(paper, table)
+    return [cell for cell in found if "metric" in cell.settings or (cell.unit and table != "text")]
 
 
 def build(paper: str, table: str, records: Sequence[Record]) -> Document:
@@ -131,10 +133,10 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
     no_test = f"{CANNOT_TELL}: {'beside the printed numbers, without a test' if statuses else 'not run'}"
     runnable = runnable or cells.has_presets(paper, table)
     status = ", ".join(statuses) or ("not run" if runnable else "not built")
-    svg, png = _heat_map(claim.heat, printed, sections) if claim.heat else ("", b"")
+    svg = _heat_map(claim.heat, printed, sections) if claim.heat else ""
     return Document(
         target_name(paper, table), claim.title,
-        (*claimed(claim.claim, verdicts, no_test), _WORDS if printed else claim.note), tuple(sections), COLUMNS, svg, png, status,
+        (*claimed(claim.claim, verdicts, no_test), _WORDS if printed else claim.note), tuple(sections), COLUMNS, svg, status,
         tuple(verdicts), _FOOT,
     )  # fmt: skip
 
@@ -169,7 +171,7 @@ def _rows(slot: Slot, fillings: Sequence[Filling], task: str) -> Iterator[dict[s
     for filling in fillings:
         digits = cell.decimals if cell.number is not None else 2
         apart = "" if cell.number is None or task else f"{filling.mean - cell.number:+.{digits}f}"
-        yield left | cells.columns(filling, digits) | {"difference": apart}
+        yield left | columns(filling, digits) | {"difference": apart}
 
 
 def printed_value(cell: Cell) -> str:
@@ -180,9 +182,7 @@ def printed_value(cell: Cell) -> str:
     return f"{cell.value}{spread}{unit}{seeds}" if cell.value else "-"
 
 
-def _heat_map(
-    labels: Sequence[str], printed: Sequence[Cell], sections: Sequence[Section]
-) -> tuple[str, bytes]:
+def _heat_map(labels: Sequence[str], printed: Sequence[Cell], sections: Sequence[Section]) -> str:
     """The paper's values, and ours in each block that has some; ``labels`` of the rows and the columns."""
     paper = {(cell.row, cell.column): cell.number for cell in printed if cell.number is not None}
     grids = {"paper": paper} if paper else {}
@@ -195,12 +195,12 @@ def _heat_map(
     def plot(axes: Any) -> None:
         for axis, (title, values) in zip(axes, grids.items(), strict=True):
             rows = list(dict.fromkeys(row for row, _ in values))
-            columns = sorted(dict.fromkeys(column for _, column in values), key=_last_number)
-            heat(axis, columns, rows, values, title)
+            across = sorted(dict.fromkeys(column for _, column in values), key=_last_number)
+            heat(axis, across, rows, values, title)
             axis.set_xlabel(labels[1])
         axes[0].set_ylabel(labels[0])
 
-    return draw(plot, len(grids), (5.2, 3.4)) if grids else ("", b"")
+    return draw(plot, len(grids), (5.2, 3.4)) if grids else ""
 
 
 def _last_number(name: str) -> float:
@@ -218,7 +218,7 @@ def _pairs(claim: Claim, filled: Sequence[Filled]) -> Iterator[Pair]:
         right = _best_of_each(others, varied)
         for context, chosen in _best_of_each(own, varied).items():
             if other := right.get(context):
-                what = f"{slot.cell.column}, {cells.described(chosen.filling.records[0])}"
+                what = f"{slot.cell.column}, {described(chosen.filling.records[0])}"
                 sides = (slot.cell.row, chosen), (partner.cell.row, other)
                 yield compared(what, *sides, rule["expect"], float(rule.get("margin", 0.0)))
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from dpexp.reproduce import cells
-from dpexp.reproduce.cells import Filling
 from dpexp.reproduce.documents import Document, Rows, Section
 from dpexp.reproduce.drawing import draw, style
+from dpexp.reproduce.fillings import Filling, columns, measured, most_seeds
 from dpexp.reproduce.pairs import Choice, Pair, compared
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import mean_std
@@ -61,11 +60,11 @@ def document(records: Sequence[Record]) -> Document:
         "Loss: of the dev set, the mean over seeds. A gradient that is always clipped to one length makes the head ever surer of"
         " itself: accuracy alone does not show it.",
     )
-    svg, png = draw(lambda axes: _plot(axes, found), len(sections), (4.4, 3.6)) if sections else ("", b"")
+    svg = draw(lambda axes: _plot(axes, found), len(sections), (4.4, 3.6)) if sections else ""
     count = sum(len(filling.records) for filling in found.values())
     shown = tuple(sections) or (Section("", (todo,), scale="small"),)
     title, status = "Thresholds: what clipping costs and what noise costs, SST-2", f"small {count} runs"
-    return Document(NAME, title, words, shown, COLUMNS, svg, png, status if count else "not run")
+    return Document(NAME, title, words, shown, COLUMNS, svg, status if count else "not run")
 
 
 def _fillings(records: Sequence[Record]) -> _Runs:
@@ -73,12 +72,14 @@ def _fillings(records: Sequence[Record]) -> _Runs:
     found: dict[tuple[str, str, float | None], Filling] = {}
     for (noise, where), head in product(NOISE.items(), HEADS):
         wanted = {**WHERE, **where, "model.head": head, "clip": CLIPS}
-        for filling in cells.measured((r for r in records if r.matches(wanted)), "accuracy"):
-            facts = filling.records[0].facts
-            key = head, noise, float(facts["clip.clip_norm"]) if facts["clip"] == "flat" else None
-            if key not in found or len(filling.values) > len(found[key].values):
-                found[key] = filling
+        own = most_seeds(measured((r for r in records if r.matches(wanted)), "accuracy"), _threshold)
+        found |= {(head, noise, threshold): filling for threshold, filling in own.items()}
     return found
+
+
+def _threshold(facts: Mapping[str, Any]) -> float | None:
+    """None where it adapts."""
+    return float(facts["clip.clip_norm"]) if facts["clip"] == "flat" else None
 
 
 def _rows(found: _Runs) -> Rows:
@@ -87,7 +88,7 @@ def _rows(found: _Runs) -> Rows:
         losses = [value for r in filling.records if (value := r.metric("loss")) is not None]
         named = {"head": head, "noise": noise, "threshold": _named(threshold)}
         loss = f"{mean_std(losses)[0]:.3f}" if losses else ""
-        rows.append(named | cells.columns(filling, 2) | {"loss": loss})
+        rows.append(named | columns(filling, 2) | {"loss": loss})
     return rows
 
 
@@ -132,5 +133,6 @@ def _plot(axes: Any, found: _Runs) -> None:
         axis.set_xscale("log")
         axis.set_xlabel("threshold C")
         axis.set_title(f"a head {HEADS[head]}", fontsize=9)
+        axis.sharey(axes[0])
     axes[0].set_ylabel("accuracy, %")
-    axes[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -22,7 +22,7 @@ VALUES = re.compile(
 
 
 # The same runs of larger models, and of the tasks of one kind: test_presets composes them all.
-OTHERS = ("_large_full", "_large_infilling", "_medium_full", "_large_flat", "_large_adaptive_perlayer")
+OTHERS = {"model=roberta_large", "model=gpt2_medium", "model=dialogpt_medium"}
 
 
 def commands() -> set[tuple[str, ...]]:
@@ -32,7 +32,7 @@ def commands() -> set[tuple[str, ...]]:
             if " dpexp.train " in slot.command:
                 words = [word for word in shlex.split(slot.command)[3:] if word != "-m"]
                 found.add(tuple(word for word in words if not VALUES.match(word)))
-    return {command for command in found if not command[0].endswith(OTHERS)}
+    return {command for command in found if OTHERS.isdisjoint(command)}
 
 
 def kind(run: RunConfig) -> tuple[str, ...]:

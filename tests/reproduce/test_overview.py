@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,16 @@ def test_a_claim_has_one_row_and_decided_ones_come_first():
         "table-he-both", Verdict("a", "supports (1)", "+1"), Verdict("b", "contradicts (2)", "-1")
     )
     part = _document("table-he-part", Verdict("on mnist instead", "supports for a part of the claim, half"))
-    arithmetic = _document("figure-he-6")
+    sure = Verdict("", "supports: it is so", "it is so")
+    arithmetic = replace(_document("figure-he-6", sure), status="exact")
     rows = overview.verdicts([unsure, arithmetic, both, part, Document("table-he-page", "no claim")])
     assert [(row["where"], row["verdict"]) for row in rows] == [
-        ("table-he-both", "supports and contradicts"), ("table-he-part", "supports"), ("figure-he-6", "exact"),
+        ("table-he-both", "supports and contradicts"), ("table-he-part", "supports"), ("figure-he-6", "supports"),
         ("table-he-unsure", "cannot tell"),
     ]  # fmt: skip
     assert rows[0]["ours"] == "a: +1; b: -1"
     assert rows[1]["evidence"] == "small 1/2, a part of the claim, stand-in data"
+    assert (rows[2]["ours"], rows[2]["evidence"]) == ("it is so", "recomputed")
 
 
 def test_leaders_are_the_best_of_each_task_and_know_their_gap(tmp_path: Path):

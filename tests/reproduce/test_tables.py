@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpexp.reproduce import cells, pairs, tables
+from dpexp.reproduce import cells, fillings, pairs, tables
 from dpexp.reproduce.documents import Document
 from dpexp.reproduce.paper import Cell, paper_table
 from dpexp.reproduce.records import Record, load
@@ -266,7 +266,7 @@ def test_the_two_dev_sets_of_mnli_have_the_names_that_runs_give_them():
 def test_a_cell_about_a_test_set_never_takes_the_dev_set_where_there_are_both(task: str, metric: str):
     assert cells.metric_of(_cell(task=task, metric="bleu", split="test")) == metric
     assert cells.metric_of(_cell(task=task, metric="bleu", split="validation")) == "bleu"
-    assert cells.printed_factor(metric) == 100.0
+    assert fillings.printed_factor(metric) == 100.0
 
 
 def test_the_error_of_a_finite_dev_set_stands_in_every_table(tmp_path: Path):

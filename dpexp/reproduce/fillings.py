@@ -1,0 +1,121 @@
+"""What fills a printed cell: a configuration with its seeds, in the unit of print, and what a table says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dpexp.metrics.text import PERCENT
+from dpexp.reproduce.records import Record, by_configuration
+from dpexp.reproduce.statistics import mean_std
+
+# the metric of canaries, which `dpexp.audit` measures
+EXPOSURE = "exposure"
+_PRINTED_TIMES_100 = PERCENT | {"accuracy", "train_accuracy", "accuracy_mismatched"}
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Filling:
+    """One configuration that fills a cell.
+
+    Attributes:
+        records: its seeds.
+        values: the metric of each, in the unit of the cell.
+        metric: its name.
+    """
+
+    records: tuple[Record, ...]
+    values: tuple[float, ...]
+    metric: str
+
+    @property
+    def mean(self) -> float:
+        """Of the values."""
+        return mean_std(self.values)[0]
+
+    @property
+    def dev_error(self) -> float | None:
+        """The standard error of the mean accuracy, in points, that comes from the number of dev examples: √(p(1 - p)/n).
+
+        All seeds are measured on the same examples, so that more seeds don't make it smaller. None for other metrics.
+        """
+        rows = self.records[0].summary["data"]["rows"].get("dev")
+        if not rows or self.metric not in ("accuracy", "accuracy_mismatched"):
+            return None
+        share = min(1.0, max(0.0, self.mean / 100))
+        return 100 * math.sqrt(share * (1 - share) / float(rows))
+
+
+def measured(records: Iterable[Record], metric: str) -> list[Filling]:
+    """Every configuration of these records that has the metric, sorted; values as in print."""
+    factor = printed_factor(metric)
+    found = []
+    for group in by_configuration(records):
+        values = [(r, value) for r in group if (value := r.metric(metric)) is not None]
+        if values:
+            found.append(Filling(tuple(r for r, _ in values), tuple(factor * v for _, v in values), metric))
+    return found
+
+
+def most_seeds(fillings: Iterable[Filling], key: Callable[[Mapping[str, Any]], Key]) -> dict[Key, Filling]:
+    """What the facts of a record make of the key -> the configuration of the most seeds there."""
+    found: dict[Key, Filling] = {}
+    for filling in fillings:
+        at = key(filling.records[0].facts)
+        if at not in found or len(filling.values) > len(found[at].values):
+            found[at] = filling
+    return found
+
+
+def printed_factor(metric: str) -> float:
+    """100 for what is a fraction in a record and printed in percent."""
+    return 100.0 if metric.removesuffix("_test") in _PRINTED_TIMES_100 else 1.0
+
+
+def columns(filling: Filling, digits: int) -> dict[str, str]:
+    """What a table says of a configuration: mean ± std, n, configuration, privacy, hardware, records."""
+    record, privacy = filling.records[0], filling.records[0].summary["privacy"]
+    mean, std = mean_std(filling.values)
+    unclean = sorted({problem for r in filling.records for problem in r.problems})
+    return {
+        "ours": f"{mean:.{digits}f}" + (f" ± {std:.2f}" if std is not None else ""),
+        "n": str(len(filling.values)),
+        "dev error": "" if filling.dev_error is None else f"± {filling.dev_error:.2f}",
+        "configuration": described(record) + (f" (UNCLEAN: {'; '.join(unclean)})" if unclean else ""),
+        "ε": "∞" if record.spent is None else f"{record.spent:.2f}",
+        "δ": "" if privacy.get("delta") is None else f"{privacy['delta']:.3g}",
+        "accountant": privacy.get("accountant") or "none",
+        "sampling": str(privacy.get("sampling")),
+        "hardware": record.summary["performance"].get("device", ""),
+        "record": ", ".join(f"results/{r.folder}/{r.name}" for r in filling.records),
+    }
+
+
+def described(record: Record) -> str:
+    """The configuration of a record in a few words: what a reader must know to judge its number."""
+    facts = record.facts
+
+    def unless(key: str, usual: str, form: str = "{}") -> str:
+        value = facts.get(key)
+        return "" if value in (None, False, usual) else form.format(value)
+
+    length = facts.get("optim.epochs")
+    words = [
+        str(facts["model"]),
+        unless("peft.name", "full"),
+        unless("model.pooling", "own", "{} pooling"),
+        unless("model.head", "linear", "{} head"),
+        unless("model.frozen_features", "", "frozen features"),
+        unless("model.trainable", "all", "trains {}"),
+        f"E = {length:g}" if length is not None else f"{facts.get('optim.steps')} steps",
+        f"B = {facts.get('optim.batch_size'):g}",
+        f"lr {facts.get('optim.lr'):g}",
+    ]
+    if facts.get("method") == EXPOSURE:
+        counts = "/".join(map(str, facts.get("repetitions") or ()))
+        words.append(f"{facts.get('secrets')} canaries of each r = {counts} in one training set")
+    words.append(unless("runtime.precision", "fp32"))
+    return ", ".join(filter(None, words))
