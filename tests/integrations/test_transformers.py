@@ -413,6 +413,7 @@ def test_labels_of_every_kind_give_one_loss_per_row():
         ({"train_sampling_strategy": "sequential"}, "Poisson"),
         ({"include_num_input_tokens_seen": "all"}, "private samples"),
         ({"optim": "lomo"}, "within the backward pass"),
+        ({"per_device_train_batch_size": 128}, "a batch of 128 .* is more than the"),
     ],
 )
 def test_what_does_not_go_together_with_privacy_is_refused_by_name(tmp_path, arguments, named):
