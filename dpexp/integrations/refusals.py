@@ -132,9 +132,9 @@ def refuse_overrides(trainer: Any, plain: type) -> None:
         )
     packed = "seq_lengths" in getattr(trainer.train_dataset, "column_names", ())
     if packed or "Flattening" in type(trainer.data_collator).__name__:
-        raise UserError(f"the rows are packed: {_PACKED}")    if trainer.train_dataset is not None and trainer.expected_batch > len(trainer.train_dataset):
+        raise UserError(f"the rows are packed: {_PACKED}")
+    if trainer.train_dataset is not None and trainer.expected_batch > len(trainer.train_dataset):
         raise UserError(
-            f"a batch of {trainer.expected_batch} (per_device_train_batch_size times gradient_accumulation_steps times processes) is "
-            f"more than the {len(trainer.train_dataset)} rows of train_dataset: make it smaller"
+            f"a batch of {trainer.expected_batch} (per_device_train_batch_size · gradient_accumulation_steps · processes) "
+            f"is more than the {len(trainer.train_dataset)} rows of train_dataset: make it smaller"
         )
-

@@ -149,6 +149,10 @@ class Trainer(transformers.Trainer):
                 f"the Trainer is at step {self.state.global_step} and the privacy engine at {self.engine.steps_taken}: leave "
                 "the counting of steps to train()"
             )
+        if self.engine.finished:
+            # resumed behind the last step: the loop counts another one, which is not taken
+            self.state.global_step -= 1
+            return torch.zeros((), device=self.args.device)
         model.train()
         size = self.args.per_device_train_batch_size
         for batch in self.engine.batches(self._collate, size, length=self._length, steps=1):
@@ -231,6 +235,8 @@ class Trainer(transformers.Trainer):
         finally:
             if self.engine is not None:
                 self.engine.close()
+            if isinstance(self.optimizer, _Taken):
+                self.optimizer = self.callback_handler.optimizer = self.optimizer.real
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any

@@ -267,6 +267,19 @@ def test_epochs_evaluation_and_early_stopping_are_hugging_faces_own(tmp_path):
     assert [line["epoch"] for line in trainer.state.log_history if "eval_loss" in line] == [1, 2]
 
 
+def test_a_finished_run_may_be_asked_for_again_and_again(tmp_path):
+    named = dict(max_steps=4, save_strategy="steps", save_steps=3)
+    trainer = make(tmp_path / "out", **named)
+    trainer.train(resume_from_checkpoint=True)
+    ended = flat(trainer.model)
+    with pytest.raises(UserError, match="finished private run"):
+        trainer.train()
+    for again in (trainer, make(tmp_path / "out", **named), make(tmp_path / "out", **named)):
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == again.engine.ledger.steps_charged == 4
+        assert np.array_equal(flat(again.model), ended)
+
+
 @pytest.mark.parametrize("checkpoint", ["checkpoint-4", "checkpoint-8"])
 def test_a_resumed_run_ends_with_the_same_weights_and_pays_once(tmp_path, checkpoint):
     named = dict(
