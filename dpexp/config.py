@@ -330,7 +330,8 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
             scales = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
             return UserError(f"task={task} has no settings for scale={choice}{did_you_mean(choice, scales)}")
         options = [option for option in error.options or () if "/" not in option]
-        return UserError(f"{group}={choice} is not a choice{did_you_mean(choice, options)}")
+        other = "; any other epsilon is privacy.epsilon=NUMBER" if group == "privacy" else ""
+        return UserError(f"{group}={choice} is not a choice{did_you_mean(choice, options)}{other}")
     text = str(error)
     if text.startswith("You must specify"):
         return UserError(_missing_groups(config_name, overrides))
@@ -349,7 +350,14 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
             return UserError(f"{where}: {_unknown_key(name, schema, config_name)}")
         return UserError(f"{where}: {name}: {lines[1]}")
     if match := re.match(r"Error merging override (.+)", text):
-        return UserError(f"{match[1]}: {str(error.__cause__).splitlines()[0]}")
+        reason = str(error.__cause__).splitlines()[0]
+        for kind, words in (
+            ("Float", "a number: write it out, such as 0.004"),
+            ("Integer", "a whole number: write it out, such as 10000"),
+        ):
+            if reason.endswith(f"could not be converted to {kind}"):
+                return UserError(f"{match[1]} is not {words}")
+        return UserError(f"{match[1]}: {reason}")
     full_key = getattr(error, "full_key", None)
     return UserError(f"{full_key}: {lines[0]}" if full_key else lines[0])
 
