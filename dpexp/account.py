@@ -60,7 +60,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
         )
     counts = factor_counts(schedule, steps, steps, rate)
 
-    size = Fraction(rate).limit_denominator(10**9)
+    size = Fraction(rate)
 
     def step(noise_multiplier: float) -> DpEvent:
         if arguments.sampling == "fixed":

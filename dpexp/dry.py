@@ -33,7 +33,6 @@ from dpexp.tasks.pairs import PairReader
 from dpexp.tasks.sources import Reader, is_demo
 from dpexp.tasks.tables import TableReader
 from dpexp.tasks.users import by_user
-from dpexp.training.batching import sampler_for
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.loop import Trainer
 
@@ -166,8 +165,7 @@ def one_step(run: RunConfig) -> str:
         groups = train.budget_groups(small, task.num_examples)
         made = train.build_plan(small, task.num_examples, 1, groups)
         keys = open_keys(folder, small.privacy.noise_seed, signature(small))
-        rates = made.budgets.rates if made is not None and made.budgets is not None else ()
-        sampler = sampler_for(small.privacy.sampling, task.num_examples, BATCH, keys.draws, groups, rates)
+        sampler = train.build_sampler(small, made, task.num_examples, keys.draws, groups)
         trainer = Trainer(
             small, task, bundle, made,
             steps=1, expected_batch=BATCH, sampler=sampler, keys=keys, signature=signature(small),
@@ -192,6 +190,12 @@ def miniature(run: RunConfig) -> RunConfig:
     privacy = run.privacy
     if run.clip.private and run.individual.name == "none":
         privacy = replace(privacy, epsilon=None, noise_multiplier=privacy.noise_multiplier or 1.0)
+    individual = run.individual
+    if individual.groups is not None or individual.budgets is not None:
+        # files that name every example of the real data
+        epsilons = list(individual.epsilons) or [1.0, 2.0]
+        shares = [1 / len(epsilons)] * len(epsilons)
+        individual = replace(individual, groups=None, budgets=None, epsilons=epsilons, shares=shares)
     unit = run.unit
     if unit.name == "user":
         unit = UnitConfig("user", size=2, rows=unit.rows)
@@ -199,6 +203,7 @@ def miniature(run: RunConfig) -> RunConfig:
         run,
         task=examples,
         unit=unit,
+        individual=individual,
         data=DataConfig(source="demo"),
         scale=demo.scale,
         model=model,

@@ -61,14 +61,20 @@ class OwnRun:
         chosen = self.summary.get("privacy", {}).get("accountant") or self.settings.get("accountant") or "rdp"
         return str(chosen.get("name", "rdp") if isinstance(chosen, dict) else chosen)
 
+    @property
+    def filtered(self) -> bool:
+        """Whether a Rényi filter ended the run: ε is then that of its budget, which the record holds."""
+        return bool(self.summary.get("privacy", {}).get("filtered"))
+
     @cached_property
     def epsilons(self) -> tuple[list[int], dict[str, list[float]]]:
         """ε under each accountant after some of the charges, evenly spread, the last one included.
 
         Returns:
-            Numbers of charges, and for each accountant as many values; of the least protected group, where groups differ.
+            Numbers of charges, and for each accountant as many values; of the least protected group, where groups differ. None
+            where the noise followed the run: no accountant speaks of the course that it took.
         """
-        total = len(self.events)
+        total = 0 if self.filtered else len(self.events)
         moments = sorted({max(1, round(total * (i + 1) / POINTS)) for i in range(POINTS)}) if total else []
         found: dict[str, list[float]] = {}
         if self.delta is None:
@@ -320,6 +326,9 @@ def _facts(run: OwnRun) -> dict[str, str]:
     steps, spent = run.epsilons
     if steps:
         facts |= {f"ε ({name})": f"{values[-1]:.4f}" for name, values in spent.items()}
+    elif run.filtered:
+        budget = summary["privacy"]["epsilon"]
+        facts |= {f"ε ({name})": f"{value:.4f}" for name, value in budget.items() if value is not None}
     facts |= {name: f"{value:.4g}" for name, value in summary.get("metrics", {}).items()}
     for name, value in summary.get("performance", {}).items():
         facts[name] = f"{value:.4g}" if isinstance(value, float) else str(value)

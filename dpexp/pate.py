@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from dpexp import provenance
+from dpexp import provenance, record
 from dpexp.config import hydra_entry
 from dpexp.durable import flattened, read_json, write_json
 from dpexp.errors import UserError, did_you_mean
@@ -25,11 +25,12 @@ from dpexp.privacy.fingerprint import fingerprint
 from dpexp.privacy.individual import draw_groups, read_groups
 from dpexp.privacy.keys import LEDGER, delete_key, open_keys
 from dpexp.privacy.ledger import Ledger
-from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
+from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, describe
 from dpexp.privacy.pate import METHODS, VotePlan, plan_votes
 from dpexp.privacy.plan_checks import resolve_delta
 from dpexp.privacy.sampling import PoissonSampler
 from dpexp.schemas import (
+    CHOICES,
     AccountantConfig,
     DataConfig,
     IndividualConfig,
@@ -47,6 +48,11 @@ from dpexp.training.state import disk_errors, exclusive
 from dpexp.training.teachers import learn, neighbour_votes, predictions, share_out, teacher_votes
 
 NEIGHBOURS = "add or remove one example; N is public and stays: its slot in the teachers' data is empty"
+# settings of `dpexp.train` that nothing here reads
+UNREAD = (
+    "privacy.noise_multiplier", "privacy.sampling", "individual.name", "individual.budgets",
+    "runtime.dry_run", "runtime.parallel", "runtime.precision",
+)  # fmt: skip
 
 
 @dataclass
@@ -89,7 +95,8 @@ def main(run: PateConfig) -> dict[str, float]:
     console = Console(highlight=False, soft_wrap=True)
     with disk_errors(folder), exclusive(folder):
         summary = read_json(folder / "summary.json") or pate(run, folder, console)
-        delete_key(folder)
+        if not run.privacy.keep_key:
+            delete_key(folder)
     show(summary, console)
     console.print(f"record: {folder / 'summary.json'}", markup=False)
     return Result(summary["metrics"], run.task.metric)
@@ -102,6 +109,18 @@ def check(run: PateConfig) -> None:
         UserError: the first of them, with the way out.
     """
     votes, groups = run.pate, run.individual
+    settings, neutral = dict(flattened(asdict(run))), dict(flattened(asdict(PateConfig())))
+    if unread := [key for key in UNREAD if settings[key] != neutral[key]]:
+        raise UserError(
+            f"{unread[0]}={settings[unread[0]]} is not read by pate, which would go on without it: leave it out"
+        )
+    if run.privacy.release not in CHOICES["privacy.release"]:
+        raise UserError(f"privacy.release={run.privacy.release} is not a choice: choose normal or strict")
+    if run.data.train is not None and (run.data.num_examples is None or not run.task.labels):
+        raise UserError(
+            "data.train is private, so what is public about it is declared and not read from it: give data.num_examples=N and "
+            "task.labels=[a,b], the classes, as you know them without looking at the images"
+        )
     if votes.method not in METHODS:
         raise UserError(f"pate.method={votes.method} is not a choice{did_you_mean(votes.method, METHODS)}")
     if run.task.kind != "image_classification":
@@ -194,8 +213,11 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
                 shares, weights, questions["pixel_values"], classes, device,
                 lambda number: status.update(f"teacher {number} of {sum(teachers)}"),
             )  # fmt: skip
-    ledger = Ledger(folder / LEDGER, keys.run)
-    released = release(counts, plan, ledger, keys.draws, {"config": settings}, groups)
+    strict = run.privacy.release == "strict"
+    ledger = Ledger(folder / LEDGER, keys.run, times=not strict)
+    released = release(
+        counts, plan, ledger, keys.draws, {"config": settings}, groups, secure=run.privacy.secure
+    )
 
     # Public: the student.
     student = learn(
@@ -212,13 +234,16 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
     torch.save(student.state_dict(), folder / "student.pt")
     summary = {
         "task": run.task.name, "model": run.model.name, "clip": "none", "engine": "none", "scale": run.scale.name,
-        "data": {"source": task.data.source, "name": task.data.name, "rows": task.data.rows, "sha256": task.data.sha256},
+        "data": {
+            "source": task.data.source, "name": task.data.name, "rows": task.data.rows,
+            "sha256": record.private_hashes_withheld(task) if strict else task.data.sha256,
+        },
         "privacy": privacy_block(plan, ledger, run),
         "metrics": metrics,
         "performance": {"device": provenance.device_name(device)},
         "seed": run.seed, "versions": provenance.versions(), "git": provenance.git_state(), "command": provenance.command_line(),
-        "wall_s": round(time.perf_counter() - begun, 3), "status": "finished",
-        "details": {"config": settings, "teachers": teachers, "data_notes": task.data.notes, "method": "pate"},
+        "wall_s": None if strict else round(time.perf_counter() - begun, 3), "status": "finished",
+        "details": {"config": settings, "teachers": teachers, "data_notes": record.data_notes(run, task), "method": "pate"},
     }  # fmt: skip
     write_json(folder / "summary.json", summary)
     return summary
@@ -253,6 +278,8 @@ def release(
     key: bytes,
     facts: dict[str, Any],
     groups: np.ndarray,
+    *,
+    secure: bool = False,
 ) -> np.ndarray:
     """Charge all answers, then add their noise.
 
@@ -264,7 +291,8 @@ def release(
     membership = hashlib.sha256(groups.astype("<i8").tobytes()).hexdigest()
     attempt = ledger.begin_step(0, plan.charge(membership), found)
     use = f"noise of votes {found} {attempt}"
-    add_gaussian_([noisy], plan.sigma, generator=KeyedGenerator(hmac.digest(key, use.encode(), "sha256")))
+    kind = SecureGenerator if secure else KeyedGenerator
+    add_gaussian_([noisy], plan.sigma, generator=kind(hmac.digest(key, use.encode(), "sha256")))
     return noisy.argmax(1).numpy()
 
 
@@ -281,6 +309,7 @@ def privacy_block(plan: VotePlan, ledger: Ledger, run: PateConfig) -> dict[str, 
             "the unit of privacy is one example",
             "the first images of the dev set are public queries, the student is measured on the others",
             "answers are charged independently of the votes: no data-dependent bound is used",
+            describe(run.privacy.secure),
         ],
     }  # fmt: skip
     if run.individual.epsilons:

@@ -16,6 +16,7 @@ from dpexp.statement import ACCOUNTANTS, COUNTED_WITHOUT_NOISE
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
+    from dpexp.pate import PateConfig
     from dpexp.tasks.base import Task
 
 SUMMARY_KEYS = (
@@ -143,7 +144,7 @@ def withheld(run: "RunConfig") -> bool:
     return run.privacy.release == "strict" and run.clip.private
 
 
-def data_notes(run: "RunConfig", task: "Task") -> list[str]:
+def data_notes(run: "RunConfig | PateConfig", task: "Task") -> list[str]:
     """What the task says about its data; with a strict release, without what it counted on private data."""
     strict = run.privacy.release == "strict"
     return [note for note in task.data.notes if not (strict and COUNTED_WITHOUT_NOISE in note)]
@@ -155,9 +156,12 @@ def data_hashes(run: "RunConfig", task: "Task") -> dict[str, str | None]:
 
     Without noise: who knows all rows but one tests guesses at that one with it.
     """
+    return private_hashes_withheld(task) if withheld(run) else dict(task.data.sha256)
+
+
+def private_hashes_withheld(task: "Task") -> dict[str, str | None]:
+    """Split -> hash; None for the training file, of which dev may be a part, and for its users."""
     hashes = task.data.sha256
-    if not withheld(run):
-        return dict(hashes)
     private = {hashes.get("train"), hashes.get("users")}
     return {split: None if value in private else value for split, value in hashes.items()}
 

@@ -50,7 +50,8 @@ def sentence(run: RunConfig, settings: dict[str, Any], folder: Path, plan: Plan 
         return None
     other, different, charges = known
     accountant = "pld" if plan.projections else "rdp"
-    spent = plan.epsilon(min(charges, plan.steps), accountant)
+    # of a course that a filter ends, only the whole budget is known
+    spent = plan.epsilon(None if plan.moves else min(charges, plan.steps), accountant)
     given = " ".join(
         f"{key.removesuffix('.name')}={'null' if value is None else value}"
         for key, value in sorted(different.items())

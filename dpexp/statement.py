@@ -90,7 +90,7 @@ def privacy_block(
         "released": [
             "gradients",
             *(["norms" if run.clip.follows == "norm" else "counts"] if adaptive else []),
-            *(["step sizes"] if plan.search else []),
+            *(["step sizes" if plan.search.moves else "losses"] if plan.search else []),
         ],
         "neighbouring": plan.neighbouring,
         **_attack(fixed),
@@ -101,6 +101,7 @@ def privacy_block(
         "epsilon_with_tuning": _with_tuning(fixed, plan.delta, run.trials, run.trials_law),
         **({"individual": individual_block(plan.budgets, by_budget)} if plan.budgets is not None else {}),
         **({"unit": plan.unit} if plan.unit != "example" else {}),
+        **({"filtered": True} if plan.moves else {}),
     }
 
 
@@ -252,8 +253,8 @@ def declare_trials(summary: dict[str, Any], trials: int, law: str | None = None)
     if trials < before or (trials, law) == (before, privacy.get("trials_law")):
         return False
     privacy["trials"], privacy["trials_law"] = trials, law
-    # older records hold no events
-    if events := privacy.get("events"):
+    # older records hold no events; of a course that a filter ended they make no composition
+    if (events := privacy.get("events")) and not privacy.get("filtered"):
         privacy["epsilon_with_tuning"] = _with_tuning(
             [decode(e) for e in events], privacy["delta"], trials, law
         )

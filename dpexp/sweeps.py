@@ -15,7 +15,7 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -64,7 +64,7 @@ class Jobs(Callback):
             "job": config.hydra.job.num,
             "overrides": list(job_return.overrides or ()),
             "status": "failed" if failed else "finished",
-            "error": _first_line(value) if failed else None,
+            "error": _first_line(value, withheld=_is_strict(config)) if failed else None,
             "metrics": dict(value) if isinstance(value, dict) else None,
         }
         with (Path(config.hydra.sweep.dir) / FILE).open("a", encoding="utf-8") as file:
@@ -72,7 +72,16 @@ class Jobs(Callback):
             file.write(json.dumps(finite(line), allow_nan=False) + "\n")
 
 
-def _first_line(error: object) -> str:
+def _is_strict(config: DictConfig) -> bool:
+    """Whether nothing that an error may say of private rows is kept; see `dpexp.record.withheld`."""
+    strict = OmegaConf.select(config, "privacy.release") == "strict"
+    return strict and bool(OmegaConf.select(config, "clip.private", default=True))
+
+
+def _first_line(error: object, *, withheld: bool) -> str:
+    if withheld:
+        kind = type(getattr(error, "__cause__", None) or error).__name__
+        return f"{kind}, and its words are withheld: privacy.release=strict"
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 

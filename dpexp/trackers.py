@@ -4,12 +4,14 @@ A tracker is handed what `record.Metrics` decided may be told: what is released,
 rest too, under names that begin with ``not_private/``.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dpexp.errors import UserError
+from dpexp.record import withheld
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
@@ -39,9 +41,14 @@ def what_is_told(run: "RunConfig") -> str | None:
             f"tracker={run.tracker.name} is told losses and gradient norms too (tracker.not_private=true): no noise covers "
             "them, so keep its pages to yourself"
         )
+    clock = (
+        " It notes when it was told, and so how long steps took"
+        if run.tracker.name == "wandb" and withheld(run)
+        else ""
+    )
     return (
         f"tracker={run.tracker.name} is told what is released alone; tracker.not_private=true adds losses and gradient "
-        "norms, which no noise covers"
+        f"norms, which no noise covers.{clock}"
     )
 
 
@@ -102,10 +109,12 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder / "tensorboard"))
+        # of every line with a strict release, which tells nobody how long steps took
+        self.time = time.time() if withheld(run) else None
 
     def log(self, values: dict[str, Any], step: int) -> None:
         for name, value in flatten(values).items():
-            self.writer.add_scalar(name, value, step)
+            self.writer.add_scalar(name, value, step, walltime=self.time)
 
     def close(self) -> None:
         self.writer.close()

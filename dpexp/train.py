@@ -31,7 +31,7 @@ from dpexp.tasks import build_task
 from dpexp.tasks.features import freeze
 from dpexp.tasks.users import by_user
 from dpexp.trackers import tells_all, tracking, what_is_told
-from dpexp.training.batching import sampler_for
+from dpexp.training.batching import Sampler, sampler_for
 from dpexp.training.export import export, write_card
 from dpexp.training.interrupt import end_like_ctrl_c
 from dpexp.training.loop import Outcome, Trainer
@@ -140,9 +140,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     groups = budget_groups(run, task.num_examples)
     plan = build_plan(run, task.num_examples, steps, groups)
     keys = ranks.once(lambda: open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}"))
-    rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
-    rate_of = plan.rate if plan is not None and plan.grows else None
-    sampler = sampler_for(run.privacy.sampling, task.num_examples, batch, keys.draws, groups, rates, rate_of)
+    sampler = build_sampler(run, plan, task.num_examples, keys.draws, groups)
 
     with tracking(run, settings, folder) if ranks.writes else contextlib.nullcontext() as tracker:
         metrics = record.Metrics(
@@ -317,6 +315,15 @@ def build_plan(
         unit=run.unit.name,
         projections=run.clip.projections if run.clip.method == "jl" else 0,
     )
+
+
+def build_sampler(
+    run: RunConfig, plan: Plan | None, num_examples: int, key: bytes, groups: np.ndarray | None
+) -> Sampler:
+    """Draw the batches that the plan accounts for, under a secret key."""
+    rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
+    rate_of = plan.rate if plan is not None and plan.grows else None
+    return sampler_for(run.privacy.sampling, num_examples, run.optim.batch_size, key, groups, rates, rate_of)
 
 
 def _epsilons(run: RunConfig, num_examples: int) -> list[float]:

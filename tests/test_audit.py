@@ -219,3 +219,17 @@ def test_budgets_by_sampling_are_audited_from_the_last_model_too(tmp_path, monke
 def test_the_white_box_audit_needs_one_clipping_group(tmp_path):
     with pytest.raises(UserError, match="one clipping group"):
         audited(tmp_path, *WHITE_BOX, "clip=adaptive_perlayer")
+    with pytest.raises(UserError, match="one clipping group"):
+        audited(tmp_path, *WHITE_BOX, "clip=embedding")
+
+
+@pytest.mark.parametrize("noise", [1.0, 0.05])
+def test_batches_that_grow_are_audited_at_the_rate_of_each_step(tmp_path, monkeypatch, noise):
+    monkeypatch.setattr(release, "add_gaussian_", counted_noise(noise))
+    growth = "optim.batch_growth={name: influence, influences: [1.0, 16.0], updates_per_epoch: 2}"
+    summary, _, _ = audited(
+        tmp_path, *WHITE_BOX, "optim.batch_size=150", growth, "privacy.epsilon=4", "privacy.delta=1e-5"
+    )
+    (whole,) = summary["privacy"]["events"]
+    assert [event["sampling_probability"] for event in whole["events"]] == [0.5, 1.0]
+    assert summary["audit"]["refuted"] == (noise < 1)

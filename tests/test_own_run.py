@@ -82,3 +82,15 @@ def test_a_trainer_s_folder_is_found_beside_its_output(tmp_path: Path) -> None:
 def test_another_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report(["run", str(tmp_path)]) == 2
     assert "is no folder of a run" in capsys.readouterr().err
+
+
+def test_of_a_run_that_a_filter_ended_the_budget_is_shown_and_nothing_else(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a")
+    spent = {"rdp": 7.75, "gdp": None, "prv": None, "pld": None}
+    privacy = {"delta": DELTA, "epsilon": spent, "filtered": True}
+    (folder / "summary.json").write_text(json.dumps({"privacy": privacy, "task": "mnist"}))
+    main([str(folder)])
+    page = (folder / "report" / "index.html").read_text()
+    assert "<tr><th>ε (rdp)</th><td>7.7500</td></tr>" in page
+    assert "ε (pld)" not in page
+    assert not (folder / "report" / "epsilon.png").exists()

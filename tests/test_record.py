@@ -16,6 +16,7 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, decode
 from dpexp.privacy.keys import COPIED
 from dpexp.privacy.plan import make_plan
+from dpexp.privacy.searches import SearchBudget
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo
 from dpexp.training.export import privacy_card
@@ -169,6 +170,14 @@ def test_the_record_holds_what_an_attacker_can_do_and_what_choosing_costs():
     card = privacy_card(written)
     assert f"| μ of Gaussian DP, with its regret Δ | {privacy['mu']:.4f}, " in card
     assert f"ε with the choice among 3 trials, by RDP | {privacy['epsilon_with_tuning']['rdp']:.4f} |" in card
+
+
+def test_no_price_of_tuning_is_made_of_a_course_that_a_filter_ended():
+    made = plan(search=SearchBudget("laplace", 0.3))
+    written = summary(statement.privacy_block(RunConfig(), made, {"rdp": 2.0}, 1, 5, events=[made.event()]))
+    assert statement.declare_trials(written, 3)
+    assert written["privacy"]["trials"] == 3
+    assert written["privacy"]["epsilon_with_tuning"] is None
 
 
 def test_shuffling_and_double_charges_are_said():

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from dpexp import record, sweeps
@@ -201,3 +203,14 @@ def test_a_job_of_several_tasks_is_one_run_of_several_processes(tmp_path):
     assert len((tmp_path / "grid" / sweeps.FILE).read_text().splitlines()) == 1
     (summary,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("summary.json"))
     assert (summary["status"], summary["details"]["processes"]) == ("finished", 2)
+
+
+@pytest.mark.parametrize("release", ["normal", "strict"])
+def test_the_words_of_an_error_stay_out_of_what_a_strict_release_keeps(tmp_path, release):
+    hydra = {"job": {"num": 0}, "sweep": {"dir": str(tmp_path)}}
+    config = OmegaConf.create({"hydra": hydra, "privacy": {"release": release}})
+    failed = JobReturn(overrides=[], status=JobStatus.FAILED, _return_value=KeyError("a private row"))
+    sweeps.Jobs().on_job_end(config, failed)
+    (line,) = sweeps.jobs(tmp_path)
+    assert ("a private row" in line["error"]) == (release == "normal")
+    assert ("KeyError" in line["error"]) == (release == "strict")

@@ -1,5 +1,7 @@
 """Trackers take what they are given, offline."""
 
+import itertools
+
 import pytest
 
 from dpexp import trackers
@@ -47,3 +49,28 @@ def test_a_missing_package_is_one_clear_error(tmp_path, monkeypatch):
     run.tracker.name = "wandb"
     with pytest.raises(UserError, match="pip install wandb"), tracking(run, {}, tmp_path):
         pass
+
+
+@pytest.mark.parametrize("release", ["normal", "strict"])
+def test_a_strict_release_tells_a_tracker_no_times(tmp_path, release, monkeypatch):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    clock = itertools.count(1000, 100)
+    monkeypatch.setattr("time.time", lambda: float(next(clock)))
+    run = RunConfig()
+    run.tracker.name, run.privacy.release = "tensorboard", release
+    with tracking(run, {}, tmp_path) as tracker:
+        for step in range(5):
+            tracker.log({"lr": 0.1}, step)
+    (file,) = (tmp_path / "tensorboard").glob("events*")
+    events = [event for event in loader.EventFileLoader(str(file)).Load() if event.HasField("summary")]
+    times = [event.wall_time for event in events]
+    assert len(times) == 5
+    assert len(set(times)) == (1 if release == "strict" else 5)
+
+
+def test_what_a_tracker_notes_by_itself_is_said():
+    run = RunConfig()
+    run.tracker.name, run.privacy.release = "wandb", "strict"
+    assert "how long steps took" in trackers.what_is_told(run)
+    run.privacy.release = "normal"
+    assert "how long steps took" not in trackers.what_is_told(run)

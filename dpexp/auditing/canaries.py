@@ -77,6 +77,7 @@ class Without:
 
     def __init__(self, sampler: Sampler, empty: npt.NDArray[np.int64]) -> None:
         self.sampler, self.empty = sampler, empty
+        self.rate_of = getattr(sampler, "rate_of", None)
 
     def draw(self, step: int, attempt: int = 0) -> npt.NDArray[np.int64]:
         """The indices of the draw at which there is an example."""

@@ -32,12 +32,13 @@ from dpexp.train import (
     announce,
     budget_groups,
     build_plan,
+    build_sampler,
     choose_device,
     how_to_resume,
     number_of_steps,
     summarise,
 )
-from dpexp.training.batching import Sampler, sampler_for
+from dpexp.training.batching import Sampler
 from dpexp.training.loop import Trainer
 from dpexp.training.progress import Progress
 
@@ -114,12 +115,12 @@ def white_box_audit(
     """Gradient canaries, one training, and one who sees every noisy sum; see `dpexp.auditing.white_box`.
 
     Raises:
-        UserError: nothing is clipped, or there are several clipping groups.
+        UserError: nothing is clipped, or something else than the gradients of one group.
     """
-    if not run.clip.private or run.clip.groups != "flat":
+    if not run.clip.private or run.clip.groups != "flat" or run.clip.method != "norm":
         raise UserError(
             f"method=white_box sees what a gradient of length C does, which needs one clipping group: clip={run.clip.name} has "
-            "none or several. Take clip=flat, or method=one_run"
+            "another way. Take clip=flat, or method=one_run"
         )
     slots = canaries.choose_slots(task.num_examples, run.canaries, keys.run)
     included = canaries.flip_coins(len(slots), keys.run)
@@ -146,6 +147,8 @@ def white_box_audit(
             (threshold,), (std,) = release.policy.values.tolist(), release.noise(step)["gradients"]
             noisy_counts = add_noise(step, attempt, counts)
             assert watched.canary_table.weight.grad is not None
+            if release.plan.grows:
+                observer.rates = np.full(len(slots), release.plan.rate(step))
             observer.see(watched.canary_table.weight.grad, threshold, std)
             return noisy_counts
 
@@ -259,8 +262,7 @@ def train_once(
     steps = number_of_steps(run, total)
     groups = budget_groups(run, total)
     plan = build_plan(run, total, steps, groups)
-    rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
-    sampler = sampled(sampler_for(run.privacy.sampling, total, batch, keys.draws, groups, rates))
+    sampler = sampled(build_sampler(run, plan, total, keys.draws, groups))
     device = choose_device(run.runtime.device)
     with tracking(run, to_dict(run), folder) as tracker:
         trainer = Trainer(
@@ -274,7 +276,8 @@ def train_once(
         )  # fmt: skip
         watch(trainer)
         announce(run, trainer, folder, console)
-        with Progress(steps, trainer.step, plan.delta if plan else None, device, console) as progress:
+        delta, strict = plan.delta if plan else None, record.withheld(run)
+        with Progress(steps, trainer.step, delta, device, console, strict) as progress:
             outcome = trainer.train(progress)
     if outcome.status == "interrupted":
         console.print(f"{outcome.step} of {steps} steps are done; {how_to_resume(folder)}", markup=False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpexp.clipping.rules import SMALLEST
 from dpexp.errors import UserError
 
 # of an estimate: far above any gradient, far below overflow
@@ -87,7 +88,7 @@ class QuantileThresholds(FixedThresholds):
     def values(self) -> Tensor:
         if self.rescale_to is None:
             return self.estimates
-        return self.rescale_to * self.estimates / self.estimates.norm()
+        return _rescaled(self.estimates, self.rescale_to)
 
     def update(self, noisy_fraction: Tensor) -> None:
         """``noisy_fraction``: ``[K]`` noisy fractions of examples at or below their estimate."""
@@ -128,7 +129,7 @@ class NormThresholds(FixedThresholds):
     def values(self) -> Tensor:
         if self.rescale_to is None:
             return self.estimates
-        return self.rescale_to * self.estimates / self.estimates.norm()
+        return _rescaled(self.estimates, self.rescale_to)
 
     @property
     def bounds(self) -> Tensor:  # type: ignore[override]
@@ -139,3 +140,9 @@ class NormThresholds(FixedThresholds):
         """``noisy_means``: ``[K]`` noisy means of the bounded norms."""
         means = torch.minimum(noisy_means.to(self.estimates), self.bounds)
         self.estimates = (self.factor * means).clamp(min=self.floor, max=CEILING)
+
+
+def _rescaled(estimates: Tensor, total: float) -> Tensor:
+    """Make the estimates thresholds that are C together, none so small that norms could not be held against it."""
+    # twice, for what float32 makes of the number
+    return (total * estimates / estimates.norm()).clamp(min=2 * SMALLEST)

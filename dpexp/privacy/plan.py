@@ -255,10 +255,15 @@ class Plan:
                 "Epsilon is the budget of the Rényi filter that ends the run, not that of the steps it took: no other accountant "
                 "speaks of it."
             )
-        elif (last := self.sigma(self.steps - 1)) != self.noise_multiplier:
+        elif any(factor != 1 for factor, _, _ in self._kinds(self.steps)):
             found.append(
-                f"The noise multiplier is that of the first step; schedule={self.schedule.name} takes it to {last:.4g} in the"
-                " last one, and epsilon counts every step with its own."
+                f"The noise multiplier is that of the first step; schedule={self.schedule.name} takes it to "
+                f"{self.sigma(self.steps - 1):.4g} in the last one, and epsilon counts every step with its own."
+            )
+        if any(growth != 1 for _, growth, _ in self._kinds(self.steps)):
+            found.append(
+                f"The sampling rate is that of the first step; batches grow to a rate of {self.rate(self.steps - 1):.4g} in "
+                "the last one, and epsilon counts every step with its own."
             )
         if self.projections:
             found.append(
@@ -306,10 +311,14 @@ class Plan:
 
     def _composed(self, rate: float, sigma: float, scale: float, steps: int) -> DpEvent:
         """What so many steps release about an example; ``rate`` and ``sigma`` are those of the first one."""
-        counts = joint_counts(self.schedule, self.batches, steps, self.steps, self.sample_rate)
         return composed(
-            (self._released(sigma * factor, rate * growth, scale), count) for factor, growth, count in counts
+            (self._released(sigma * factor, rate * growth, scale), count)
+            for factor, growth, count in self._kinds(steps)
         )
+
+    def _kinds(self, steps: int) -> tuple[tuple[float, float, int], ...]:
+        """Factor of the noise, factor of the batch and number of the first so many steps; see `joint_counts`."""
+        return joint_counts(self.schedule, self.batches, steps, self.steps, self.sample_rate)
 
     def _released(self, sigma: float, rate: float, scale: float) -> DpEvent:
         """What one step releases about an example whose thresholds are multiplied by ``scale``."""

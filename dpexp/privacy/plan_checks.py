@@ -8,7 +8,7 @@ from typing import Any
 
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import ACCOUNTANTS, check_delta
-from dpexp.privacy.schedules import Schedule
+from dpexp.privacy.schedules import Schedule, factor_counts
 
 SAMPLINGS = ("poisson", "fixed", "shuffle")
 UNITS = {"example": "example", "user": "user with all examples of theirs"}
@@ -97,10 +97,10 @@ def check_batches(batches: Schedule, steps: int, sample_rate: float, sampling: s
             "optim.batch_growth needs Poisson batches, one budget and a schedule that is fixed beforehand: drop "
             "privacy.sampling, individual= and search="
         )
-    last = sample_rate / batches.factor(steps - 1, steps, sample_rate)
-    if last > 1:
+    largest = sample_rate / min(factor for factor, _ in factor_counts(batches, steps, steps, sample_rate))
+    if largest > 1:
         raise UserError(
-            f"optim.batch_growth makes the last batch {last:.3g} times the data: let it grow more slowly, or begin "
+            f"optim.batch_growth makes a batch {largest:.3g} times the data: let it grow more slowly, or begin "
             "with a smaller optim.batch_size"
         )
 
@@ -151,7 +151,7 @@ def resolve_delta(rule: str | float, num_examples: int) -> float:
     else:
         try:
             delta = float(rule)
-        except ValueError:
+        except (TypeError, ValueError):
             raise UserError(f"delta={rule} is neither a number nor a rule: half_over_n, n_pow_-1.1") from None
     check_delta(delta)
     if delta == 0:

@@ -26,19 +26,12 @@ _LARGEST_ORDER = 1 << 20
 
 def renyi_epsilon(parts: Releases, delta: float) -> float:
     """ε of the composition at δ, minimised over orders; inf where no order gives a finite value."""
-    orders = _ORDERS
-    epsilon, best = _minimum(parts, delta, orders)
-    while best == orders[-1] and 0 < epsilon < math.inf and best < _LARGEST_ORDER:
-        # tiny ε: larger orders are better
-        orders = tuple(int(orders[-1] * 1.2**k) for k in range(9))
-        better, best = _minimum(parts, delta, orders)
-        epsilon = min(epsilon, better)
-    return epsilon
+    return _least(parts, delta)[0]
 
 
 def best_order(parts: Releases, delta: float) -> float:
-    """Find the order, of the usual ones, at which the composition has its least ε."""
-    return _minimum(parts, delta, _ORDERS)[1]
+    """Find the order at which the composition has its least ε."""
+    return _least(parts, delta)[1]
 
 
 def divergence(parts: Releases, order: float) -> float:
@@ -51,6 +44,19 @@ def divergence(parts: Releases, order: float) -> float:
 def divergences(q: float, sigma: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     """Compute the Rényi divergence of one Poisson-sampled Gaussian at each order."""
     return _curve(q, sigma, orders)
+
+
+def _least(parts: Releases, delta: float) -> tuple[float, float]:
+    """The least ε, and its order."""
+    orders = _ORDERS
+    epsilon, best = _minimum(parts, delta, orders)
+    last = best
+    while last == orders[-1] and 0 < epsilon < math.inf and last < _LARGEST_ORDER:
+        # tiny ε: larger orders are better
+        orders = tuple(int(orders[-1] * 1.2**k) for k in range(9))
+        better, last = _minimum(parts, delta, orders)
+        epsilon, best = min((epsilon, best), (better, last))
+    return epsilon, best
 
 
 def _minimum(parts: Releases, delta: float, orders: tuple[float, ...]) -> tuple[float, float]:

@@ -155,12 +155,18 @@ class Schedule:
             return value
         if isinstance(value, str):
             return cls(value)
-        if not isinstance(value, Mapping) or not set(value) <= {field.name for field in fields(cls)}:
-            raise UserError(
-                f'schedule={value!r} is of the noise, a name or its settings, such as schedule={{"name": "exponential", '
-                '"decay_rate": 0.02}}; a learning-rate scheduler is given as scheduler='
-            )
-        return cls(**value)
+        try:
+            if isinstance(value, Mapping):
+                return cls(**value)
+        except UserError:
+            raise
+        except (TypeError, ValueError):
+            # another setting, or a value of another kind
+            pass
+        raise UserError(
+            f"schedule={value!r} is no schedule: it is of the noise, a name or its settings, such as "
+            'schedule={"name": "exponential", "decay_rate": 0.02}; a learning-rate scheduler is given as scheduler='
+        )
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:

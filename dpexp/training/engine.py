@@ -28,6 +28,7 @@ from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger, Seal
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.sampling import PoissonSampler, stream
+from dpexp.privacy.schedules import Schedule
 from dpexp.privacy.users import Users, of_users
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig, UnitConfig
 from dpexp.training import state
@@ -149,6 +150,12 @@ class PrivacyEngine:
             raise UserError(
                 'rule="none" clips nothing, and noise would hide nothing: choose abadi or automatic'
             )
+        over_time = Schedule.of(schedule)
+        if over_time.adaptive:
+            raise UserError(
+                f"schedule={over_time.name} follows the training, which a loop of your own does not tell: train "
+                "with dpexp.train, or choose a schedule that is fixed beforehand"
+            )
         self._users = None if users is None else Users(users, rows_per_example)
         if self._users is not None and self._users.num_rows != len(dataset):
             raise UserError(
@@ -169,7 +176,7 @@ class PrivacyEngine:
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
             quantile_budget=quantile_budget if adaptive else 0.0,
-            schedule=schedule,
+            schedule=over_time,
         )
         for sentence in self.plan.too_weak():
             warnings.warn(sentence, stacklevel=2)
@@ -481,7 +488,8 @@ class PrivacyEngine:
     def _take_folder(self, noise_seed: int | None) -> Keys:
         self._held.enter_context(state.exclusive(self.folder))
         refuse_other_ledgers(self.folder)
-        return open_keys(self.folder, noise_seed)
+        name = f"{self.plan.fingerprint()} {vars(self._run.clip)}"
+        return open_keys(self.folder, noise_seed, name)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -38,7 +38,7 @@ from dpexp.training.logbook import Logbook
 from dpexp.training.optim import build_optimizer, learning_rate
 from dpexp.training.own_losses import look_at_task
 from dpexp.training.progress import Progress
-from dpexp.training.release import Release, build_policy
+from dpexp.training.release import BudgetSpentError, Release, build_policy
 from dpexp.training.search import StepSearch
 from dpexp.training.searches import build_search
 from dpexp.training.steps import Steps
@@ -140,6 +140,8 @@ class Trainer:
         self.policy = FixedThresholds(torch.zeros(0))
         self.search: StepSearch | None = None
         self.feedback: Feedback | None = None
+        # whether a filter has no budget for a step that came up again
+        self.exhausted = False
         release: Release | None = None
         if plan is not None:
             self.ledger = Ledger(
@@ -327,7 +329,9 @@ class Trainer:
         mover = self.search or self.feedback
         if mover is None or self.ledger is None:
             return True
-        return mover.release.plan.affords(self.ledger.event(), self.step)
+        # what is charged already costs nothing where it is repeated as it was; another attempt of it asks `Release.charge`
+        charged = self.step < self.ledger.next_step and not self.exhausted
+        return charged or mover.release.plan.affords(self.ledger.event(), self.step)
 
     def _feed_back(self, progress: Progress) -> None:
         """Let the noise follow what this step has released."""
@@ -410,7 +414,7 @@ class Trainer:
         return bundle if whole is None else replace(bundle, model=whole)
 
     def take_step(self, interrupts: Interrupts) -> Sums | None:
-        """The next step. None where it was interrupted before it was charged."""
+        """The next step. None where it was interrupted before it was charged, or the budget does not cover it."""
         step, optim = self.step, self.run.optim
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.steps, optim.lr, optim.lr_schedule, optim.warmup_ratio)
@@ -424,6 +428,10 @@ class Trainer:
         except torch.OutOfMemoryError:
             self._shrink()
             return self.take_step(interrupts)
+        except BudgetSpentError:
+            self.stepper.clear()
+            self.exhausted = True
+            return None
         if self.averages is not None:
             self.averages.update(step)
         return self.stepper.sums
@@ -531,7 +539,9 @@ class Trainer:
     def _tell(self, sums: Sums, progress: Progress) -> None:
         """The lines of a step, and the progress bar."""
         loss = None if self.metrics.strict else float(sums.loss) / max(1, sums.drawn)
-        progress.step(self.step, loss, self.expected_batch / self.log.step_times[-1], self.ledger)
+        # of a course that a filter ends, only the whole budget is guaranteed
+        spent = None if self.plan is not None and self.plan.moves else self.ledger
+        progress.step(self.step, loss, self.expected_batch / self.log.step_times[-1], spent)
         released: dict[str, Any] = {"lr": self.optimizer.param_groups[0]["lr"]}
         if self.search is not None:
             released["lr"] = self.search.chosen

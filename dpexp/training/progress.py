@@ -21,6 +21,8 @@ from dpexp.statement import ACCOUNTANTS
 
 EPSILON_EVERY_S = 5.0
 LINE_EVERY_S = 10.0
+# of a run with a strict release
+STRICT_LINES = 20
 # the time left is their median times the steps left
 RECENT_STEPS = 101
 
@@ -96,11 +98,12 @@ class Progress:
         last = step == self.steps
         self.times.append(now - self.ended)
         self.ended = now
-        if (
-            ledger is not None
-            and self.delta is not None
-            and (self.stale or last or now - self.epsilon_at > EPSILON_EVERY_S)
-        ):
+        # with a strict release by their number: when a line comes would tell how long steps took
+        every = self.steps // STRICT_LINES
+        counted, late = every > 0 and step % every == 0, now - self.line_at > LINE_EVERY_S
+        due = last or step == self.start + 1 or (counted if self.strict else late)
+        old = due if self.strict else last or now - self.epsilon_at > EPSILON_EVERY_S
+        if ledger is not None and self.delta is not None and (self.stale or old):
             self.epsilon_at, self.stale = now, False
             # an accountant that cannot treat the event has nothing to show
             with contextlib.suppress(UserError):
@@ -108,9 +111,7 @@ class Progress:
         facts = self.facts(loss, rate)
         left = self.time_left(step)
         self.bar.update(self.training, completed=step, facts=facts, left=left)
-        if not self.console.is_terminal and (
-            last or step == self.start + 1 or now - self.line_at > LINE_EVERY_S
-        ):
+        if due and not self.console.is_terminal:
             self.line_at = now
             self.say("  ".join(filter(None, [f"step {step}/{self.steps}", facts, left])))
 

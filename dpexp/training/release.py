@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 ROUNDING = 1e-6
 
 
+class BudgetSpentError(UserError):
+    """A step comes up again as another one, and no budget is left to charge it a second time."""
+
+
 class Release:
     """The releases of one run.
 
@@ -103,7 +107,8 @@ class Release:
             deterministic): draw the sums again, as the next attempt. Nothing was written then.
 
         Raises:
-            UserError: an example can move the sums further than their noise is for. Nothing was written then.
+            UserError: an example can move the sums further than their noise is for, or, as a `BudgetSpentError`, the budget of a
+                filter does not cover another attempt. Nothing was written then.
         """
         thresholds = self.policy.values.cpu().double()
         bound = self.clipper.reach * float(sensitivity(thresholds, torch.ones_like(thresholds)))
@@ -125,6 +130,10 @@ class Release:
             self.ledger.ranks.agree(f"the sum of step {step}", found)
         if attempt < len(charged) and charged[attempt] != found:
             return False
+        if charged and attempt == len(charged) and not self.plan.affords(self.ledger.event(), step):
+            raise BudgetSpentError(
+                f"the budget does not cover another attempt of step {step}: the run ends before it"
+            )
         if self.ledger.begin_step(step, self.plan.charge(step), found) != attempt:
             raise RuntimeError(f"the ledger does not agree that step {step} is in attempt {attempt}")
         return True

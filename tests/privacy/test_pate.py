@@ -1,19 +1,22 @@
 """Votes of teachers: Algorithms 1 and 2 as derived, what one example moves, and the events that are charged for it."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from rich.console import Console
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 from dpexp.config import compose
 from dpexp.errors import UserError
-from dpexp.pate import PateConfig, check, release, teachers_of
+from dpexp.pate import PateConfig, check, pate, release, teachers_of
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.ledger import Ledger
+from dpexp.privacy.noise import KeyedGenerator, SecureGenerator
 from dpexp.privacy.pate import plan_votes, upsampling, weights
 from dpexp.training.teachers import neighbour_votes, share_out
 
@@ -121,6 +124,12 @@ def test_answers_are_charged_before_their_noise_and_groups_each_with_their_own(t
         (["pate.method=votes"], "pate.method=votes is not a choice"),
         (["task=sst2"], "has none: take task=mnist"),
         (["pate.teachers=0"], r"pate\.teachers=0 must be 1 or more"),
+        (["runtime.dry_run=true"], r"runtime\.dry_run=True is not read by pate"),
+        (["privacy.noise_multiplier=3"], r"privacy\.noise_multiplier=3\.0 is not read by pate"),
+        (["privacy.sampling=fixed"], r"privacy\.sampling=fixed is not read"),
+        (["individual.budgets=file.txt"], r"individual\.budgets=file\.txt is not read"),
+        (["privacy.release=strikt"], "choose normal or strict"),
+        (["task=images", "data.train=folder", "scale=own"], "declared and not read from it"),
     ],
 )
 def test_bad_settings(changes, message):
@@ -133,3 +142,27 @@ def test_a_group_without_teachers_and_copies_beyond_the_teachers_are_refused():
         plan_votes("weighting", [1.0, 2.0], teachers=[3, 0], queries=5, delta=1e-5)
     with pytest.raises(UserError, match="puts an example into 20 teachers, and there are 10"):
         plan_votes("upsampling", [1.0, 20.0], teachers=[10], queries=5, delta=1e-5, precision=0)
+
+
+def test_the_release_the_noise_and_the_key_are_as_asked_for(tmp_path):
+    asked = [
+        "scale=demo", "pate.method=knn", "pate.queries=4", "pate.student_epochs=1", "privacy.release=strict",
+        "privacy.secure=true", "runtime=cpu", f"data.cache={tmp_path}", f"runtime.runs_dir={tmp_path}",
+    ]  # fmt: skip
+    summary = pate(compose(asked, "pate", PateConfig), tmp_path / "run", Console(quiet=True))
+    assert summary["data"]["sha256"]["train"] is None
+    assert summary["wall_s"] is None
+    assert json.loads((tmp_path / "run" / "ledger.jsonl").read_text())["time"] is None
+    assert any("by whole numbers alone" in note for note in summary["privacy"]["notes"])
+
+
+def test_the_exact_noise_is_drawn_where_it_is_asked_for(tmp_path, monkeypatch):
+    kinds = []
+    monkeypatch.setattr(
+        "dpexp.pate.add_gaussian_", lambda tensors, std, generator: kinds.append(type(generator))
+    )
+    plan = plan_votes("uniform", [1.0], teachers=[5], queries=6, delta=1e-5)
+    for secure in (False, True):
+        ledger = Ledger(tmp_path / f"{secure}.jsonl", KEY)
+        release(np.zeros((6, 3)), plan, ledger, KEY, {}, np.zeros(10, np.int64), secure=secure)
+    assert kinds == [KeyedGenerator, SecureGenerator]

@@ -88,3 +88,16 @@ def test_a_dry_start_writes_nothing_and_fails_where_something_is_missing(tmp_pat
     missing = compose(["task=mnist", f"data.root={tmp_path}", "data.source=files", "clip=flat"])
     with pytest.raises(UserError, match="can't start here: missing: mnist/train-images"):
         train.dry_start(missing, Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["optim.batch_growth={name: step, decay_rate: 0.5, period: 1}"],
+        ["individual=sampling", "individual.groups=nowhere.txt"],
+        ["individual=scaling", "individual.budgets=nowhere.txt"],
+    ],
+)
+def test_what_has_a_value_for_each_step_or_each_example_takes_a_step(asked: list[str]):
+    run = compose(["task=mnist", "scale=demo", "clip=flat", *asked])
+    assert dry.one_step(run).startswith("taken with")

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
+from dpexp.privacy.sampling import PoissonSampler
 from dpexp.training import release
 from dpexp.training.padding import padding_token
 from tests.killing import in_child
@@ -88,11 +89,14 @@ def test_it_takes_the_steps_of_the_training_loop(tmp_path, monkeypatch, size, ad
     run = tiny_run(steps=20, adaptive=adaptive)
     run.optim.name, run.optim.lr = "sgd", 0.5
     run.clip.groups = "layer" if adaptive else "flat"
-    again()
-    trainer = run_to_end(tmp_path / "loop", run, model=network())
-    again()
     settings = {"groups": "layer", "target_quantile": 0.5} if adaptive else {}
-    engine = train(make(tmp_path / "engine", steps=20, **settings), size)
+    engine = make(tmp_path / "engine", steps=20, **settings)
+    keys = engine._keys
+    again()
+    sampler = PoissonSampler(60, 20 / 60, keys.draws)
+    trainer = run_to_end(tmp_path / "loop", run, model=network(), keys=keys, sampler=sampler)
+    again()
+    train(engine, size)
     np.testing.assert_allclose(flat(engine), weights(trainer), rtol=0, atol=1e-6)
     torch.testing.assert_close(engine.policy.values, trainer.policy.values)
     for accountant in ("rdp", "pld"):
@@ -770,3 +774,37 @@ def test_losses_that_are_no_numbers_are_said_once(tmp_path):
             engine.step(losses_of(engine, batch) * torch.tensor(float("nan")))
     assert engine.finished
     assert [str(one.message).startswith("step 1: losses are NaN") for one in said] == [True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"schedule": {"name": "privacy_utility_released", "start": 1.5, "window": 1}}, "follows"),
+        ({"schedule": 3}, "is no schedule"),
+        ({"schedule": {"name": "time", "rate": 1.0}}, "is no schedule"),
+        ({"schedule": {"name": "time", "decay_rate": "fast"}}, "is no schedule"),
+        ({"delta": None}, "neither a number nor a rule"),
+        ({"delta": [1e-5]}, "neither a number nor a rule"),
+    ],
+)  # fmt: skip
+def test_a_schedule_or_a_delta_that_is_none_gets_one_sentence(tmp_path, changes, says):
+    with pytest.raises(UserError, match=says) as caught:
+        make(tmp_path / "run", **changes)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fixed_seed_serves_one_run(tmp_path):
+    """Two runs of one seed would share their samples, and what both release would cost more than the sum of their ε."""
+
+    def keys(folder, **changes):
+        with make(tmp_path / folder, **changes) as engine:
+            return engine._keys
+
+    assert keys("same") == keys("the same")
+    others = [
+        keys("noise", noise_multiplier=2.0),
+        keys("clip", clip_norm=0.5),
+        keys("groups", groups="layer"),
+    ]
+    assert len({keys("same").draws, *(other.draws for other in others)}) == 4

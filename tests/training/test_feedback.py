@@ -9,6 +9,7 @@ import pytest
 import torch
 from dp_accounting.rdp import compute_epsilon
 
+from dpexp import provenance
 from dpexp.account import AccountArguments, account
 from dpexp.config import compose
 from dpexp.errors import UserError
@@ -125,6 +126,39 @@ def test_a_run_ends_where_no_step_fits_and_the_target_holds(schedule, tmp_path):
     assert again.feedback.level == trainer.feedback.level
 
 
+NEARLY_CONSTANT = VALIDATION | {"every": 1, "threshold": 1.0, "decay_rate": 0.999, "start": 1.0}
+
+
+def killed_behind_its_last_charge(folder, monkeypatch):
+    """A run all of whose steps are charged, and that has no checkpoint."""
+    run = run_of(NEARLY_CONSTANT)
+    run.runtime.checkpoint_every = 0
+    trainer = make_trainer(folder, run)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "save", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(trainer)
+    assert trainer.step > 8
+    return run, trainer
+
+
+def test_what_is_charged_is_repeated_for_nothing_also_where_the_budget_is_spent(tmp_path, monkeypatch):
+    run, killed = killed_behind_its_last_charge(tmp_path, monkeypatch)
+    again = make_trainer(tmp_path, run)
+    assert again.step == 0
+    assert train(again).status == "finished"
+    assert (again.step, again.ledger.steps_charged) == (killed.step, killed.ledger.steps_charged)
+    np.testing.assert_array_equal(weights(again), weights(killed))
+
+
+def test_a_spent_budget_charges_no_second_attempt(tmp_path, monkeypatch):
+    run, killed = killed_behind_its_last_charge(tmp_path, monkeypatch)
+    monkeypatch.setattr(provenance, "code_hash", lambda: "another")
+    again = make_trainer(tmp_path, run)
+    assert train(again).status == "finished"
+    assert (again.step, again.ledger.steps_charged) == (0, killed.ledger.steps_charged)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -139,6 +173,13 @@ def test_bad_settings_get_one_sentence(overrides, message):
     with pytest.raises(UserError, match=message) as caught:
         compose(["task=sst2", "scale=demo", *overrides])
     assert "\n" not in str(caught.value)
+
+
+def test_a_filter_affords_what_was_planned_also_where_the_best_order_is_large():
+    made = make_plan(**SMALL | {"epsilon": 1e-3}, schedule=VALIDATION | {"start": 1.0})
+    assert filter_orders(releases(made.event()), made.delta)[0] > 5000
+    assert made.affords(made.event(11), 11)
+    assert not made.affords(made.event(), 11)
 
 
 def test_no_epsilon_is_computed_beforehand_of_noise_that_follows():

@@ -35,6 +35,9 @@ def test_the_event_is_that_of_the_steps_one_by_one_under_every_accountant():
     assert 0.998 * 2 < calibrated.epsilon() <= 2.0
     assert calibrated.noise_multiplier > make_plan(**SMALL, epsilon=2.0).noise_multiplier
     assert "batches" not in make_plan(**SMALL, epsilon=2.0).to_dict()
+    (said,) = calibrated.caveats()
+    assert "to a rate of 0.2 in the last one" in said
+    assert not make_plan(**SMALL, epsilon=2.0).caveats()
 
 
 def test_the_sampler_draws_at_the_rate_of_the_step():
@@ -92,5 +95,7 @@ def test_bad_settings_get_one_sentence(overrides, message):
     with pytest.raises(UserError, match=message) as caught:
         compose(["task=sst2", "scale=demo", *overrides])
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="times the data"):
-        make_plan(**SMALL | {"steps": 200}, noise_multiplier=1.0, batches=GROWTH)
+    hump = {"name": "influence", "influences": [1.0, 1e6, 1.0]}
+    for batches, steps in ((GROWTH, 200), (hump, 60)):
+        with pytest.raises(UserError, match="times the data"):
+            make_plan(**SMALL | {"steps": steps}, noise_multiplier=1.0, batches=batches)

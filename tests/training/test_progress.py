@@ -3,6 +3,7 @@
 import io
 import json
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -96,3 +97,29 @@ def test_the_final_table_shows_all_accountants_and_which_decides():
     ):
         assert expected in text
     assert TASK.data.name in text
+
+
+def test_the_lines_of_a_strict_release_come_at_steps_that_no_clock_decides(monkeypatch):
+    """Steps of very different lengths: the same lines, with the ε of their own step."""
+
+    def lines(seconds):
+        clock = iter(np.cumsum([0.0, *seconds]))
+        monkeypatch.setattr("dpexp.training.progress.time.monotonic", lambda: next(clock))
+        progress, taken = Progress(100, 0, 1e-5, torch.device("cpu"), output(), strict=True), Taken()
+        for taken.steps in range(1, 101):
+            progress.step(taken.steps, None, 10.0, taken)
+        return progress.console.file.getvalue().splitlines()
+
+    quick = lines([0.01] * 100)
+    assert quick == lines([7.0 if step % 3 else 0.1 for step in range(100)])
+    assert quick[0] == "step 1/100  ε 0.010 (rdp)"
+    assert quick[1:] == [f"step {step}/100  ε {step / 100:.3f} (rdp)" for step in range(5, 101, 5)]
+
+
+class Taken:
+    """What so many steps have spent."""
+
+    steps = 0
+
+    def epsilon(self, delta, accountant):
+        return self.steps / 100

@@ -10,6 +10,7 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEven
 from dp_accounting.rdp import RdpAccountant
 
 from dpexp.clipping import attach
+from dpexp.clipping.given import check_thresholds
 from dpexp.clipping.thresholds import NormThresholds, QuantileThresholds
 from dpexp.config import compose
 from dpexp.errors import UserError
@@ -47,6 +48,17 @@ def test_equal_steps_and_equal_factors():
     geometric = QuantileThresholds(torch.tensor([1.0, 100.0]), 0.5, 0.4, 1e-3)
     geometric.update(torch.tensor([0.75, 0.25]))
     assert geometric.values.tolist() == pytest.approx([math.exp(-0.1), 100 * math.exp(0.1)])
+
+
+@pytest.mark.parametrize("kind", ["quantile", "norm"])
+def test_a_group_without_gradients_beside_one_with_huge_ones_has_a_threshold_still(kind):
+    estimates = torch.tensor([1e-6, 1e12])
+    if kind == "quantile":
+        policy = QuantileThresholds(estimates, 0.5, 0.3, 1e-6, rescale_to=0.1)
+    else:
+        policy = NormThresholds(estimates, 1.0, 2.0, 1e-6, rescale_to=0.1)
+    check_thresholds(policy.values.double(), "thresholds")
+    assert policy.values.norm() == pytest.approx(0.1)
 
 
 def test_the_event_is_that_of_the_two_gaussians_and_the_noise_is_what_it_says(tmp_path, monkeypatch):
