@@ -163,8 +163,7 @@ def test_batches_of_a_fixed_size():
     assert (result["epsilon"]["pld"], result["mu"]) == (None, None)
     assert "epsilon pld" not in as_text(result)
     # a rate is not rounded, however small
-    rare = {"noise_multiplier": 1.0, "steps": 10**13, "sampling": "fixed"}
-    low, high = (account(arguments(**rare, sample_rate=q))["epsilon"]["rdp"] for q in (1e-9, 1.4e-9))
-    assert high > 1.2 * low > 0
+    rare = arguments(noise_multiplier=1.0, steps=10**13, sampling="fixed", sample_rate=4e-10)
+    assert account(rare)["epsilon"]["rdp"] > 0.5
     with pytest.raises(UserError, match="choices: poisson, fixed"):
         account(arguments(sampling="shuffle"))

@@ -51,7 +51,7 @@ ENGINES: dict[str, Engine] = {
 def engine_named(name: str) -> Engine:
     """Look an engine up; a wrong name gets the list and the closest match."""
     if name not in ENGINES:
-        close = difflib.get_close_matches(name, ENGINES, n=1)
+        close = difflib.get_close_matches(str(name), ENGINES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(f"engine={name!r} is not known{hint} (engines: {', '.join(ENGINES)})")
     return ENGINES[name]

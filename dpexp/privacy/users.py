@@ -27,6 +27,10 @@ class Users:
     def __init__(self, names: Sequence[Hashable], most: int):
         if most < 1:
             raise UserError(f"{most} rows of a user in a step: at least one is needed")
+        if not hasattr(names, "__len__"):
+            raise UserError(
+                f"users={names!r} names nobody: give the user of each row, in the order of the data"
+            )
         if not len(names):
             raise UserError("there are no rows, and so no users: give the user of each row")
         found: dict[Hashable, list[int]] = {}

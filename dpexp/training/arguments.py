@@ -18,16 +18,20 @@ WHOLE = ("steps", "rows_per_example", "checkpoint_every", "noise_seed", "physica
 """Counts; the others may have a fraction."""
 FROM_ZERO = ("checkpoint_every", "noise_multiplier", "noise_seed")
 """May be 0; the others must be above."""
+OPTIONAL = ("steps", "epochs", "epsilon", "noise_multiplier", "target_quantile", "noise_seed")
+"""May be None."""
+LARGEST = {"clip_norm": 1e18, "loss_scale": 1e18}
+"""Of what is computed with in 32 bits."""
 
 
 def check_numbers(**arguments: Any) -> None:
-    """Refuse what is not a number of the right kind; None is left out.
+    """Refuse what is not a number of the right kind.
 
     Raises:
-        UserError: text or another type, NaN or infinity, a fraction of a count, or a number that is too small.
+        UserError: text or another type, NaN or infinity, a fraction of a count, or a number that is too small or too large.
     """
     for name, value in arguments.items():
-        if value is None:
+        if value is None and name in OPTIONAL:
             continue
         if isinstance(value, bool) or not isinstance(value, Real):
             raise UserError(f"{name}={value!r} is not a number: give one, without quotes")
@@ -37,6 +41,22 @@ def check_numbers(**arguments: Any) -> None:
             raise UserError(f"{name}={value} is not a whole number")
         if value < 0 or (value == 0 and name not in FROM_ZERO):
             raise UserError(f"{name}={value} must be {'0 or larger' if name in FROM_ZERO else 'above 0'}")
+        if value > LARGEST.get(name, math.inf):
+            raise UserError(
+                f"{name}={value:g} must be at most {LARGEST[name]:g}: it meets numbers of 32 bits"
+            )
+
+
+def plain_numbers(**arguments: Any) -> dict[str, Any]:
+    """Check numbers as `check_numbers` does, and give them in the same order as Python's own, whatever library they come from."""
+    check_numbers(**arguments)
+    return {name: _plain(name, value) for name, value in arguments.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is None or type(value) is int:
+        return value
+    return int(value) if name in WHOLE else float(value)
 
 
 def checked_folder(folder: Any) -> Path:

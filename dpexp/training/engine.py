@@ -32,7 +32,13 @@ from dpexp.privacy.schedules import Schedule
 from dpexp.privacy.users import Users, of_users
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig, UnitConfig
 from dpexp.training import state
-from dpexp.training.arguments import check_dataset, check_numbers, check_optimizer, checked_folder
+from dpexp.training.arguments import (
+    check_dataset,
+    check_numbers,
+    check_optimizer,
+    checked_folder,
+    plain_numbers,
+)
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
 from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
@@ -130,11 +136,15 @@ class PrivacyEngine:
         data_name: str | None = None,
         noise_seed: int | None = None,
     ):
-        check_numbers(
+        numbers = plain_numbers(
             batch_size=batch_size, epochs=epochs, steps=steps, epsilon=epsilon, noise_multiplier=noise_multiplier,
             clip_norm=clip_norm, target_quantile=target_quantile, quantile_budget=quantile_budget, quantile_lr=quantile_lr,
             loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, noise_seed=noise_seed,
         )  # fmt: skip
+        (
+            batch_size, epochs, steps, epsilon, noise_multiplier, clip_norm, target_quantile, quantile_budget, quantile_lr,
+            loss_scale, rows_per_example, checkpoint_every, noise_seed,
+        ) = numbers.values()  # fmt: skip
         if target_quantile is not None and target_quantile >= 1:
             raise UserError(
                 f"target_quantile={target_quantile} is a share of the norms: give a number below 1"

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pandas
@@ -635,6 +636,11 @@ def test_the_promise_of_one_length_is_kept_or_refused(tmp_path, fixed):
         ({"clip_norm": 0.0}, "clip_norm=0.0 must be above 0"),
         ({"target_quantile": 1.0}, "target_quantile=1.0 is a share"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1 must be 0 or larger"),
+        ({"clip_norm": None}, "clip_norm=None is not a number"),
+        ({"clip_norm": 1e300}, r"clip_norm=1e\+300 must be at most 1e\+18"),
+        ({"loss_scale": 1e300}, r"loss_scale=1e\+300 must be at most"),
+        ({"users": 5}, "users=5 names nobody"),
+        ({"scheduler": 3}, "scheduler=3 is no learning-rate scheduler"),
     ],
     ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
 )
@@ -642,6 +648,26 @@ def test_a_number_that_cannot_be_meant_gets_one_sentence(tmp_path, changes, says
     with pytest.raises(UserError, match=says):
         make(tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
+
+
+def test_numbers_may_be_those_of_other_libraries(tmp_path):
+    numbers = {
+        "batch_size": np.float32(20),
+        "steps": np.int64(2),
+        "clip_norm": np.float32(0.5),
+        "noise_multiplier": Fraction(3, 2),
+    }
+    numbers |= {
+        "noise_multiplier": Fraction(3, 2),
+        "target_quantile": np.float16(0.5),
+        "checkpoint_every": np.int8(1),
+    }
+    engine = train(make(tmp_path, **numbers))
+    assert engine.finished
+    assert (
+        engine.plan.to_dict()
+        == make(tmp_path / "own", steps=2, noise_multiplier=1.5, target_quantile=0.5).plan.to_dict()
+    )
 
 
 @pytest.mark.parametrize("folder", [None, "", 3])
@@ -783,6 +809,7 @@ def test_losses_that_are_no_numbers_are_said_once(tmp_path):
         ({"schedule": 3}, "is no schedule"),
         ({"schedule": {"name": "time", "rate": 1.0}}, "is no schedule"),
         ({"schedule": {"name": "time", "decay_rate": "fast"}}, "is no schedule"),
+        ({"schedule": {"name": "influence", "influences": ["a"]}}, "is no schedule"),
         ({"delta": None}, "neither a number nor a rule"),
         ({"delta": [1e-5]}, "neither a number nor a rule"),
     ],

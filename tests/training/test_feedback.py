@@ -176,7 +176,7 @@ def test_bad_settings_get_one_sentence(overrides, message):
 
 
 def test_a_filter_affords_what_was_planned_also_where_the_best_order_is_large():
-    made = make_plan(**SMALL | {"epsilon": 1e-3}, schedule=VALIDATION | {"start": 1.0})
+    made = make_plan(**SMALL | {"epsilon": 1e-3, "delta": 1e-8}, schedule=VALIDATION | {"start": 1.0})
     assert filter_orders(releases(made.event()), made.delta)[0] > 5000
     assert made.affords(made.event(11), 11)
     assert not made.affords(made.event(), 11)
