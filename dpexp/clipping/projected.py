@@ -117,7 +117,7 @@ class ProjectedClipper(PlainClipper):
                 raise
             raise UserError(
                 f"clip=jl differentiates twice, which an operation of this model does not allow ({error}): use clip=flat, or "
-                "model.config.attn_implementation=eager where it is the attention"
+                "model.config._attn_implementation=eager where it is the attention"
             ) from error
         return total / self.projections
 

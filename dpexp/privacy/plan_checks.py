@@ -32,7 +32,7 @@ def check_numbers(
         raise UserError(f"the data set has {num_examples} {unit}s; at least one is needed")
     if not 0 < expected_batch_size <= num_examples:
         raise UserError(
-            f"batch_size={expected_batch_size} must be above 0 and at most N = {num_examples} {unit}s"
+            f"batch_size={expected_batch_size:g} must be above 0 and at most N = {num_examples} {unit}s"
         )
     if steps < 1:
         raise UserError(f"steps={steps}: at least one is needed")

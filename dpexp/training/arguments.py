@@ -54,8 +54,8 @@ def plain_numbers(**arguments: Any) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if value is None or type(value) is int:
-        return value
+    if value is None:
+        return None
     return int(value) if name in WHOLE else float(value)
 
 
