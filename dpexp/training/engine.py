@@ -498,8 +498,7 @@ class PrivacyEngine:
     def _take_folder(self, noise_seed: int | None) -> Keys:
         self._held.enter_context(state.exclusive(self.folder))
         refuse_other_ledgers(self.folder)
-        name = f"{self.plan.fingerprint()} {vars(self._run.clip)}"
-        return open_keys(self.folder, noise_seed, name)
+        return open_keys(self.folder, noise_seed)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

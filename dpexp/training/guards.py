@@ -133,10 +133,6 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError("LBFGS asks for gradients of its own within a step: choose SGD, Adam or the like")
-    if scheduler is not None and not (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict")):
-        raise UserError(
-            f"scheduler={scheduler!r} is no learning-rate scheduler of the optimizer: give one, or leave it out"
-        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UserError(
             "ReduceLROnPlateau needs a metric: step it yourself with one on public data, and leave out scheduler="

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
-from dpexp.privacy.sampling import PoissonSampler
 from dpexp.training import release
 from dpexp.training.padding import padding_token
 from tests.killing import in_child
@@ -91,13 +90,10 @@ def test_it_takes_the_steps_of_the_training_loop(tmp_path, monkeypatch, size, ad
     run.optim.name, run.optim.lr = "sgd", 0.5
     run.clip.groups = "layer" if adaptive else "flat"
     settings = {"groups": "layer", "target_quantile": 0.5} if adaptive else {}
-    engine = make(tmp_path / "engine", steps=20, **settings)
-    keys = engine._keys
     again()
-    sampler = PoissonSampler(60, 20 / 60, keys.draws)
-    trainer = run_to_end(tmp_path / "loop", run, model=network(), keys=keys, sampler=sampler)
+    trainer = run_to_end(tmp_path / "loop", run, model=network())
     again()
-    train(engine, size)
+    engine = train(make(tmp_path / "engine", steps=20, **settings), size)
     np.testing.assert_allclose(flat(engine), weights(trainer), rtol=0, atol=1e-6)
     torch.testing.assert_close(engine.policy.values, trainer.policy.values)
     for accountant in ("rdp", "pld"):
@@ -640,7 +636,7 @@ def test_the_promise_of_one_length_is_kept_or_refused(tmp_path, fixed):
         ({"clip_norm": 1e300}, r"clip_norm=1e\+300 must be at most 1e\+18"),
         ({"loss_scale": 1e300}, r"loss_scale=1e\+300 must be at most"),
         ({"users": 5}, "users=5 names nobody"),
-        ({"scheduler": 3}, "scheduler=3 is no learning-rate scheduler"),
+        ({"scheduler": 3}, "scheduler=3 is none"),
     ],
     ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
 )
@@ -655,9 +651,6 @@ def test_numbers_may_be_those_of_other_libraries(tmp_path):
         "batch_size": np.float32(20),
         "steps": np.int64(2),
         "clip_norm": np.float32(0.5),
-        "noise_multiplier": Fraction(3, 2),
-    }
-    numbers |= {
         "noise_multiplier": Fraction(3, 2),
         "target_quantile": np.float16(0.5),
         "checkpoint_every": np.int8(1),
@@ -819,19 +812,3 @@ def test_a_schedule_or_a_delta_that_is_none_gets_one_sentence(tmp_path, changes,
         make(tmp_path / "run", **changes)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_fixed_seed_serves_one_run(tmp_path):
-    """Two runs of one seed would share their samples, and what both release would cost more than the sum of their ε."""
-
-    def keys(folder, **changes):
-        with make(tmp_path / folder, **changes) as engine:
-            return engine._keys
-
-    assert keys("same") == keys("the same")
-    others = [
-        keys("noise", noise_multiplier=2.0),
-        keys("clip", clip_norm=0.5),
-        keys("groups", groups="layer"),
-    ]
-    assert len({keys("same").draws, *(other.draws for other in others)}) == 4
