@@ -170,7 +170,7 @@ def test_an_engine_of_ones_own_loop_takes_users(tmp_path: Path):
     for x, y in one.batches(physical_batch_size=8):
         assert len(x) <= 8 * MOST
         with pytest.raises(UserError, match=r"32 examples: one loss per|28 examples: one loss per"):
-            one.step(torch.zeros(5))
+            one.step(torch.zeros(5, requires_grad=True))
         one.step(nn.functional.cross_entropy(one.model(x), y, reduction="none"))
     wanted = sum(
         gradient * min(1.0, 0.3 / float(gradient.norm()))
