@@ -75,7 +75,7 @@ class Jobs(Callback):
 def _is_strict(config: DictConfig) -> bool:
     """Whether nothing that an error may say of private rows is kept; see `dpexp.record.withheld`."""
     strict = OmegaConf.select(config, "privacy.release") == "strict"
-    return strict and bool(OmegaConf.select(config, "clip.private", default=True))
+    return bool(strict and OmegaConf.select(config, "clip.private", default=True))
 
 
 def _first_line(error: object, *, withheld: bool) -> str:
