@@ -245,8 +245,10 @@ def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> tup
     ends = [[method], [kind or "full"]]
     if kind or chosen.get("clip") == "nonprivate":
         ends.append([kind, "flat"])
+    tried: list[tuple[tuple[str, ...], list[list[str]]]]
+    tried = [(("task", "model"), ends), (("task",), ends), ((), [[]])]
     for table in tables:
-        for named, own in ((("task", "model"), ends), (("task",), ends), ((), [[]])):
+        for named, own in tried:
             for end in own:
                 parts = (cell.paper, numbered(table), *(words[name] for name in named), *end)
                 preset = "_".join(filter(None, parts))
