@@ -170,6 +170,32 @@ def pairs(folder):
     return engine
 
 
+def adversarial_examples(folder):
+    engine = prepare(folder, network())
+    for features, labels in engine.batches():
+        features.requires_grad_(True)
+        loss = F.cross_entropy(engine.model(features), labels, reduction="sum")
+        (direction,) = torch.autograd.grad(loss, features)  # of the inputs alone: nothing is clipped here
+        moved = features.detach() + 0.1 * direction.sign()
+        engine.step(F.cross_entropy(engine.model(moved), labels, reduction="none"))
+    return engine
+
+
+def adversarial_network(folder):
+    generator = nn.Linear(5, 20)
+    optimizer = torch.optim.Adam(generator.parameters(), lr=0.01)
+    engine = prepare(folder, network(outputs=1))  # the discriminator alone sees data
+    for features, _ in engine.batches():
+        fakes = generator(torch.randn(len(features), 5)).detach()
+        losses = F.softplus(-engine.model(features)) + F.softplus(engine.model(fakes))
+        if engine.step(losses[:, 0]):
+            loss = F.softplus(-engine.model(generator(torch.randn(20, 5)))).mean()
+            optimizer.zero_grad()
+            loss.backward(inputs=list(generator.parameters()))  # not the discriminator's
+            optimizer.step()
+    return engine
+
+
 def save_and_load(folder):
     model = network()
     engine = prepare(folder / "run", model)

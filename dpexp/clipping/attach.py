@@ -30,7 +30,7 @@ from dpexp.clipping.given import (
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
-from dpexp.clipping.refusals import refuse_couplings
+from dpexp.clipping.refusals import refuse_couplings, refuse_hooks
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.sharding import sharded_modules, shards_of
@@ -134,6 +134,7 @@ class Clipper:
         self.max_clip_scale, self.rows_per_example = max_clip_scale, rows_per_example
         self.groups: list[Group] = build_groups(model, groups)
         self._params = trainable_parameters(model)
+        refuse_hooks(self._params)
         device = next(iter(self._params.values())).device
         self._thresholds = initial_thresholds(clip_norm, len(self.groups)).to(device)
         self._hooks: list[Any] = []
@@ -415,6 +416,7 @@ class Clipper:
             now = {wholes.get(number, number) for number in now}
         then = {id(p) for p in self._params.values()}
         if now == then:
+            refuse_hooks(self._params)
             return
         if self._shards is None and sharded_modules(self.model):
             raise UserError(

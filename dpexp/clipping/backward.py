@@ -103,6 +103,8 @@ class Step:
         self.all_norms = torch.zeros(
             len(groups), self.num_examples, dtype=accumulate, device=visit.roots.device
         )
+        # an example whose loss is NaN or Inf adds nothing, whatever its gradient
+        self.all_norms.masked_fill_(~visit.roots.finite(), torch.nan)
         # views
         self.sq_norms = list(self.all_norms)
         self.sums: Sums = {}
@@ -342,13 +344,12 @@ class Step:
             for name, g in gradients.items():
                 norms = self.sq_norms[self.group_of[name]]
                 norms[i] += numerics.squared_norms(g.unsqueeze(0)).squeeze(0).to(norms.dtype)
-                if not self.visit.roots.is_finite(i):
-                    norms[i] = torch.nan
             for k in {self.group_of[name] for name in gradients} if not self.deferred else ():
                 factor, keep = self._bounded_factors(k, self.sq_norms[k])
                 if keep is None or keep[i]:
                     for name in [n for n in gradients if self.group_of[n] == k]:
-                        sums[name] += factor[i].to(sums[name].dtype) * gradients[name]
+                        # a number of no dimension does not widen a product
+                        sums[name] += factor[i].to(sums[name]) * gradients[name].to(sums[name])
         for name, total in sums.items() if not self.deferred else ():
             self._add(name, total)
 
@@ -362,7 +363,8 @@ class Step:
             for name, g in gradients.items():
                 factor, keep = bounded[self.group_of[name]]
                 if keep is None or keep[i]:
-                    self._add(name, factor[i].to(g.dtype) * g)
+                    wide = g.to(numerics.wide(g.dtype))
+                    self._add(name, factor[i].to(wide) * wide)
 
 
 def _joined(chunks: list[Bounded]) -> Bounded | None:

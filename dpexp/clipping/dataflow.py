@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
-from types import FrameType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -32,6 +31,8 @@ RETURNING = {
     "scatter_reduce",
 }
 PICKING = {"index_select", "take_along_dim", "gather", "sort", "argsort", "topk"}
+# rows that a shuffle leaves in their order once in 40,000 times
+FEW = 8
 
 
 class DataFlow(TorchFunctionMode):
@@ -45,6 +46,8 @@ class DataFlow(TorchFunctionMode):
         super().__init__()
         # tensor -> whether it is routed
         self._followed = WeakIdKeyDictionary()
+        # 0, 1, 2, …, made by torch.arange; a shuffle of few rows may look like it by chance
+        self._counting = WeakIdKeyDictionary()
         for tensor in inputs:
             self.add(tensor)
 
@@ -62,6 +65,8 @@ class DataFlow(TorchFunctionMode):
         refuse_lookup(func, args, kwargs)
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is torch.arange or (tensors and all(tensor in self._counting for tensor in tensors)):
+            self._counting.update({leaf: None for leaf in tree_leaves(result) if isinstance(leaf, Tensor)})
         if any(tensor in self._followed for tensor in tensors):
             name = getattr(func, "__name__", "")
             base = args[0] if args and isinstance(args[0], Tensor) else None
@@ -99,21 +104,40 @@ class DataFlow(TorchFunctionMode):
             first.dtype != torch.bool
             and first.numel() == first.shape[0] == rows
             and first not in self._followed
+            and (first in self._counting or rows >= FEW)
         )
         return not (counted and bool((first.flatten() == torch.arange(rows, device=first.device)).all()))
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among the arguments of a forward pass, also inside mappings and dataclasses."""
+def tensors_in(value: Any, depth: int = 2) -> list[Tensor]:
+    """The tensors among the arguments of a forward pass, also inside mappings, dataclasses and objects like a batch of graphs.
+
+    Args:
+        value: anything.
+        depth: how many objects deep to look.
+    """
     found = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif isinstance(leaf, Mapping):
-            found += tensors_in(dict(leaf))
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+            found += tensors_in(dict(leaf), depth)
+        elif depth:
+            found += tensors_in(list(attributes_of(leaf).values()), depth - 1)
     return found
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object holds, a dataclass or one of another class; nothing of numbers, functions and modules."""
+    if isinstance(
+        value, str | int | float | Tensor | nn.Module | type | FunctionType | MethodType | ModuleType
+    ):
+        return {}
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    names = [name for given in slots for name in ((given,) if isinstance(given, str) else given)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)} | dict(
+        getattr(value, "__dict__", {})
+    )
 
 
 def entered(value: Any) -> tuple[list[Tensor], tuple[torch.Size, ...], int]:

@@ -73,14 +73,8 @@ def used_again(roots: Roots) -> Iterator[None]:
 
 def _any_donated(roots: Roots) -> bool:
     """Whether a compiled graph behind the roots overwrites what its forward saved."""
-    waiting, seen = roots.nodes, set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in roots.graph():
         metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
         if getattr(metadata, "bw_donated_idxs", None):
             return True
-        waiting.extend(following for following, _ in node.next_functions)
     return False

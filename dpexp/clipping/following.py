@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from dpexp.clipping import copies, meeting
 from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
@@ -25,6 +26,9 @@ from dpexp.clipping.taps import Recorder
 from dpexp.clipping.values import in_place
 
 TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# attributes that the followed value, which autograd knows as a view of the parameter, does not have itself
+OF_THE_PARAMETER = frozenset({"is_leaf", "grad", "grad_fn"})
 
 
 class Followed(torch.Tensor):
@@ -41,12 +45,18 @@ class Followed(torch.Tensor):
     recorder: Recorder
     param: nn.Parameter | None
     seen: int
+    _is_param: bool
 
     @staticmethod
     def of(param: nn.Parameter, name: str, recorder: Recorder) -> Followed:
         """Follow a parameter."""
         result = param.as_subclass(Followed)
+        if param.__dict__:
+            # what people hang on a parameter
+            result.__dict__.update(param.__dict__)
         result.key, result.recorder, result.param = name, recorder, param
+        # what isinstance(…, nn.Parameter) asks
+        result._is_param = True
         return result
 
     @staticmethod
@@ -73,8 +83,13 @@ class Followed(torch.Tensor):
 
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        # no tap goes into torch.func's transforms
-        plainly = torch.is_grad_enabled() and peek_interpreter_stack() is None
+        if func.__name__ == "__set__":
+            return _set(func, *args)
+        if func.__name__ == "__get__" and func.__self__.__name__ in OF_THE_PARAMETER:
+            return func(args[0] if args[0].param is None else args[0].param)
+        # no tap goes into torch.func's transforms, nor where tangents are computed beside the values
+        transformed = peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+        plainly = torch.is_grad_enabled() and not transformed
         if plainly and (func.__name__ != "__get__" or func in TRANSPOSES):
             plain = [*args, *kwargs.values()] if kwargs else args
             values = [item for item in plain if type(item) is Followed]
@@ -89,6 +104,15 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
                 if result is not NotImplemented:
                     return result
         return func(*args, **kwargs)
+
+
+def _set(func: Any, value: Any, *given: Any) -> None:
+    """Set an attribute where it belongs: on the parameter, like the data of a weight that is held to a norm in the forward."""
+    param = getattr(value, "param", None)
+    if param is not None:
+        func(param, *given)
+    if param is None or func == SET_DATA:
+        func(value, *given)
 
 
 # a compiler must not look inside: it cuts its graph here

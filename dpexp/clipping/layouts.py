@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
+# several rows for each example, which may as well be a chance
+BLOCKS = (BLOCKED, STRIDED)
 # levels of `weights` for gradients
 SIGNED = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
 # for norms, which show no sign

@@ -36,8 +36,7 @@ def loop_over_examples(
         ) -> None:
             wanted = names.intersection(use.names)
             if wanted:
-                finite = tuple(_finite(s) for s in saved)
-                for name, g in use.plain_gradients(finite, _finite(gy), wanted).items():
+                for name, g in _gradients(use, saved, finite(gy), wanted).items():
                     into[name] = into[name] + g if name in into else g
 
         one = torch.zeros(visit.num_examples, dtype=visit.roots.dtype, device=visit.roots.device)
@@ -51,8 +50,26 @@ def loop_over_examples(
         yield i, collected
 
 
-def _finite(tensor: Tensor) -> Tensor:
-    """NaN and Inf replaced by zero. In the loop all but one example should contribute zero, and 0 * NaN is not."""
+def _gradients(use: Use, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]) -> dict[str, Tensor]:
+    """Find the gradients of one example, where the rows of all others arrive as zeros: 0 * NaN is not zero.
+
+    What is infinite in its own rows stays: a mask of scores.
+    """
+    idle, clean = (gy.unsqueeze(-1).flatten(1) == 0).all(1), [finite(s) for s in saved]
+
+    def of_others(s: Tensor, cleaned: Tensor) -> Tensor:
+        if cleaned is s or s.shape[:1] != gy.shape[:1]:
+            return s
+        return torch.where(idle.view(-1, *[1] * (s.dim() - 1)), cleaned, s)
+
+    found = use.plain_gradients(tuple(map(of_others, saved, clean)), gy, names)
+    if all(bool(g.isfinite().all()) for g in found.values()):
+        return found
+    return use.plain_gradients(tuple(clean), gy, names)
+
+
+def finite(tensor: Tensor) -> Tensor:
+    """Replace NaN and Inf by zero."""
     if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
         return tensor
     return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

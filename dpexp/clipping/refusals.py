@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +76,21 @@ def refuse_lookup(func: Any, args: tuple, kwargs: dict) -> None:
         table = given.arguments["weight"]
         name = getattr(table, "key", None) or f"a table {list(table.shape)}"
         raise UserError(f"{name} (F.{func.__name__}): {reason}")
+
+
+def refuse_hooks(params: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks on the gradients of parameters: no gradient of a single example would pass through them.
+
+    Raises:
+        UserError: names the parameter.
+    """
+    for name, param in params.items():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise UserError(
+                f"{name} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), which would never be "
+                "called: gradients are found by example, and clipped. Remove it (handle.remove()). A part of a parameter that is "
+                "to stay as it is belongs into a frozen tensor: torch.where(mask, self.frozen, self.trained) in the forward"
+            )
 
 
 REFUSALS: dict[type[nn.Module], Callable[[Any], str | None]] = {

@@ -8,7 +8,7 @@ its losses, so each stage proves its own rows, and the proof of a chain of stage
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,16 @@ class Roots:
         """Where the graph begins."""
         return [t.node if isinstance(t, GradientEdge) else t.grad_fn for t in self.tensors]
 
+    def graph(self) -> Iterator[Any]:
+        """Walk the graph behind the roots: every node once."""
+        waiting, seen = self.nodes, set()
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                yield node
+                waiting.extend(following for following, _ in node.next_functions)
+
     def weighted(self, weights: Tensor | None) -> list[Tensor]:
         """The gradients with the rows of each example multiplied by its weight, ``[B]``; of weight 0 nothing is left, NaN
         included."""
@@ -114,12 +124,12 @@ class Roots:
             found.append(torch.where(by_row == 0, 0.0, gradient * by_row).to(gradient.dtype))
         return found
 
-    def is_finite(self, example: int) -> bool:
-        """Whether the loss of an example, or the gradient that arrived for it, is finite."""
-        return all(
-            bool(value.unflatten(0, (self.num_examples, -1))[example].isfinite().all())
-            for value in self.values
-        )
+    def finite(self) -> Tensor:
+        """Tell, ``[B]``, whether the loss of each example, or the gradient that arrived for it, is finite."""
+        each = [
+            value.unflatten(0, (self.num_examples, -1)).flatten(1).isfinite().all(1) for value in self.values
+        ]
+        return torch.stack(each).all(0)
 
 
 def _leaves(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

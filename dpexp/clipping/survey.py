@@ -17,6 +17,7 @@ from dpexp.clipping import layouts
 from dpexp.clipping.gradients import PerExampleGradient
 from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.gradients.pages import give_back_freed_memory
+from dpexp.clipping.loop import finite
 from dpexp.clipping.meeting import NATIVE, SHARED
 from dpexp.clipping.remembered import ByRepr
 from dpexp.clipping.taps import ForwardPass, Visit
@@ -58,6 +59,8 @@ class Survey:
         self.operations: dict[str, dict[str, None]] = {}
         # uses that saw one example, with the weight of its loss
         self._alone: dict[int, float] = {}
+        # uses of rows that entered end to end: blocks of them hold for one batch alone
+        self._ragged: set[int] = set()
         # uses that turned out to be functions of parameters
         self._shared: list[Use] = []
         self._undecided = False
@@ -105,7 +108,7 @@ class Survey:
             or self.looped
             or again
             or self._pending(visit, again)[0]
-            or any(_kind(use) not in self._right for use in visit.uses)
+            or self._unproven(visit)
         )
 
     def look(self, visit: Visit, params: dict[str, nn.Parameter]) -> None:
@@ -126,7 +129,7 @@ class Survey:
         if pending or not self.settled:
             self._observe(visit, params, pending, doubted)
         self.looped.update(*(use.names for use in visit.uses if self._needs_loop(use)))
-        unproven = {id(use) for use in visit.uses if _kind(use) not in self._right and self._clips(use)}
+        unproven = self._unproven(visit)
         if unproven:
             self._check_formulas(visit, unproven)
         self._new = self.looped - known
@@ -172,6 +175,7 @@ class Survey:
         """Uses whose layout is to be proven, with the layouts that their shapes allow; and those proven before."""
         pending: dict[int, list[str]] = {}
         doubted: set[int] = set()
+        self._ragged = _ragged(visit)
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
             known = self.layouts.get(use.place)
@@ -192,7 +196,16 @@ class Survey:
                     doubted.add(id(use))
             else:
                 pending[id(use)] = found
+        for identity in pending.keys() - doubted - visit.reached if pending.keys() - doubted else ():
+            # a head whose output nobody took: there is nothing to prove
+            found = pending.pop(identity)
+            self.layout[identity] = found[0] if found else layouts.UNSEEN
         return pending, doubted
+
+    def _unproven(self, visit: Visit) -> set[int]:
+        """Uses whose formula is to be compared with autograd."""
+        found = {id(use) for use in visit.uses if _kind(use) not in self._right and self._clips(use)}
+        return found & visit.reached if found else found
 
     def _observe(
         self, visit: Visit, params: dict[str, nn.Parameter], pending: dict[int, list[str]], doubted: set[int]
@@ -284,7 +297,7 @@ class Survey:
         if proven:
             layout = proven[0]
             # right today; decide when a batch tells them apart, or never
-            if len(proven) > 1 or use.routed:
+            if len(proven) > 1 or use.routed or (id(use) in self._ragged and layout in layouts.BLOCKS):
                 self.layout[id(use)], self._undecided = layout, True
                 return
         elif use.routed or id(use) in self._alone:
@@ -371,6 +384,16 @@ def _sequence(visit: Visit) -> int:
     )
 
 
+def _ragged(visit: Visit) -> set[int]:
+    """Uses of rows that may belong to examples in a way that no shape tells."""
+    return {
+        id(use)
+        for owner in visit.passes
+        for use in owner.uses
+        if owner.is_ragged((use.input_shape or use.output_shape)[0], visit.rows)
+    }
+
+
 def _kind(use: Use) -> Hashable:
     """What the verdict on a formula holds for: a place, and where the operation is any function, its shapes."""
     if use.formula.label is not None:
@@ -400,11 +423,10 @@ def formula_is_right(
 ) -> bool:
     """Tell whether a formula's sum under weights of the examples is autograd's own gradient of the weighted outputs."""
     names = set(use.names)
-    if not bool(gy.isfinite().all()) or not all(
-        bool(s.isfinite().all()) for s in saved if s.is_floating_point()
-    ):
-        # one example's NaN would hide all others; the clean rows tell as much
-        return _clean_formula(use, saved, gy, layout, visit)
+    # NaN hides a formula, and zeros agree with every one (a gate that is closed at first): any other gradient tells as much
+    saved, gy = tuple(finite(s) for s in saved), finite(gy)
+    if not bool(gy.any()):
+        gy = torch.randn(gy.shape, generator=torch.Generator().manual_seed(gy.dim())).to(gy)
     try:
         found = per_example(use, saved, gy, layout, visit, names)
         reference = use.plain_gradients(saved, layouts.weighted_rows(gy, layout, visit.rows, by_row), names)
@@ -429,17 +451,6 @@ def formula_is_right(
             difference.sub_(expected)
         if not bool(wide_norm(difference) <= tolerance * scale + floor):
             return False
-    return True
-
-
-def _clean_formula(use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, visit: Visit) -> bool:
-    """Tell whether a formula can be evaluated at all, where a batch holds NaN or Inf and sums cannot be compared."""
-    try:
-        per_example(use, saved, gy, layout, visit, set(use.names))
-    except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return False
     return True
 
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -61,6 +62,12 @@ class ForwardPass:
         """Tell whether a batch of so many rows may have entered here."""
         return not self.shapes or any(rows in shape for shape in self.shapes)
 
+    def is_ragged(self, first: int, rows: int) -> bool:
+        """Tell whether ``first`` rows may have entered end to end: texts of any length, or graphs."""
+        return any(
+            shape[0] > rows and first % shape[0] == 0 and first // shape[0] % rows for shape in self.shapes
+        )
+
 
 OnUse = Callable[[ForwardPass, "Use", tuple[Tensor, ...], Tensor], None]
 
@@ -96,6 +103,8 @@ class Recorder:
         self.inside = 0
         # which of the shapes that enter is the batch, once a backward pass has shown it
         self.batch: int | None = None
+        # the last back-propagation of others that came through here, see `asked`
+        self._asked: tuple[int, bool] = (-1, True)
 
     def open(
         self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, watch: bool
@@ -198,6 +207,18 @@ class Recorder:
         self.batch = found[0]
         return True
 
+    def asked(self) -> bool:
+        """Tell whether the running back-propagation, which is none of ours, is to end at parameters of the attached model.
+
+        It does not where somebody asks for the gradients of other tensors alone: of an input, for an adversarial example, or of
+        a generator in front of this model.
+        """
+        task = torch._C._current_graph_task_id()
+        if self._asked[0] != task:
+            leaves = (self.anchor, *map(self.leaf, self.params))
+            self._asked = task, any(map(_ends_at, leaves))
+        return self._asked[1]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         """Record for a copied model alone; graphs in flight stay with the original."""
         import copy
@@ -205,6 +226,15 @@ class Recorder:
         memo[id(self)] = twin = Recorder(copy.deepcopy(self.params, memo), copy.deepcopy(self.roles, memo))
         twin.batch = self.batch
         return twin
+
+
+def _ends_at(leaf: Tensor) -> bool:
+    """Tell whether the running back-propagation finds the gradient of a leaf."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
+    except RuntimeError:
+        # torch does not say it of a leaf that autograd.grad was asked for
+        return True
 
 
 class Visit:
@@ -231,6 +261,11 @@ class Visit:
         self.arrived: set[ForwardPass] = set()
         self.input_gradients: tuple[Tensor | None, ...] = ()
         self._on_use: OnUse | None = None
+
+    @cached_property
+    def reached(self) -> set[int]:
+        """Ids of the uses behind the roots; not of a head whose output nobody took."""
+        return {id(node.use) for node in self.roots.graph() if isinstance(node, Tap._backward_cls)}
 
     def back_propagate(
         self,
@@ -318,6 +353,9 @@ class Tap(torch.autograd.Function):
         saved = ctx.saved_tensors
         visit = ctx.recorder.visiting
         if visit is None:
+            if not torch.is_grad_enabled() and not ctx.recorder.asked():
+                # of an input, of a generator in front of the model: the gradient passes by
+                return (gy,) + (None,) * (4 + ctx.num_saved)
             if torch.is_grad_enabled():
                 raise UserError(
                     "a loss that contains a gradient (create_graph=True: a gradient penalty, double back-propagation) cannot "
@@ -327,7 +365,8 @@ class Tap(torch.autograd.Function):
             raise RuntimeError(
                 "loss.backward() reached a model with a clipper attached: call engine.step(losses) of the PrivacyEngine, or "
                 "clipper.backward(losses), with one loss per example; engine.close() or clipper.detach() ends clipping "
-                "(a copy that was made before stays clipped: load its state_dict() into a plain model)"
+                "(a copy that was made before stays clipped: load its state_dict() into a plain model). "
+                "Gradients of other tensors are free: torch.autograd.grad(loss, inputs), loss.backward(inputs=[…])"
             )
         if gy is not None:
             visit.arrive(ctx.owner, ctx.use, saved, gy)

@@ -21,6 +21,10 @@ WRITING = frozenset(
 
 def in_place(func: Any) -> bool:
     """Tell whether a function writes to its first argument."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        # an operator of the dispatcher, whose name ends in that of its overload
+        return bool(schema.is_mutable)
     name = func.__name__
     return name in WRITING or (name[-1] == "_" and name[-2:] != "__")
 

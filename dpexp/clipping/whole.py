@@ -201,9 +201,10 @@ class RowsStep(Step):
             self.rows[name] = torch.zeros(
                 self.num_examples, *p.shape, dtype=self.all_norms.dtype, device=self.all_norms.device
             )
+        finite = self.visit.roots.finite()
         for i, gradients in loop_over_examples(self.visit, looped, retain=False):
             for name, gradient in gradients.items():
-                self.rows[name][i] = gradient if self.visit.roots.is_finite(i) else torch.nan
+                self.rows[name][i] = gradient if finite[i] else torch.nan
 
 
 def _no_factors(k: int, sq_norms: Tensor, examples: slice) -> Tensor:

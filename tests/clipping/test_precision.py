@@ -271,3 +271,18 @@ def test_thresholds_that_norms_cannot_be_held_against_are_refused(clip_norm: flo
     clipper.thresholds.fill_(1e-13)
     with pytest.raises(UserError, match="no threshold below 1e-12"):
         clipper.backward(model(torch.ones(2, 2)).sum(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+def test_the_share_of_an_example_is_not_rounded_to_16_bits(engine: str, dtype: torch.dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)).to(dtype)
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    clipper = attach(model, clip_norm=0.1, engine=engine)
+    for _ in range(20):
+        model.zero_grad()
+        clipper.backward(model(torch.randn(1, 6, dtype=dtype)).square().sum(1))
+        total = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
+        assert float(total) <= 0.1 * (1 + 1e-6)

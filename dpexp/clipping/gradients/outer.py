@@ -115,7 +115,7 @@ class Outer(PerExampleGradient):
             a = numerics.scale(a, factors)
         elif factors is not None:
             g = numerics.scale(g, factors)
-        left, right = g.reshape(-1, g.shape[2]).t(), a.reshape(-1, a.shape[2])
+        left, right = g.flatten(0, 1).t(), a.flatten(0, 1)
         if out is not None and out.dtype == self.dtype and out.is_contiguous():
             numerics.product_into(out.view(g.shape[2], a.shape[2]), left, right, beta=1)
             return out

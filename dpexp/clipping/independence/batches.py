@@ -18,8 +18,13 @@ READINGS = 12
 # examples that are looked at among copies of themselves; and with one copy, which costs little
 LONELY, PAIRS = 3, 8
 
-# which dimension of every input is the batch; None: shared by all
+# which dimension of every input is the batch; None: shared by all. Beyond all dimensions: see `Ends`
 Reading = Sequence[int | None]
+
+# the rows of all examples end to end, and the vector that says where those of each begin
+END_TO_END, POINTER = -1, -2
+# in the names of such vectors, and of vectors of lengths
+POINTERS, LENGTHS = ("offset", "ptr", "cu_"), ("len",)
 
 # (example, whether its floating-point values are scaled) for every place of a batch
 Rows = list[tuple[int, bool]]
@@ -35,6 +40,64 @@ class Variant:
     first: Rows | None = None
 
 
+@dataclass
+class Ends:
+    """Where the rows of each example lie in tensors that hold those of all examples end to end.
+
+    Attributes:
+        pointer: the vector of beginnings, which begins anew in another batch; None where lengths tell.
+        starts, sizes: of each example.
+    """
+
+    pointer: Tensor | None
+    starts: Tensor
+    sizes: Tensor
+
+    @staticmethod
+    def of(parts: Sequence[tuple[str, Any]], count: int) -> Ends | None:
+        """Find the vector among the inputs, by name and by its numbers; None where there is none."""
+        totals = {len(part) for _, part in parts if isinstance(part, Tensor) and part.dim()}
+        for name, part in parts:
+            if not isinstance(part, Tensor) or part.dim() != 1 or part.is_floating_point() or not len(part):
+                continue
+            told, numbers = name.lower(), part.long()
+            if any(word in told for word in LENGTHS) and len(part) == count != int(numbers.sum()) in totals:
+                return Ends(None, numbers.cumsum(0) - numbers, numbers)
+            if (
+                not any(word in told for word in POINTERS)
+                or int(numbers[0]) != 0
+                or bool((numbers.diff() < 0).any())
+            ):
+                continue
+            if len(part) == count + 1 and int(numbers[-1]) in totals:
+                return Ends(part, numbers[:-1], numbers.diff())
+            others = (len(p) for _, p in parts if isinstance(p, Tensor) and p.dim() and p is not part)
+            total = next((length for length in others if length >= int(numbers[-1])), None)
+            if len(part) == count and total is not None:
+                return Ends(part, numbers, torch.cat([numbers[1:], numbers.new_tensor([total])]) - numbers)
+        return None
+
+    @property
+    def total(self) -> int:
+        """How many rows there are."""
+        return int(self.sizes.sum())
+
+    def rows(self, places: Sequence[int]) -> Tensor:
+        """The rows of the examples at some places."""
+        return torch.cat([torch.arange(self.sizes[i]) + self.starts[i].cpu() for i in places])
+
+    def pointer_of(self, places: Sequence[int]) -> Tensor:
+        """The vector of beginnings for these examples."""
+        assert self.pointer is not None
+        ends = self.sizes[list(places)].cumsum(0)
+        found = (
+            torch.cat([ends.new_zeros(1), ends])
+            if len(self.pointer) > len(self.sizes)
+            else ends - self.sizes[list(places)]
+        )
+        return found.to(self.pointer)
+
+
 class Batches:
     """The batches of one forward.
 
@@ -42,10 +105,12 @@ class Batches:
         inputs: of the forward.
         num_examples: B.
         rows_per_example: adjacent rows of each.
+        names: of the positional inputs.
     """
 
-    def __init__(self, inputs: Inputs, num_examples: int, rows_per_example: int):
-        self.inputs, self.examples, self.multiple = inputs, num_examples, rows_per_example
+    def __init__(self, inputs: Inputs, num_examples: int, rows_per_example: int, names: Sequence[str] = ()):
+        self.inputs, self.examples, self.multiple, self.names = inputs, num_examples, rows_per_example, names
+        self.ends = Ends.of(self._parts(), num_examples * rows_per_example)
 
     def variants(self) -> list[Variant]:
         """Return the batches in which examples must get what they got."""
@@ -83,7 +148,7 @@ class Batches:
 
     def readings(self) -> Iterator[tuple[Reading, bool]]:
         """Yield readings of the inputs, the likeliest first, and whether the shapes themselves suggest them."""
-        parts = [(*self._possible(part), None) for part in self._parts()]
+        parts = [self._options(part) for _, part in self._parts()]
         readings = [list(r) for r in product(*parts) if any(axis is not None for axis in r)]
         readings.sort(key=lambda r: sum(axes.index(a) for axes, a in zip(parts, r, strict=True)))
         for sure in (True, False):
@@ -92,15 +157,15 @@ class Batches:
                 if shared != sure:
                     yield reading, sure
 
-    def _parts(self) -> list[Any]:
-        found: list[Any] = []
-        changed(self.inputs, lambda name, part: found.append(part), self._is_list)
+    def _parts(self) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = []
+        changed(self.inputs, lambda name, part: found.append((name, part)), self._is_list, self.names)
         return found
 
     def plain_reading(self) -> Reading | None:
         """Return the reading of which the shapes leave no doubt; None where they do."""
-        parts = [self._possible(part) for part in self._parts()]
-        if not any(parts) or any(axes not in ((), (0,)) for axes in parts):
+        parts = [self._possible(part) for _, part in self._parts()]
+        if self.ends is not None or not any(parts) or any(axes not in ((), (0,)) for axes in parts):
             return None
         return [0 if axes else None for axes in parts]
 
@@ -116,13 +181,28 @@ class Batches:
                 return part
             if not isinstance(part, Tensor):
                 return type(part)(part[i] for i in places)
-            taken = part.index_select(axis, torch.tensor(places, device=part.device))
+            if axis == POINTER and self.ends is not None:
+                return self.ends.pointer_of(places)
+            chosen, changes = torch.tensor(places), torch.tensor(scaled)
+            if axis == END_TO_END and self.ends is not None:
+                axis, chosen = 0, self.ends.rows(places)
+                changes = changes.repeat_interleave(self.ends.sizes[places].cpu())
+            taken = part.index_select(axis, chosen.to(part.device))
             if part.is_floating_point() and not _is_mask(part):
-                factor = torch.tensor([scale if s else 1.0 for s in scaled], device=part.device)
+                factor = torch.where(changes, scale, 1.0)
                 taken = taken * factor.to(part).reshape([-1 if d == axis else 1 for d in range(part.dim())])
             return taken
 
-        return changed(self.inputs, take, self._is_list)
+        return changed(self.inputs, take, self._is_list, self.names)
+
+    def _options(self, part: Any) -> tuple[int | None, ...]:
+        """The dimensions that may be the batch, the likeliest first."""
+        if self.ends is not None and isinstance(part, Tensor):
+            if part is self.ends.pointer:
+                return POINTER, None
+            if part.dim() and len(part) == self.ends.total:
+                return END_TO_END, None
+        return (*self._possible(part), None)
 
     def _possible(self, part: Any) -> tuple[int, ...]:
         rows = self.examples * self.multiple

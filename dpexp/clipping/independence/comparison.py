@@ -79,8 +79,9 @@ def same_buffer(before: Tensor, now: Tensor | None) -> bool:
 
 
 def outputs(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors of what a module takes or gives."""
-    return [t for t in tensors_in(value) if t.is_floating_point() and t.layout == torch.strided]
+    """Return the floating-point tensors of what a module takes or gives; those deep in objects, like a cache, only alone."""
+    found = tensors_in(value, depth=1) or tensors_in(value)
+    return [t for t in found if t.is_floating_point() and t.layout == torch.strided]
 
 
 def thin(leaf: Tensor) -> Tensor:

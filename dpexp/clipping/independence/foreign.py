@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from dpexp.clipping.roots import Roots
+from dpexp.clipping.taps import Tap
 from dpexp.errors import UserError
 
 
@@ -21,12 +22,12 @@ def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
         UserError: names the first such parameter by its shape; its module is not known here.
     """
     own = {id(p) for p in attached}
-    waiting, seen = roots.nodes, set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in roots.graph():
+        if isinstance(node, Tap._backward_cls) and own.isdisjoint(map(id, node.recorder.params.values())):
+            raise UserError(
+                "behind the losses stand two models with a clipper each, and each would clip a part of an example's gradient: "
+                "put both into one nn.Module and attach to that"
+            )
         # a leaf's node knows its tensor
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
@@ -35,4 +36,3 @@ def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
                 "(a head beside it?): it would get no gradient. Put both into one nn.Module and attach to that, or freeze it "
                 "with requires_grad_(False)"
             )
-        waiting.extend(following for following, _ in node.next_functions)

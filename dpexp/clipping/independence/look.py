@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpexp.clipping.independence.batches import Batches, Reading, Variant
 from dpexp.clipping.independence.blame import first_module
 from dpexp.clipping.independence.comparison import Comparison, outputs, same_buffer, thin
-from dpexp.clipping.independence.padding import FIXED, Padding
-from dpexp.clipping.independence.replay import Inputs, Replay
+from dpexp.clipping.independence.padding import FIXED, Padding, positional_names
+from dpexp.clipping.independence.replay import Inputs, Replay, fingerprints, unlike
 from dpexp.errors import UserError
 
 # factor of floating-point inputs in rows that are replaced
@@ -73,7 +73,7 @@ class Look:
         self.told = self.compared = False
         self.failure = "no input has the size of the batch"
         low = any(torch.finfo(p.dtype).bits < 32 for p in replay.model.parameters() if p.is_floating_point())
-        self.batches = Batches(replay.inputs, num_examples, rows_per_example)
+        self.batches = Batches(replay.inputs, num_examples, rows_per_example, positional_names(replay.model))
         self.comparison = Comparison(num_examples, rows_per_example, low or autocast)
 
     def run(self, padding: bool) -> None:
@@ -82,7 +82,7 @@ class Look:
         Raises:
             UserError: names the first module that mixes examples, or writes them into a buffer.
         """
-        self.parameters = _fingerprints(self.replay.model)
+        self.parameters = fingerprints(self.replay.model)
         try:
             self.once, self.twice, self.buffers = self._results([self.replay.inputs] * 2)
         except Exception as error:
@@ -179,13 +179,16 @@ class Look:
                         for key, b in module._buffers.items()
                         if b is not None
                     }
+                    for name, p in self.replay.written().items():
+                        owner, _, local = name.rpartition(".")
+                        buffers[owner, local] = p.detach().clone(), True
         return found[0], found[-1], buffers
 
     # -- comparing ----------------------------------------------------------------------------------------------------
 
     def _compare_parameters(self) -> None:
-        for name, value in _fingerprints(self.replay.model).items():
-            if not torch.allclose(value, self.parameters[name], rtol=0, atol=0, equal_nan=True):
+        for name, value in fingerprints(self.replay.model).items():
+            if unlike(value, self.parameters[name]):
                 owner, _, local = name.rpartition(".")
                 raise UserError(f"{self._name(owner)}: {WRITTEN.format(kind='parameter', what=local)}")
 
@@ -194,7 +197,9 @@ class Look:
             # the shape of what is not kept may go by the size of the batch
             kept = persistent or not resized
             if kept and not same_buffer(before, here.get(place, (None, True))[0]):
-                raise UserError(f"{self._name(place[0])}: {WRITTEN.format(kind='buffer', what=place[1])}")
+                owner = self.replay.model.get_submodule(place[0])
+                kind = "parameter" if place[1] in owner._parameters else "buffer"
+                raise UserError(f"{self._name(place[0])}: {WRITTEN.format(kind=kind, what=place[1])}")
 
     # -- padding ------------------------------------------------------------------------------------------------------
 
@@ -223,12 +228,3 @@ class Look:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _fingerprints(model: nn.Module) -> dict[str, Tensor]:
-    """Three numbers for each parameter, without a copy of it: a forward that writes to one, again and again, changes them."""
-    return {
-        name: torch.stack([p.detach().sum(), *p.detach().aminmax()])
-        for name, p in model.named_parameters()
-        if p.is_floating_point() and p.numel()
-    }

@@ -51,6 +51,7 @@ class Padding:
         tokens: the id of padding.
         masked: the value of padding in the mask.
         left: whether padding stands in front.
+        short: a row that ends in padding, where lengths say so; the others are padded with what it ends in.
     """
 
     inputs: Inputs
@@ -60,19 +61,21 @@ class Padding:
     tokens: int | None
     masked: float
     left: bool
+    short: int | None = None
 
     @staticmethod
     def of(replay: Replay, rows: int, token: int | None) -> Padding | None:
         """None where the inputs do not say what padding is; ``token``: its id, where that is known from elsewhere."""
         names = positional_names(replay.model)
-        found: dict[str, Tensor] = {}
+        entered: dict[str, Tensor] = {}
 
         def note(name: str, part: Any) -> Any:
-            if isinstance(part, Tensor) and part.dim() == 2 and part.shape[0] == rows:
-                found.setdefault(name, part)
+            if isinstance(part, Tensor) and part.dim() and part.shape[0] == rows:
+                entered.setdefault(name, part)
             return part
 
         changed(replay.inputs, note, names=names)
+        found = {name: part for name, part in entered.items() if part.dim() == 2}
         token = _padding_token(replay.model) if token is None else token
         mask = next((found[name] for name in MASKS if name in found), None)
         if mask is not None and bool(((mask == 0) | (mask == 1)).all()):
@@ -90,13 +93,32 @@ class Padding:
             ends = ids[0][:, -1] == token
             if bool(ends.any()) and not bool(ends.all()):
                 return Padding(replay.inputs, names, rows, ids[0] != token, token, 0.0, False)
-        return None
+        return Padding._by_lengths(replay.inputs, names, rows, entered) if mask is None else None
+
+    @staticmethod
+    def _by_lengths(
+        inputs: Inputs, names: list[str], rows: int, entered: dict[str, Tensor]
+    ) -> Padding | None:
+        """Of sequences of any numbers, ``[rows, T, …]``, beside a vector of their lengths."""
+        vectors = (p for n, p in entered.items() if p.dim() == 1 and "len" in n.lower())
+        lengths = next((p for p in vectors if not p.is_floating_point()), None)
+        if lengths is None or not int(lengths.min()) < (full := int(lengths.max())):
+            return None
+        content = torch.arange(full, device=lengths.device) < lengths[:, None]
+        behind = [
+            part[~content.to(part.device)]
+            for part in entered.values()
+            if part.dim() > 1 and part.shape[1] == full
+        ]
+        if not behind or not all(bool((values == values[0]).all()) for values in behind):
+            return None
+        return Padding(inputs, names, rows, content, None, 0.0, False, int(lengths.argmin()))
 
     def pairs(self, unequal: Unequal) -> Iterator[tuple[Made, Made, Comparison]]:
         """Pairs of a shorter and a longer batch with the same content, and how their outputs are compared."""
         full = self.content.shape[1]
         lengths = [(full, full), (full, 1)]
-        if not self.left and full > 1:
+        if not self.left and self.short is None and full > 1:
             lengths.append((full // 2, full - full // 2))
         for length, more in lengths:
             short, long = partial(self.resized, length, 0), partial(self.resized, length, more)
@@ -115,6 +137,8 @@ class Padding:
                 return part
             part = part[:, :length]
             padding = part[:, :1] if self.left else part[:, -1:]
+            if self.short is not None:
+                padding = padding[self.short].expand_as(padding)
             if name in MASKS:
                 padding = torch.full_like(padding, self.masked)
             elif _is_ids(name, part) and self.tokens is not None:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import fields, is_dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.dataflow import attributes_of, tensors_in
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 
 # every module has these; children and buffers are treated by name, and parameters are never copied
@@ -38,7 +38,8 @@ class Replay:
     def __init__(self, model: nn.Module, args: tuple, kwargs: dict):
         self.model = model
         self.inputs: Inputs = changed((args, kwargs), _copied_tensor)
-        self._state = State(model)
+        self._state, self._entered = State(model), fingerprints(model)
+        self._written: dict[str, tuple[Tensor, Tensor]] | None = None
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.chance = Chance()
         # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
@@ -66,6 +67,7 @@ class Replay:
             inside.enter_context(torch.random.fork_rng(indices))
             inside.enter_context(_full_precision())
             inside.enter_context(self._state.installed())
+            inside.callback(self._restore, self.written())
             inside.enter_context(torch.no_grad())
             if "torch._dynamo" in sys.modules:
                 # a few forwards are not worth a compilation each
@@ -75,6 +77,23 @@ class Replay:
                 on = autocast and dtype is not None
                 inside.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False))
             yield
+
+    def written(self) -> dict[str, Tensor]:
+        """Return the parameters that the forward writes to, by name: held to a norm, or following others like a teacher."""
+        if self._written is None:
+            now = fingerprints(self.model)
+            found = {
+                n: p
+                for n, p in self.model.named_parameters()
+                if n in now and unlike(now[n], self._entered.get(n, now[n]))
+            }
+            self._written = {name: (p.data, p.data.clone()) for name, p in found.items()}
+        params = dict(self.model.named_parameters()) if self._written else {}
+        return {name: params[name] for name in self._written}
+
+    def _restore(self, params: dict[str, Tensor]) -> None:
+        for name, (held, value) in (self._written or {}).items():
+            params[name].data = held.copy_(value)
 
     def run(self, inputs: Inputs) -> Any:
         """The model's output for ``inputs``, inside `begun`; it may be called several times there."""
@@ -90,6 +109,19 @@ class Replay:
         self.drew |= moved or chance.drew
         self.by_chance |= moved or (chance.drew and self.chance.seed is not None)
         return result
+
+
+def fingerprints(model: nn.Module) -> dict[str, Tensor]:
+    """Return three numbers for each parameter, without a copy of it: whoever writes to one, again and again, changes them."""
+    return {
+        name: torch.stack([p.detach().sum(), *p.detach().aminmax()])
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and p.numel()
+    }
+
+
+def unlike(now: Tensor, before: Tensor) -> bool:
+    return not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
 
 def _place_of_numpy() -> int:
@@ -199,14 +231,14 @@ def changed(inputs: Inputs, change: Change, stop: Stop | None = None, names: Seq
     )
 
 
-def _changed(name: str, value: Any, change: Change, stop: Stop | None) -> Any:
-    """Goes through lists, tuples, mappings and dataclasses."""
+def _changed(name: str, value: Any, change: Change, stop: Stop | None, depth: int = 2) -> Any:
+    """Goes through lists, tuples, mappings, dataclasses and other objects that hold tensors."""
     if stop is not None and stop(value):
         return change(name, value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_changed(name, v, change, stop) for v in value))
+        return type(value)._make(_changed(name, v, change, stop, depth) for v in value)
     if isinstance(value, list | tuple):
-        return type(value)([_changed(name, v, change, stop) for v in value])
+        return type(value)([_changed(name, v, change, stop, depth) for v in value])
     if isinstance(value, Mapping):
         try:
             result: Any = copy(value)
@@ -215,15 +247,15 @@ def _changed(name: str, value: Any, change: Change, stop: Stop | None) -> Any:
                 # a batch of a tokenizer keeps its entries there
                 result.data = dict(inner)
             for key in value:
-                result[key] = _changed(str(key), value[key], change, stop)
+                result[key] = _changed(str(key), value[key], change, stop, depth)
             return result
         except TypeError:
-            return {key: _changed(str(key), value[key], change, stop) for key in value}
-    if is_dataclass(value) and not isinstance(value, type):
+            return {key: _changed(str(key), value[key], change, stop, depth) for key in value}
+    attributes = attributes_of(value) if depth else {}
+    if tensors_in(list(attributes.values())):
         result = copy(value)
-        for field in fields(value):
-            part = _changed(field.name, getattr(value, field.name), change, stop)
-            object.__setattr__(result, field.name, part)
+        for key, part in attributes.items():
+            object.__setattr__(result, key, _changed(key, part, change, stop, depth - 1))
         return result
     return change(name, value)
 

@@ -1,0 +1,58 @@
+"""Sequences of numbers beside their lengths: what their batch is padded to may not move an example."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+from tests.clipping.test_independence import D, step, x
+
+
+class OfLengths(nn.Module):
+    """Reads ``[B, T, D]`` beside ``[B]`` lengths, and takes what it needs by these."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.out = kind, nn.Linear(D, 3)
+        self.convs = nn.ModuleList([nn.Conv1d(D, D, 3, padding=1) for _ in range(2)])
+        self.lstm = nn.LSTM(D, D // 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        if "conv" in self.kind:
+            inside = self.inside(x, lengths)
+            for conv in self.convs:
+                x = torch.tanh(conv(x.mT)).mT
+                if self.kind == "masked conv":
+                    x = x * inside
+            return self.out((x * inside).sum(1) / lengths[:, None])
+        if self.kind == "packed":
+            x = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y = self.lstm(x)[0]
+        if self.kind == "packed":
+            y, _ = nn.utils.rnn.pad_packed_sequence(y, batch_first=True)
+        return self.out(y[torch.arange(len(y)), lengths - 1] + (y * self.inside(y, lengths)).sum(1))
+
+    def inside(self, y: Tensor, lengths: Tensor) -> Tensor:
+        return (torch.arange(y.shape[1]) < lengths[:, None]).to(y.dtype)[..., None]
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([3, 7, 2, 5, 4])
+    padded = x(5, 7, D) * (torch.arange(7) < lengths[:, None])[..., None]
+    return padded, lengths
+
+
+@pytest.mark.parametrize("kind", ["conv", "lstm"])
+def test_padding_of_sequences_that_are_said_to_be_shorter_is_varied(kind: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match="when its batch is padded further"):
+        step(OfLengths(kind), *sequences())
+    step(OfLengths(kind), *sequences(), fixed_length=True)
+
+
+@pytest.mark.parametrize("kind", ["masked conv", "packed"])
+def test_sequences_whose_padding_is_nothing_are_not_refused(kind: str) -> None:
+    torch.manual_seed(0)
+    assert step(OfLengths(kind), *sequences()).notes == []

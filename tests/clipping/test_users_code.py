@@ -1,0 +1,359 @@
+"""What people's own code does in and around a model that is clipped: exact, or refused for a reason."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from dpexp.clipping import attach
+from dpexp.errors import UserError
+from tests.clipping.test_engines import expected
+from tests.clipping.test_followed_parameters import own
+from tests.clipping.test_unusual_inputs import Batch
+from tests.clipping.test_unusual_models import WIDTH, exact, rows, square
+
+D = WIDTH
+ENGINES = ["auto", "ghost", "loop"]
+
+
+def positional(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch["x"]).square().sum(1)
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+
+
+def exact_in_company(
+    model: nn.Module, batches: list[Batch], engine: str, losses: Callable[..., Tensor] = square
+) -> None:
+    """Every step equals the loss-by-loss gradients of a model without a clipper, on the same batch."""
+    model.double()
+    plain = copy.deepcopy(model)
+    clipper = attach(model, clip_norm=0.5, engine=engine)
+    for batch in batches:
+        each = [
+            torch.autograd.grad(loss, list(plain.parameters()), retain_graph=True, materialize_grads=True)
+            for loss in losses(plain, batch)
+        ]
+        per_example = {
+            name: torch.stack([grads[j] for grads in each])
+            for j, (name, _) in enumerate(plain.named_parameters())
+        }
+        model.zero_grad()
+        report = clipper.backward(losses(model, batch))
+        norms, sums = expected(per_example, clipper.groups, clipper.thresholds)
+        torch.testing.assert_close(report.norms, norms, rtol=1e-9, atol=1e-12)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, sums[name], rtol=1e-9, atol=1e-11)
+
+
+# -- gradients of something else ---------------------------------------------------------------------------------------
+
+
+def adversarial(model: nn.Module, batch: Batch) -> Tensor:
+    """Losses on examples that were moved along the gradients of their own losses."""
+    x = batch["x"].clone().requires_grad_(True)
+    (direction,) = torch.autograd.grad(model(x).square().sum(), x)
+    return model(batch["x"] + 0.1 * direction.sign()).square().sum(1)
+
+
+def adversarial_by_backward(model: nn.Module, batch: Batch) -> Tensor:
+    x = batch["x"].clone().requires_grad_(True)
+    model(x).square().sum().backward(inputs=[x])
+    return model(batch["x"] + 0.1 * x.grad.sign()).square().sum(1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("losses", [adversarial, adversarial_by_backward])
+def test_adversarial_examples_are_made_with_the_clipped_model(losses: Any, engine: str) -> None:
+    exact_in_company(perceptron(), [rows(5), rows(5), rows(3)], engine, losses)
+
+
+def test_a_generator_learns_through_a_clipped_discriminator() -> None:
+    """As in every private GAN: the discriminator sees data, and the generator the discriminator."""
+    discriminator, generator = perceptron(), nn.Linear(2, WIDTH).double()
+    plain, noise = copy.deepcopy(discriminator), torch.randn(6, 2, dtype=torch.float64)
+    right = torch.autograd.grad(plain(generator(noise)).sum(), list(generator.parameters()))
+    clipper = attach(discriminator)
+    for _ in range(2):
+        clipper.backward(discriminator(rows(5)["x"]).square().sum(1))
+        found = torch.autograd.grad(discriminator(generator(noise)).sum(), list(generator.parameters()))
+        torch.testing.assert_close(found, right)
+        before = {name: p.grad.clone() for name, p in discriminator.named_parameters()}
+        generator.zero_grad()
+        discriminator(generator(noise)).sum().backward(inputs=list(generator.parameters()))
+        torch.testing.assert_close([p.grad for p in generator.parameters()], list(right))
+        assert all(torch.equal(p.grad, before[name]) for name, p in discriminator.named_parameters())
+
+
+def test_gradients_of_parameters_are_still_the_clippers() -> None:
+    model, x = perceptron(), rows(5)["x"].requires_grad_(True)
+    attach(model)
+    params = list(model.parameters())
+    with pytest.raises(RuntimeError, match=r"clipper\.backward"):
+        model(x).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"clipper\.backward|not to have been used"):
+        torch.autograd.grad(model(x).square().sum(), [x, *params])
+    model(x).square().sum().backward(inputs=[x])
+    assert all(p.grad is None for p in params)
+
+
+def test_losses_behind_which_two_clippers_stand_are_refused() -> None:
+    body, head = perceptron(), nn.Linear(3, 2).double()
+    clippers = [attach(body), attach(head)]
+    for clipper in clippers:
+        losses = head(body(rows(5)["x"])).square().sum(1)
+        with pytest.raises(UserError, match="two models with a clipper each"):
+            clipper.backward(losses)
+    assert all(p.grad is None for p in [*body.parameters(), *head.parameters()])
+
+
+def test_hooks_on_gradients_of_parameters_are_refused() -> None:
+    """No gradient of a single example would pass through them."""
+    model = perceptron()
+    handle = model[0].weight.register_hook(lambda g: g * 0)
+    with pytest.raises(UserError, match=r"0\.weight has a hook"):
+        attach(model)
+    handle.remove()
+    clipper, x = attach(model), rows(5)["x"]
+    clipper.backward(model(x).square().sum(1))
+    model[2].bias.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(UserError, match=r"2\.bias has a hook"):
+        model(x)
+
+
+# -- inside of the forward ---------------------------------------------------------------------------------------------
+
+
+class Held(nn.Linear):
+    """A layer whose weight is held to a norm, as networks for EEG do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
+        return super().forward(x)
+
+
+def test_what_a_forward_does_to_the_data_of_a_weight_is_done_to_the_parameter() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Held(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+    plain, x = copy.deepcopy(model), rows(5)["x"]
+    clipper = attach(model)
+    assert torch.equal(model(x), plain(x))
+    clipper.detach()
+    assert torch.equal(model[0].weight, plain[0].weight)
+    assert float(model[0].weight.norm(dim=1).max()) <= 0.3
+    exact_in_company(model, [rows(5), rows(4)], "auto", positional)
+
+
+class Follows(nn.Module):
+    """A frozen teacher, which follows the student a little in every forward."""
+
+    def __init__(self, gift: float = 0.0) -> None:
+        super().__init__()
+        self.student, self.gift = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)), gift
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            old.data = 0.9 * old.data + 0.1 * (new.data + 0.01) + self.gift * x.mean()
+        return self.student(x) if self.gift else self.student(x) - self.teacher(x)
+
+
+def test_a_teacher_that_follows_in_the_forward_is_left_where_it_is() -> None:
+    torch.manual_seed(0)
+    model, batch = Follows().double(), rows(5)
+    plain = copy.deepcopy(model)
+    clipper = attach(model)
+    for _ in range(3):
+        plain(batch["x"])
+        clipper.backward(square(model, batch))
+        assert all(map(torch.equal, model.teacher.parameters(), plain.teacher.parameters()))
+    greedy = Follows(gift=0.1).double()
+    with pytest.raises(
+        UserError, match=r"teacher\.0.*writes what depends on the batch into the parameter 'weight'"
+    ):
+        attach(greedy).backward(square(greedy, batch))
+
+
+def operator_in_place(self: Any, x: Tensor) -> Tensor:
+    h = self.first(x)
+    torch.ops.aten.add_.Tensor(h, self.shift)
+    return self.out(torch.tanh(h))
+
+
+def operators(self: Any, x: Tensor) -> Tensor:
+    return torch.ops.aten.mul.Tensor(torch.ops.aten.linear.default(x, self.weight, self.shift), self.scale)
+
+
+def masked(self: Any, x: Tensor) -> Tensor:
+    """Two learnt queries; what is negative on average is hidden by -inf."""
+    mask = torch.zeros(len(x), 1, x.shape[1], dtype=x.dtype)
+    mask.masked_fill_((x.mean(-1) < -0.2)[:, None], -torch.inf)[..., 0] = 0
+    return self.out(F.scaled_dot_product_attention(self.queries, x, x, mask))
+
+
+INSIDE = {
+    "an operator that writes": (operator_in_place, {"shift": (D,)}),
+    "operators": (operators, {"weight": (D, D), "shift": (D,), "scale": (D,)}),
+    "a mask of -inf": (masked, {"queries": (1, 2, D)}),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", INSIDE)
+def test_inside_of_a_forward(case: str, engine: str) -> None:
+    torch.manual_seed(0)
+    forward, shapes = INSIDE[case]
+    exact(own(forward, **shapes), [rows(5, 6), rows(5, 6), rows(3, 6)], engine)
+
+
+def asked_about(self: Any, x: Tensor) -> Tensor:
+    """What people ask of a parameter before they use it."""
+    known = isinstance(self.scale, nn.Parameter) and self.scale.is_leaf and self.scale.grad_fn is None
+    return self.out(x * self.scale * self.scale.rate) if known else x
+
+
+def test_a_parameter_is_the_same_for_who_asks_about_it() -> None:
+    torch.manual_seed(0)
+    model, batch = own(asked_about, scale=(D,)).double(), rows(5)
+    model.scale.rate = 2.0
+    before = model(**batch)
+    clipper = attach(model)
+    for _ in range(2):
+        after = model(**batch)
+        assert torch.equal(before, after)
+        clipper.backward(after.square().sum(1))
+    assert bool(model.scale.grad.any())
+
+
+class Gated(nn.Module):
+    """Time first, as long as the batch, and behind a gate that is closed at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(D, 3), nn.Parameter(torch.randn(D, 3))
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.einsum("tbd,dk->btk", x.transpose(0, 1).contiguous(), self.weight)
+        return self.first(x) + self.gate * mixed
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+@pytest.mark.parametrize("first", ["zeros", "NaN"])
+def test_a_formula_is_not_believed_because_nothing_could_be_compared(first: str, engine: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Gated().double(), rows(5, 5)
+    plain = copy.deepcopy(model)
+    plain.gate.data.fill_(1.0)
+    clipper = attach(model, clip_norm=0.5, engine=engine)
+    if first == "NaN":
+        model.gate.data.fill_(1.0)
+        batch["x"][1] = torch.nan
+    clipper.backward(square(model, batch))
+    model.gate.data.fill_(1.0)
+    batch = rows(5, 5)
+    report = clipper.backward(square(model, batch))
+    for i, norm in enumerate(report.norms[0]):
+        grads = torch.autograd.grad(
+            square(plain, {"x": batch["x"][i : i + 1]}).sum(), list(plain.parameters())
+        )
+        torch.testing.assert_close(norm, torch.stack([g.norm() for g in grads]).norm())
+
+
+class Tangents(nn.Module):
+    """What a layer adds along a direction, by differentiation in forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            dual = torch.tanh(self.first(forward_ad.make_dual(x, torch.ones_like(x))))
+            return self.out(forward_ad.unpack_dual(dual).tangent)
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_tangents_are_exact(engine: str) -> None:
+    torch.manual_seed(0)
+    exact(Tangents(), [rows(5), rows(5), rows(3)], engine)
+
+
+class Shuffled(nn.Module):
+    """Two rows in any order, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.randperm(len(x))
+        return self.out(torch.tanh(self.second(torch.tanh(self.first(x))[order]))[order.argsort()])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_shuffle_that_leaves_two_rows_in_their_order_is_a_shuffle(seed: int) -> None:
+    torch.manual_seed(seed)
+    exact(Shuffled(), [rows(2) for _ in range(6)], "auto")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_infinite_loss_adds_nothing_whatever_its_gradient(engine: str) -> None:
+    """A constant that is infinite has a gradient all the same."""
+    model, batch = perceptron(), rows(4)
+    plain = copy.deepcopy(model)
+    bad = torch.tensor([0.0, torch.inf, 0.0, 0.0])
+    report = attach(model, engine=engine).backward(positional(model, batch) + bad)
+    kept = torch.tensor([0, 2, 3])
+    attach(plain, engine=engine).backward(positional(plain, {"x": batch["x"][kept]}))
+    assert report.norms[0].isnan().tolist() == [False, True, False, False]
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.body(x))
+        return self.one(h), self.other(h)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_a_head_whose_output_nobody_takes_costs_nothing(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like the pooler of BERT under a head of one's own: there is nothing to prove, again and again."""
+    calls = []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))
+    model = TwoHeads().double()
+    clipper = attach(model, engine=engine)
+    for _ in range(3):
+        calls.clear()
+        clipper.backward(model(rows(5)["x"])[0].square().sum(1))
+    assert len(calls) == (2 if engine == "ghost" else 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_heads_in_turn(engine: str) -> None:
+    torch.manual_seed(0)
+    batches = [rows(5) | {"turn": turn} for turn in (0, 1, 0, 1, 1)]
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["x"])[batch["turn"]].square().sum(1)
+
+    exact_in_company(TwoHeads(), batches, engine, losses)
