@@ -101,7 +101,7 @@ def test_gradients_of_parameters_are_still_the_clippers() -> None:
     params = list(model.parameters())
     with pytest.raises(RuntimeError, match=r"clipper\.backward"):
         model(x).square().sum().backward()
-    with pytest.raises(RuntimeError, match=r"clipper\.backward|not to have been used"):
+    with pytest.raises(RuntimeError, match=r"clipper\.backward|not have been used"):
         torch.autograd.grad(model(x).square().sum(), [x, *params])
     model(x).square().sum().backward(inputs=[x])
     assert all(p.grad is None for p in params)
