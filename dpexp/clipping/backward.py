@@ -19,12 +19,13 @@ from torch import Tensor
 
 from dpexp.clipping.distributed import LateSum, summed_in
 from dpexp.clipping.engines import Engine
+from dpexp.clipping.formula_check import per_example
 from dpexp.clipping.gradients import Lookup, Tied, kept, merge, numerics
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import LOOPED, loop_over_examples
 from dpexp.clipping.remembered import Methods
-from dpexp.clipping.survey import LATE, Survey, per_example
+from dpexp.clipping.survey import LATE, Survey
 from dpexp.clipping.taps import ForwardPass, Visit
 from dpexp.clipping.uses import Use
 from dpexp.errors import UserError
@@ -190,7 +191,9 @@ class Step:
         names = {name for name in use.names if name not in self.looped}
         if not names:
             return {}
-        return per_example(use, saved, gy, self.layout[id(use)], self.visit, names)
+        return per_example(
+            use, saved, gy, self.layout[id(use)], self.visit.rows, self.visit.num_examples, names
+        )
 
     def _record(self, owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         found = self._per_example(use, saved, gy)

@@ -1,0 +1,109 @@
+"""Whether a formula gives what autograd gives for the same operation, under random weights of the examples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping import layouts
+from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.gradients.numerics import wide
+from dpexp.clipping.loop import finite
+from dpexp.clipping.operations.linear import Linear
+from dpexp.clipping.uses import Use
+
+# bytes of an output, or of a gradient, from which on the check spares memory: it must need no more than a step does
+LARGE = 1 << 24
+
+
+def per_example(
+    use: Use,
+    saved: tuple[Tensor, ...],
+    gy: Tensor,
+    layout: str,
+    rows: int,
+    num_examples: int,
+    names: set[str],
+) -> dict[str, PerExampleGradient]:
+    """Find the per-example gradients of a use whose layout is known; ``rows``: of all examples."""
+    major = tuple(
+        layouts.example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True)
+    )
+    return use.per_example(major, layouts.example_major(gy, layout, rows), num_examples, names)
+
+
+def formula_is_right(
+    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: int, weights: Tensor
+) -> bool:
+    """Tell whether a formula's sum under ``weights``, ``[B]``, is autograd's own gradient of the weighted outputs.
+
+    Autograd makes the output once more. A large one of a linear layer, as that over a vocabulary, is made for a few examples at
+    a time.
+    """
+    num = len(weights)
+    few = max(1, LARGE * num // max(1, gy.nbytes))
+    if few >= num or not isinstance(use.formula, Linear) or layout not in (layouts.ROWS, layouts.BLOCKED):
+        return _agrees(use, saved, gy, layout, rows, weights)
+    for start in range(0, num, few):
+        examples = slice(start, min(start + few, num))
+        here = tuple(_part(s, examples, num) if b else s for s, b in zip(saved, use.batched, strict=True))
+        chosen = weights[examples]
+        if not _agrees(use, here, _part(gy, examples, num), layout, rows // num * len(chosen), chosen):
+            return False
+    return True
+
+
+def _part(tensor: Tensor, examples: slice, num_examples: int) -> Tensor:
+    """The rows of some examples, where those of each are adjacent."""
+    of_each = tensor.shape[0] // num_examples
+    return tensor[examples.start * of_each : examples.stop * of_each]
+
+
+def _agrees(use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: int, weights: Tensor) -> bool:
+    names, num = set(use.names), len(weights)
+    by_row = weights.repeat_interleave(rows // num)
+    # NaN hides a formula, and zeros agree with every one (a gate that is closed at first): any other gradient tells as much
+    saved, gy = tuple(finite(s) for s in saved), finite(gy)
+    if not bool(gy.any()):
+        gy = torch.randn(gy.shape, generator=torch.Generator().manual_seed(gy.dim())).to(gy)
+    try:
+        found = per_example(use, saved, gy, layout, rows, num, names)
+        reference = use.plain_gradients(saved, layouts.weighted_rows(gy, layout, rows, by_row), names)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return False
+    exact = torch.finfo(gy.dtype).bits >= 32 and use.autocast is None
+    tolerance = 1e-3 if exact else 0.05
+    # where a gradient vanishes for a reason (the bias of keys before a softmax), rounding is all there is to see
+    largest = max([1.0, *(float(_norm(s)) for s in saved if s.is_floating_point())])
+    floor = 1e3 * torch.finfo(gy.dtype if exact else torch.bfloat16).eps * _norm(gy) * largest
+    for name in names:
+        if name not in found:
+            return name not in reference
+        scale = found[name].sq_norms("ghost").sum().sqrt()
+        expected = reference.pop(name, None)
+        if expected is not None:
+            scale = scale + _norm(expected)
+        difference = _difference(found[name], weights, expected, (gy, *saved))
+        if not bool(_norm(difference) <= tolerance * scale + floor):
+            return False
+    return True
+
+
+def _difference(
+    found: PerExampleGradient, weights: Tensor, expected: Tensor | None, others: tuple[Tensor, ...]
+) -> Tensor:
+    """The weighted sum less what is expected; of a large vocabulary's table there is one at this moment, and no second."""
+    if expected is None:
+        return found.weighted_sum(weights)
+    own = all(expected.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in others)
+    if own and expected.nbytes >= LARGE and expected.dtype == found.dtype and expected.is_contiguous():
+        return found.weighted_sum(weights, out=expected.neg_())
+    difference = found.weighted_sum(weights)
+    return difference.sub_(expected.to(difference.dtype))
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """The Euclidean norm, in float32 at least."""
+    return torch.linalg.vector_norm(tensor.to(wide(tensor.dtype)))

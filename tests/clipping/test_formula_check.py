@@ -1,0 +1,69 @@
+"""The check of formulas spares memory where outputs are large, and tells as much."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping import attach, formula_check
+from dpexp.clipping.gradients.outer import Outer
+
+B = 5
+LOOPED = "one back-propagation per example"
+
+
+class Words(nn.Module):
+    """A table, convolutions and layers over a sequence, of which some have an axis that is not the batch in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv, self.norm = nn.Embedding(11, 6), nn.Conv1d(6, 8, 3), nn.LayerNorm(8)
+        self.scale, self.head = nn.Parameter(torch.rand(8)), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.conv(self.table(ids).transpose(1, 2)).transpose(1, 2)) * self.scale
+        return self.head(x.transpose(0, 1)).transpose(0, 1) + self.head(x.flatten(0, 1)).view(B, -1, 11)
+
+
+def norms_and_looped(model: nn.Module) -> tuple[Tensor, set[str]]:
+    ids = torch.randint(11, (B, 7), generator=torch.Generator().manual_seed(1))
+    clipper = attach(model, groups="layer", clip_norm=0.5)
+    losses = model(ids).square().flatten(1).sum(1)
+    norms = clipper.backward(losses).norms.clone()
+    looped = {name for name, method in clipper.choices.items() if method == LOOPED}
+    clipper.detach()
+    return norms, looped
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Words().double()
+
+
+def test_a_few_examples_at_a_time_prove_what_all_prove(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, looped = norms_and_looped(model)
+    assert looped == set()
+    monkeypatch.setattr(formula_check, "LARGE", 1)
+    few, looped = norms_and_looped(model)
+    assert looped == set()
+    torch.testing.assert_close(few, at_once)
+
+
+def test_one_wrong_example_is_found_among_few(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, _ = norms_and_looped(model)
+    weighted_sum = Outer._weighted_sum
+
+    def forgetful(self: Outer, factors: Tensor | None, out: Tensor | None) -> Tensor:
+        # of whichever example carries the weight 1/4
+        kept = factors if factors is None else torch.where(factors == 0.25, 0.0, factors)
+        return weighted_sum(self, kept, out)
+
+    monkeypatch.setattr(Outer, "_weighted_sum", forgetful)
+    monkeypatch.setattr(formula_check, "LARGE", 1)
+    norms, looped = norms_and_looped(model)
+    assert "head.weight" in looped
+    torch.testing.assert_close(norms, right)
