@@ -443,7 +443,7 @@ MISTAKES = {
     "~optim": "can't be removed",
     "engine.name=bkk": "engine.name=bkk is not a choice; did you mean bk",
     # values that can't be
-    "optim.lr=abc": "optim.lr=abc: Value 'abc' of type 'str' could not be converted to Float",
+    "optim.lr=abc": "optim.lr=abc is not a number: write it out, such as 0.004",
     "optim.lr=[1": "cannot read 'optim.lr=[1'",
     "optim.lr=-1": "optim.lr=-1.0 must be above 0",
     "optim.lr=nan": "optim.lr=nan must be above 0",

@@ -90,4 +90,4 @@ def ranks_plot(rows: list[dict[str, Any]]) -> str:
         right.set_title("model: GPT-3 in 16 stages, LoRA")
         right.legend()
 
-    return draw(plot, 2)[0]
+    return draw(plot, 2)

@@ -51,7 +51,7 @@ def shards_of(model: nn.Module) -> Shards | None:
         )
     modules = sharded_modules(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sharded = [name for name, p in trained.items() if _is_dtensor(p)]
+    sharded = [name for name, p in trained.items() if is_shard(p)]
     if not modules and not sharded:
         return None
     odd = next((name for name in sharded if not _is_data_parallel(trained[name])), None)
@@ -228,7 +228,8 @@ class Shards:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def _is_dtensor(parameter: Tensor) -> bool:
+def is_shard(parameter: Tensor) -> bool:
+    """Tell whether a parameter is held in part, as it is outside of its own computation."""
     return type(parameter.data).__name__ == "DTensor"
 
 

@@ -265,7 +265,7 @@ class Visit:
     @cached_property
     def reached(self) -> set[int]:
         """Ids of the uses behind the roots; not of a head whose output nobody took."""
-        return {id(node.use) for node in self.roots.graph() if isinstance(node, Tap._backward_cls)}
+        return {id(node.use) for node in self.roots.graph() if isinstance(node, BY_TAP)}
 
     def back_propagate(
         self,
@@ -371,3 +371,7 @@ class Tap(torch.autograd.Function):
         if gy is not None:
             visit.arrive(ctx.owner, ctx.use, saved, gy)
         return (gy,) + (None,) * (4 + ctx.num_saved)
+
+
+# of the nodes of a graph, those that a tap has put there
+BY_TAP: Any = Tap._backward_cls

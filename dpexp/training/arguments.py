@@ -41,7 +41,7 @@ def check_numbers(**arguments: Any) -> None:
             raise UserError(f"{name}={value} is not a whole number")
         if value < 0 or (value == 0 and name not in FROM_ZERO):
             raise UserError(f"{name}={value} must be {'0 or larger' if name in FROM_ZERO else 'above 0'}")
-        if value > LARGEST.get(name, math.inf):
+        if float(value) > LARGEST.get(name, math.inf):
             raise UserError(
                 f"{name}={value:g} must be at most {LARGEST[name]:g}: it meets numbers of 32 bits"
             )

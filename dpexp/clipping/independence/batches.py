@@ -84,7 +84,7 @@ class Ends:
 
     def rows(self, places: Sequence[int]) -> Tensor:
         """The rows of the examples at some places."""
-        return torch.cat([torch.arange(self.sizes[i]) + self.starts[i].cpu() for i in places])
+        return torch.cat([torch.arange(int(self.sizes[i])) + self.starts[i].cpu() for i in places])
 
     def pointer_of(self, places: Sequence[int]) -> Tensor:
         """The vector of beginnings for these examples."""

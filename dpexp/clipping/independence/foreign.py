@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from dpexp.clipping.roots import Roots
-from dpexp.clipping.taps import Tap
+from dpexp.clipping.taps import BY_TAP
 from dpexp.errors import UserError
 
 
@@ -23,7 +23,7 @@ def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
     """
     own = {id(p) for p in attached}
     for node in roots.graph():
-        if isinstance(node, Tap._backward_cls) and own.isdisjoint(map(id, node.recorder.params.values())):
+        if isinstance(node, BY_TAP) and own.isdisjoint(map(id, node.recorder.params.values())):
             raise UserError(
                 "behind the losses stand two models with a clipper each, and each would clip a part of an example's gradient: "
                 "put both into one nn.Module and attach to that"

@@ -188,7 +188,7 @@ class Look:
 
     def _compare_parameters(self) -> None:
         for name, value in fingerprints(self.replay.model).items():
-            if unlike(value, self.parameters[name]):
+            if unlike(value, self.parameters.get(name, value)):
                 owner, _, local = name.rpartition(".")
                 raise UserError(f"{self._name(owner)}: {WRITTEN.format(kind='parameter', what=local)}")
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.dataflow import attributes_of, tensors_in
 from dpexp.clipping.independence.chance import Chance, WithoutChance
+from dpexp.clipping.sharding import is_shard
 
 # every module has these; children and buffers are treated by name, and parameters are never copied
 COMMON = frozenset(nn.Module().__dict__) - {"training"}
@@ -112,11 +113,14 @@ class Replay:
 
 
 def fingerprints(model: nn.Module) -> dict[str, Tensor]:
-    """Return three numbers for each parameter, without a copy of it: whoever writes to one, again and again, changes them."""
+    """Return three numbers for each parameter, without a copy of it: whoever writes to one, again and again, changes them.
+
+    Of shards there are none: whole in a forward and cut behind it, they are no signs of writing.
+    """
     return {
         name: torch.stack([p.detach().sum(), *p.detach().aminmax()])
         for name, p in model.named_parameters()
-        if p.is_floating_point() and p.numel()
+        if p.is_floating_point() and p.numel() and not is_shard(p)
     }
 
 
@@ -236,7 +240,8 @@ def _changed(name: str, value: Any, change: Change, stop: Stop | None, depth: in
     if stop is not None and stop(value):
         return change(name, value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)._make(_changed(name, v, change, stop, depth) for v in value)
+        kind: Any = type(value)
+        return kind._make(_changed(name, v, change, stop, depth) for v in value)
     if isinstance(value, list | tuple):
         return type(value)([_changed(name, v, change, stop, depth) for v in value])
     if isinstance(value, Mapping):
