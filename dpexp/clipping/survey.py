@@ -387,7 +387,7 @@ def _ragged(visit: Visit) -> set[int]:
         id(use)
         for owner in visit.passes
         for use in owner.uses
-        if owner.is_ragged((use.input_shape or use.output_shape)[0], visit.rows)
+        if (shape := use.input_shape or use.output_shape) and owner.is_ragged(shape[0], visit.rows)
     }
 
 

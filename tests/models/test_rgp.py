@@ -99,9 +99,8 @@ def test_history_decomposes_the_update_and_weights_the_weights() -> None:
         carried.draw_carriers()
         aligned = (carried.left.weight.t() @ update / update.norm() @ carried.right.weight.t()).abs().item()
         assert (aligned > 1 - 1e-9) == (carriers == "history")
-        assert (
-            first.abs().sum() > 0
-        )  # before any update there is no history to decompose: the weights stand in
+        # before any update there is no history to decompose: the weights stand in
+        assert first.abs().sum() > 0
         torch.testing.assert_close(carried.weight, plain.weight + 1e-3 * update)
 
 

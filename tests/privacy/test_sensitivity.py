@@ -26,9 +26,8 @@ groups = st.lists(st.tuples(st.floats(1e-4, 1e3), st.integers(1, 10**6)), min_si
 def test_the_budgets_of_the_groups_add_up_to_sigma_new(groups, sigma, allocation):
     thresholds = torch.tensor([c for c, _ in groups], dtype=torch.float64)
     stds = noise_stds(thresholds, [d for _, d in groups], sigma, allocation)
-    spent = (
-        (thresholds / stds).square().sum()
-    )  # Σ C_k²/std_k²: group k alone is a Gaussian mechanism of std_k/C_k
+    # Σ C_k²/std_k²: group k alone is a Gaussian mechanism of std_k/C_k
+    spent = (thresholds / stds).square().sum()
     assert spent.item() == pytest.approx(sigma**-2, rel=1e-9)
 
 

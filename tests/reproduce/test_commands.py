@@ -17,10 +17,8 @@ from tests.reproduce.samples import run_of
 ABOUT = ("task", "model", "clip", "epsilon", "metric", "subset", "formulation", "init")
 
 STATED = ("epochs", "batch_size", "lr", "clip_norm", "rank", "quantile", "allocation")
-CHANCE = {
-    "10",
-    "12",
-}  # 20 epochs with one number of trained parameters, 10 epochs with another: one number by chance
+# 20 epochs with one number of trained parameters, 10 epochs with another: one number by chance
+CHANCE = {"10", "12"}
 
 
 @cache

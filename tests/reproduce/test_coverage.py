@@ -24,12 +24,13 @@ PRINTED = {
     "li2022": {"table": "1 2 3 4 5 6 7 8 9 10 11 12 13", "figure": "1 2 3 4 5 6 7 8 9", "algorithm": "1 2"},
     "monir2023": {"table": "7 8 9 10", "figure": "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15", "algorithm": "1 2"},
 }
+# at least; quoted ones
 SYSTEMS = {
     "he2023": (53, 0),
     "bu2023": (60, 0),
     "li2022": (95, 5),
     "monir2023": (50, 0),
-}  # at least; quoted ones
+}
 
 
 @pytest.fixture(scope="module")

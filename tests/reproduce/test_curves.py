@@ -95,9 +95,10 @@ def test_figure_4_says_whether_layers_move_apart(tmp_path: Path):
     assert "factor between 1.37 (`layer7`) and 3.85 (`layer0`)" in apart.sections[-1].paragraphs[1]
 
 
+# 0: seeds that all agree leave no test
 @pytest.mark.parametrize(
     ("apart", "word"), [(0.01, "contradicts"), (0.08, "cannot tell"), (0.0, "cannot tell")]
-)  # 0: seeds that all agree leave no test
+)
 def test_figure_4_says_whether_layers_move_together(apart: float, word: str, tmp_path: Path):
     """Every layer by the same factor, another one for each seed, give or take."""
     together = _norms("sst2", (1.0, 1.0, 1.0))

@@ -239,9 +239,8 @@ def test_tokens_are_made_once(
 
     first = build()
     assert calls == [1]
-    tokenizer(
-        ["x"], padding=True, truncation=True, max_length=3
-    )  # leaves its settings behind in the tokenizer
+    # leaves its settings behind in the tokenizer
+    tokenizer(["x"], padding=True, truncation=True, max_length=3)
     assert build() == first
     assert calls == []
     assert build(max_length=5) != first
