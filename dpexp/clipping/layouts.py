@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
-# levels of `weights` for gradients
-SIGNED = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
-# for norms, which show no sign
-UNSIGNED = (1.0, 0.0, 0.5, 0.25)
+LEVELS = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
 
@@ -44,15 +41,15 @@ def example_major(tensor: Tensor, layout: str, rows: int) -> Tensor:
     return tensor
 
 
-def weights(num_examples: int, levels: tuple[float, ...]) -> Tensor:
-    """``[B]`` weights of the losses in a proof: the levels in equal parts, in a fixed random order.
+def weights(num_examples: int) -> Tensor:
+    """``[B]`` weights of the losses in a proof: `LEVELS` in equal parts, in a fixed random order.
 
     More than two levels, because examples of the same weight can exchange their gradients unseen: signs alone happen to read the
     same from either end for some B, and mixing each example with its mirror image is a usual augmentation. Powers of two,
     because multiplying by them rounds nothing.
     """
     order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201))
-    return torch.tensor(levels)[order % len(levels)]
+    return torch.tensor(LEVELS)[order % len(LEVELS)]
 
 
 def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
@@ -93,11 +90,11 @@ def proven(
 def single_weight(
     plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> float | None:
-    """The weight that all rows follow, where that is one of `SIGNED`: they belong to one example."""
+    """The weight that all rows follow, where that is one of `LEVELS`: they belong to one example."""
     if torch.finfo(dtype).bits < 32:
         # the levels are no further apart than rounding errors
         return None
-    levels = torch.tensor(SIGNED).to(plain[0])
+    levels = torch.tensor(LEVELS).to(plain[0])
     errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
     follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
     return float(levels[follows]) if int(follows.sum()) == 1 else None

@@ -182,7 +182,7 @@ class OpacusBackend:
 
     def _signed_gradients(self, losses: Tensor, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Ordinary gradients under random weights of the losses, once per attach: they tell whose gradient is whose."""
-        row_weights = layouts.weights(losses.shape[0], layouts.SIGNED).to(losses)
+        row_weights = layouts.weights(losses.shape[0]).to(losses)
         if self.proven or losses.shape[0] < 2:
             return row_weights, {}
         try:

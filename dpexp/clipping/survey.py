@@ -205,7 +205,7 @@ class Survey:
         observed: list[dict[tuple[int, str], Signature]] = []
         entered: list[list[Signature | None]] = []
         dtypes: dict[int, torch.dtype] = {}
-        row_weights = layouts.weights(visit.num_examples, layouts.SIGNED)
+        row_weights = layouts.weights(visit.num_examples)
         for weights in (None, row_weights) if pending else (None,):
             seen: dict[tuple[int, str], Signature] = {}
 
@@ -327,7 +327,7 @@ class Survey:
 
     def _check_formulas(self, visit: Visit, unproven: set[int]) -> None:
         """Compare each formula's weighted sum with what autograd says of its operation; a wrong one is left to the loop."""
-        weights = layouts.weights(visit.num_examples, layouts.SIGNED).to(visit.roots.device)
+        weights = layouts.weights(visit.num_examples).to(visit.roots.device)
         by_row = weights.repeat_interleave(visit.rows // visit.num_examples)
 
         def check(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:

@@ -3,7 +3,6 @@
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.conv import Conv, Geometry
 from dpexp.clipping.gradients.dense import Dense
-from dpexp.clipping.gradients.formula import formula_holds
 from dpexp.clipping.gradients.lookup import Lookup
 from dpexp.clipping.gradients.merge import kept, merge
 from dpexp.clipping.gradients.outer import Outer
@@ -21,7 +20,6 @@ __all__ = [
     "Pulled",
     "Scratch",
     "Tied",
-    "formula_holds",
     "kept",
     "merge",
 ]

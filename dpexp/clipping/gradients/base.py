@@ -218,7 +218,7 @@ class PerExampleGradient(ABC):
         return other
 
     def norms_and_sum(
-        self, method: str, factors_of: FactorsOf, scratch: Scratch | None = None, out: Tensor | None = None
+        self, method: str, factors_of: FactorsOf, scratch: Scratch | None = None
     ) -> tuple[Tensor, Tensor]:
         """Norms and clipped sum in one go.
 
@@ -231,10 +231,9 @@ class PerExampleGradient(ABC):
             factors_of: called with squared norms ``[b]`` of this parameter and the slice of examples that
                 they belong to; returns their factors ``[b]``.
             scratch: memory for one chunk of gradients.
-            out: a contiguous tensor of the parameter's shape, to which the sum is added in place.
 
         Returns:
-            squared norms ``[B]`` and the sum (``out`` where given).
+            squared norms ``[B]`` and the sum.
         """
         method = self.resolve(method)
         scratch = scratch or SHARED
@@ -242,10 +241,10 @@ class PerExampleGradient(ABC):
             norms = self.sq_norms(method, scratch=scratch)
             factors = factors_of(norms, slice(0, self.num_examples))
             if numerics.static(norms) and numerics.all_finite(norms):
-                return norms, self.weighted_sum(factors, out)
+                return norms, self.weighted_sum(factors)
             finite = torch.isfinite(norms)
-            return norms, self.finite(finite).weighted_sum(torch.where(finite, factors, 0), out)
-        found = []
+            return norms, self.finite(finite).weighted_sum(torch.where(finite, factors, 0))
+        found, total = [], None
         for rows, examples in self._chunks(method, scratch):
             norms = numerics.squared_norms(rows)
             factors = factors_of(norms, examples)
@@ -253,10 +252,10 @@ class PerExampleGradient(ABC):
                 finite = torch.isfinite(norms)
                 factors = torch.where(finite, factors, 0)
                 rows = numerics.zero_examples(rows, finite)
-            out = self._accumulate(rows, factors, out)
+            total = self._accumulate(rows, factors, total)
             found.append(norms)
-        assert out is not None
-        return found[0] if len(found) == 1 else torch.cat(found), out
+        assert total is not None
+        return found[0] if len(found) == 1 else torch.cat(found), total
 
     def instantiate(self) -> Tensor:
         """All per-example gradients, ``[B, *shape]``."""
@@ -265,10 +264,6 @@ class PerExampleGradient(ABC):
         if self.num_examples == 0:
             return self._zeros(0, *self.shape)
         return self._instantiate(self.resolve("instantiate"), SHARED)
-
-    def drop_kept(self) -> None:
-        """Free the gradients that ``sq_norms(keep=True)`` kept."""
-        self._kept = None
 
     # Helpers.
 
@@ -332,17 +327,15 @@ class PerExampleGradient(ABC):
         return kept
 
     @staticmethod
-    def _accumulate(rows: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
-        """``out + sum_i factors[i] * rows[i]`` over the examples of a chunk, in place where ``out`` is given."""
+    def _accumulate(rows: Tensor, factors: Tensor, total: Tensor | None) -> Tensor:
+        """``total + sum_i factors[i] * rows[i]`` over the examples of a chunk, in place where there is a total already."""
         factors = factors.to(rows.dtype)
-        if out is None:
-            return rows[0] * factors[0] if rows.shape[0] == 1 else numerics.combine(rows, factors)
         if rows.shape[0] == 1:
-            return out.addcmul_(rows[0], factors[0])
-        if out.dtype != rows.dtype:
-            return out.add_(numerics.combine(rows, factors))
-        out.view(-1).addmv_(rows.view(rows.shape[0], out.numel()).t(), factors)
-        return out
+            return rows[0] * factors[0] if total is None else total.addcmul_(rows[0], factors[0])
+        if total is None:
+            return numerics.combine(rows, factors)
+        total.view(-1).addmv_(rows.view(rows.shape[0], total.numel()).t(), factors)
+        return total
 
 
 @dataclass(eq=False)
