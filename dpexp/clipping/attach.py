@@ -194,6 +194,7 @@ class Clipper:
         check_losses(losses)
         return self.backward_from(Roots.of_losses(losses, loss_scale), clip_scale, loss_scale=loss_scale)
 
+    @torch.compiler.disable(reason=CUT)
     def backward_from(
         self, roots: Roots, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
     ) -> Report:
@@ -233,6 +234,7 @@ class Clipper:
         curious = self._independence.due or self._backend.curious(roots)
         return self._shards.backward(self._shards.together(curious, roots.num_examples))
 
+    @torch.compiler.disable(reason=CUT)
     def measure(
         self,
         roots: Roots,

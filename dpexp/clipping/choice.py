@@ -61,9 +61,6 @@ def choose(
         return methods[0]
     key = (*(_coarse(part) for part in per_example.signature()), fused)
     if key not in cache:
-        # a clock has no place in a graph
-        if torch.compiler.is_compiling():
-            return by_rule(per_example, methods)
         cache[key] = fastest(per_example, methods, fused, scratch)
     return cache[key]
 

@@ -31,6 +31,7 @@ from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import loop_over_examples
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
+from dpexp.clipping.sites import CUT
 from dpexp.clipping.taps import Visit
 from dpexp.errors import UserError
 
@@ -119,6 +120,7 @@ class VectorClipper(Clipper):
         """See `Method.extra`."""
         return list(self.method.extra().values())
 
+    @torch.compiler.disable(reason=CUT)
     def rows(self, losses: Tensor, loss_scale: float = 1.0) -> tuple[Rows, Tensor]:
         """The per-example gradients behind losses, and ``[B]`` which examples are finite."""
         backend, count = self._backend, len(losses)

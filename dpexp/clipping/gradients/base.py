@@ -272,6 +272,17 @@ class PerExampleGradient(ABC):
         norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method, scratch)]
         return norms[0] if len(norms) == 1 else torch.cat(norms)
 
+    def _in_chunks(
+        self, found: Callable[[int, int], tuple[Tensor, Tensor]], bytes_per_example: int, scratch: Scratch
+    ) -> tuple[Tensor, Tensor]:
+        """Two numbers for each example, ``[B]`` both, from what ``found(start, stop)`` gives for a few of them."""
+        step = scratch.chunk(bytes_per_example, self.device)
+        if step >= self.num_examples:
+            return found(0, self.num_examples)
+        starts = range(0, self.num_examples, step)
+        first, second = zip(*[found(s, min(s + step, self.num_examples)) for s in starts], strict=True)
+        return torch.cat(first), torch.cat(second)
+
     def _bounded(
         self, squares: Tensor, magnitudes: Tensor, scratch: Scratch, doubts: list[Doubt] | None
     ) -> Tensor:

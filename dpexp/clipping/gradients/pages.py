@@ -26,7 +26,7 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """
     result = torch.empty(shape, dtype=dtype, device=device)
     large = device.type == "cpu" and math.prod(shape) * dtype.itemsize >= LARGE
-    if large and sys.platform == "linux" and not torch.compiler.is_compiling():
+    if large and sys.platform == "linux":
         advise = _function("madvise")
         start = -(-result.data_ptr() // _PAGE) * _PAGE
         length = (result.data_ptr() + result.nbytes - start) // _PAGE * _PAGE

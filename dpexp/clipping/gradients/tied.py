@@ -69,16 +69,8 @@ class Tied(PerExampleGradient):
         magnitudes = (norms if magnitudes is None else magnitudes) + lengths
         norms = (norms + looked_up).to(self.dtype)
         magnitudes = magnitudes.to(self.dtype)
-        step = scratch.chunk(self._cross_bytes(), self.device)
-        # a loop would fix the batch size in compiled code
-        if step >= self.num_examples:
-            cross, lengths = self._cross(0, self.num_examples)
-            return (norms + 2 * cross).clamp_(min=0), magnitudes + 2 * lengths
-        for start in range(0, self.num_examples, step):
-            cross, lengths = self._cross(start, start + step)
-            norms[start : start + step] += 2 * cross
-            magnitudes[start : start + step] += 2 * lengths
-        return norms.clamp_(min=0), magnitudes
+        cross, lengths = self._in_chunks(self._cross, self._cross_bytes(), scratch)
+        return (norms + 2 * cross).clamp_(min=0), magnitudes + 2 * lengths
 
     def _cross(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Inner products of the two gradients, for some examples, and their magnitudes."""
