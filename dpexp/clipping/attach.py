@@ -35,7 +35,8 @@ from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.sharding import sharded_modules, shards_of
 from dpexp.clipping.sites import CUT, SITE
-from dpexp.clipping.taps import REENTRANT, ForwardPass
+from dpexp.clipping.taps import REENTRANT
+from dpexp.clipping.uses import ForwardPass
 from dpexp.errors import UserError
 
 

@@ -25,8 +25,8 @@ from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import LOOPED, loop_over_examples
 from dpexp.clipping.remembered import Methods
 from dpexp.clipping.survey import LATE, Survey, per_example
-from dpexp.clipping.taps import ForwardPass, Visit
-from dpexp.clipping.uses import Use
+from dpexp.clipping.taps import Visit
+from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
 
 # factors, and which examples are finite (None if all are)

@@ -19,8 +19,8 @@ from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.gradients.pages import give_back_freed_memory
 from dpexp.clipping.meeting import NATIVE, SHARED
 from dpexp.clipping.remembered import ByRepr
-from dpexp.clipping.taps import ForwardPass, Visit
-from dpexp.clipping.uses import Use
+from dpexp.clipping.taps import Visit
+from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
 
 MIXED = (

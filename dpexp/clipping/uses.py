@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -259,6 +259,35 @@ class Use:
         """Return the autocast state in which the operation ran."""
         device, dtype = self.autocast or ("cpu", torch.bfloat16)
         return torch.autocast(device, dtype=dtype, enabled=self.autocast is not None)
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One forward through the model. Taps and uses belong to it, not to the clipper: several may be alive at once.
+
+    Attributes:
+        shapes: what may be the batch, see `dataflow.entered`.
+        batch: the index of what probably is.
+        uses: in the order of the forward.
+        roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
+        consumed: whether a backward pass has arrived here.
+    """
+
+    shapes: tuple[torch.Size, ...] = ()
+    batch: int = 0
+    uses: list[Use] = field(default_factory=list)
+    roles: dict[str, str] = field(default_factory=dict)
+    ordinals: dict[str, int] = field(default_factory=dict)
+    consumed: bool = False
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the batch, as far as the shapes tell."""
+        return self.shapes[self.batch][0] if self.shapes else None
+
+    def may_have(self, rows: int) -> bool:
+        """Tell whether a batch of so many rows may have entered here."""
+        return not self.shapes or any(rows in shape for shape in self.shapes)
 
 
 @dataclass(eq=False, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.roots import nodes_behind
 from dpexp.clipping.taps import Recorder
 from dpexp.clipping.uses import Value
 
@@ -43,12 +44,7 @@ def values_of(recorder: Recorder, values: Values) -> tuple[Value, ...] | None:
 def parameters_behind(recorder: Recorder, value: Tensor) -> dict[str, nn.Parameter]:
     """Return the parameters that a value is a function of; none where it is a function of anything else, too."""
     reached: dict[str, nn.Parameter] = {}
-    waiting, seen = [value.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind([value.grad_fn]):
         if hasattr(node, "variable"):
             name = recorder.name_of(node.variable)
             if name is None:
@@ -56,7 +52,6 @@ def parameters_behind(recorder: Recorder, value: Tensor) -> dict[str, nn.Paramet
             reached[name] = node.variable
         elif type(node).__name__ == "TapBackward":
             return {}
-        waiting.extend(following for following, _ in node.next_functions)
     return {name: reached[name] for name in recorder.params if name in reached}
 
 

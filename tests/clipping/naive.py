@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dpexp.clipping.gradients import PerExampleGradient, merge
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.sites import find_sites, install, uninstall
-from dpexp.clipping.taps import ForwardPass, Recorder, Visit
-from dpexp.clipping.uses import Use
+from dpexp.clipping.taps import Recorder, Visit
+from dpexp.clipping.uses import ForwardPass, Use
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 

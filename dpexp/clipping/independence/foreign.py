@@ -21,12 +21,7 @@ def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
         UserError: names the first such parameter by its shape; its module is not known here.
     """
     own = {id(p) for p in attached}
-    waiting, seen = roots.nodes, set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in roots.graph():
         # a leaf's node knows its tensor
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
@@ -35,4 +30,3 @@ def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
                 "(a head beside it?): it would get no gradient. Put both into one nn.Module and attach to that, or freeze it "
                 "with requires_grad_(False)"
             )
-        waiting.extend(following for following, _ in node.next_functions)
