@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.base import Rows
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
-from dpexp.clipping.whole import Method, Rows, _like, flatten, split
+from dpexp.clipping.whole import Method, _like, flatten, split
 
 
 class Coordinates(Method):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,11 +18,9 @@ from dpexp.clipping.engines import Engine
 from dpexp.clipping.gradients import Dense, Lookup, PerExampleGradient, Tied
 from dpexp.clipping.groups import Group
 from dpexp.clipping.remembered import Methods
+from dpexp.clipping.reports import Report
 from dpexp.clipping.survey import Survey
 from dpexp.clipping.taps import Visit
-
-if TYPE_CHECKING:
-    from dpexp.clipping.attach import Report
 
 _HOST = torch.device("cpu")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.rules import SMALLEST
+from dpexp.clipping.sharding import Shards, sharded_modules
 from dpexp.errors import UserError
 
 
@@ -86,3 +87,33 @@ def checked_scale(
             f"clip_scale must lie in [0, {largest}] (max_clip_scale): a larger value would exceed the sensitivity"
         )
     return scale
+
+
+def check_same_parameters(model: nn.Module, params: dict[str, nn.Parameter], shards: Shards | None) -> None:
+    """Refuse a model whose trainable parameters are not those that were attached (PEFT, unfreezing, new layers)."""
+    now = trainable_ids(model)
+    if shards is not None:
+        # while FSDP has a module whole, other objects stand in the shards' places
+        wholes = {id(shards.whole(name)): id(p) for name, p in params.items()}
+        now = {wholes.get(number, number) for number in now}
+    then = {id(p) for p in params.values()}
+    if now == then:
+        return
+    if shards is None and sharded_modules(model):
+        raise UserError(
+            "the model was sharded after attach: call clipper.detach(), fully_shard, then attach() again"
+        )
+    names = {id(p): n for n, p in model.named_parameters()}
+    new = [names[i] for i in now - then]
+    gone = [name for name, p in params.items() if id(p) not in now]
+    if new and new[0] in params:
+        raise UserError(
+            f"{new[0]!r} is another tensor than at attach (torch.func.functional_call, or a parameter that was assigned "
+            "anew): run the model with its own parameters, or change it before the clipper or the PrivacyEngine is made"
+        )
+    what = f"{new[0]!r} is new" if new else f"{gone[0]!r} is frozen or gone"
+    raise UserError(
+        f"the trainable parameters changed after attach ({what}): freeze, unfreeze and wrap (PEFT) before the "
+        "clipper or the PrivacyEngine is made; else close() this engine and begin another run in another folder, or detach() "
+        "this clipper and attach() again"
+    )
