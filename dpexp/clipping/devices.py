@@ -8,28 +8,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from dpexp.clipping.groups import trainable_parameters
+from dpexp.clipping.groups import block_of, repeated_blocks, trainable_parameters
 from dpexp.errors import UserError
-
-
-def blocks_of(model: nn.Module) -> tuple[str, int]:
-    """Find the repeated block: the name of the longest `ModuleList` or `Sequential` of one class, and its length.
-
-    Raises:
-        UserError: there is none.
-    """
-    found, length = None, 1
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = list(module)
-            if len(children) > length and len({type(child) for child in children}) == 1:
-                found, length = name, len(children)
-    if found is None:
-        raise UserError(
-            "per-device clipping needs a ModuleList or Sequential of at least two modules of one class to cut the model between; "
-            "this model has none: use clip=perlayer, or groups by a mapping"
-        )
-    return found, length
 
 
 def bounds(blocks: int, devices: int) -> list[int]:
@@ -50,19 +30,15 @@ def device_of(model: nn.Module, devices: int) -> dict[str, int]:
     stands behind them to the last one.
 
     Raises:
-        UserError: as `blocks_of` and `bounds`; a parameter that trains is used on two devices (tied embeddings).
+        UserError: as `repeated_blocks` and `bounds`; a parameter that trains is used on two devices (tied embeddings).
     """
-    prefix, count = blocks_of(model)
+    stack, count = repeated_blocks(model)
     cuts = bounds(count, devices)
-    start = prefix + "." if prefix else ""
-    found: dict[str, int] = {}
-    seen = False
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        index, _, rest = name[len(start) :].partition(".")
-        if name.startswith(start) and index.isdigit() and rest:
-            found[name], seen = max(k for k in range(devices) if cuts[k] <= int(index)), True
-        else:
-            found[name] = devices - 1 if seen else 0
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = {
+        name: max(k for k in range(devices) if cuts[k] <= max(place, 0))
+        for name, place in block_of(names, stack, count).items()
+    }
     _refuse_tied(model, found)
     return found
 

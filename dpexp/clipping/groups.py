@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -70,26 +70,43 @@ def _collect(params: Mapping[str, nn.Parameter], group_of: Mapping[str, str]) ->
 
 
 def _blocks(model: nn.Module, params: Mapping[str, nn.Parameter]) -> list[Group]:
-    prefix, length = None, 1
+    stack, count = repeated_blocks(model)
+    names = {-1: "before", count: "after"}
+    places = block_of(params, stack, count).items()
+    return _collect(params, {name: names.get(k, f"{stack}.{k}" if stack else str(k)) for name, k in places})
+
+
+def repeated_blocks(model: nn.Module) -> tuple[str, int]:
+    """Find the longest `ModuleList` or `Sequential` of modules of one class: its name, and how many there are.
+
+    Raises:
+        UserError: there is none.
+    """
+    found, length = None, 1
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             children = list(module)
             if len(children) > length and len({type(child) for child in children}) == 1:
-                prefix, length = name, len(children)
-    if prefix is None:
+                found, length = name, len(children)
+    if found is None:
         raise UserError(
-            "groups='block' needs a ModuleList or Sequential of at least two modules of one class; "
-            "this model has none: use groups='layer' or a mapping"
+            "groups by block or by device need a ModuleList or Sequential of at least two modules of one class to cut the model "
+            "between; this model has none: use groups='layer' (clip=perlayer), or a mapping"
         )
-    start = prefix + "." if prefix else ""
-    group_of, seen = {}, False
-    for name in params:
+    return found, length
+
+
+def block_of(names: Iterable[str], stack: str, count: int) -> dict[str, int]:
+    """Parameter -> the number of its block among the ``count`` blocks of ``stack``; -1 before them, ``count`` behind them."""
+    start, last = stack + "." if stack else "", -1
+    found = {}
+    for name in names:
         index, _, rest = name[len(start) :].partition(".")
         if name.startswith(start) and index.isdigit() and rest:
-            group_of[name], seen = start + index, True
+            found[name], last = int(index), count
         else:
-            group_of[name] = "after" if seen else "before"
-    return _collect(params, group_of)
+            found[name] = last
+    return found
 
 
 def _from_mapping(

@@ -22,19 +22,29 @@ CEILING = 1e12
 
 
 class FixedThresholds:
-    """The thresholds never move."""
+    """The thresholds never move.
+
+    Args:
+        thresholds: ``[K]`` first estimates.
+        floor: no estimate falls below it (a collapsed threshold could not recover its scale).
+        rescale_to: the equivalent global threshold C; ``C_k`` becomes ``C * C_k / sqrt(sum_j C_j²)`` (App. A.1).
+            None: the estimates themselves are the thresholds.
+    """
 
     adaptive = False
     # `[K]`, of the norms that are summed; None: norms are counted
     bounds: Tensor | None = None
 
-    def __init__(self, thresholds: Tensor):
-        self.estimates = thresholds.detach().clone()
+    def __init__(self, thresholds: Tensor, floor: float = 0.0, rescale_to: float | None = None):
+        self.estimates = thresholds.detach().clone().clamp_(min=floor)
+        self.floor, self.rescale_to = floor, rescale_to
 
     @property
     def values(self) -> Tensor:
         """``[K]`` thresholds to clip with."""
-        return self.estimates
+        if self.rescale_to is None:
+            return self.estimates
+        return _rescaled(self.estimates, self.rescale_to)
 
     def update(self, noisy_fraction: Tensor) -> None:
         """Fixed thresholds release no counts: there is nothing to learn from."""
@@ -55,9 +65,7 @@ class QuantileThresholds(FixedThresholds):
         initial: ``[K]`` first estimates, positive.
         target_quantile: q, in (0, 1).
         lr: quantile learning rate, 0.3 in the paper.
-        floor: no estimate falls below it (a collapsed threshold could not recover its scale).
-        rescale_to: the equivalent global threshold C; ``C_k`` becomes ``C * C_k / sqrt(sum_j C_j²)`` (App. A.1).
-            None: the estimates themselves are the thresholds.
+        floor, rescale_to: see `FixedThresholds`.
         arithmetic: ``C_k <- C_k - lr * (b_k - q)`` instead, the gradient step of Andrew et al. 2019: lr is then in the unit of
             the norms, and as many steps lead from 1 to 2 as from 100 to 101.
     """
@@ -73,22 +81,14 @@ class QuantileThresholds(FixedThresholds):
         rescale_to: float | None = None,
         arithmetic: bool = False,
     ):
-        super().__init__(initial)
         if not 0.0 < target_quantile < 1.0:
             raise UserError(f"target_quantile={target_quantile} must lie strictly between 0 and 1")
         if not (lr >= 0 and math.isfinite(lr)):
             raise UserError(f"quantile_lr={lr} must be a finite number that is not negative")
         if not floor > 0:
             raise UserError(f"threshold_floor={floor} must be positive")
-        self.target_quantile, self.lr, self.floor, self.rescale_to = target_quantile, lr, floor, rescale_to
-        self.arithmetic = arithmetic
-        self.estimates.clamp_(min=floor)
-
-    @property
-    def values(self) -> Tensor:
-        if self.rescale_to is None:
-            return self.estimates
-        return _rescaled(self.estimates, self.rescale_to)
+        super().__init__(initial, floor, rescale_to)
+        self.target_quantile, self.lr, self.arithmetic = target_quantile, lr, arithmetic
 
     def update(self, noisy_fraction: Tensor) -> None:
         """``noisy_fraction``: ``[K]`` noisy fractions of examples at or below their estimate."""
@@ -108,8 +108,7 @@ class NormThresholds(FixedThresholds):
         initial: ``[K]`` first thresholds, positive.
         factor: the paper's alpha.
         bound: the paper's beta; factor * bound is how much a threshold can rise in one step.
-        floor: no threshold falls below it.
-        rescale_to: see `QuantileThresholds`.
+        floor, rescale_to: see `FixedThresholds`.
     """
 
     adaptive = True
@@ -117,19 +116,12 @@ class NormThresholds(FixedThresholds):
     def __init__(
         self, initial: Tensor, factor: float, bound: float, floor: float, rescale_to: float | None = None
     ):
-        super().__init__(initial)
         if not (factor > 0 and math.isfinite(factor * bound) and factor * bound > 1):
             raise UserError(
                 f"norm_factor={factor} times norm_bound={bound} must be above 1: thresholds could only fall otherwise"
             )
-        self.factor, self.bound, self.floor, self.rescale_to = factor, bound, floor, rescale_to
-        self.estimates.clamp_(min=floor)
-
-    @property
-    def values(self) -> Tensor:
-        if self.rescale_to is None:
-            return self.estimates
-        return _rescaled(self.estimates, self.rescale_to)
+        super().__init__(initial, floor, rescale_to)
+        self.factor, self.bound = factor, bound
 
     @property
     def bounds(self) -> Tensor:  # type: ignore[override]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.devices import blocks_of, bounds, device_of
+from dpexp.clipping.devices import bounds, device_of
+from dpexp.clipping.groups import repeated_blocks
 from dpexp.errors import UserError
 
 # attributes of the model below the head: embeddings, what follows them, the norm behind the blocks
@@ -67,7 +68,7 @@ def keep_stage(model: nn.Module, stage: int, stages: int) -> nn.Module:
     base = base_of(model)
     inner = base.base_model
     embeddings, behind, norm = _SHAPES[base.config.model_type]
-    name, count = blocks_of(inner)
+    name, count = repeated_blocks(inner)
     cuts = bounds(count, stages)
     first, last = cuts[stage], cuts[stage + 1]
     training = model.training
