@@ -21,6 +21,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.refusals import refuse_lookup
 
+# Operators that write to their first argument.
+WRITING = {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__", "__imod__",
+    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
+}  # fmt: skip
 # Operations that put rows back to where they were, and operations that pick some along a dimension.
 RETURNING = {
     "index_add",
@@ -75,7 +80,7 @@ class DataFlow(TorchFunctionMode):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.add(leaf, routed)
-            if base is not None and (name == "__setitem__" or _in_place(name)):
+            if base is not None and in_place(name):
                 self.add(base, routed)
         return result
 
@@ -101,6 +106,11 @@ class DataFlow(TorchFunctionMode):
             and first not in self._followed
         )
         return not (counted and bool((first.flatten() == torch.arange(rows, device=first.device)).all()))
+
+
+def in_place(name: str) -> bool:
+    """Tell whether the function of this name writes to its first argument."""
+    return name in WRITING or (name[-1:] == "_" and name[-2:] != "__")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -131,12 +141,6 @@ def entered(value: Any) -> tuple[list[Tensor], tuple[torch.Size, ...], int]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, Tensor) for item in value)
-
-
-def _in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name.endswith("__")
-    )
 
 
 def inside_reentrant_checkpoint() -> bool:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 
 from dpexp.clipping import copies, meeting
+from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.taps import Recorder
-from dpexp.clipping.values import in_place
 
 TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 
@@ -129,7 +129,7 @@ def _meet(
         return _derive(recorder, func, args, kwargs, key)
     if len(role) != len(USE) + len(others) or any(value.changed for value in values):
         return NotImplemented
-    if in_place(func) and any(args[0] is value for value in values):
+    if in_place(func.__name__) and any(args[0] is value for value in values):
         # the batch goes into it: no value of parameters alone any more
         args[0].key = None
         return NotImplemented
@@ -161,7 +161,7 @@ def _derive(recorder: Recorder, func: Any, args: tuple, kwargs: dict, key: str) 
     keep = _same if recorder.shards is None else recorder.shards.outliving
     with torch.autograd.graph.saved_tensors_hooks(keep, _same):
         result = func(*args, **kwargs)
-    if in_place(func):
+    if in_place(func.__name__):
         if type(args[0]) is Followed:
             args[0].param, args[0].seen = None, args[0]._version
         return result

@@ -15,16 +15,6 @@ from dpexp.clipping.uses import Value
 # of `following.Followed`
 Values = Sequence[Any]
 
-WRITING = frozenset(
-    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "pow", "mod", "and", "or", "xor")
-) | {"__setitem__"}  # fmt: skip
-
-
-def in_place(func: Any) -> bool:
-    """Tell whether a function writes to its first argument."""
-    name = func.__name__
-    return name in WRITING or (name[-1] == "_" and name[-2:] != "__")
-
 
 def values_of(recorder: Recorder, values: Values) -> tuple[Value, ...] | None:
     """Return the values at a use; None where one's graph holds something else than parameters of this clipper."""
