@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.backward import Factors, Sums, clipped_sums
+from dpexp.clipping.backward import Factors, Setup, Sums, clipped_sums
 from dpexp.clipping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.deferred import DeferredStep
 from dpexp.clipping.donation import keep_buffers, release_buffers
@@ -90,10 +90,10 @@ class TapBackend(Backend):
         memory_cap_mib: int,
     ):
         self.shards = shards_of(model)
-        self.groups, self.rows_per_example = groups, rows_per_example
-        self.engine = engine if choice is None else replace(engine, norm=choice)
-        self.survey = Survey()
-        self.methods = Methods(memory_cap_mib * 2**20)
+        engine = engine if choice is None else replace(engine, norm=choice)
+        self.survey, self.methods = Survey(), Methods(memory_cap_mib * 2**20)
+        self.setup = Setup(groups, engine, self.survey, self.methods)
+        self.rows_per_example = rows_per_example
         self.recorder = Recorder(trainable_parameters(model), self.survey.roles, self.shards)
         self.sites = find_sites(model, self.recorder)
         for module, site in self.sites:
@@ -120,18 +120,20 @@ class TapBackend(Backend):
         release_buffers(self)
 
     def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
-        visit = Visit(self.recorder, roots, self.rows_per_example)
-        sq, sums = clipped_sums(visit, self.survey, self.methods, self.groups, self.engine, factors)
-        return sq, sums, visit.input_gradients
+        visit = self.visit(roots)
+        return *clipped_sums(visit, self.setup, factors), visit.input_gradients
+
+    def visit(self, roots: Roots) -> Visit:
+        """Return what goes through the graph behind the roots."""
+        return Visit(self.recorder, roots, self.rows_per_example)
 
     def curious(self, roots: Roots) -> bool:
-        visit = Visit(self.recorder, roots, self.rows_per_example)
-        return self.engine.name == "loop" or (bool(roots.num_examples) and self.survey.curious(visit))
+        looped = self.setup.engine.name == "loop"
+        return looped or (bool(roots.num_examples) and self.survey.curious(self.visit(roots)))
 
     def measured(self, roots: Roots, factors: Factors, held: str) -> DeferredStep:
         """Compute squared norms ``[K, B]``, and hold what the sums need."""
-        visit = Visit(self.recorder, roots, self.rows_per_example)
-        return DeferredStep(visit, self.survey, self.methods, self.groups, self.engine, factors, held)
+        return DeferredStep(self.visit(roots), self.setup, factors, held)
 
     def last_forward(self) -> ForwardPass | None:
         return self.recorder.last()
@@ -152,6 +154,6 @@ class TapBackend(Backend):
                 ", ".join(self.survey.operations.get(name, ())),
                 self.methods.of_parameter.get(name, ""),
             )
-            for group in self.groups
+            for group in self.setup.groups
             for name in group.params
         ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Signature = tuple[Tensor, Tensor]
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 LEVELS = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
 # no proposal, and no gradient has arrived so far
@@ -52,7 +53,7 @@ def weights(num_examples: int) -> Tensor:
     return torch.tensor(LEVELS)[order % len(LEVELS)]
 
 
-def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
+def signature(gy: Tensor, layout: str, rows: int) -> Signature:
     """A random projection of each example's gradient rows, ``[rows, m]``, and their norms.
 
     Random, not a sum: the gradients below a normalisation or a softmax sum to zero.
@@ -65,31 +66,21 @@ def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
     return (flat @ direction).reshape(rows, -1), flat.norm(dim=1).reshape(rows, -1)
 
 
-def proven(
-    plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor, dtype: torch.dtype
-) -> bool | None:
+def proven(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool | None:
     """Does each row follow the weight of its own example? None where no row is large enough to tell: nothing was learnt.
 
     Rows that come near the end of the exponents' range are only rounding errors, and too small to matter.
     """
-    value, norm = plain
-    error = (weighted[0] - by_row.to(value)[:, None] * value).abs()
+    error, scale, finite = _compared(plain, weighted, by_row)
     info = torch.finfo(dtype)
-    scale = norm + weighted[1]
-    telling = (
-        error.isfinite()
-        & norm.isfinite()
-        & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
-    )
+    telling = finite & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
     if not bool(telling.any()):
         return None
     tolerance = 1e-3 if info.bits >= 32 else 0.1
     return not bool((telling & (error > tolerance * scale)).any())
 
 
-def single_weight(
-    plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> float | None:
+def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> float | None:
     """The weight that all rows follow, where that is one of `LEVELS`: they belong to one example."""
     if torch.finfo(dtype).bits < 32:
         # the levels are no further apart than rounding errors
@@ -100,21 +91,23 @@ def single_weight(
     return float(levels[follows]) if int(follows.sum()) == 1 else None
 
 
-def refuted(
-    plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor, dtype: torch.dtype
-) -> bool:
+def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:
     """Whether a layout that was proven before does not hold any more.
 
     Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
     gradients of confident examples are so small that rounding is all there is to see.
     """
-    value, norm = plain
-    error = (weighted[0] - by_row.to(value)[:, None] * value).abs()
-    scale = norm + weighted[1]
-    finite = error.isfinite() & scale.isfinite()
+    error, scale, finite = _compared(plain, weighted, by_row)
     large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
     tolerance = 0.02 if torch.finfo(dtype).bits >= 32 else 0.2
     return bool((finite & large & (error > tolerance * scale)).any())
+
+
+def _compared(plain: Signature, weighted: Signature, by_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How far rows are from what their weights ask for, how large they are, and whether both are finite."""
+    value, norm = plain
+    error, scale = (weighted[0] - by_row.to(value)[:, None] * value).abs(), norm + weighted[1]
+    return error, scale, error.isfinite() & scale.isfinite()
 
 
 def weighted_rows(tensor: Tensor, layout: str, rows: int, by_row: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from dpexp.clipping import layouts
 from dpexp.clipping.gradients import PerExampleGradient
 from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.gradients.pages import give_back_freed_memory
+from dpexp.clipping.layouts import Signature
 from dpexp.clipping.meeting import NATIVE, SHARED
 from dpexp.clipping.remembered import ByRepr
 from dpexp.clipping.taps import Visit
@@ -30,8 +31,6 @@ MIXED = (
 )
 
 LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
-
-Signature = tuple[Tensor, Tensor]
 
 
 class Survey:

@@ -33,7 +33,6 @@ from dpexp.clipping.reports import Report
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.sites import CUT
-from dpexp.clipping.taps import Visit
 from dpexp.errors import UserError
 
 
@@ -107,7 +106,6 @@ class VectorClipper(Clipper):
             model, "flat", clip_norm, rule, "opacus_improved",
             rows_per_example=rows_per_example, memory_cap_mib=1 << 20, fixed_length=fixed_length,
         )  # fmt: skip
-        self._flat = self.groups
         self.method = method
         self.groups, thresholds = method.setup(self.params, clip_norm)
         self._thresholds = self._thresholds.new_tensor(thresholds)
@@ -134,17 +132,9 @@ class VectorClipper(Clipper):
         self._independence.begin(roots, self.params.values())
         found: Rows = {}
         if count:
-            visit = Visit(backend.recorder, roots, self.rows_per_example)
-            with examined(visit, backend.survey, self._flat, backend.engine):
-                step = RowsStep(
-                    visit,
-                    backend.survey,
-                    backend.methods,
-                    self._flat,
-                    backend.engine,
-                    _no_factors,
-                    deferred=True,
-                )
+            visit = backend.visit(roots)
+            with examined(visit, backend.setup):
+                step = RowsStep(visit, backend.setup, _no_factors, deferred=True)
                 step.measure()
                 found = step.rows
         self._independence.check(count)
@@ -200,7 +190,7 @@ class RowsStep(Step):
         self._chosen(name, merged, fused=True)
         self.rows[name] = merged.instantiate()
 
-    def _loop(self) -> None:
+    def _loop(self, measuring: bool = True) -> None:
         looped = {name: p for name, p in self.params.items() if name in self.looped}
         for name, p in looped.items():
             self.rows[name] = torch.zeros(
