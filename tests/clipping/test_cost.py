@@ -1,9 +1,6 @@
-"""The modules of Bu et al., Table 3, counted by torch, and the totals of their Table 5 that follow from them."""
+"""What the engine knows of the cost of norms (Bu et al., Table 3), against what torch counts."""
 
 from __future__ import annotations
-
-from functools import reduce
-from operator import add
 
 import pytest
 import torch
@@ -22,13 +19,9 @@ def counted(task) -> int:
     return counter.get_total_flops()
 
 
-def test_modules_are_what_torch_counts():
-    a, g, w = torch.zeros(B, T, d), torch.zeros(B, T, p), torch.zeros(p, d)
-    outer = Outer(a, g)
+def test_norms_cost_what_torch_counts():
+    outer = Outer(torch.zeros(B, T, d), torch.zeros(B, T, p))
     assert T < HALVES_FROM
-    assert counted(lambda: a.flatten(0, 1) @ w.t()) == cost.forward_pass(B, T, p, d).flops
-    assert counted(lambda: g.flatten(0, 1) @ w) == cost.output_gradient(B, T, p, d).flops
-    assert counted(lambda: outer.weighted_sum(torch.ones(B))) == cost.parameter_gradient(B, T, p, d).flops
     assert (
         counted(lambda: outer.sq_norms("ghost"))
         == outer.cost("ghost").flops
@@ -37,8 +30,7 @@ def test_modules_are_what_torch_counts():
     for method in ("instantiate", "loop"):
         assert counted(lambda method=method: outer.sq_norms(method)) == outer.cost(method).flops
     assert outer.cost("instantiate") == cost.instantiation(B, T, p, d)
-    kept = Dense(torch.zeros(B, p, d))
-    assert cost.weighted_sum(B, T, p, d).flops == kept.cost("instantiate").flops
+    assert Dense(torch.zeros(B, p, d)).cost("instantiate").flops == 2 * B * p * d
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -56,28 +48,7 @@ def test_half_of_the_gram_matrix_is_not_computed():
     assert counted(lambda: long.sq_norms("ghost")) == 3 * long.cost("ghost").flops // 4
 
 
-def total(modules: str) -> cost.Cost:
-    return reduce(add, (cost.MODULES[m](B, T, p, d) for m in modules.split()))
-
-
-@pytest.mark.parametrize(
-    ("modules", "flops"),
-    [
-        ("1 2a 2b", 6 * B * T * p * d),
-        ("1 2a 2b 4 5", 8 * B * T * p * d + 2 * B * p * d),
-        ("1 2a 2b 3 2a 2b", 10 * B * T * p * d + 2 * B * T * T * (p + d)),
-        ("1 2a 3 2b", 6 * B * T * p * d + 2 * B * T * T * (p + d)),
-    ],
-    ids=["non-private", "opacus", "ghost clipping", "book-keeping"],
-)
-def test_implementations_are_sums_of_modules(modules: str, flops: int):
-    assert total(modules).flops == flops
-
-
 def test_resnet18_first_and_last_layer_of_table_4():
     """conv1: 2T² = 3.1e8 against 9.4e3; linear: 2 against 5.1e5."""
     assert cost.ghost_norm(1, 112 * 112, 64, 147).floats == 314_703_872
     assert cost.instantiation(1, 112 * 112, 64, 147).floats == 9408
-    assert not cost.prefers_ghost(112 * 112, 64, 147)
-    assert cost.prefers_ghost(1, 1000, 512)
-    assert not cost.prefers_ghost(2, 4, 2)  # strictly less

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from dpexp.clipping import cost
 from dpexp.clipping.gradients import Conv, Geometry, Lookup, Outer
@@ -38,13 +39,17 @@ def value(terms, layer, batch):
 
 
 @pytest.mark.parametrize("sizes", [(3, 5, 7, 11), (2, 1, 4, 3)])
-def test_terms_are_the_modules_of_the_engine(sizes):
+def test_terms_are_what_torch_counts_and_what_the_engine_knows(sizes):
     B, T, p, d = sizes
-    layer = Layer("layer", "linear", T, p, d)
-    for name, module in cost.MODULES.items():
-        expected = module(B, T, p, d)
-        assert value(TIME[name], layer, B) == expected.flops, name
-        assert value(SPACE[name], layer, B) == expected.floats, name
+    layer, w = Layer("layer", "linear", T, p, d), torch.zeros(p, d)
+    a, g = torch.zeros(B * T, d), torch.zeros(B * T, p)
+    for name, task in {"1": lambda: a @ w.t(), "2a": lambda: g @ w, "2b": lambda: g.t() @ a}.items():
+        with FlopCounterMode(display=False) as counter:
+            task()
+        assert value(TIME[name], layer, B) == counter.get_total_flops(), name
+    for name, module in {"3": cost.ghost_norm, "4": cost.instantiation}.items():
+        assert value(TIME[name], layer, B) == module(B, T, p, d).flops, name
+        assert value(SPACE[name], layer, B) == module(B, T, p, d).floats, name
 
 
 def test_layers_cost_what_their_gradients_say():
@@ -68,6 +73,13 @@ def test_layers_cost_what_their_gradients_say():
 def test_groups_move_the_rule():
     assert Layer("", "convolution", 10, 8, 30).prefers_ghost  # 2 · 10² < 8 · 30
     assert not Layer("", "convolution", 10, 8, 30, groups=2).prefers_ghost
+
+
+def test_the_rule_is_strict():
+    """Table 4, conv1 and the last layer of resnet18; and equal sides."""
+    assert not Layer("", "convolution", 112 * 112, 64, 147).prefers_ghost
+    assert Layer("", "linear", 1, 1000, 512).prefers_ghost
+    assert not Layer("", "linear", 2, 4, 2).prefers_ghost
 
 
 @pytest.mark.parametrize(
