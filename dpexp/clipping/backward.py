@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dpexp.clipping.distributed import LateSum, summed_in
 from dpexp.clipping.engines import Engine
-from dpexp.clipping.gradients import Lookup, Tied, kept, merge, numerics
+from dpexp.clipping.gradients import Lookup, Tied, instantiated, merge, numerics
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import LOOPED, loop_over_examples
@@ -221,14 +221,15 @@ class Step:
         size = self.num_examples * merged.shape.numel() * merged.dtype.itemsize
         light = self.engine.keep and (self.engine.always_keep or size <= merged.nbytes)
         method = self._chosen(name, merged, fused=light)
-        keep = light and merged.instantiates(method)
+        if light and merged.instantiates(method):
+            merged = instantiated(merged, method, self.methods.scratch)
         # a second pass keeps nothing that could be measured later
         doubts = None if self.engine.second_pass else self.doubts.setdefault(k, [])
-        self.sq_norms[k].add_(merged.sq_norms(method, keep, self.methods.scratch, doubts))
+        self.sq_norms[k].add_(merged.sq_norms(method, self.methods.scratch, doubts))
         if merged.apart is not None:
             self.apart[name] = merged.apart
         if not self.engine.second_pass:
-            self.kept.setdefault(k, {})[name] = kept(merged) if keep else merged
+            self.kept.setdefault(k, {})[name] = merged
 
     def _complete(self, k: int, last: str = "") -> None:
         """Measure what has arrived of group k, but for ``last``; again what cancels so much that it matters in its norms."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -120,10 +119,8 @@ def assert_exact(per_example: PerExampleGradient, grads: Tensor, rtol: float = 1
         found, total = per_example.norms_and_sum(method, factors_of)
         close(found, norms, **norm_tolerance)
         close(total, weighted, **tolerance)
-        keeping = copy(per_example)
-        close(keeping.sq_norms(method, keep=True), norms, **norm_tolerance)
-        close(keeping.weighted_sum(factors), weighted, **tolerance)
-        close(keeping.weighted_sum(None), grads.sum(0), **tolerance)
+        if per_example.instantiates(method):
+            close(per_example.instantiate(method), grads, **tolerance)
         assert per_example.cost(method).flops >= 0
         assert per_example.workspace(method) >= 0
     keep = torch.arange(examples) % 2 == 0

@@ -23,6 +23,7 @@ from dpexp.clipping.gradients import (
     Scratch,
     Tied,
     grams,
+    instantiated,
     merge,
     numerics,
 )
@@ -107,9 +108,8 @@ def test_chunks_under_the_cap_change_nothing():
     assert [(s.start, s.stop) for s in seen] == [(0, 2), (2, 4), (4, 6), (6, 7)]
     torch.testing.assert_close(norms, grads.square().sum((1, 2)))
     torch.testing.assert_close(total, torch.tensordot(norms, grads, 1))
-    per_example = Outer(a, g)
-    per_example.sq_norms("instantiate", keep=True, scratch=two_at_a_time)
-    torch.testing.assert_close(per_example.weighted_sum(norms), torch.tensordot(norms, grads, 1))
+    held = instantiated(Outer(a, g), "instantiate", two_at_a_time)
+    torch.testing.assert_close(held.weighted_sum(norms), torch.tensordot(norms, grads, 1))
 
 
 @fast

@@ -4,7 +4,7 @@ from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.conv import Conv, Geometry
 from dpexp.clipping.gradients.dense import Dense
 from dpexp.clipping.gradients.lookup import Lookup
-from dpexp.clipping.gradients.merge import kept, merge
+from dpexp.clipping.gradients.merge import instantiated, merge
 from dpexp.clipping.gradients.outer import Outer
 from dpexp.clipping.gradients.pulled import Pulled
 from dpexp.clipping.gradients.scratch import Scratch
@@ -20,6 +20,6 @@ __all__ = [
     "Pulled",
     "Scratch",
     "Tied",
-    "kept",
+    "instantiated",
     "merge",
 ]

@@ -46,7 +46,6 @@ class PerExampleGradient(ABC):
         self.num_examples = num_examples
         self.dtype = numerics.wide(dtype)
         self.device = device
-        self._kept: Tensor | None = None
         # indices of the examples that are summed alone (see `rounding.rough`); found with the norms
         self.apart: Tensor | None = None
 
@@ -70,7 +69,7 @@ class PerExampleGradient(ABC):
 
     @abstractmethod
     def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
-        """As `weighted_sum`, from what is held rather than from kept gradients."""
+        """As `weighted_sum`, of at least one example, with nobody set apart."""
 
     def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
         """Squared norms and squared magnitudes (see `rounding`), ``[B]`` each, by a method that does not instantiate.
@@ -106,7 +105,7 @@ class PerExampleGradient(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held, kept gradients not included."""
+        """Bytes held."""
 
     @abstractmethod
     def signature(self) -> tuple[Hashable, ...]:
@@ -139,7 +138,6 @@ class PerExampleGradient(ABC):
     def sq_norms(
         self,
         method: str,
-        keep: bool = False,
         scratch: Scratch | None = None,
         doubts: list[Doubt] | None = None,
     ) -> Tensor:
@@ -150,9 +148,7 @@ class PerExampleGradient(ABC):
 
         Args:
             method: one of `methods`, or a general name (see `resolve`).
-            keep: hold on to the instantiated gradients (B times the parameter's size), so that `weighted_sum`
-                needs nothing but a matrix-vector product. Without effect for methods that do not instantiate.
-            scratch: memory for gradients that are not kept.
+            scratch: memory for gradients that are looked at once.
             doubts: gets what would be measured again because much of it cancels; the bounds are then far above such norms.
 
         Returns:
@@ -166,9 +162,6 @@ class PerExampleGradient(ABC):
             squares, magnitudes = self._norms(method, scratch)
             if magnitudes is not None:
                 return self._bounded(squares, magnitudes, scratch, doubts)
-        elif keep:
-            self._kept = self._instantiate(method, scratch)
-            return numerics.squared_norms(self._kept)
         else:
             squares = self._row_norms(method, scratch)
         magnitudes = self._magnitudes()
@@ -194,8 +187,6 @@ class PerExampleGradient(ABC):
         """
         if self.num_examples == 0:
             return self._zeros(*self.shape) if out is None else out
-        if self._kept is not None:
-            return numerics.add_to(out, numerics.combine(self._kept, factors))
         if self.apart is None or factors is None:
             return self._weighted_sum(factors, out)
         total = self._weighted_sum(factors.index_fill(0, self.apart, 0.0), out)
@@ -257,13 +248,18 @@ class PerExampleGradient(ABC):
         assert total is not None
         return found[0] if len(found) == 1 else torch.cat(found), total
 
-    def instantiate(self) -> Tensor:
-        """All per-example gradients, ``[B, *shape]``."""
-        if self._kept is not None:
-            return self._kept
+    def instantiate(self, method: str = "instantiate", scratch: Scratch | None = None) -> Tensor:
+        """All per-example gradients, ``[B, *shape]``, by a method that instantiates."""
         if self.num_examples == 0:
             return self._zeros(0, *self.shape)
-        return self._instantiate(self.resolve("instantiate"), SHARED)
+        method, scratch = self.resolve(method), scratch or SHARED
+        fits = scratch.chunk(self.workspace(method), self.device) >= self.num_examples
+        if fits and method not in self.looped:
+            return self._gradients(0, self.num_examples, method, None)
+        found = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
+        for rows, examples in self._chunks(method, scratch):
+            found[examples] = rows
+        return found
 
     # Helpers.
 
@@ -304,9 +300,9 @@ class PerExampleGradient(ABC):
         return bounds
 
     def _replace(self, **fields: Any) -> Self:
-        """A copy with other contents and without kept gradients."""
+        """A copy with other contents, and nobody set apart."""
         other = copy.copy(self)
-        other.__dict__.update(fields, _kept=None, apart=None)
+        other.__dict__.update(fields, apart=None)
         return other
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -325,17 +321,6 @@ class PerExampleGradient(ABC):
             stop = min(start + size, self.num_examples)
             out = scratch.take((stop - start, *self.shape), self.dtype, self.device)
             yield self._gradients(start, stop, method, out), slice(start, stop)
-
-    def _instantiate(self, method: str, scratch: Scratch) -> Tensor:
-        if (
-            method not in self.looped
-            and scratch.chunk(self.workspace(method), self.device) >= self.num_examples
-        ):
-            return self._gradients(0, self.num_examples, method, None)
-        kept = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
-        for rows, examples in self._chunks(method, scratch):
-            kept[examples] = rows
-        return kept
 
     @staticmethod
     def _accumulate(rows: Tensor, factors: Tensor, total: Tensor | None) -> Tensor:

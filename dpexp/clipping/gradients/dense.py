@@ -44,11 +44,9 @@ class Dense(PerExampleGradient):
     def sq_norms(
         self,
         method: str,
-        keep: bool = False,
         scratch: Scratch | None = None,
         doubts: list[Doubt] | None = None,
     ) -> Tensor:
-        # kept in any case
         norms = numerics.squared_norms(self.grad)
         if self._of_parts is None:
             return norms
