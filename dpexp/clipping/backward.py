@@ -23,9 +23,10 @@ from dpexp.clipping.engines import Engine
 from dpexp.clipping.gradients import Lookup, Tied, instantiated, merge, numerics
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
+from dpexp.clipping.layouts import per_example
 from dpexp.clipping.loop import LOOPED, loop_over_examples
 from dpexp.clipping.remembered import Methods
-from dpexp.clipping.survey import LATE, Survey, per_example
+from dpexp.clipping.survey import LATE, Survey
 from dpexp.clipping.taps import Visit
 from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError

@@ -11,6 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.taps import Visit
+from dpexp.clipping.uses import Use
+
 Signature = tuple[Tensor, Tensor]
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 LEVELS = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
@@ -40,6 +44,15 @@ def example_major(tensor: Tensor, layout: str, rows: int) -> Tensor:
     if layout == STRIDED:
         return tensor.unflatten(0, (-1, rows)).transpose(0, 1).flatten(0, 1)
     return tensor
+
+
+def per_example(
+    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, visit: Visit, names: set[str]
+) -> dict[str, PerExampleGradient]:
+    """Find the per-example gradients of a use whose layout is known."""
+    rows = visit.rows
+    major = tuple(example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True))
+    return use.per_example(major, example_major(gy, layout, rows), visit.num_examples, names)
 
 
 def weights(num_examples: int) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import layouts
-from dpexp.clipping.gradients import PerExampleGradient
-from dpexp.clipping.gradients.numerics import wide
+from dpexp.clipping.formula_check import formula_is_right
 from dpexp.clipping.gradients.pages import give_back_freed_memory
 from dpexp.clipping.layouts import Signature
 from dpexp.clipping.meeting import NATIVE, SHARED
@@ -327,13 +326,12 @@ class Survey:
     def _check_formulas(self, visit: Visit, unproven: set[int]) -> None:
         """Compare each formula's weighted sum with what autograd says of its operation; a wrong one is left to the loop."""
         weights = layouts.weights(visit.num_examples).to(visit.roots.device)
-        by_row = weights.repeat_interleave(visit.rows // visit.num_examples)
 
         def check(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
             if id(use) not in unproven:
                 return
             layout = self.layout[id(use)]
-            if layout != layouts.UNSEEN and formula_is_right(use, saved, gy, layout, visit, weights, by_row):
+            if layout != layouts.UNSEEN and formula_is_right(use, saved, gy, layout, visit, weights):
                 self._right.add(_kind(use))
             else:
                 self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP
@@ -375,73 +373,3 @@ def _kind(use: Use) -> Hashable:
     if use.formula.label is not None:
         return use.place, None if use.input_shape is None else len(use.input_shape)
     return use.place, use.output_shape, use.batched
-
-
-def per_example(
-    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, visit: Visit, names: set[str]
-) -> dict[str, PerExampleGradient]:
-    """Find the per-example gradients of a use whose layout is known."""
-    rows = visit.rows
-    major = tuple(
-        layouts.example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True)
-    )
-    return use.per_example(major, layouts.example_major(gy, layout, rows), visit.num_examples, names)
-
-
-def formula_is_right(
-    use: Use,
-    saved: tuple[Tensor, ...],
-    gy: Tensor,
-    layout: str,
-    visit: Visit,
-    weights: Tensor,
-    by_row: Tensor,
-) -> bool:
-    """Tell whether a formula's sum under weights of the examples is autograd's own gradient of the weighted outputs."""
-    names = set(use.names)
-    if not bool(gy.isfinite().all()) or not all(
-        bool(s.isfinite().all()) for s in saved if s.is_floating_point()
-    ):
-        # one example's NaN would hide all others; the clean rows tell as much
-        return _clean_formula(use, saved, gy, layout, visit)
-    try:
-        found = per_example(use, saved, gy, layout, visit, names)
-        reference = use.plain_gradients(saved, layouts.weighted_rows(gy, layout, visit.rows, by_row), names)
-    except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return False
-    exact = torch.finfo(gy.dtype).bits >= 32 and use.autocast is None
-    tolerance = 1e-3 if exact else 0.05
-    # where a gradient vanishes for a reason (the bias of keys before a softmax), rounding is all there is to see
-    largest = max([1.0, *(float(wide_norm(s)) for s in saved if s.is_floating_point())])
-    floor = 1e3 * torch.finfo(gy.dtype if exact else torch.bfloat16).eps * wide_norm(gy) * largest
-    for name in names:
-        if name not in found:
-            return name not in reference
-        scale = found[name].sq_norms("ghost").sum().sqrt()
-        difference = found[name].weighted_sum(weights)
-        if name in reference:
-            # in place: of a large vocabulary's table there are two at this moment, and no third
-            expected = reference.pop(name).to(difference.dtype)
-            scale = scale + wide_norm(expected)
-            difference.sub_(expected)
-        if not bool(wide_norm(difference) <= tolerance * scale + floor):
-            return False
-    return True
-
-
-def _clean_formula(use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, visit: Visit) -> bool:
-    """Tell whether a formula can be evaluated at all, where a batch holds NaN or Inf and sums cannot be compared."""
-    try:
-        per_example(use, saved, gy, layout, visit, set(use.names))
-    except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return False
-    return True
-
-
-def wide_norm(tensor: Tensor) -> Tensor:
-    """Return the Euclidean norm, in float32 at least."""
-    return torch.linalg.vector_norm(tensor.to(wide(tensor.dtype)))
