@@ -55,6 +55,15 @@ def per_example(
     return use.per_example(major, example_major(gy, layout, rows), visit.num_examples, names)
 
 
+def due(number: int) -> bool:
+    """Tell whether the backward pass of this number proves again what was proven: the 16th, the 64th, the 256th and so on.
+
+    A model may begin to mix examples after its first step (an augmentation that starts late, a flag). To look now and then is
+    cheap insurance, not a proof.
+    """
+    return number > 4 and number.bit_count() == 1 and number.bit_length() % 2 == 1
+
+
 def weights(num_examples: int) -> Tensor:
     """``[B]`` weights of the losses in a proof: `LEVELS` in equal parts, in a fixed random order.
 
