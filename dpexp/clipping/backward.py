@@ -106,10 +106,8 @@ class Step:
         self.num_examples = visit.num_examples
         self.group_of = {name: k for k, group in enumerate(groups) for name in group.params}
         self.params = {name: p for group in groups for name, p in group.params.items()}
-        accumulate = torch.promote_types(visit.roots.dtype, torch.float32)
-        self.all_norms = torch.zeros(
-            len(groups), self.num_examples, dtype=accumulate, device=visit.roots.device
-        )
+        dtype, device = numerics.wide(visit.roots.dtype), visit.roots.device
+        self.all_norms = torch.zeros(len(groups), self.num_examples, dtype=dtype, device=device)
         # views
         self.sq_norms = list(self.all_norms)
         self.sums: Sums = {}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.taps import Visit
 from dpexp.clipping.uses import Use
 
@@ -82,7 +83,7 @@ def signature(gy: Tensor, layout: str, rows: int) -> Signature:
     """
     flat = example_major(gy, layout, rows).detach()
     flat = flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.flatten(1)
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    flat = flat.to(wide(flat.dtype))
     generator = torch.Generator().manual_seed(flat.shape[1])
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32).to(flat)
     return (flat @ direction).reshape(rows, -1), flat.norm(dim=1).reshape(rows, -1)

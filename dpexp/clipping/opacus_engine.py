@@ -137,7 +137,7 @@ class OpacusBackend(Backend):
             for name, param in group.params.items():
                 gradient = per_example.pop(name)
                 if not bool(finite.all()):
-                    gradient = torch.where(finite.reshape(-1, *[1] * param.dim()), gradient, 0.0)
+                    gradient = numerics.zero_examples(gradient, finite)
                 rows = gradient.to(numerics.wide(gradient.dtype)).contiguous()
                 sums[name] = numerics.combine(rows, factor).to(param.dtype)
             norms.append(sq)

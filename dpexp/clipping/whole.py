@@ -26,7 +26,7 @@ from dpexp.clipping.backend import TapBackend
 from dpexp.clipping.backward import Step, Sums, examined
 from dpexp.clipping.base import Rows, refuse_scales
 from dpexp.clipping.given import check_losses, check_same_parameters, check_thresholds
-from dpexp.clipping.gradients import merge
+from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import loop_over_examples
 from dpexp.clipping.reports import Report
@@ -138,7 +138,6 @@ class VectorClipper(Clipper):
                 step.measure()
                 found = step.rows
         self._independence.check(count)
-        wide = torch.promote_types(losses.dtype, torch.float32)
         keep = torch.ones(count, dtype=torch.bool, device=losses.device)
         rows: Rows = {}
         for name, p in self.params.items():
@@ -146,9 +145,11 @@ class VectorClipper(Clipper):
                 rows[name] = found.pop(name) / loss_scale if loss_scale != 1.0 else found.pop(name)
                 keep &= rows[name].reshape(count, p.numel()).isfinite().all(1)
             else:
-                rows[name] = torch.zeros(count, *p.shape, dtype=wide, device=losses.device)
+                rows[name] = torch.zeros(
+                    count, *p.shape, dtype=numerics.wide(losses.dtype), device=losses.device
+                )
         if not bool(keep.all()):
-            rows = {name: torch.where(_like(keep, value), value, 0.0) for name, value in rows.items()}
+            rows = {name: numerics.zero_examples(value, keep) for name, value in rows.items()}
         return rows, keep
 
     def backward(
@@ -203,10 +204,6 @@ class RowsStep(Step):
 
 def _no_factors(k: int, sq_norms: Tensor, examples: slice) -> Tensor:
     raise RuntimeError("no sum is formed here")
-
-
-def _like(keep: Tensor, rows: Tensor) -> Tensor:
-    return keep.view(-1, *[1] * (rows.dim() - 1))
 
 
 def flatten(rows: Rows) -> Tensor:
