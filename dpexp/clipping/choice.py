@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.scratch import Scratch
 
-Mode = Literal["measured", "rule", "ghost", "instantiate", "loop"]
-MODES: tuple[Mode, ...] = ("measured", "rule", "ghost", "instantiate", "loop")
+MODES = ("measured", "rule", "ghost", "instantiate", "loop")
 
 # flops of the plain gradient below which measuring costs more than a wrong choice
 SMALL = 1_000_000

@@ -105,7 +105,7 @@ class Formula:
     Attributes:
         label: shown in the coverage table; None for a function of which nothing is known.
         autocast: whether autocast runs the operation in 16 bits.
-        names: of the operation's arguments, in their order. The first one is mapped row by row.
+        names: of the operation's arguments, in their order. ``input`` is the one that is mapped row by row.
     """
 
     label: str | None = None
@@ -118,11 +118,12 @@ class Formula:
 
     def main(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the argument that is mapped row by row; None where there is none."""
-        return self.bind(args, kwargs).get(self.names[0]) if self.names else None
+        return self.bind(args, kwargs).get("input") if self.names else None
 
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        """Tell whether the formula is right for these arguments."""
-        return True
+        """Tell whether the formula is right: it is where the input, and nothing else, comes from the batch."""
+        rest = [item for name, item in given.items() if name != "input"]
+        return not is_one_of(given["input"], values) and not any(is_one_of(t, rest) for t in batched)
 
     def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
         """Return the positions and keywords of the arguments that the gradients depend on; None for all of them."""
@@ -132,7 +133,7 @@ class Formula:
 
     def reads(self, valued: set[str]) -> set[str]:
         """Return the arguments that the gradients of the arguments ``valued`` depend on."""
-        return {self.names[0]} if "weight" in valued else set()
+        return {"input"} if "weight" in valued else set()
 
     def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, PerExampleGradient]:
         """Find the per-example gradients of the values ``wanted``, by their index."""

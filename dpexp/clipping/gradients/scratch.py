@@ -55,15 +55,8 @@ class Scratch:
             return self.chunk(bytes_per_example, device)
         return max(1, min(self.cap_bytes, HOT) // max(1, bytes_per_example))
 
-    def release(self) -> None:
-        """Forget the buffers of this thread."""
-        self._local.__dict__.clear()
-
     def __deepcopy__(self, memo: dict) -> Scratch:
         return Scratch(self.cap_bytes)
-
-    def __reduce__(self) -> tuple:
-        return Scratch, (self.cap_bytes,)
 
 
 SHARED = Scratch()
