@@ -39,7 +39,7 @@ def value(terms, layer, batch):
 
 
 @pytest.mark.parametrize("sizes", [(3, 5, 7, 11), (2, 1, 4, 3)])
-def test_terms_are_what_torch_counts_and_what_the_engine_knows(sizes):
+def test_terms_are_the_modules_of_the_engine(sizes):
     B, T, p, d = sizes
     layer, w = Layer("layer", "linear", T, p, d), torch.zeros(p, d)
     a, g = torch.zeros(B * T, d), torch.zeros(B * T, p)
