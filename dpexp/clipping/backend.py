@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.backward import Factors, Setup, Sums, clipped_sums
+from dpexp.clipping.choice import Methods
 from dpexp.clipping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.deferred import DeferredStep
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group, trainable_parameters
-from dpexp.clipping.remembered import Methods
 from dpexp.clipping.reports import CoverageRow
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.sharding import Shards, shards_of

@@ -18,6 +18,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from dpexp.clipping.choice import Methods
 from dpexp.clipping.distributed import LateSum, summed_in
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.gradients import Lookup, Tied, instantiated, merge, numerics
@@ -25,7 +26,6 @@ from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
 from dpexp.clipping.layouts import per_example
 from dpexp.clipping.loop import LOOPED, loop_over_examples
-from dpexp.clipping.remembered import Methods
 from dpexp.clipping.survey import LATE, Survey
 from dpexp.clipping.taps import Visit
 from dpexp.clipping.uses import ForwardPass, Use

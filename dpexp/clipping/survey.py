@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping import layouts
 from dpexp.clipping.formula_check import formula_is_right
-from dpexp.clipping.gradients.pages import give_back_freed_memory
+from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.layouts import Signature
 from dpexp.clipping.meeting import NATIVE, SHARED
 from dpexp.clipping.taps import Visit

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
 from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Pulled, Tied, merge, numerics
+from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.rounding import IN_COMPANY
-from dpexp.clipping.gradients.scratch import Scratch
 from dpexp.errors import UserError
 from tests.clipping.cancelling import KINDS, PATTERNS, Case, Terms, case, terms
 

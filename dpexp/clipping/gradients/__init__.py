@@ -4,10 +4,10 @@ from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.conv import Conv, Geometry
 from dpexp.clipping.gradients.dense import Dense
 from dpexp.clipping.gradients.lookup import Lookup
+from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.merge import instantiated, merge
 from dpexp.clipping.gradients.outer import Outer
 from dpexp.clipping.gradients.pulled import Pulled
-from dpexp.clipping.gradients.scratch import Scratch
 from dpexp.clipping.gradients.tied import Tied
 
 __all__ = [

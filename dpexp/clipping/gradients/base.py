@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
-from dpexp.clipping.gradients.pages import fresh
-from dpexp.clipping.gradients.scratch import SHARED, Scratch
+from dpexp.clipping.gradients.memory import SHARED, Scratch, fresh
 
 FactorsOf = Callable[[Tensor, slice], Tensor]
 

@@ -19,7 +19,7 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.scratch import Scratch
+from dpexp.clipping.gradients.memory import Scratch
 
 # above this many padded input pixels their Gram matrix costs more than it saves
 PIXELS_AT_MOST = 400

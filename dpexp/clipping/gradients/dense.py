@@ -9,7 +9,7 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
-from dpexp.clipping.gradients.scratch import Scratch
+from dpexp.clipping.gradients.memory import Scratch
 
 
 class Dense(PerExampleGradient):

@@ -10,7 +10,7 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.scratch import SHARED, Scratch
+from dpexp.clipping.gradients.memory import SHARED, Scratch
 
 
 class Lookup(PerExampleGradient):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.dense import Dense
 from dpexp.clipping.gradients.lookup import Lookup
+from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.outer import Outer
-from dpexp.clipping.gradients.scratch import Scratch
 from dpexp.clipping.gradients.tied import Tied
 
 

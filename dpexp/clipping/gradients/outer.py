@@ -12,8 +12,7 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.pages import fresh
-from dpexp.clipping.gradients.scratch import Scratch
+from dpexp.clipping.gradients.memory import Scratch, fresh
 
 
 class Outer(PerExampleGradient):

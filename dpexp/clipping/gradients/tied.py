@@ -11,8 +11,8 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.lookup import Lookup
+from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.outer import Outer
-from dpexp.clipping.gradients.scratch import Scratch
 
 
 class Tied(PerExampleGradient):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.clipping import layouts
 from dpexp.clipping.given import modules_of
-from dpexp.clipping.gradients.pages import give_back_freed_memory
+from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.chance import OTHERS
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
