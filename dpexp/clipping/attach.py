@@ -288,7 +288,7 @@ class Clipper(AnyClipper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Clipper:
         """Copying an attached model copies its clipper; both then stand alone."""
-        memo[id(self)] = twin = object.__new__(Clipper)
+        memo[id(self)] = twin = object.__new__(type(self))
         twin.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
         return twin
 

@@ -82,7 +82,7 @@ class Survey:
             ast.literal_eval(place): layout for place, layout in state.get("layouts", {}).items()
         }
         self.looped |= set(state.get("looped", ()))
-        self.settled = bool(state.get("settled", False))
+        self.settled = bool(state.get("settled", self.settled))
 
     # -- one backward pass --------------------------------------------------------------------------------------------
 
