@@ -40,16 +40,6 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def trainable_ids(model: nn.Module) -> set[int]:
-    """Return the ids of the trainable parameters."""
-    return {
-        id(param)
-        for module in modules_of(model)
-        for param in module._parameters.values()
-        if param is not None and param.requires_grad
-    }
-
-
 def initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: int) -> Tensor:
     """Return K thresholds, float64: ``C / sqrt(K)`` each for one C, or the K that were given."""
     if isinstance(clip_norm, Tensor):
@@ -91,7 +81,8 @@ def checked_scale(
 
 def check_same_parameters(model: nn.Module, params: dict[str, nn.Parameter], shards: Shards | None) -> None:
     """Refuse a model whose trainable parameters are not those that were attached (PEFT, unfreezing, new layers)."""
-    now = trainable_ids(model)
+    parameters = (p for module in modules_of(model) for p in module._parameters.values())
+    now = {id(p) for p in parameters if p is not None and p.requires_grad}
     if shards is not None:
         # while FSDP has a module whole, other objects stand in the shards' places
         wholes = {id(shards.whole(name)): id(p) for name, p in params.items()}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dpexp import native, provenance, record
-from dpexp.clipping import Clipper
 from dpexp.clipping.base import AnyClipper, Rows
 from dpexp.clipping.local_training import LocalClipper
 from dpexp.clipping.thresholds import FixedThresholds
@@ -193,7 +192,7 @@ class Trainer:
             expected_batch=self.expected_batch,
             max_clip_scale=self.plan.max_clip_scale if self.plan is not None else 1.0,
         )  # fmt: skip
-        if self.run.clip.method != "norm" or not isinstance(clipper, Clipper):
+        if self.run.clip.method != "norm":
             return clipper
         if (memory := self.decisions.of_rank("engine")) is not None:
             clipper.recall(memory)
