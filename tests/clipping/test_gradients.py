@@ -136,7 +136,8 @@ def test_lookup_ignores_what_is_not_finite_at_the_padding_row():
             Lookup(ids, broken, 3, 0).sq_norms(method), Lookup(ids, g, 3, 0).sq_norms(method)
         )
     torch.testing.assert_close(
-        Lookup(ids, broken, 3, 0).weighted_sum(None), Lookup(ids, g, 3, 0).weighted_sum(None)
+        Lookup(ids, broken, 3, 0).weighted_sum(torch.ones(1)),
+        Lookup(ids, g, 3, 0).weighted_sum(torch.ones(1)),
     )
 
 
@@ -243,14 +244,14 @@ def test_an_example_that_is_not_finite_adds_nothing(index: int, bad: float):
 class Halved(Outer):
     """A formula that is wrong by a factor."""
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         return super()._weighted_sum(factors, out) / 2
 
 
 class OneForgotten(Outer):
     """A formula that is wrong in one of eight positions."""
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         a, g = self.parts
         return Outer(a[:, 1:], g[:, 1:])._weighted_sum(factors, out)
 

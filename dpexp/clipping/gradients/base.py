@@ -67,7 +67,7 @@ class PerExampleGradient(ABC):
         """Gradients ``[stop - start, *shape]`` of these examples; may be written into ``out``, of the same shape."""
 
     @abstractmethod
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         """As `weighted_sum`, of at least one example, with nobody set apart."""
 
     def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
@@ -173,11 +173,11 @@ class PerExampleGradient(ABC):
         self.set_apart(rounding.rough(bounds, magnitudes, terms))
         return bounds
 
-    def weighted_sum(self, factors: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, factors: Tensor, out: Tensor | None = None) -> Tensor:
         """``sum_i factors[i] * g_i``.
 
         Args:
-            factors: ``[B]``, or None for the plain sum.
+            factors: ``[B]``.
             out: a contiguous tensor of the parameter's shape, to which the sum is added in place.
 
         Returns:
@@ -186,7 +186,7 @@ class PerExampleGradient(ABC):
         """
         if self.num_examples == 0:
             return self._zeros(*self.shape) if out is None else out
-        if self.apart is None or factors is None:
+        if self.apart is None:
             return self._weighted_sum(factors, out)
         total = self._weighted_sum(factors.index_fill(0, self.apart, 0.0), out)
         method = self.resolve("instantiate")

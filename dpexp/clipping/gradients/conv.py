@@ -250,17 +250,16 @@ class Conv(PerExampleGradient):
             )  # fmt: skip
         return rows
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         if self._sizes()[1] == 0:
             return self._zeros(*self.shape) if out is None else out
         x, gy = self.x, self.gy
-        if factors is not None:
-            factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
-            # scale the smaller one
-            if x.numel() <= gy.numel():
-                x = numerics.scale(x, factors)
-            else:
-                gy = numerics.scale(gy, factors)
+        factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
+        # scale the smaller one
+        if x.numel() <= gy.numel():
+            x = numerics.scale(x, factors)
+        else:
+            gy = numerics.scale(gy, factors)
         return numerics.add_to(out, self._weight_gradient(x.to(self.dtype), gy.to(self.dtype)))
 
     def mask(self, keep: Tensor) -> Conv:

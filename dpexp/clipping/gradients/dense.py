@@ -61,9 +61,7 @@ class Dense(PerExampleGradient):
     def _chunks(self, method: str, scratch: Scratch) -> Iterator[tuple[Tensor, slice]]:
         yield self.grad.to(self.dtype).contiguous(), slice(0, self.num_examples)
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
-        if factors is None:
-            return numerics.add_to(out, self.grad.sum(0, dtype=self.dtype))
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         return numerics.add_to(out, numerics.combine(self.grad.to(self.dtype).contiguous(), factors))
 
     def mask(self, keep: Tensor) -> Dense:

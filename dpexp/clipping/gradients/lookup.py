@@ -128,7 +128,7 @@ class Lookup(PerExampleGradient):
         table.index_add_(0, (part.ids.long() + offsets).flatten(), part._scaled(None))
         return table.view(count, *self.shape)
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         scaled = self._scaled(factors)
         table = self._zeros(*self.shape) if out is None else out
         return table.index_add_(0, self.ids.flatten(), scaled.to(table.dtype))

@@ -179,10 +179,8 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
     return x.reshape(num_examples, positions, *kept)
 
 
-def combine(rows: Tensor, factors: Tensor | None) -> Tensor:
-    """``sum_i factors[i] * rows[i]``, the plain sum without factors; ``rows`` is contiguous, ``[B, *shape]``."""
-    if factors is None:
-        return rows.sum(0)
+def combine(rows: Tensor, factors: Tensor) -> Tensor:
+    """``sum_i factors[i] * rows[i]``; ``rows`` is contiguous, ``[B, *shape]``."""
     matrix = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
     return torch.mv(matrix.t(), factors.to(rows.dtype)).view(rows.shape[1:])
 

@@ -107,12 +107,12 @@ class Outer(PerExampleGradient):
         batch = None if out is None else out.view(stop - start, g.shape[2], a.shape[2])
         return numerics.product(g.mT, a, batch).view(stop - start, *self.shape)
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         a, g = self.parts
         # scale the smaller one
-        if factors is not None and a.shape[2] <= g.shape[2]:
+        if a.shape[2] <= g.shape[2]:
             a = numerics.scale(a, factors)
-        elif factors is not None:
+        else:
             g = numerics.scale(g, factors)
         left, right = g.reshape(-1, g.shape[2]).t(), a.reshape(-1, a.shape[2])
         if out is not None and out.dtype == self.dtype and out.is_contiguous():

@@ -92,7 +92,7 @@ class Tied(PerExampleGradient):
             row.index_add_(0, ids, g.to(self.dtype))
         return rows
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         total = self.outer.weighted_sum(factors, out)
         return self.lookup.weighted_sum(factors, total)
 
