@@ -28,7 +28,7 @@ class Product(Linear):
     """``y = x W`` with a matrix W, which is stored as ``[inputs, outputs]``."""
 
     label = "matrix product"
-    names = ("input", "weight")
+    names: tuple[str, ...] = ("input", "weight")
 
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         matrix = given["weight"].dim() == 2 and given["input"].dim() >= 2
