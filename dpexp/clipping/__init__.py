@@ -21,6 +21,7 @@ def refuse_untested(version: str) -> None:
 
 refuse_untested(torch.__version__)
 
-from dpexp.clipping.attach import Clipper, Report, attach  # noqa: E402
+from dpexp.clipping.attach import Clipper, attach  # noqa: E402
+from dpexp.clipping.reports import Report  # noqa: E402
 
 __all__ = ["Clipper", "Report", "attach"]

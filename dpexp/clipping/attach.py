@@ -6,53 +6,29 @@ import copy
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import distributed
-from dpexp.clipping.backend import TapBackend
+from dpexp.clipping.backend import Backend, TapBackend
 from dpexp.clipping.backward import Factors, Sums
-from dpexp.clipping.coverage import coverage_table
-from dpexp.clipping.dataflow import entered, inside_reentrant_checkpoint, tensors_in
+from dpexp.clipping.base import AnyClipper
+from dpexp.clipping.dataflow import entered
 from dpexp.clipping.deferred import Measured
-from dpexp.clipping.donation import keep_buffers, release_buffers
-from dpexp.clipping.engines import Engine, engine_named
-from dpexp.clipping.given import (
-    check_losses,
-    check_thresholds,
-    checked_scale,
-    initial_thresholds,
-    trainable_ids,
-)
-from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
+from dpexp.clipping.engines import engine_named
+from dpexp.clipping.given import check_losses, check_same_parameters, check_thresholds, checked_scale
+from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
-from dpexp.clipping.refusals import refuse_couplings, refuse_hooks
+from dpexp.clipping.reports import Report, coverage_table
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.sharding import sharded_modules, shards_of
 from dpexp.clipping.sites import CUT, SITE
-from dpexp.clipping.taps import REENTRANT, ForwardPass
+from dpexp.clipping.uses import ForwardPass
 from dpexp.errors import UserError
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one backward pass saw. Private data: release it through a mechanism only.
-
-    Attributes:
-        norms: ``[K, B]`` per-example gradient norms of each group before clipping, at least float32, detached. NaN or Inf where
-            an example's gradient was not finite (it contributed nothing).
-        clipped: ``[K]`` how many examples had a norm above their threshold.
-        input_gradients: of the roots' inputs (`Roots`): what a stage of a pipeline sends to the one before.
-    """
-
-    norms: Tensor
-    clipped: Tensor
-    input_gradients: tuple[Tensor | None, ...] = ()
 
 
 def attach(
@@ -91,20 +67,17 @@ def attach(
         groups,
         clip_norm,
         rule,
-        engine_named(engine),
-        max_clip_scale,
-        rows_per_example,
-        choice,
-        memory_cap_mib,
-        fixed_length,
+        engine,
+        max_clip_scale=max_clip_scale,
+        rows_per_example=rows_per_example,
+        choice=choice,
+        memory_cap_mib=memory_cap_mib,
+        fixed_length=fixed_length,
     )
 
 
-class Clipper:
+class Clipper(AnyClipper):
     """Returned by `attach`. Printing it shows the coverage table."""
-
-    # by how many thresholds one example can move the sum
-    reach = 1.0
 
     def __init__(
         self,
@@ -112,15 +85,17 @@ class Clipper:
         groups: GroupsSpec,
         clip_norm: float | Sequence[float] | Tensor,
         rule: str,
-        engine: Engine,
-        max_clip_scale: float,
+        engine: str,
+        *,
         rows_per_example: int,
-        choice: str | None,
         memory_cap_mib: int,
         fixed_length: bool,
+        max_clip_scale: float = 1.0,
+        choice: str | None = None,
     ):
         if rule not in RULES:
             raise UserError(f"rule={rule!r} is not known; choose {', '.join(RULES)}")
+        self.engine = engine_named(engine)
         if not (max_clip_scale > 0 and math.isfinite(max_clip_scale)):
             raise UserError(f"max_clip_scale={max_clip_scale} must be positive and finite")
         if not (isinstance(rows_per_example, int) and rows_per_example >= 1):
@@ -129,54 +104,26 @@ class Clipper:
             raise UserError(
                 "this model has a clipper attached already: call close() of its PrivacyEngine, or detach() of the clipper, first"
             )
-        refuse_couplings(model)
-        self.model, self.rule, self.engine = model, rule, engine
+        super().__init__(model, groups, clip_norm, rule)
         self.max_clip_scale, self.rows_per_example = max_clip_scale, rows_per_example
-        self.groups: list[Group] = build_groups(model, groups)
-        self._params = trainable_parameters(model)
-        refuse_hooks(self._params)
-        device = next(iter(self._params.values())).device
-        self._thresholds = initial_thresholds(clip_norm, len(self.groups)).to(device)
-        self._hooks: list[Any] = []
         self._independence = Independence(model, rows_per_example, fixed_length)
+        self.notes = self._independence.notes
         self._reducer = distributed.reducer_of(model)
-        self._backend: TapBackend | OpacusBackend
-        if engine.name == "opacus":
-            if shards_of(model) is not None:
-                raise UserError(
-                    "engine='opacus' needs whole parameters, and these are sharded: choose engine='auto'"
-                )
+        self._backend: Backend
+        if engine == "opacus":
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
         else:
-            self._backend = TapBackend(model, self.groups, engine, rows_per_example, choice, memory_cap_mib)
-        self._shards = self._backend.shards if isinstance(self._backend, TapBackend) else None
-        self._hooks.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-        self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
+            self._backend = TapBackend(
+                model, self.groups, self.engine, rows_per_example, choice, memory_cap_mib
+            )
+        self._shards = self._backend.shards
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
         self._attached = True
         # whether a DistributedDataParallel around the model adds up over ranks in every backward pass
         self.reduces = True
-
-    @property
-    def thresholds(self) -> Tensor:
-        """``[K]`` thresholds C_k. Assign a sequence of K positive numbers, or write in place, between steps."""
-        return self._thresholds
-
-    @thresholds.setter
-    def thresholds(self, value: Tensor | Sequence[float]) -> None:
-        new = torch.as_tensor(value, dtype=self._thresholds.dtype, device=self._thresholds.device).detach()
-        if new.shape != self._thresholds.shape:
-            raise UserError(f"thresholds must have shape {[len(self.groups)]}, got {list(new.shape)}")
-        self._thresholds = new.clone()
-
-    @property
-    def sensitivity(self) -> float:
-        """How far one example can move the sum in ``p.grad``, in L2 norm: ``max_clip_scale * sqrt(sum of C_k²)``.
-
-        Infinite with ``rule="none"``, which clips nothing. Noise is this number times a noise multiplier.
-        """
-        if self.rule == "none":
-            return math.inf
-        return self.max_clip_scale * float(self._thresholds.double().norm())
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -195,6 +142,7 @@ class Clipper:
         check_losses(losses)
         return self.backward_from(Roots.of_losses(losses, loss_scale), clip_scale, loss_scale=loss_scale)
 
+    @torch.compiler.disable(reason=CUT)
     def backward_from(
         self, roots: Roots, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
     ) -> Report:
@@ -205,35 +153,30 @@ class Clipper:
         if not self._attached:
             raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
         with self._together(roots):
-            return self._backward_from(roots, clip_scale, loss_scale)
-
-    def _backward_from(self, roots: Roots, clip_scale: Tensor | None, loss_scale: float) -> Report:
-        distributed.check_reducer(self._reducing)
-        self._check_coverage()
-        thresholds, num_examples = self._checked_thresholds(), roots.num_examples
-        scale = checked_scale(clip_scale, num_examples, self.max_clip_scale, thresholds)
-        factors = self._factors(thresholds, scale, loss_scale)
-        sums: Sums = {}
-        arrived: tuple[Tensor | None, ...] = ()
-        self._independence.begin(roots, self._leaves())
-        if num_examples == 0:
+            distributed.check_reducer(self._reducing)
+            thresholds, scale = self._checked(roots, clip_scale)
             sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
-            if isinstance(self._backend, OpacusBackend):
+            sums: Sums = {}
+            arrived: tuple[Tensor | None, ...] = ()
+            if roots.num_examples:
+                factors = self._factors(thresholds, scale, loss_scale)
+                sq, sums, arrived = self._backend.clipped_sums(roots, factors)
+            else:
                 self._backend.forget()
-        else:
-            sq, sums, arrived = self._backend.clipped_sums(roots, factors, loss_scale)
-        self._independence.check(num_examples)
-        report = self._report(sq, thresholds, scale, loss_scale, arrived)
-        distributed.deliver(self._reducing, self._params, sums, self._shards if num_examples else None)
-        return report
+            self._independence.check(roots.num_examples)
+            report = self._report(sq, thresholds, scale, loss_scale)
+            shards = self._shards if roots.num_examples else None
+            distributed.deliver(self._reducing, self.params, sums, shards)
+            return replace(report, input_gradients=arrived)
 
     def _together(self, roots: Roots) -> Any:
         """What is around a backward pass that several ranks make together, each on shards of the parameters."""
-        if self._shards is None or not isinstance(self._backend, TapBackend):
+        if self._shards is None:
             return nullcontext()
         curious = self._independence.due or self._backend.curious(roots)
         return self._shards.backward(self._shards.together(curious, roots.num_examples))
 
+    @torch.compiler.disable(reason=CUT)
     def measure(
         self,
         roots: Roots,
@@ -256,17 +199,14 @@ class Clipper:
             raise UserError(
                 "norms without sums need engine='auto' (or another of the tapped ones) and a batch"
             )
-        self._check_coverage()
-        thresholds = self._checked_thresholds()
-        scale = checked_scale(clip_scale, roots.num_examples, self.max_clip_scale, thresholds)
-        self._independence.begin(roots, self._params.values())
+        thresholds, scale = self._checked(roots, clip_scale)
         step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), held)
         self._independence.check(roots.num_examples)
 
         def finish(sq_norms: Tensor) -> Report:
             sq, sums = step.finish(sq_norms * loss_scale**2)
-            distributed.deliver(self._reducing, self._params, sums)
-            return self._report(sq, thresholds, scale, loss_scale, ())
+            distributed.deliver(self._reducing, self.params, sums)
+            return self._report(sq, thresholds, scale, loss_scale)
 
         return Measured(step, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
 
@@ -276,15 +216,22 @@ class Clipper:
         Raises:
             UserError: it used no parameter, or the model has not run.
         """
-        last = self._backend.recorder.last() if isinstance(self._backend, TapBackend) else None
+        last = self._backend.last_forward()
         if last is None:
             raise UserError(
                 "the attached model has not run with gradients, or used none of its trainable parameters"
             )
         return last
 
-    def _leaves(self) -> list[Tensor]:
-        return [*self._params.values(), *(self._shards.wholes() if self._shards is not None else ())]
+    def _checked(self, roots: Roots, clip_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Look at what a backward pass begins with. Returns its thresholds ``[K]`` and scales ``[B]``."""
+        check_same_parameters(self.model, self.params, self._shards)
+        thresholds = self._thresholds.detach()
+        check_thresholds(thresholds, f"thresholds {thresholds.tolist()}")
+        scale = checked_scale(clip_scale, roots.num_examples, self.max_clip_scale, thresholds)
+        wholes = self._shards.wholes() if self._shards is not None else ()
+        self._independence.begin(roots, [*self.params.values(), *wholes])
+        return thresholds, scale
 
     @property
     def _reducing(self) -> Any:
@@ -306,17 +253,9 @@ class Clipper:
 
         return factors
 
-    def _report(
-        self,
-        sq: Tensor,
-        thresholds: Tensor,
-        scale: Tensor | None,
-        loss_scale: float,
-        arrived: tuple[Tensor | None, ...],
-    ) -> Report:
-        norms = (sq / loss_scale**2).clamp(min=0).sqrt().detach()
-        limits = thresholds.to(norms)[:, None] * (1.0 if scale is None else scale.to(norms))
-        return Report(norms, (norms > limits).sum(dim=1), arrived)
+    @staticmethod
+    def _report(sq: Tensor, thresholds: Tensor, scale: Tensor | None, loss_scale: float) -> Report:
+        return Report.of((sq / loss_scale**2).clamp(min=0).sqrt(), thresholds, scale)
 
     def detach(self) -> None:
         """Give the model back exactly as it was."""
@@ -324,7 +263,6 @@ class Clipper:
             for hook in self._hooks:
                 hook.remove()
             self._backend.uninstall()
-            release_buffers(self._backend)
             self._attached = False
 
     @property
@@ -332,19 +270,13 @@ class Clipper:
         """Parameter -> how its norms are computed; complete after the first backward pass."""
         return {row.parameter: row.method for row in self._backend.coverage()}
 
-    @property
-    def notes(self) -> list[str]:
-        """What could not be looked at, in words; complete after the first backward pass."""
-        return list(self._independence.notes)
-
     def remember(self) -> dict[str, Any]:
         """Return what the engine has measured and proven, as JSON; a run that recalls it computes the same to the last bit."""
-        return self._backend.state() if isinstance(self._backend, TapBackend) else {}
+        return self._backend.state()
 
     def recall(self, state: dict[str, Any]) -> None:
         """Take over what `remember` gave, for a model of the same structure with the same engine; or ``{"choices": …}`` alone."""
-        if state and isinstance(self._backend, TapBackend):
-            self._backend.load_state(state)
+        self._backend.load_state(state)
 
     def pads_with(self, token: int | None) -> None:
         """Take the id of padding, with which to look whether padding changes an example; None: the model may say it."""
@@ -356,7 +288,7 @@ class Clipper:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Clipper:
         """Copying an attached model copies its clipper; both then stand alone."""
-        memo[id(self)] = twin = object.__new__(Clipper)
+        memo[id(self)] = twin = object.__new__(type(self))
         twin.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
         return twin
 
@@ -367,34 +299,21 @@ class Clipper:
         )
 
     @torch.compiler.disable(reason=CUT)
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         inputs, shapes, first = entered((args, kwargs))
-        if isinstance(self._backend, OpacusBackend):
-            self._backend.enter(inputs)
-        if self._independence.looking:
-            return None
-        self._reducer = distributed.reducer_of(self.model)
-        if torch.is_grad_enabled():
-            if inputs and not inputs[0].numel():
-                self._try_empty(args, kwargs)
-            self._independence.enter(args, kwargs)
-        if not isinstance(self._backend, TapBackend):
-            return None
-        if torch.is_grad_enabled():
-            self._check_coverage()
-            keep_buffers(self._backend)
-            self._backend.recorder.open(inputs, shapes, first, watch=not self._backend.survey.settled)
-        elif inside_reentrant_checkpoint():
-            raise UserError(REENTRANT)
-        return None
+        looking = self._independence.looking
+        if not looking:
+            self._reducer = distributed.reducer_of(self.model)
+            if torch.is_grad_enabled():
+                if inputs and not inputs[0].numel():
+                    self._try_empty(args, kwargs)
+                self._independence.enter(args, kwargs)
+                check_same_parameters(self.model, self.params, self._shards)
+        self._backend.enter(inputs, shapes, first, looking)
 
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if isinstance(self._backend, TapBackend):
-            release_buffers(self._backend)
-            self._backend.recorder.close()
-        else:
-            self._backend.leave(tensors_in(output))
+        self._backend.leave(output)
 
     def _try_empty(self, args: tuple, kwargs: dict) -> None:
         """Many models cannot reshape a batch of no examples, and say so in words about shapes."""
@@ -406,38 +325,3 @@ class Clipper:
                 f"the batch is empty, and this model cannot take that ({error}). An empty Poisson batch need not go through the "
                 "model: call clipper.backward(torch.zeros(0))"
             ) from error
-
-    def _check_coverage(self) -> None:
-        """The trainable parameters must still be the ones that were attached (PEFT, unfreezing, new layers)."""
-        now = trainable_ids(self.model)
-        if self._shards is not None:
-            # while FSDP has a module whole, other objects stand in the shards' places
-            wholes = {id(self._shards.whole(name)): id(p) for name, p in self._params.items()}
-            now = {wholes.get(number, number) for number in now}
-        then = {id(p) for p in self._params.values()}
-        if now == then:
-            refuse_hooks(self._params)
-            return
-        if self._shards is None and sharded_modules(self.model):
-            raise UserError(
-                "the model was sharded after attach: call clipper.detach(), fully_shard, then attach() again"
-            )
-        names = {id(p): n for n, p in self.model.named_parameters()}
-        new = [names[i] for i in now - then]
-        gone = [name for name, p in self._params.items() if id(p) not in now]
-        if new and new[0] in self._params:
-            raise UserError(
-                f"{new[0]!r} is another tensor than at attach (torch.func.functional_call, or a parameter that was assigned "
-                "anew): run the model with its own parameters, or change it before the clipper or the PrivacyEngine is made"
-            )
-        what = f"{new[0]!r} is new" if new else f"{gone[0]!r} is frozen or gone"
-        raise UserError(
-            f"the trainable parameters changed after attach ({what}): freeze, unfreeze and wrap (PEFT) before the "
-            "clipper or the PrivacyEngine is made; else close() this engine and begin another run in another folder, or detach() "
-            "this clipper and attach() again"
-        )
-
-    def _checked_thresholds(self) -> Tensor:
-        values = self._thresholds.detach()
-        check_thresholds(values, f"thresholds {values.tolist()}")
-        return values

@@ -1,26 +1,83 @@
-"""All engines but Opacus's, behind one attached model: what follows its parameters, what is known of it, and its norm methods."""
+"""What stands behind one attached model: the tapped engines, or Opacus's (`opacus_engine`)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.backward import Factors, Sums, clipped_sums
-from dpexp.clipping.coverage import CoverageRow
+from dpexp.clipping.backward import Factors, Setup, Sums, clipped_sums
+from dpexp.clipping.choice import Methods
+from dpexp.clipping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.deferred import DeferredStep
+from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group, trainable_parameters
-from dpexp.clipping.remembered import Methods
+from dpexp.clipping.reports import CoverageRow
 from dpexp.clipping.roots import Roots
-from dpexp.clipping.sharding import shards_of
+from dpexp.clipping.sharding import Shards, shards_of
 from dpexp.clipping.sites import find_sites, install, uninstall
 from dpexp.clipping.survey import Survey
-from dpexp.clipping.taps import Recorder, Visit
+from dpexp.clipping.taps import REENTRANT, Recorder, Visit
+from dpexp.clipping.uses import ForwardPass
+from dpexp.errors import UserError
 
 
-class TapBackend:
+class Backend(ABC):
+    """Computes norms and clipped sums. A subclass writes what is abstract, and what else it needs."""
+
+    shards: Shards | None = None
+
+    @abstractmethod
+    def enter(
+        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
+    ) -> None:
+        """The model's forward begins.
+
+        Args:
+            inputs, shapes, first_tensor: see `dataflow.entered`.
+            looking: whether this forward is none of the user's, but repeats one to compare what examples get.
+        """
+
+    @abstractmethod
+    def leave(self, output: Any) -> None:
+        """The model's forward has ended."""
+
+    @abstractmethod
+    def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
+        """Compute squared norms ``[K, B]``, the clipped sums, and the gradients of the roots' inputs."""
+
+    def forget(self) -> None:
+        """The batch is empty: no backward pass comes."""
+
+    @abstractmethod
+    def uninstall(self) -> None:
+        """Give the model back as it was."""
+
+    @abstractmethod
+    def coverage(self) -> list[CoverageRow]:
+        """Return a row for each trainable parameter."""
+
+    def curious(self, roots: Roots) -> bool:
+        """Tell whether this backward pass goes through the graph more often than the engine needs."""
+        return False
+
+    def last_forward(self) -> ForwardPass | None:
+        """Return the forward with gradients that ended last, where it is known."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Return what is known, as JSON."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what another process has found."""
+
+
+class TapBackend(Backend):
     """All engines but ``opacus``: parameters are followed to the operations that use them."""
 
     def __init__(
@@ -33,50 +90,63 @@ class TapBackend:
         memory_cap_mib: int,
     ):
         self.shards = shards_of(model)
-        self.groups, self.rows_per_example = groups, rows_per_example
-        self.engine = engine if choice is None else replace(engine, norm=choice)
-        self.survey = Survey()
-        self.methods = Methods(memory_cap_mib * 2**20)
+        engine = engine if choice is None else replace(engine, norm=choice)
+        self.survey, self.methods = Survey(), Methods(memory_cap_mib * 2**20)
+        self.setup = Setup(groups, engine, self.survey, self.methods)
+        self.rows_per_example = rows_per_example
         self.recorder = Recorder(trainable_parameters(model), self.survey.roles, self.shards)
         self.sites = find_sites(model, self.recorder)
         for module, site in self.sites:
             install(module, site)
 
+    def enter(
+        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
+    ) -> None:
+        if looking:
+            return
+        if torch.is_grad_enabled():
+            keep_buffers(self)
+            self.recorder.open(inputs, shapes, first_tensor, watch=not self.survey.settled)
+        elif inside_reentrant_checkpoint():
+            raise UserError(REENTRANT)
+
+    def leave(self, output: Any) -> None:
+        release_buffers(self)
+        self.recorder.close()
+
     def uninstall(self) -> None:
-        """Give the modules their classes back."""
         for module, _ in self.sites:
             uninstall(module)
+        release_buffers(self)
 
-    def clipped_sums(
-        self, roots: Roots, factors: Factors, grad_scale: float
-    ) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
-        """Compute squared norms ``[K, B]``, the clipped sums, and the gradients of the roots' inputs."""
-        visit = Visit(self.recorder, roots, self.rows_per_example)
-        sq, sums = clipped_sums(visit, self.survey, self.methods, self.groups, self.engine, factors)
-        return sq, sums, visit.input_gradients
+    def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
+        visit = self.visit(roots)
+        return *clipped_sums(visit, self.setup, factors), visit.input_gradients
+
+    def visit(self, roots: Roots) -> Visit:
+        """Return what goes through the graph behind the roots."""
+        return Visit(self.recorder, roots, self.rows_per_example)
 
     def curious(self, roots: Roots) -> bool:
-        """Tell whether this backward pass goes through the graph more often than the engine needs."""
-        visit = Visit(self.recorder, roots, self.rows_per_example)
-        return self.engine.name == "loop" or (bool(roots.num_examples) and self.survey.curious(visit))
+        looped = self.setup.engine.name == "loop"
+        return looped or (bool(roots.num_examples) and self.survey.curious(self.visit(roots)))
 
     def measured(self, roots: Roots, factors: Factors, held: str) -> DeferredStep:
         """Compute squared norms ``[K, B]``, and hold what the sums need."""
-        visit = Visit(self.recorder, roots, self.rows_per_example)
-        return DeferredStep(visit, self.survey, self.methods, self.groups, self.engine, factors, held)
+        return DeferredStep(self.visit(roots), self.setup, factors, held)
+
+    def last_forward(self) -> ForwardPass | None:
+        return self.recorder.last()
 
     def state(self) -> dict[str, Any]:
-        """Return what is known, as JSON."""
         return self.survey.state() | self.methods.state() | {"batch": self.recorder.batch}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what another process has found."""
         self.survey.load_state(state)
         self.methods.load_state(state)
         self.recorder.batch = state.get("batch", self.recorder.batch)
 
     def coverage(self) -> list[CoverageRow]:
-        """Return a row for each trainable parameter."""
         return [
             CoverageRow(
                 name,
@@ -84,6 +154,6 @@ class TapBackend:
                 ", ".join(self.survey.operations.get(name, ())),
                 self.methods.of_parameter.get(name, ""),
             )
-            for group in self.groups
+            for group in self.setup.groups
             for name in group.params
         ]

@@ -12,22 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from dpexp.clipping.choice import Methods
 from dpexp.clipping.distributed import LateSum, summed_in
 from dpexp.clipping.engines import Engine
-from dpexp.clipping.formula_check import per_example
-from dpexp.clipping.gradients import Lookup, Tied, kept, merge, numerics
+from dpexp.clipping.gradients import Lookup, Tied, instantiated, merge, numerics
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
+from dpexp.clipping.layouts import per_example
 from dpexp.clipping.loop import LOOPED, loop_over_examples
-from dpexp.clipping.remembered import Methods
 from dpexp.clipping.survey import LATE, Survey
-from dpexp.clipping.taps import ForwardPass, Visit
-from dpexp.clipping.uses import Use
+from dpexp.clipping.taps import Visit
+from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
 
 # factors, and which examples are finite (None if all are)
@@ -37,42 +38,56 @@ Factors = Callable[..., Tensor]
 Sums = dict[str, Tensor | LateSum]
 
 
-def clipped_sums(
-    visit: Visit, survey: Survey, methods: Methods, groups: list[Group], engine: Engine, factors: Factors
-) -> tuple[Tensor, Sums]:
+@dataclass(frozen=True)
+class Setup:
+    """What the backward passes of one clipper share.
+
+    Attributes:
+        groups: K of them.
+        engine: when sums are formed, and how.
+        survey: what is known of the model.
+        methods: how norms are found.
+    """
+
+    groups: list[Group]
+    engine: Engine
+    survey: Survey
+    methods: Methods
+
+
+def clipped_sums(visit: Visit, setup: Setup, factors: Factors) -> tuple[Tensor, Sums]:
     """Compute the norms and the clipped sums of one ``clipper.backward``.
 
     Args:
         visit: the graph behind the roots.
-        survey: what is known of the model; it is completed first.
-        methods: how norms are found.
-        groups: K of them.
-        engine: when sums are formed, and how.
+        setup: of the clipper; what is known of the model is completed first.
         factors: group index, squared norms ``[b]`` and the slice of their examples -> factors ``[b]`` for gradients that still
             carry the loss scale.
 
     Returns:
         squared norms ``[K, B]`` (of the scaled losses) and the clipped sums by parameter name.
     """
-    with examined(visit, survey, groups, engine):
-        return Step(visit, survey, methods, groups, engine, factors).run()
+    with examined(visit, setup):
+        step = Step(visit, setup, factors)
+        step.measure()
+        return step.finish()
 
 
 @contextmanager
-def examined(visit: Visit, survey: Survey, groups: list[Group], engine: Engine) -> Iterator[None]:
+def examined(visit: Visit, setup: Setup) -> Iterator[None]:
     """Complete what is known of the model first, and take note of the pass afterwards.
 
     Inside, nothing is differentiated, and 16 bits belong to the model's forward alone.
     """
     with torch.no_grad(), torch.autocast(visit.roots.device.type, enabled=False):
-        params = {name: p for group in groups for name, p in group.params.items()}
+        names = [name for group in setup.groups for name in group.params]
         try:
-            if engine.name == "loop":
-                survey.looped.update(params)
-            survey.look(visit, {name: visit.recorder.leaf(name) for name in params})
+            if setup.engine.name == "loop":
+                setup.survey.looped.update(names)
+            setup.survey.look(visit, {name: visit.recorder.leaf(name) for name in names})
             yield
         finally:
-            survey.finish(visit)
+            setup.survey.finish(visit)
 
 
 class Step:
@@ -83,27 +98,16 @@ class Step:
             until `finish`.
     """
 
-    def __init__(
-        self,
-        visit: Visit,
-        survey: Survey,
-        methods: Methods,
-        groups: list[Group],
-        engine: Engine,
-        factors: Factors,
-        deferred: bool = False,
-    ):
-        self.layout, self.deferred = survey.layout, deferred
-        self.visit, self.survey, self.methods = visit, survey, methods
-        self.groups, self.engine, self.factors = groups, engine, factors
-        self.looped = set(survey.looped)
+    def __init__(self, visit: Visit, setup: Setup, factors: Factors, deferred: bool = False):
+        self.visit, self.factors, self.deferred = visit, factors, deferred
+        self.survey, self.methods, self.engine = setup.survey, setup.methods, setup.engine
+        self.groups = groups = setup.groups
+        self.layout, self.looped = self.survey.layout, set(self.survey.looped)
         self.num_examples = visit.num_examples
         self.group_of = {name: k for k, group in enumerate(groups) for name in group.params}
         self.params = {name: p for group in groups for name, p in group.params.items()}
-        accumulate = torch.promote_types(visit.roots.dtype, torch.float32)
-        self.all_norms = torch.zeros(
-            len(groups), self.num_examples, dtype=accumulate, device=visit.roots.device
-        )
+        dtype, device = numerics.wide(visit.roots.dtype), visit.roots.device
+        self.all_norms = torch.zeros(len(groups), self.num_examples, dtype=dtype, device=device)
         # an example whose loss is NaN or Inf adds nothing, whatever its gradient
         self.all_norms.masked_fill_(~visit.roots.finite(), torch.nan)
         # views
@@ -125,15 +129,10 @@ class Step:
         ]
         self.early = [
             len(visit.passes) == 1
-            and not (engine.second_pass or deferred)
+            and not (self.engine.second_pass or deferred)
             and not (set(group.params) & self.looped)
             for group in groups
         ]
-
-    def run(self) -> tuple[Tensor, Sums]:
-        """Run the visits; see `clipped_sums`."""
-        self.measure()
-        return self.finish()
 
     def measure(self) -> Tensor:
         """Find the squared norms, ``[K, B]``; unless `deferred`, groups that are complete are summed on the way."""
@@ -175,7 +174,7 @@ class Step:
             self.all_norms = sq_norms.to(self.all_norms)
             self.sq_norms = list(self.all_norms)
         if self.deferred and self.looped:
-            self._loop_again()
+            self._loop(measuring=False)
         for k in range(len(self.groups)):
             if k not in self.factor:
                 self._flush(k)
@@ -225,17 +224,20 @@ class Step:
         size = self.num_examples * merged.shape.numel() * merged.dtype.itemsize
         light = self.engine.keep and (self.engine.always_keep or size <= merged.nbytes)
         method = self._chosen(name, merged, fused=light)
-        keep = light and merged.instantiates(method)
+        if light and merged.instantiates(method):
+            merged = instantiated(merged, method, self.methods.scratch)
         # a second pass keeps nothing that could be measured later
         doubts = None if self.engine.second_pass else self.doubts.setdefault(k, [])
-        self.sq_norms[k].add_(merged.sq_norms(method, keep, self.methods.scratch, doubts))
+        self.sq_norms[k].add_(merged.sq_norms(method, self.methods.scratch, doubts))
         if merged.apart is not None:
             self.apart[name] = merged.apart
         if not self.engine.second_pass:
-            self.kept.setdefault(k, {})[name] = kept(merged) if keep else merged
+            self.kept.setdefault(k, {})[name] = merged
 
-    def _settle(self, k: int) -> None:
-        """Measure again what cancels so much that it matters in the norms of group k."""
+    def _complete(self, k: int, last: str = "") -> None:
+        """Measure what has arrived of group k, but for ``last``; again what cancels so much that it matters in its norms."""
+        for name in [n for n in self.groups[k].params if n in self.pending and n != last]:
+            self._measure(name)
         doubts = self.doubts.pop(k, None)
         if not doubts:
             return
@@ -248,9 +250,7 @@ class Step:
 
         Its per-example gradients, where they are instantiated, are clipped and added while they are still in the cache.
         """
-        for other in [n for n in self.groups[k].params if n in self.pending and n != name]:
-            self._measure(other)
-        self._settle(k)
+        self._complete(k, last=name)
         merged = reduce(merge, self.pending.pop(name))
         method = self._chosen(name, merged, fused=True)
         if isinstance(merged, Lookup | Tied):
@@ -273,9 +273,7 @@ class Step:
 
     def _flush(self, k: int, bounded: Bounded | None = None) -> None:
         """Factors, then the weighted sums of one group; what the group held is released."""
-        for name in [n for n in self.groups[k].params if n in self.pending]:
-            self._measure(name)
-        self._settle(k)
+        self._complete(k)
         factors, keep = bounded or self._bounded_factors(k, self.sq_norms[k])
         self.factor[k] = factors, keep
         held = self.kept.pop(k, {})
@@ -325,49 +323,38 @@ class Step:
 
     # -- the loop over examples ---------------------------------------------------------------------------------------
 
-    def _loop(self) -> None:
-        """Norms and sums of the parameters that no formula covers.
+    def _loop(self, measuring: bool = True) -> None:
+        """Norms and sums of the parameters that no formula covers; of a deferred step first the norms, then the sums.
 
         A group's factor for an example is known as soon as its own back-propagation is done, because the taps delivered the
         rest of the group's norms before.
         """
-        names = [name for name in self.params if name in self.looped]
-        for group in sorted({self.group_of[name] for name in names}):
-            for name in [n for n in self.groups[group].params if n in self.pending]:
-                self._measure(name)
-            self._settle(group)
+        looped = {name: self.visit.recorder.leaf(name) for name in self.params if name in self.looped}
+        later = measuring and self.deferred
+        if measuring:
+            for k in sorted({self.group_of[name] for name in looped}):
+                self._complete(k)
         sums = {
             name: torch.zeros(p.shape, dtype=numerics.wide(p.dtype), device=p.device)
             for name, p in self.params.items()
-            if name in self.looped
+            if name in looped and not later
         }
-        looped = {name: self.visit.recorder.leaf(name) for name in names}
-        retain = self.engine.second_pass or self.deferred
-        for i, gradients in loop_over_examples(self.visit, looped, retain=retain):
-            for name, g in gradients.items():
+        for i, gradients in loop_over_examples(self.visit, looped, retain=self.engine.second_pass or later):
+            for name, g in gradients.items() if measuring else ():
                 norms = self.sq_norms[self.group_of[name]]
                 norms[i] += numerics.squared_norms(g.unsqueeze(0)).squeeze(0).to(norms.dtype)
-            for k in {self.group_of[name] for name in gradients} if not self.deferred else ():
-                factor, keep = self._bounded_factors(k, self.sq_norms[k])
-                if keep is None or keep[i]:
-                    for name in [n for n in gradients if self.group_of[n] == k]:
-                        # a number of no dimension does not widen a product
-                        sums[name] += factor[i].to(sums[name]) * gradients[name].to(sums[name])
-        for name, total in sums.items() if not self.deferred else ():
-            self._add(name, total)
-
-    def _loop_again(self) -> None:
-        """The sums of a deferred step, where no formula covers a parameter: factors are known now."""
-        looped = {name: self.visit.recorder.leaf(name) for name in self.params if name in self.looped}
-        bounded = {
-            k: self._bounded_factors(k, self.sq_norms[k]) for k in {self.group_of[name] for name in looped}
-        }
-        for i, gradients in loop_over_examples(self.visit, looped, retain=self.engine.second_pass):
+            if later:
+                continue
+            one = slice(i, i + 1)
+            groups = {self.group_of[name] for name in gradients}
+            bounded = {k: self._bounded_factors(k, self.sq_norms[k][one], one) for k in groups}
             for name, g in gradients.items():
                 factor, keep = bounded[self.group_of[name]]
-                if keep is None or keep[i]:
-                    wide = g.to(numerics.wide(g.dtype))
-                    self._add(name, factor[i].to(wide) * wide)
+                if keep is None or keep[0]:
+                    # a number of no dimension does not widen a product
+                    sums[name] += factor[0].to(sums[name]) * g.to(sums[name])
+        for name, total in sums.items():
+            self._add(name, total)
 
 
 def _joined(chunks: list[Bounded]) -> Bounded | None:

@@ -1,18 +1,17 @@
-"""Which norm method for which layer: by the papers' rule, or by measurement."""
+"""Which norm method for which layer: by the papers' rule, or by measurement, once for each shape."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.scratch import Scratch
+from dpexp.clipping.gradients.memory import Scratch, give_back_freed_memory
 
-Mode = Literal["measured", "rule", "ghost", "instantiate", "loop"]
-MODES: tuple[Mode, ...] = ("measured", "rule", "ghost", "instantiate", "loop")
+MODES = ("measured", "rule", "ghost", "instantiate", "loop")
 
 # flops of the plain gradient below which measuring costs more than a wrong choice
 SMALL = 1_000_000
@@ -30,7 +29,7 @@ def choose(
     per_example: PerExampleGradient,
     mode: str,
     cap_bytes: int,
-    cache: dict[Any, str],
+    cache: dict[str, str],
     fused: bool = False,
     scratch: Scratch | None = None,
 ) -> str:
@@ -59,11 +58,9 @@ def choose(
     methods = promising(per_example, methods, fused)
     if len(methods) == 1:
         return methods[0]
-    key = (*(_coarse(part) for part in per_example.signature()), fused)
+    # as text, which can be written to a file
+    key = repr((*(_coarse(part) for part in per_example.signature()), fused))
     if key not in cache:
-        # a clock has no place in a graph
-        if torch.compiler.is_compiling():
-            return by_rule(per_example, methods)
         cache[key] = fastest(per_example, methods, fused, scratch)
     return cache[key]
 
@@ -149,3 +146,48 @@ def _seconds(task: Callable[[], object], device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter() - start
+
+
+class Methods:
+    """Which norm method is taken for which per-example gradients.
+
+    Args:
+        cap_bytes: most memory that one instantiated per-example gradient may take.
+
+    Attributes:
+        measured: choices by coarse shapes, see `choice.choose`.
+        of_parameter: the method that was last taken for a parameter.
+    """
+
+    LARGEST = 1 << 12
+
+    def __init__(self, cap_bytes: int):
+        self.cap_bytes = cap_bytes
+        self.scratch = Scratch(cap_bytes)
+        self.measured: dict[str, str] = {}
+        self.of_parameter: dict[str, str] = {}
+        # by exact shapes: to ask `choose` costs as much as a small layer
+        self._recent: dict[Hashable, str] = {}
+
+    def choose(self, gradient: PerExampleGradient, mode: str, fused: bool) -> str:
+        """Return the norm method for a per-example gradient; see `choice.choose`."""
+        key = (gradient.signature(), gradient.shape, fused)
+        method = self._recent.get(key)
+        if method is None:
+            known = len(self.measured)
+            method = choose(gradient, mode, self.cap_bytes, self.measured, fused, self.scratch)
+            if len(self.measured) > known:
+                give_back_freed_memory()
+            if len(self._recent) >= self.LARGEST:
+                self._recent.clear()
+            self._recent[key] = method
+        return method
+
+    def state(self) -> dict[str, Any]:
+        """Return what was measured, as JSON."""
+        return {"choices": dict(self.measured)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what another process has measured."""
+        self.measured |= state.get("choices", {})
+        self._recent.clear()

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.base import Rows
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
-from dpexp.clipping.whole import Method, Rows, _like, flatten, split
+from dpexp.clipping.whole import Method, flatten, split
 
 
 class Coordinates(Method):
@@ -25,7 +26,7 @@ class Coordinates(Method):
 
     def setup(self, params: dict[str, nn.Parameter], clip_norm: float) -> tuple[list[Group], list[float]]:
         """One group."""
-        self.scale = {name: torch.ones_like(p, requires_grad=False) for name, p in params.items()}
+        self.scale = filled(params, 1.0)
         self.centre: Rows | None = None
         return super().setup(params, clip_norm)
 
@@ -34,7 +35,7 @@ class Coordinates(Method):
         squares = torch.zeros(len(keep), dtype=next(iter(rows.values())).dtype, device=keep.device)
         for name, g in rows.items():
             w = g if self.centre is None else g - self.centre[name]
-            rows[name] = torch.where(_like(keep, w), w / self.scale[name], 0.0)
+            rows[name] = numerics.zero_examples(w / self.scale[name], keep)
             squares += numerics.squared_norms(rows[name])
         found = factors(0, squares)
         return squares[None], {name: torch.tensordot(found.to(w), w, 1) for name, w in rows.items()}
@@ -94,10 +95,8 @@ class AdaClip(Coordinates):
         """s = first/√d everywhere."""
         made = super().setup(params, clip_norm)
         total = sum(p.numel() for p in params.values())
-        self.variance = {
-            name: torch.full_like(p, self.first**2 / total, requires_grad=False) for name, p in params.items()
-        }
-        self.centre = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
+        self.variance = filled(params, self.first**2 / total)
+        self.centre = filled(params, 0.0)
         self._rescale()
         return made
 
@@ -135,10 +134,7 @@ class ScaleThenPrivatise(Coordinates):
 
     def setup(self, params: dict[str, nn.Parameter], clip_norm: float) -> tuple[list[Group], list[float]]:
         """b = 1."""
-        self.square, self.steps = (
-            {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()},
-            0,
-        )
+        self.square, self.steps = filled(params, 0.0), 0
         return super().setup(params, clip_norm)
 
     def learn(self, gradients: Rows, noise: Rows) -> None:
@@ -175,6 +171,11 @@ class Ellipsoid(Coordinates):
         scale = split(moments * math.sqrt(float(moments.sum())), self.params)
         self.scale = {name: value.to(self.params[name].dtype) for name, value in scale.items()}
         self.measured = True
+
+
+def filled(params: dict[str, nn.Parameter], value: float) -> Rows:
+    """A tensor like each parameter, of one number."""
+    return {name: torch.full_like(p, value, requires_grad=False) for name, p in params.items()}
 
 
 def _even(values: Rows, epsilon: float) -> Rows:

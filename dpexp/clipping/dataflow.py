@@ -20,6 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.refusals import refuse_lookup
 
+# Operators that write to their first argument.
+WRITING = {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__", "__imod__",
+    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
+}  # fmt: skip
 # Operations that put rows back to where they were, and operations that pick some along a dimension.
 RETURNING = {
     "index_add",
@@ -80,7 +85,7 @@ class DataFlow(TorchFunctionMode):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.add(leaf, routed)
-            if base is not None and (name == "__setitem__" or _in_place(name)):
+            if base is not None and in_place(func):
                 self.add(base, routed)
         return result
 
@@ -107,6 +112,16 @@ class DataFlow(TorchFunctionMode):
             and (first in self._counting or rows >= FEW)
         )
         return not (counted and bool((first.flatten() == torch.arange(rows, device=first.device)).all()))
+
+
+def in_place(func: Any) -> bool:
+    """Tell whether a function writes to its first argument."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        # an operator of the dispatcher, whose name ends in that of its overload
+        return bool(schema.is_mutable)
+    name = getattr(func, "__name__", "")
+    return name in WRITING or (name[-1:] == "_" and name[-2:] != "__")
 
 
 def tensors_in(value: Any, depth: int = 2) -> list[Tensor]:
@@ -155,12 +170,6 @@ def entered(value: Any) -> tuple[list[Tensor], tuple[torch.Size, ...], int]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, Tensor) for item in value)
-
-
-def _in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name.endswith("__")
-    )
 
 
 def inside_reentrant_checkpoint() -> bool:

@@ -9,21 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dpexp.clipping.backward import Factors, Step, Sums, examined
-from dpexp.clipping.engines import Engine
+from dpexp.clipping.backward import Factors, Setup, Step, Sums, examined
 from dpexp.clipping.gradients import Dense, Lookup, PerExampleGradient, Tied
-from dpexp.clipping.groups import Group
-from dpexp.clipping.remembered import Methods
-from dpexp.clipping.survey import Survey
+from dpexp.clipping.reports import Report
 from dpexp.clipping.taps import Visit
-
-if TYPE_CHECKING:
-    from dpexp.clipping.attach import Report
 
 _HOST = torch.device("cpu")
 
@@ -54,30 +47,23 @@ class DeferredStep:
     """A step in two halves: norms when it is made, sums in `finish`.
 
     Args:
-        visit, survey, methods, groups, engine, factors: see `backward.clipped_sums`.
+        visit, setup, factors: see `backward.clipped_sums`.
         held: ``retained``, ``parked`` or ``again``. Parked gradients of a lookup (an embedding) stay what they are,
             activations: instantiated, each example's would be as large as the table.
     """
 
-    def __init__(
-        self,
-        visit: Visit,
-        survey: Survey,
-        methods: Methods,
-        groups: list[Group],
-        engine: Engine,
-        factors: Factors,
-        held: str,
-    ):
+    def __init__(self, visit: Visit, setup: Setup, factors: Factors, held: str):
         if held == "parked":
-            engine = replace(engine, second_pass=False, keep=True, always_keep=True)
+            engine = replace(setup.engine, second_pass=False, keep=True, always_keep=True)
+            setup = replace(setup, engine=engine)
         elif held == "again":
-            engine = replace(engine, second_pass=True, keep=False, always_keep=False)
+            engine = replace(setup.engine, second_pass=True, keep=False, always_keep=False)
+            setup = replace(setup, engine=engine)
         self.visit, self.parked_bytes = visit, 0
-        with examined(visit, survey, groups, engine):
-            self._step = Step(visit, survey, methods, groups, engine, factors, deferred=True)
+        with examined(visit, setup):
+            self._step = Step(visit, setup, factors, deferred=True)
             self.all_norms = self._step.measure()
-            self._home = {name: p.device for group in groups for name, p in group.params.items()}
+            self._home = {name: p.device for group in setup.groups for name, p in group.params.items()}
             if held == "parked":
                 self._move(self._parked)
 

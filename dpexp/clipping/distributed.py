@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.sharding import Shards
 from dpexp.errors import UserError
-
-if TYPE_CHECKING:
-    from dpexp.clipping.sharding import Shards
 
 
 @dataclass

@@ -54,7 +54,7 @@ def used_again(roots: Roots) -> Iterator[None]:
     """
     compiling = "torch._functorch._aot_autograd.runtime_wrappers" in sys.modules
     held = None
-    if compiling and hasattr(_config, "donated_buffer") and not _any_donated(roots):
+    if compiling and hasattr(_config, "donated_buffer") and not any(map(_is_donated, roots.graph())):
         held, _config.donated_buffer = _config.donated_buffer, False
     try:
         yield
@@ -71,10 +71,7 @@ def used_again(roots: Roots) -> Iterator[None]:
             _config.donated_buffer = held
 
 
-def _any_donated(roots: Roots) -> bool:
-    """Whether a compiled graph behind the roots overwrites what its forward saved."""
-    for node in roots.graph():
-        metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
-        if getattr(metadata, "bw_donated_idxs", None):
-            return True
-    return False
+def _is_donated(node: Any) -> bool:
+    """Whether a node is a compiled graph that overwrites what its forward saved."""
+    metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+    return bool(getattr(metadata, "bw_donated_idxs", None))

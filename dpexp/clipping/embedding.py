@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.base import Rows
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
-from dpexp.clipping.whole import Method, Rows, flatten, split
+from dpexp.clipping.whole import Method, flatten, split
 from dpexp.errors import UserError
 
 EMBEDDING = "(embedding)"

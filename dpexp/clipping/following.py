@@ -21,9 +21,9 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from dpexp.clipping import copies, meeting
+from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.taps import Recorder
-from dpexp.clipping.values import in_place
 
 TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -16,22 +16,6 @@ from dpexp.clipping.uses import Use
 LARGE = 1 << 24
 
 
-def per_example(
-    use: Use,
-    saved: tuple[Tensor, ...],
-    gy: Tensor,
-    layout: str,
-    rows: int,
-    num_examples: int,
-    names: set[str],
-) -> dict[str, PerExampleGradient]:
-    """Find the per-example gradients of a use whose layout is known; ``rows``: of all examples."""
-    major = tuple(
-        layouts.example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True)
-    )
-    return use.per_example(major, layouts.example_major(gy, layout, rows), num_examples, names)
-
-
 def formula_is_right(
     use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: int, weights: Tensor
 ) -> bool:
@@ -67,7 +51,7 @@ def _agrees(use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: 
     if not bool(gy.any()):
         gy = torch.randn(gy.shape, generator=torch.Generator().manual_seed(gy.dim())).to(gy)
     try:
-        found = per_example(use, saved, gy, layout, rows, num, names)
+        found = layouts.per_example(use, saved, gy, layout, rows, num, names)
         reference = use.plain_gradients(saved, layouts.weighted_rows(gy, layout, rows, by_row), names)
     except (RuntimeError, ValueError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError):

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.refusals import refuse_hooks
 from dpexp.clipping.rules import SMALLEST
+from dpexp.clipping.sharding import Shards, sharded_modules
 from dpexp.errors import UserError
 
 
@@ -37,16 +39,6 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
                 seen.add(id(child))
                 found.append(child)
     return found
-
-
-def trainable_ids(model: nn.Module) -> set[int]:
-    """Return the ids of the trainable parameters."""
-    return {
-        id(param)
-        for module in modules_of(model)
-        for param in module._parameters.values()
-        if param is not None and param.requires_grad
-    }
 
 
 def initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: int) -> Tensor:
@@ -86,3 +78,35 @@ def checked_scale(
             f"clip_scale must lie in [0, {largest}] (max_clip_scale): a larger value would exceed the sensitivity"
         )
     return scale
+
+
+def check_same_parameters(model: nn.Module, params: dict[str, nn.Parameter], shards: Shards | None) -> None:
+    """Refuse a model whose trainable parameters changed after attach (PEFT, unfreezing), or have hooks on their gradients."""
+    parameters = (p for module in modules_of(model) for p in module._parameters.values())
+    now = {id(p) for p in parameters if p is not None and p.requires_grad}
+    if shards is not None:
+        # while FSDP has a module whole, other objects stand in the shards' places
+        wholes = {id(shards.whole(name)): id(p) for name, p in params.items()}
+        now = {wholes.get(number, number) for number in now}
+    then = {id(p) for p in params.values()}
+    if now == then:
+        refuse_hooks(params)
+        return
+    if shards is None and sharded_modules(model):
+        raise UserError(
+            "the model was sharded after attach: call clipper.detach(), fully_shard, then attach() again"
+        )
+    names = {id(p): n for n, p in model.named_parameters()}
+    new = [names[i] for i in now - then]
+    gone = [name for name, p in params.items() if id(p) not in now]
+    if new and new[0] in params:
+        raise UserError(
+            f"{new[0]!r} is another tensor than at attach (torch.func.functional_call, or a parameter that was assigned "
+            "anew): run the model with its own parameters, or change it before the clipper or the PrivacyEngine is made"
+        )
+    what = f"{new[0]!r} is new" if new else f"{gone[0]!r} is frozen or gone"
+    raise UserError(
+        f"the trainable parameters changed after attach ({what}): freeze, unfreeze and wrap (PEFT) before the "
+        "clipper or the PrivacyEngine is made; else close() this engine and begin another run in another folder, or detach() "
+        "this clipper and attach() again"
+    )

@@ -99,7 +99,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, int]:
 def block_of(names: Iterable[str], stack: str, count: int) -> dict[str, int]:
     """Parameter -> the number of its block among the ``count`` blocks of ``stack``; -1 before them, ``count`` behind them."""
     start, last = stack + "." if stack else "", -1
-    found = {}
+    found: dict[str, int] = {}
     for name in names:
         index, _, rest = name[len(start) :].partition(".")
         if name.startswith(start) and index.isdigit() and rest:

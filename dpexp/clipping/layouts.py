@@ -11,13 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.gradients.numerics import wide
+from dpexp.clipping.uses import Use
+
+Signature = tuple[Tensor, Tensor]
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 # several rows for each example, which may as well be a chance
 BLOCKS = (BLOCKED, STRIDED)
-# levels of `weights` for gradients
-SIGNED = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
-# for norms, which show no sign
-UNSIGNED = (1.0, 0.0, 0.5, 0.25)
+# of `weights`
+LEVELS = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
 
@@ -46,80 +49,95 @@ def example_major(tensor: Tensor, layout: str, rows: int) -> Tensor:
     return tensor
 
 
-def weights(num_examples: int, levels: tuple[float, ...]) -> Tensor:
-    """``[B]`` weights of the losses in a proof: the levels in equal parts, in a fixed random order.
+def per_example(
+    use: Use,
+    saved: tuple[Tensor, ...],
+    gy: Tensor,
+    layout: str,
+    rows: int,
+    num_examples: int,
+    names: set[str],
+) -> dict[str, PerExampleGradient]:
+    """Find the per-example gradients of a use whose layout is known; ``rows``: of all examples."""
+    major = tuple(example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True))
+    return use.per_example(major, example_major(gy, layout, rows), num_examples, names)
+
+
+def due(number: int) -> bool:
+    """Tell whether the backward pass of this number proves again what was proven: the 16th, the 64th, the 256th and so on.
+
+    A model may begin to mix examples after its first step (an augmentation that starts late, a flag). To look now and then is
+    cheap insurance, not a proof.
+    """
+    return number > 4 and number.bit_count() == 1 and number.bit_length() % 2 == 1
+
+
+def weights(num_examples: int) -> Tensor:
+    """``[B]`` weights of the losses in a proof: `LEVELS` in equal parts, in a fixed random order.
 
     More than two levels, because examples of the same weight can exchange their gradients unseen: signs alone happen to read the
     same from either end for some B, and mixing each example with its mirror image is a usual augmentation. Powers of two,
     because multiplying by them rounds nothing.
     """
     order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201))
-    return torch.tensor(levels)[order % len(levels)]
+    return torch.tensor(LEVELS)[order % len(LEVELS)]
 
 
-def signature(gy: Tensor, layout: str, rows: int) -> tuple[Tensor, Tensor]:
+def signature(gy: Tensor, layout: str, rows: int) -> Signature:
     """A random projection of each example's gradient rows, ``[rows, m]``, and their norms.
 
     Random, not a sum: the gradients below a normalisation or a softmax sum to zero.
     """
     flat = example_major(gy, layout, rows).detach()
     flat = flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.flatten(1)
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    flat = flat.to(wide(flat.dtype))
     generator = torch.Generator().manual_seed(flat.shape[1])
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32).to(flat)
     return (flat @ direction).reshape(rows, -1), flat.norm(dim=1).reshape(rows, -1)
 
 
-def proven(
-    plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor, dtype: torch.dtype
-) -> bool | None:
+def proven(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool | None:
     """Does each row follow the weight of its own example? None where no row is large enough to tell: nothing was learnt.
 
     Rows that come near the end of the exponents' range are only rounding errors, and too small to matter.
     """
-    value, norm = plain
-    error = (weighted[0] - by_row.to(value)[:, None] * value).abs()
+    error, scale, finite = _compared(plain, weighted, by_row)
     info = torch.finfo(dtype)
-    scale = norm + weighted[1]
-    telling = (
-        error.isfinite()
-        & norm.isfinite()
-        & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
-    )
+    telling = finite & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
     if not bool(telling.any()):
         return None
     tolerance = 1e-3 if info.bits >= 32 else 0.1
     return not bool((telling & (error > tolerance * scale)).any())
 
 
-def single_weight(
-    plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> float | None:
-    """The weight that all rows follow, where that is one of `SIGNED`: they belong to one example."""
+def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> float | None:
+    """The weight that all rows follow, where that is one of `LEVELS`: they belong to one example."""
     if torch.finfo(dtype).bits < 32:
         # the levels are no further apart than rounding errors
         return None
-    levels = torch.tensor(SIGNED).to(plain[0])
+    levels = torch.tensor(LEVELS).to(plain[0])
     errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
     follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
     return float(levels[follows]) if int(follows.sum()) == 1 else None
 
 
-def refuted(
-    plain: tuple[Tensor, Tensor], weighted: tuple[Tensor, Tensor], by_row: Tensor, dtype: torch.dtype
-) -> bool:
+def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:
     """Whether a layout that was proven before does not hold any more.
 
     Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
     gradients of confident examples are so small that rounding is all there is to see.
     """
-    value, norm = plain
-    error = (weighted[0] - by_row.to(value)[:, None] * value).abs()
-    scale = norm + weighted[1]
-    finite = error.isfinite() & scale.isfinite()
+    error, scale, finite = _compared(plain, weighted, by_row)
     large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
     tolerance = 0.02 if torch.finfo(dtype).bits >= 32 else 0.2
     return bool((finite & large & (error > tolerance * scale)).any())
+
+
+def _compared(plain: Signature, weighted: Signature, by_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How far rows are from what their weights ask for, how large they are, and whether both are finite."""
+    value, norm = plain
+    error, scale = (weighted[0] - by_row.to(value)[:, None] * value).abs(), norm + weighted[1]
+    return error, scale, error.isfinite() & scale.isfinite()
 
 
 def weighted_rows(tensor: Tensor, layout: str, rows: int, by_row: Tensor) -> Tensor:

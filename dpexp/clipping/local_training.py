@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.attach import Report
+from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
+from dpexp.clipping.distributed import LateSum, deliver
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.clipping.plain import PlainClipper, zero_gradients
+from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import RULES
 from dpexp.errors import UserError
 
@@ -20,7 +21,7 @@ WEIGHTS = "weights"
 ROUNDING = 2.0**-20
 
 
-class LocalClipper(PlainClipper):
+class LocalClipper(AnyClipper):
     """Trains a copy of the weights on one user, and clips the update Δ = θ_local - θ as one example's gradient is clipped.
 
         p.grad += -clip(Δ_k, C_k) in every group k,   so that SGD with learning rate 1 makes θ + (Σ clip(Δ) + noise)/B of it
@@ -47,6 +48,7 @@ class LocalClipper(PlainClipper):
         clip_norm: float = 1.0,
         rule: str = "abadi",
     ):
+        refuse_unbounded(rule)
         super().__init__(model, groups, clip_norm, rule)
         self.losses, self.epochs, self.batch_size, self.lr = losses, epochs, batch_size, lr
         self._batch: Batch | None = None
@@ -72,41 +74,40 @@ class LocalClipper(PlainClipper):
         Raises:
             UserError: more than one user, or one whose batch was not seen.
         """
-        self.refuse_scales(clip_scale)
-        zero_gradients(self.params)
+        refuse_scales(clip_scale)
         batch, self._batch = self._batch, None
-        device = self.params[0].device
         if not len(losses):
-            return Report(torch.zeros(len(self.groups), 0, device=device), torch.zeros(len(self.groups)))
+            deliver(None, self.params, {})
+            return Report.of(torch.zeros(len(self.groups), 0, device=self.thresholds.device), self.thresholds)
         if len(losses) > 1 or batch is None:
             raise UserError("clip=fedavg trains on one user after the other: give it one at a time, by see()")
-        kept = [(t, t.detach().clone()) for t in (*self.params, *self.model.buffers())]
+        kept = [(t, t.detach().clone()) for t in (*self.params.values(), *self.model.buffers())]
         before = {id(t): value for t, value in kept}
         try:
             for part in self._parts(batch):
                 self._descend(part, loss_scale)
-            updates = {id(p): p.detach() - before[id(p)] for p in self.params}
+            updates = {name: p.detach() - before[id(p)] for name, p in self.params.items()}
         finally:
             with torch.no_grad():
                 for tensor, value in kept:
                     tensor.copy_(value)
         return self._add(updates)
 
-    def _add(self, updates: dict[int, Tensor]) -> Report:
+    def _add(self, updates: dict[str, Tensor]) -> Report:
         squares = torch.stack(
             [
-                torch.stack([updates[id(p)].double().square().sum() for p in group.params.values()]).sum()
+                torch.stack([updates[name].double().square().sum() for name in group.params]).sum()
                 for group in self.groups
             ]
         )
+        sums: dict[str, Tensor | LateSum] = {}
         if finite := bool(squares.isfinite().all()):
             for k, group in enumerate(self.groups):
                 factor = RULES[self.rule](squares[k], float(self.thresholds[k])) * (1 - ROUNDING)
-                for p in group.params.values():
-                    assert p.grad is not None
-                    p.grad.sub_(updates[id(p)] * factor.to(p.dtype))
-        norms = squares.sqrt()[:, None] if finite else torch.full_like(squares, torch.nan)[:, None]
-        return Report(norms, (norms > self.thresholds.to(norms)[:, None]).sum(1))
+                sums |= {name: -updates[name] * factor.to(updates[name].dtype) for name in group.params}
+        deliver(None, self.params, sums)
+        norms = squares.sqrt()[:, None]
+        return Report.of(norms if finite else torch.full_like(norms, torch.nan), self.thresholds)
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """The batches of the local epochs; each epoch has an order of its own, drawn from torch's generator."""
@@ -127,8 +128,9 @@ class LocalClipper(PlainClipper):
     def _descend(self, batch: Batch, loss_scale: float) -> None:
         """One step of SGD."""
         loss = self.losses(batch).sum() * loss_scale
-        found = torch.autograd.grad(loss, self.params, allow_unused=True)
+        params = tuple(self.params.values())
+        found = torch.autograd.grad(loss, params, allow_unused=True)
         with torch.no_grad():
-            for p, gradient in zip(self.params, found, strict=True):
+            for p, gradient in zip(params, found, strict=True):
                 if gradient is not None:
                     p.sub_(gradient, alpha=self.lr / loss_scale)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.attach import Report
-from dpexp.clipping.plain import PlainClipper
+from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
+from dpexp.clipping.distributed import LateSum, deliver
+from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import RULES
 
 
-class MicrobatchClipper(PlainClipper):
+class MicrobatchClipper(AnyClipper):
     """What `Clipper` is for single examples: `backward` takes the losses of one microbatch, and adds its clipped mean gradient.
 
     Which microbatch an example is in must not depend on which others were drawn (`dpexp.training.batching.microbatches`).
@@ -30,6 +31,7 @@ class MicrobatchClipper(PlainClipper):
     reach = 2.0
 
     def __init__(self, model: nn.Module, size: float, clip_norm: float = 1.0, rule: str = "abadi"):
+        refuse_unbounded(rule)
         super().__init__(model, "flat", clip_norm, rule)
         self.size = size
 
@@ -43,27 +45,26 @@ class MicrobatchClipper(PlainClipper):
             clip_scale: refused; there are no single examples here.
             loss_scale: undone before the norm is taken.
         """
-        self.refuse_scales(clip_scale)
-        total = torch.zeros((), dtype=torch.float64, device=losses.device)
-        gradients: list[Tensor] = [torch.zeros_like(p) for p in self.params]
+        refuse_scales(clip_scale)
+        norms = torch.zeros(1, 0, dtype=torch.float64, device=losses.device)
+        sums: dict[str, Tensor | LateSum] = {}
         if len(losses):
-            found = torch.autograd.grad(
-                losses.sum() * (loss_scale / self.size), self.params, allow_unused=True
-            )
-            gradients = [g if g is not None else z for g, z in zip(found, gradients, strict=True)]
-            if loss_scale != 1.0:
-                gradients = [g / loss_scale for g in gradients]
-            total = sum((g.double().square().sum() for g in gradients), total)
-        finite = bool(total.isfinite())
-        factor = RULES[self.rule](total, float(self.thresholds)) if finite else torch.zeros(())
-        for p, g in zip(self.params, gradients, strict=True):
-            added = g * factor.to(g.dtype) if finite else torch.zeros_like(p)
-            p.grad = added if p.grad is None else p.grad.add_(added)
-        norms = total.sqrt().view(1, 1)[:, : min(1, len(losses))].detach()
-        return Report(norms, (norms > self.thresholds[:, None]).sum(1))
+            mean = losses.sum() * (loss_scale / self.size)
+            found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
+            pairs = zip(self.params, found, strict=True)
+            gradients = {
+                name: g if loss_scale == 1.0 else g / loss_scale for name, g in pairs if g is not None
+            }
+            square = sum((g.double().square().sum() for g in gradients.values()), norms.new_zeros(()))
+            norms = square.sqrt().view(1, 1)
+            if bool(square.isfinite()):
+                factor = RULES[self.rule](square, float(self.thresholds))
+                sums |= {name: g * factor.to(g.dtype) for name, g in gradients.items()}
+        deliver(None, self.params, sums)
+        return Report.of(norms, self.thresholds)
 
     def finish(self, stds: dict[int, float]) -> None:
         """A sum over microbatches was divided by the number of examples: make it a mean of microbatches."""
-        for p in self.params:
+        for p in self.params.values():
             if p.grad is not None:
                 p.grad.mul_(self.size)

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import layouts
-from dpexp.clipping.coverage import CoverageRow
-from dpexp.clipping.distributed import LateSum
+from dpexp.clipping.backend import Backend
+from dpexp.clipping.backward import Factors, Sums
+from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
+from dpexp.clipping.reports import CoverageRow
 from dpexp.clipping.roots import Roots
+from dpexp.clipping.sharding import shards_of
 from dpexp.errors import UserError
 
 ATTACHED = "_dpexp_clipper"
@@ -35,7 +38,7 @@ class _Graph:
         return None
 
 
-class OpacusBackend:
+class OpacusBackend(Backend):
     """``engine="opacus"``: per-example gradients of all parameters are instantiated and stored."""
 
     def __init__(self, model: nn.Module, groups: list[Group], rows_per_example: int):
@@ -43,6 +46,10 @@ class OpacusBackend:
             from opacus import GradSampleModule
         except ImportError as error:
             raise UserError("engine='opacus' needs the package opacus: pip install opacus") from error
+        if shards_of(model) is not None:
+            raise UserError(
+                "engine='opacus' needs whole parameters, and these are sharded: choose engine='auto'"
+            )
         self.model, self.groups, self.rows_per_example = model, groups, rows_per_example
         self.params = {name: p for group in groups for name, p in group.params.items()}
         self.proven = False
@@ -75,8 +82,10 @@ class OpacusBackend:
             return None
         return (ids.expand(self.rows, -1), *args[1:])
 
-    def enter(self, inputs: list[Tensor]) -> None:
-        """The model's forward begins; what earlier ones left is dropped once nobody can back-propagate them any more.
+    def enter(
+        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
+    ) -> None:
+        """What earlier forwards left is dropped once nobody can back-propagate them any more.
 
         The library looks at this forward pass and at our backward pass, not at gradients that the loss itself asks for.
         """
@@ -86,13 +95,12 @@ class OpacusBackend:
             self.graphs.clear()
             self.forget()
 
-    def leave(self, outputs: list[Tensor]) -> None:
-        """The model's forward has ended."""
+    def leave(self, output: Any) -> None:
         self.wrapper.disable_hooks()
-        for output in outputs:
-            if output.grad_fn is not None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
                 graph = _Graph()
-                output.grad_fn.register_prehook(graph)
+                tensor.grad_fn.register_prehook(graph)
                 self.graphs.append(weakref.ref(graph))
 
     def uninstall(self) -> None:
@@ -110,17 +118,15 @@ class OpacusBackend:
                 if hasattr(p, leftover):
                     delattr(p, leftover)
 
-    def clipped_sums(
-        self, roots: Roots, factors: Any, grad_scale: float
-    ) -> tuple[Tensor, dict[str, Tensor | LateSum], tuple[Tensor | None, ...]]:
+    def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
         losses = roots.tensors[0]
         if roots.owner is not None or not isinstance(losses, Tensor):
             raise UserError(
                 "engine='opacus' clips from losses alone, not in a stage of a pipeline: use engine='opacus_improved' or 'auto'"
             )
-        per_example = self._per_example_gradients(losses, grad_scale)
+        per_example = self._per_example_gradients(losses, roots.gradients[0])
         norms: list[Tensor] = []
-        sums: dict[str, Tensor | LateSum] = {}
+        sums: Sums = {}
         for k, group in enumerate(self.groups):
             sq = torch.zeros(losses.shape[0], dtype=torch.float32, device=losses.device)
             for name in group.params:
@@ -131,7 +137,7 @@ class OpacusBackend:
             for name, param in group.params.items():
                 gradient = per_example.pop(name)
                 if not bool(finite.all()):
-                    gradient = torch.where(finite.reshape(-1, *[1] * param.dim()), gradient, 0.0)
+                    gradient = numerics.zero_examples(gradient, finite)
                 rows = gradient.to(numerics.wide(gradient.dtype)).contiguous()
                 sums[name] = numerics.combine(rows, factor).to(param.dtype)
             norms.append(sq)
@@ -146,21 +152,21 @@ class OpacusBackend:
             p._forward_counter = 0  # type: ignore[attr-defined]
 
     def coverage(self) -> list[CoverageRow]:
-        """Opacus instantiates everything."""
         return [
             CoverageRow(name, group.name, "opacus", "instantiate")
             for group in self.groups
             for name in group.params
         ]
 
-    def _per_example_gradients(self, losses: Tensor, grad_scale: float) -> dict[str, Tensor]:
-        signs, signed = self._signed_gradients(losses, grad_scale)
+    def _per_example_gradients(self, losses: Tensor, ones: Tensor) -> dict[str, Tensor]:
+        """``ones``: ``[B]``, times the loss scale."""
+        signs, signed = self._signed_gradients(losses, ones)
         before = {name: p.grad for name, p in self.params.items()}
         for p in self.params.values():
             p.grad = None
         self.wrapper.enable_hooks()
         try:
-            losses.backward(torch.full_like(losses, grad_scale))
+            losses.backward(ones)
             samples = {name: getattr(p, "grad_sample", None) for name, p in self.params.items()}
             plain = {name: p.grad for name, p in self.params.items()}
         except Exception as error:
@@ -180,15 +186,14 @@ class OpacusBackend:
         self.proven = self.proven or bool(signed)
         return found
 
-    def _signed_gradients(self, losses: Tensor, grad_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def _signed_gradients(self, losses: Tensor, ones: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Ordinary gradients under random weights of the losses, once per attach: they tell whose gradient is whose."""
-        row_weights = layouts.weights(losses.shape[0], layouts.SIGNED).to(losses)
+        row_weights = layouts.weights(losses.shape[0]).to(losses)
         if self.proven or losses.shape[0] < 2:
             return row_weights, {}
         try:
-            weights = row_weights * grad_scale
             grads = torch.autograd.grad(
-                losses, list(self.params.values()), weights, retain_graph=True, allow_unused=True
+                losses, list(self.params.values()), row_weights * ones, retain_graph=True, allow_unused=True
             )
         except RuntimeError as error:
             raise self._said(error, "backward") or error from error

@@ -3,21 +3,23 @@ Projections"): one forward, and back-propagations without any per-example gradie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.attach import Report
+from dpexp.clipping.base import AnyClipper, Rows, refuse_scales, refuse_unbounded
+from dpexp.clipping.distributed import deliver
 from dpexp.clipping.given import check_losses
+from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.independence import Independence
-from dpexp.clipping.plain import PlainClipper, zero_gradients
+from dpexp.clipping.reports import Report
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
 from dpexp.errors import UserError
 
 
-class ProjectedClipper(PlainClipper):
+class ProjectedClipper(AnyClipper):
     """Clips by M_i² = (1/r)·Σ_j ⟨g_i, v_j⟩² in the place of ‖g_i‖².
 
     The inner products of all examples with one v_j come from one back-propagation through the back-propagation: with weights
@@ -43,6 +45,7 @@ class ProjectedClipper(PlainClipper):
         rows_per_example: int = 1,
         fixed_length: bool = False,
     ):
+        refuse_unbounded(rule)
         super().__init__(model, "flat", clip_norm, rule)
         self.projections = projections
         self._seed: int | None = None
@@ -50,7 +53,7 @@ class ProjectedClipper(PlainClipper):
         self._hook = model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         self.notes = self._independence.notes
 
-    def prepare(self, seed: int) -> None:
+    def prepare(self, seed: int, public: Callable[[], Rows] | None = None) -> None:
         """Begin a step: its projections follow from ``seed``, which is secret and new."""
         self._seed = seed
 
@@ -63,33 +66,28 @@ class ProjectedClipper(PlainClipper):
             UserError: as `Clipper.backward`; `prepare` was not called; the model cannot be differentiated twice; or the
                 gradient of an example is NaN or infinite.
         """
-        self.refuse_scales(clip_scale)
+        refuse_scales(clip_scale)
         check_losses(losses)
         if self._seed is None:
             raise UserError("clip=jl draws its projections for each step: call prepare(seed) first")
-        zero_gradients(self.params)
-        device, count = self.params[0].device, len(losses)
-        if not count:
-            return Report(torch.zeros(1, 0, device=device), torch.zeros(1, device=device))
-        self._independence.begin(Roots.of_losses(losses), self.params)
-        squares = self._squared_norms(losses * loss_scale) / loss_scale**2
-        with torch.no_grad():
-            factors = RULES[self.rule](squares, float(self.thresholds))
-        found = torch.autograd.grad(
-            losses, self.params, grad_outputs=(factors * loss_scale).to(losses), allow_unused=True
-        )
-        self._independence.check(count)
+        params = tuple(self.params.values())
+        squares = torch.zeros(len(losses), device=losses.device)
+        found: tuple[Tensor | None, ...] = (None,) * len(params)
+        if len(losses):
+            self._independence.begin(Roots.of_losses(losses), params)
+            squares = self._squared_norms(losses * loss_scale) / loss_scale**2
+            with torch.no_grad():
+                factors = RULES[self.rule](squares, float(self.thresholds)) * loss_scale
+            found = torch.autograd.grad(losses, params, grad_outputs=factors.to(losses), allow_unused=True)
+            self._independence.check(len(losses))
         if not all(bool(g.isfinite().all()) for g in found if g is not None):
             raise UserError(
                 "the gradient of an example is NaN or infinite, and clip=jl knows no gradient of a single example that it could "
                 "leave out: find the example (torch.isfinite on the inputs and losses), or use clip=flat"
             )
-        for p, gradient in zip(self.params, found, strict=True):
-            if gradient is not None:
-                assert p.grad is not None
-                p.grad.add_(gradient, alpha=1 / loss_scale)
-        norms = squares.sqrt()[None]
-        return Report(norms, (norms > self.thresholds.to(norms)[:, None]).sum(1))
+        pairs = zip(self.params, found, strict=True)
+        deliver(None, self.params, {name: g / loss_scale for name, g in pairs if g is not None})
+        return Report.of(squares.sqrt()[None], self.thresholds)
 
     def detach(self) -> None:
         """Give the model back as it was."""
@@ -97,14 +95,12 @@ class ProjectedClipper(PlainClipper):
 
     def _squared_norms(self, losses: Tensor) -> Tensor:
         """M_i², ``[B]``, float64."""
-        weights = torch.ones_like(losses, requires_grad=True)
+        weights, params = torch.ones_like(losses, requires_grad=True), tuple(self.params.values())
         try:
             found = torch.autograd.grad(
-                losses, self.params, grad_outputs=weights, create_graph=True, allow_unused=True
+                losses, params, grad_outputs=weights, create_graph=True, allow_unused=True
             )
-            pairs = [
-                (p, g) for p, g in zip(self.params, found, strict=True) if g is not None and g.requires_grad
-            ]
+            pairs = [(p, g) for p, g in zip(params, found, strict=True) if g is not None and g.requires_grad]
             total = torch.zeros(len(losses), dtype=torch.float64, device=losses.device)
             if not pairs:
                 return total
@@ -123,19 +119,15 @@ class ProjectedClipper(PlainClipper):
 
     def _directions(self) -> Iterator[dict[int, Tensor]]:
         """v_1, …, v_r, each by ``id(p)``; the same for all physical batches of a step."""
-        device = self.params[0].device
+        params = self.params.values()
+        device = next(iter(params)).device
         generator = torch.Generator(device)
         assert self._seed is not None
         generator.manual_seed(self._seed)
         for _ in range(self.projections):
             yield {
-                id(p): torch.randn(
-                    p.shape,
-                    generator=generator,
-                    device=device,
-                    dtype=torch.promote_types(p.dtype, torch.float32),
-                )
-                for p in self.params
+                id(p): torch.randn(p.shape, generator=generator, device=device, dtype=wide(p.dtype))
+                for p in params
             }
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:

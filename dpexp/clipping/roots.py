@@ -8,18 +8,16 @@ its losses, so each stage proves its own rows, and the proof of a chain of stage
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from dpexp.clipping.uses import ForwardPass
 from dpexp.errors import UserError
-
-if TYPE_CHECKING:
-    from dpexp.clipping.taps import ForwardPass
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,20 +95,9 @@ class Roots:
             dtype = torch.promote_types(dtype, gradient.dtype)
         return dtype
 
-    @property
-    def nodes(self) -> list[Any]:
-        """Where the graph begins."""
-        return [t.node if isinstance(t, GradientEdge) else t.grad_fn for t in self.tensors]
-
     def graph(self) -> Iterator[Any]:
-        """Walk the graph behind the roots: every node once."""
-        waiting, seen = self.nodes, set()
-        while waiting:
-            node = waiting.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                yield node
-                waiting.extend(following for following, _ in node.next_functions)
+        """Yield every node of the graph behind these roots."""
+        return nodes_behind([t.node if isinstance(t, GradientEdge) else t.grad_fn for t in self.tensors])
 
     def weighted(self, weights: Tensor | None) -> list[Tensor]:
         """The gradients with the rows of each example multiplied by its weight, ``[B]``; of weight 0 nothing is left, NaN
@@ -130,6 +117,17 @@ class Roots:
             value.unflatten(0, (self.num_examples, -1)).flatten(1).isfinite().all(1) for value in self.values
         ]
         return torch.stack(each).all(0)
+
+
+def nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield these nodes of an autograd graph and all that their gradients go on to, each once."""
+    waiting, seen = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(following for following, _ in node.next_functions)
 
 
 def _leaves(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

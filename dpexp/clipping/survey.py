@@ -7,6 +7,7 @@ compared with autograd on its own operation, under random weights of the example
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 
 from dpexp.clipping import layouts
 from dpexp.clipping.formula_check import formula_is_right
-from dpexp.clipping.gradients.pages import give_back_freed_memory
+from dpexp.clipping.gradients.memory import give_back_freed_memory
+from dpexp.clipping.layouts import Signature
 from dpexp.clipping.meeting import NATIVE, SHARED
-from dpexp.clipping.remembered import ByRepr
-from dpexp.clipping.taps import ForwardPass, Visit
-from dpexp.clipping.uses import Use
+from dpexp.clipping.taps import Visit
+from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
 
 MIXED = (
@@ -29,8 +30,6 @@ MIXED = (
 )
 
 LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
-
-Signature = tuple[Tensor, Tensor]
 
 
 class Survey:
@@ -46,7 +45,7 @@ class Survey:
 
     def __init__(self) -> None:
         self.roles: dict[str, str] = {}
-        self.layouts = ByRepr()
+        self.layouts: dict[tuple[str, int], str] = {}
         self.looped: set[str] = set()
         # of the looped, those that this backward pass has found
         self._new: set[str] = set()
@@ -73,7 +72,7 @@ class Survey:
         """Return all that decides how the next backward pass computes, as JSON."""
         return {
             "roles": dict(self.roles),
-            "layouts": dict(self.layouts.items()),
+            "layouts": {repr(place): layout for place, layout in self.layouts.items()},
             "looped": sorted(self.looped),
             "settled": self.settled,
         }
@@ -81,26 +80,17 @@ class Survey:
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what another process has found."""
         self.roles.update(state.get("roles", {}))
-        dict.update(self.layouts, state.get("layouts", {}))
+        self.layouts |= {
+            ast.literal_eval(place): layout for place, layout in state.get("layouts", {}).items()
+        }
         self.looped |= set(state.get("looped", ()))
-        self.settled = bool(state.get("settled", False))
-
-    def due(self) -> bool:
-        """Count a backward pass; tell whether what was proven is to be proven again: in the 16th, the 64th, the 256th and so on.
-
-        A model may begin to mix examples after its first step (an augmentation that starts late, a flag). To look now and then
-        is cheap insurance, not a proof.
-        """
-        self.backwards += 1
-        return self.backwards > 4 and self.backwards.bit_count() == 1 and self.backwards.bit_length() % 2 == 1
+        self.settled = bool(state.get("settled", self.settled))
 
     # -- one backward pass --------------------------------------------------------------------------------------------
 
     def curious(self, visit: Visit) -> bool:
         """Tell whether anything is to be proven of the graph behind ``visit``, or looped over: more than one visit of it."""
-        number = self.backwards
-        again = self.due() or _sequence(visit) not in self._sequences
-        self.backwards = number
+        again = layouts.due(self.backwards + 1) or _sequence(visit) not in self._sequences
         return bool(
             not self.settled
             or self.looped
@@ -121,9 +111,10 @@ class Survey:
         # from the next forward on, ordinary autograd carries these: it is to be looked at as closely as this one
         self._undecided = any(self.roles.get(key) != NATIVE for key in native)
         self.roles.update(dict.fromkeys(native, NATIVE))
-        sequence, due = _sequence(visit), self.due()
+        self.backwards += 1
+        sequence = _sequence(visit)
         self._new_sequence = sequence not in self._sequences
-        pending, doubted = self._pending(visit, due or self._new_sequence)
+        pending, doubted = self._pending(visit, layouts.due(self.backwards) or self._new_sequence)
         if pending or not self.settled:
             self._observe(visit, params, pending, doubted)
         self.looped.update(*(use.names for use in visit.uses if self._needs_loop(use)))
@@ -151,7 +142,7 @@ class Survey:
             # the next forward derives it, and needs no loop
             self.roles[use.place[0]] = SHARED
             visit.recorder.plans.pop(use.place[0], None)
-            self.layouts.pop(repr(use.place), None)
+            self.layouts.pop(use.place, None)
             self.looped -= self._new.intersection(use.names)
             self.settled = False
         if moved:
@@ -216,7 +207,7 @@ class Survey:
         observed: list[dict[tuple[int, str], Signature]] = []
         entered: list[list[Signature | None]] = []
         dtypes: dict[int, torch.dtype] = {}
-        row_weights = layouts.weights(visit.num_examples, layouts.SIGNED)
+        row_weights = layouts.weights(visit.num_examples)
         for weights in (None, row_weights) if pending else (None,):
             seen: dict[tuple[int, str], Signature] = {}
 
@@ -338,7 +329,7 @@ class Survey:
 
     def _check_formulas(self, visit: Visit, unproven: set[int]) -> None:
         """Compare each formula's weighted sum with what autograd says of its operation; a wrong one is left to the loop."""
-        weights = layouts.weights(visit.num_examples, layouts.SIGNED).to(visit.roots.device)
+        weights = layouts.weights(visit.num_examples).to(visit.roots.device)
 
         def check(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
             if id(use) not in unproven:

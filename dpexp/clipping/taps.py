@@ -11,9 +11,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,9 @@ from torch.utils.checkpoint import CheckpointError
 from dpexp.clipping.dataflow import DataFlow
 from dpexp.clipping.donation import used_again
 from dpexp.clipping.roots import Roots
+from dpexp.clipping.sharding import Shards
+from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
-
-if TYPE_CHECKING:
-    from dpexp.clipping.sharding import Shards
-    from dpexp.clipping.uses import Use
 
 REENTRANT = (
     "reentrant activation checkpointing cannot be clipped: pass use_reentrant=False "
@@ -34,42 +31,7 @@ REENTRANT = (
 )
 
 
-@dataclass(eq=False)
-class ForwardPass:
-    """One forward through the model. Taps and uses belong to it, not to the clipper: several may be alive at once.
-
-    Attributes:
-        shapes: what may be the batch, see `dataflow.entered`.
-        batch: the index of what probably is.
-        uses: in the order of the forward.
-        roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
-        consumed: whether a backward pass has arrived here.
-    """
-
-    shapes: tuple[torch.Size, ...] = ()
-    batch: int = 0
-    uses: list[Use] = field(default_factory=list)
-    roles: dict[str, str] = field(default_factory=dict)
-    ordinals: dict[str, int] = field(default_factory=dict)
-    consumed: bool = False
-
-    @property
-    def rows(self) -> int | None:
-        """Rows of the batch, as far as the shapes tell."""
-        return self.shapes[self.batch][0] if self.shapes else None
-
-    def may_have(self, rows: int) -> bool:
-        """Tell whether a batch of so many rows may have entered here."""
-        return not self.shapes or any(rows in shape for shape in self.shapes)
-
-    def is_ragged(self, first: int, rows: int) -> bool:
-        """Tell whether ``first`` rows may have entered end to end: texts of any length, or graphs."""
-        return any(
-            shape[0] > rows and first % shape[0] == 0 and first // shape[0] % rows for shape in self.shapes
-        )
-
-
-OnUse = Callable[[ForwardPass, "Use", tuple[Tensor, ...], Tensor], None]
+OnUse = Callable[[ForwardPass, Use, tuple[Tensor, ...], Tensor], None]
 
 
 class Recorder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class Formula:
     Attributes:
         label: shown in the coverage table; None for a function of which nothing is known.
         autocast: whether autocast runs the operation in 16 bits.
-        names: of the operation's arguments, in their order. The first one is mapped row by row.
+        names: of the operation's arguments, in their order. ``input`` is the one that is mapped row by row.
     """
 
     label: str | None = None
@@ -118,11 +118,12 @@ class Formula:
 
     def main(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the argument that is mapped row by row; None where there is none."""
-        return self.bind(args, kwargs).get(self.names[0]) if self.names else None
+        return self.bind(args, kwargs).get("input") if self.names else None
 
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        """Tell whether the formula is right for these arguments."""
-        return True
+        """Tell whether the formula is right: it is where the input, and nothing else, comes from the batch."""
+        rest = [item for name, item in given.items() if name != "input"]
+        return not is_one_of(given["input"], values) and not any(is_one_of(t, rest) for t in batched)
 
     def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
         """Return the positions and keywords of the arguments that the gradients depend on; None for all of them."""
@@ -132,7 +133,7 @@ class Formula:
 
     def reads(self, valued: set[str]) -> set[str]:
         """Return the arguments that the gradients of the arguments ``valued`` depend on."""
-        return {self.names[0]} if "weight" in valued else set()
+        return {"input"} if "weight" in valued else set()
 
     def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, PerExampleGradient]:
         """Find the per-example gradients of the values ``wanted``, by their index."""
@@ -259,6 +260,41 @@ class Use:
         """Return the autocast state in which the operation ran."""
         device, dtype = self.autocast or ("cpu", torch.bfloat16)
         return torch.autocast(device, dtype=dtype, enabled=self.autocast is not None)
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One forward through the model. Taps and uses belong to it, not to the clipper: several may be alive at once.
+
+    Attributes:
+        shapes: what may be the batch, see `dataflow.entered`.
+        batch: the index of what probably is.
+        uses: in the order of the forward.
+        roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
+        consumed: whether a backward pass has arrived here.
+    """
+
+    shapes: tuple[torch.Size, ...] = ()
+    batch: int = 0
+    uses: list[Use] = field(default_factory=list)
+    roles: dict[str, str] = field(default_factory=dict)
+    ordinals: dict[str, int] = field(default_factory=dict)
+    consumed: bool = False
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the batch, as far as the shapes tell."""
+        return self.shapes[self.batch][0] if self.shapes else None
+
+    def may_have(self, rows: int) -> bool:
+        """Tell whether a batch of so many rows may have entered here."""
+        return not self.shapes or any(rows in shape for shape in self.shapes)
+
+    def is_ragged(self, first: int, rows: int) -> bool:
+        """Tell whether ``first`` rows may have entered end to end: texts of any length, or graphs."""
+        return any(
+            shape[0] > rows and first % shape[0] == 0 and first // shape[0] % rows for shape in self.shapes
+        )
 
 
 @dataclass(eq=False, slots=True)

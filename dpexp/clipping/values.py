@@ -8,25 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.roots import nodes_behind
 from dpexp.clipping.taps import Recorder
 from dpexp.clipping.uses import Value
 
 # of `following.Followed`
 Values = Sequence[Any]
-
-WRITING = frozenset(
-    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "pow", "mod", "and", "or", "xor")
-) | {"__setitem__"}  # fmt: skip
-
-
-def in_place(func: Any) -> bool:
-    """Tell whether a function writes to its first argument."""
-    schema = getattr(func, "_schema", None)
-    if schema is not None:
-        # an operator of the dispatcher, whose name ends in that of its overload
-        return bool(schema.is_mutable)
-    name = func.__name__
-    return name in WRITING or (name[-1] == "_" and name[-2:] != "__")
 
 
 def values_of(recorder: Recorder, values: Values) -> tuple[Value, ...] | None:
@@ -47,12 +34,7 @@ def values_of(recorder: Recorder, values: Values) -> tuple[Value, ...] | None:
 def parameters_behind(recorder: Recorder, value: Tensor) -> dict[str, nn.Parameter]:
     """Return the parameters that a value is a function of; none where it is a function of anything else, too."""
     reached: dict[str, nn.Parameter] = {}
-    waiting, seen = [value.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind([value.grad_fn]):
         if hasattr(node, "variable"):
             name = recorder.name_of(node.variable)
             if name is None:
@@ -60,7 +42,6 @@ def parameters_behind(recorder: Recorder, value: Tensor) -> dict[str, nn.Paramet
             reached[name] = node.variable
         elif type(node).__name__ == "TapBackward":
             return {}
-        waiting.extend(following for following, _ in node.next_functions)
     return {name: reached[name] for name in recorder.params if name in reached}
 
 

@@ -21,22 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import distributed
-from dpexp.clipping.attach import Clipper, Report
+from dpexp.clipping.attach import Clipper
 from dpexp.clipping.backend import TapBackend
-from dpexp.clipping.backward import Step, examined
-from dpexp.clipping.engines import engine_named
-from dpexp.clipping.given import check_losses
-from dpexp.clipping.gradients import merge
+from dpexp.clipping.backward import Step, Sums, examined
+from dpexp.clipping.base import Rows, refuse_scales
+from dpexp.clipping.given import check_losses, check_same_parameters, check_thresholds
+from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import loop_over_examples
+from dpexp.clipping.reports import Report
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.taps import Visit
+from dpexp.clipping.sites import CUT
 from dpexp.errors import UserError
-
-Rows = dict[str, Tensor]
-"""Per-example gradients by parameter: name -> ``[B, *shape]``, of every trainable parameter; zeros for an example that is not
-finite."""
 
 
 class Method(ABC):
@@ -106,52 +103,53 @@ class VectorClipper(Clipper):
         fixed_length: bool = False,
     ):
         super().__init__(
-            model, "flat", clip_norm, rule, engine_named("opacus_improved"), 1.0, rows_per_example, None, 1 << 20, fixed_length
+            model, "flat", clip_norm, rule, "opacus_improved",
+            rows_per_example=rows_per_example, memory_cap_mib=1 << 20, fixed_length=fixed_length,
         )  # fmt: skip
-        self._flat = self.groups
         self.method = method
-        self.groups, thresholds = method.setup(self._params, clip_norm)
-        device = next(iter(self._params.values())).device
-        self._thresholds = torch.tensor(thresholds, dtype=torch.float64, device=device)
+        self.groups, thresholds = method.setup(self.params, clip_norm)
+        self._thresholds = self._thresholds.new_tensor(thresholds)
 
     @property
     def extra(self) -> list[nn.Parameter]:
         """See `Method.extra`."""
         return list(self.method.extra().values())
 
+    def prepare(self, seed: int, public: Callable[[], Rows]) -> None:
+        """See `Method.prepare`."""
+        self.method.prepare(seed, public)
+
+    def finish(self, stds: dict[int, float]) -> None:
+        """See `Method.finish`."""
+        self.method.finish(stds)
+
+    @torch.compiler.disable(reason=CUT)
     def rows(self, losses: Tensor, loss_scale: float = 1.0) -> tuple[Rows, Tensor]:
         """The per-example gradients behind losses, and ``[B]`` which examples are finite."""
         backend, count = self._backend, len(losses)
         assert isinstance(backend, TapBackend)
         roots = Roots.of_losses(losses, loss_scale)
-        self._independence.begin(roots, self._params.values())
+        self._independence.begin(roots, self.params.values())
         found: Rows = {}
         if count:
-            visit = Visit(backend.recorder, roots, self.rows_per_example)
-            with examined(visit, backend.survey, self._flat, backend.engine):
-                step = RowsStep(
-                    visit,
-                    backend.survey,
-                    backend.methods,
-                    self._flat,
-                    backend.engine,
-                    _no_factors,
-                    deferred=True,
-                )
+            visit = backend.visit(roots)
+            with examined(visit, backend.setup):
+                step = RowsStep(visit, backend.setup, _no_factors, deferred=True)
                 step.measure()
                 found = step.rows
         self._independence.check(count)
-        wide = torch.promote_types(losses.dtype, torch.float32)
         keep = torch.ones(count, dtype=torch.bool, device=losses.device)
         rows: Rows = {}
-        for name, p in self._params.items():
+        for name, p in self.params.items():
             if name in found:
                 rows[name] = found.pop(name) / loss_scale if loss_scale != 1.0 else found.pop(name)
                 keep &= rows[name].reshape(count, p.numel()).isfinite().all(1)
             else:
-                rows[name] = torch.zeros(count, *p.shape, dtype=wide, device=losses.device)
+                rows[name] = torch.zeros(
+                    count, *p.shape, dtype=numerics.wide(losses.dtype), device=losses.device
+                )
         if not bool(keep.all()):
-            rows = {name: torch.where(_like(keep, value), value, 0.0) for name, value in rows.items()}
+            rows = {name: numerics.zero_examples(value, keep) for name, value in rows.items()}
         return rows, keep
 
     def backward(
@@ -160,12 +158,12 @@ class VectorClipper(Clipper):
         """As `Clipper.backward`."""
         if not self._attached:
             raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
-        if clip_scale is not None:
-            raise UserError("thresholds for single examples (individual=scaling) need clip=flat or the like")
+        refuse_scales(clip_scale)
         check_losses(losses)
         distributed.check_reducer(self._reducing)
-        self._check_coverage()
-        thresholds = self._checked_thresholds()
+        check_same_parameters(self.model, self.params, self._shards)
+        thresholds = self._thresholds.detach()
+        check_thresholds(thresholds, f"thresholds {thresholds.tolist()}")
         rows, keep = self.rows(losses, loss_scale)
         rule, values = RULES[self.rule], thresholds.tolist()
 
@@ -175,12 +173,10 @@ class VectorClipper(Clipper):
         with torch.no_grad():
             squares, sums = self.method.clip(rows, keep, factors)
         norms = torch.where(keep, squares.clamp(min=0).sqrt(), torch.nan)
-        params = self._params | self.method.extra()
-        delivered: dict[str, Tensor | distributed.LateSum] = {
-            name: value.to(params[name].dtype) for name, value in sums.items()
-        }
+        params = self.params | self.method.extra()
+        delivered: Sums = {name: value.to(params[name].dtype) for name, value in sums.items()}
         distributed.deliver(self._reducing, params, delivered)
-        return Report(norms, (norms > thresholds.to(norms)[:, None]).sum(dim=1))
+        return Report.of(norms, thresholds)
 
 
 class RowsStep(Step):
@@ -195,7 +191,7 @@ class RowsStep(Step):
         self._chosen(name, merged, fused=True)
         self.rows[name] = merged.instantiate()
 
-    def _loop(self) -> None:
+    def _loop(self, measuring: bool = True) -> None:
         looped = {name: p for name, p in self.params.items() if name in self.looped}
         for name, p in looped.items():
             self.rows[name] = torch.zeros(
@@ -209,10 +205,6 @@ class RowsStep(Step):
 
 def _no_factors(k: int, sq_norms: Tensor, examples: slice) -> Tensor:
     raise RuntimeError("no sum is formed here")
-
-
-def _like(keep: Tensor, rows: Tensor) -> Tensor:
-    return keep.view(-1, *[1] * (rows.dim() - 1))
 
 
 def flatten(rows: Rows) -> Tensor:

@@ -170,8 +170,8 @@ def _(stack: ExitStack) -> None:
 @defect("clipped after averaging")
 def _(stack: ExitStack) -> None:
     def after(f: Any, self: Clipper, losses: Tensor, *arguments: Any, **named: Any) -> Any:
-        held = [p.grad for p in self._params.values()]
-        for p in self._params.values():
+        held = [p.grad for p in self.params.values()]
+        for p in self.params.values():
             p.grad = None
         with mock.patch.object(self, "rule", "none"):
             found = f(self, losses, *arguments, **named)
@@ -180,7 +180,7 @@ def _(stack: ExitStack) -> None:
             norm = float(torch.stack([g.norm() for g in grads]).norm()) / max(1, len(losses))
             for gradient in grads:
                 gradient *= min(1.0, float(self.thresholds[k]) / norm) if norm else 1.0
-        for p, old in zip(self._params.values(), held, strict=True):
+        for p, old in zip(self.params.values(), held, strict=True):
             if old is not None and p.grad is not None:
                 p.grad += old
         return found

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from dpexp.clipping import Clipper, Report
 from dpexp.clipping.roots import Roots
-from dpexp.clipping.taps import ForwardPass
+from dpexp.clipping.uses import ForwardPass
 from dpexp.errors import UserError
 from dpexp.pipeline.flat import FlatNorms
 from dpexp.pipeline.traffic import Traffic

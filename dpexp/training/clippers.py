@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from dpexp.clipping import Clipper, attach
+from dpexp.clipping import attach
+from dpexp.clipping.base import AnyClipper
 from dpexp.clipping.coordinates import AdaClip, Ellipsoid, ScaleThenPrivatise
 from dpexp.clipping.devices import device_groups
 from dpexp.clipping.embedding import Embedding
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.local_training import LocalClipper
 from dpexp.clipping.microbatches import MicrobatchClipper
-from dpexp.clipping.plain import PlainClipper
 from dpexp.clipping.projected import ProjectedClipper
 from dpexp.clipping.whole import Method, VectorClipper
 from dpexp.errors import UserError
@@ -31,7 +31,7 @@ def build_clipper(
     *,
     expected_batch: float,
     max_clip_scale: float,
-) -> Clipper | PlainClipper:
+) -> AnyClipper:
     """Attach the clipper of a configuration to a model.
 
     Args:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dpexp import native, provenance, record
-from dpexp.clipping import Clipper
+from dpexp.clipping.base import AnyClipper, Rows
 from dpexp.clipping.local_training import LocalClipper
-from dpexp.clipping.plain import PlainClipper
 from dpexp.clipping.thresholds import FixedThresholds
-from dpexp.clipping.whole import Rows, VectorClipper
+from dpexp.clipping.whole import VectorClipper
 from dpexp.errors import UserError
 from dpexp.models import rgp
 from dpexp.models.precision import autocast
@@ -136,7 +135,7 @@ class Trainer:
         self.ledger: Ledger | None = None
         # what could not be proven, in words
         self.notes: list[str] = []
-        self.clipper: Clipper | PlainClipper | None = None
+        self.clipper: AnyClipper | None = None
         self.policy = FixedThresholds(torch.zeros(0))
         self.search: StepSearch | None = None
         self.feedback: Feedback | None = None
@@ -184,7 +183,7 @@ class Trainer:
         """What this process trains of the model: all of it."""
         return model
 
-    def _attach(self) -> Clipper | PlainClipper:
+    def _attach(self) -> AnyClipper:
         if self.run.task.kind == "custom" and not self.sharded:
             note = look_at_task(self.task, self.model, self.run.seed)
             self.notes += [] if note is None else [note]
@@ -193,7 +192,7 @@ class Trainer:
             expected_batch=self.expected_batch,
             max_clip_scale=self.plan.max_clip_scale if self.plan is not None else 1.0,
         )  # fmt: skip
-        if self.run.clip.method != "norm" or not isinstance(clipper, Clipper):
+        if self.run.clip.method != "norm":
             return clipper
         if (memory := self.decisions.of_rank("engine")) is not None:
             clipper.recall(memory)

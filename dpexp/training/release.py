@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpexp.clipping import Clipper
-from dpexp.clipping.plain import PlainClipper
+from dpexp.clipping.base import AnyClipper
 from dpexp.clipping.thresholds import FixedThresholds, NormThresholds, QuantileThresholds
 from dpexp.errors import UserError
 from dpexp.privacy.fingerprint import fingerprint, fingerprint_of_facts
@@ -47,7 +46,7 @@ class Release:
     def __init__(
         self,
         plan: "Plan",
-        clipper: Clipper | PlainClipper,
+        clipper: AnyClipper,
         policy: FixedThresholds,
         ledger: Ledger,
         *,

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import Clipper, Report
+from dpexp.clipping.base import AnyClipper, Rows
 from dpexp.clipping.microbatches import MicrobatchClipper
-from dpexp.clipping.plain import PlainClipper
-from dpexp.clipping.projected import ProjectedClipper
 from dpexp.clipping.thresholds import FixedThresholds
-from dpexp.clipping.whole import Rows, VectorClipper
+from dpexp.clipping.whole import VectorClipper
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
@@ -120,7 +119,7 @@ class Steps:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         self.public, clipper = public, self.clipper
-        if isinstance(clipper, VectorClipper):
+        if clipper is not None:
             self.parameters += clipper.extra
         # weights of 16 bits, whose sums have 32 until the noise is in them
         self.narrow = [p for p in self.parameters if p.dtype.itemsize < 4] if release is not None else []
@@ -144,7 +143,7 @@ class Steps:
         self._drawn: list[np.ndarray] = []
 
     @property
-    def clipper(self) -> Clipper | PlainClipper | None:
+    def clipper(self) -> AnyClipper | None:
         """None where nothing is clipped."""
         return self.release.clipper if self.release is not None else None
 
@@ -212,10 +211,8 @@ class Steps:
             ]
         else:
             pieces = physical_batches(drawn, length, size, self.replicas.rank, self.replicas.size)
-        if isinstance(self.clipper, VectorClipper):
-            self.clipper.method.prepare(stream(self.key, "projections", step, attempt), self._public)
-        if isinstance(self.clipper, ProjectedClipper):
-            self.clipper.prepare(stream(self.key, "projections", step, attempt))
+        if self.clipper is not None:
+            self.clipper.prepare(stream(self.key, "projections", step, attempt), self._public)
         self._drawn = pieces
         if self.sharded and len(drawn):
             # of rank 0, whose share is the largest; an example of the batch, without weight, fills the gap
@@ -335,7 +332,7 @@ class Steps:
         if self.release is None or not isinstance(self.clipper, VectorClipper | MicrobatchClipper):
             return
         stds = {number: std / self.expected_batch for number, std in self.release.stds(step).items()}
-        (self.clipper.method if isinstance(self.clipper, VectorClipper) else self.clipper).finish(stds)
+        self.clipper.finish(stds)
 
     def _tell_noise(self, step: int) -> None:
         """An optimiser that corrects for the noise is told how much of it is in each mean gradient: a public number."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dpexp.clipping.gradients import PerExampleGradient, merge
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.sites import find_sites, install, uninstall
-from dpexp.clipping.taps import ForwardPass, Recorder, Visit
-from dpexp.clipping.uses import Use
+from dpexp.clipping.taps import Recorder, Visit
+from dpexp.clipping.uses import ForwardPass, Use
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -103,7 +103,6 @@ def assert_exact(per_example: PerExampleGradient, grads: Tensor, rtol: float = 1
     assert per_example.shape == grads.shape[1:]
     assert per_example.num_examples == examples
     close(per_example.instantiate(), grads, **tolerance)
-    close(per_example.weighted_sum(None), grads.sum(0), **tolerance)
     close(per_example.weighted_sum(factors), weighted, **tolerance)
     base = torch.ones(grads.shape[1:], dtype=grads.dtype)
     returned = per_example.weighted_sum(factors, out=base)
@@ -119,13 +118,8 @@ def assert_exact(per_example: PerExampleGradient, grads: Tensor, rtol: float = 1
         found, total = per_example.norms_and_sum(method, factors_of)
         close(found, norms, **norm_tolerance)
         close(total, weighted, **tolerance)
-        base = torch.ones(grads.shape[1:], dtype=grads.dtype)
-        per_example.norms_and_sum(method, factors_of, out=base)
-        close(base, 1 + weighted, **tolerance)
-        close(per_example.sq_norms(method, keep=True), norms, **norm_tolerance)
-        close(per_example.weighted_sum(factors), weighted, **tolerance)
-        close(per_example.weighted_sum(None), grads.sum(0), **tolerance)
-        per_example.drop_kept()
+        if per_example.instantiates(method):
+            close(per_example.instantiate(method), grads, **tolerance)
         assert per_example.cost(method).flops >= 0
         assert per_example.workspace(method) >= 0
     keep = torch.arange(examples) % 2 == 0

@@ -150,3 +150,18 @@ def test_compiling_the_full_graph_is_refused_by_the_compiler() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
         clipper.backward(problem.losses(compiled, problem.batch))
     assert all(p.grad is None for p in problem.model.parameters())
+
+
+def test_a_step_that_is_compiled_whole_clips_uncompiled() -> None:
+    torch._dynamo.reset()
+    problem = ZOO["mlp"]()
+    clipper = attach(problem.model, groups="layer", clip_norm=0.8)
+
+    def step() -> torch.Tensor:
+        return clipper.backward(problem.losses(problem.model, problem.batch)).norms
+
+    found = torch.compile(step, backend="aot_eager")()
+    norms, sums = expected(naive_of("mlp"), clipper.groups, clipper.thresholds)
+    torch.testing.assert_close(found, norms, rtol=1e-9, atol=1e-12)
+    for n, p in problem.model.named_parameters():
+        torch.testing.assert_close(p.grad, sums[n], rtol=1e-9, atol=1e-11)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
+from dpexp.clipping.gradients import Scratch, instantiated
 from dpexp.clipping.refusals import refusal
 from tests.clipping.naive import assert_exact, naive_per_example, per_examples_of
 
@@ -43,7 +44,9 @@ def check(module: nn.Module, x: Tensor, num_examples: int | None = None, rtol: f
         assert_exact(found[name], grads, rtol)
         alone = per_examples_of(module, x, probe, num_examples, {name}, nonlinear)
         assert alone.keys() == {name}
-        torch.testing.assert_close(alone[name].weighted_sum(None), grads.sum(0), rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(
+            alone[name].weighted_sum(torch.ones(len(grads))), grads.sum(0), rtol=1e-7, atol=1e-7
+        )
 
 
 def nonlinear(y: Tensor, probe: Tensor) -> Tensor:
@@ -130,10 +133,10 @@ def test_channels_last():
     for method in weight.methods():
         norms, total = weight.norms_and_sum(method, lambda norms, _: torch.ones_like(norms))
         torch.testing.assert_close(norms, expected)
-        torch.testing.assert_close(total, weight.weighted_sum(None))
-        torch.testing.assert_close(weight.sq_norms(method, keep=True), expected)
-        torch.testing.assert_close(weight.weighted_sum(torch.ones(3)), total)
-        weight.drop_kept()
+        torch.testing.assert_close(total, weight.weighted_sum(torch.ones(3)))
+        held = instantiated(weight, method, Scratch()) if weight.instantiates(method) else weight
+        torch.testing.assert_close(held.sq_norms(method), expected)
+        torch.testing.assert_close(held.weighted_sum(torch.ones(3)), total)
 
 
 @fast

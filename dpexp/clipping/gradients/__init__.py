@@ -3,12 +3,11 @@
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.conv import Conv, Geometry
 from dpexp.clipping.gradients.dense import Dense
-from dpexp.clipping.gradients.formula import formula_holds
 from dpexp.clipping.gradients.lookup import Lookup
-from dpexp.clipping.gradients.merge import kept, merge
+from dpexp.clipping.gradients.memory import Scratch
+from dpexp.clipping.gradients.merge import instantiated, merge
 from dpexp.clipping.gradients.outer import Outer
 from dpexp.clipping.gradients.pulled import Pulled
-from dpexp.clipping.gradients.scratch import Scratch
 from dpexp.clipping.gradients.tied import Tied
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "Pulled",
     "Scratch",
     "Tied",
-    "formula_holds",
-    "kept",
+    "instantiated",
     "merge",
 ]

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
-from dpexp.clipping.gradients.pages import fresh
-from dpexp.clipping.gradients.scratch import SHARED, Scratch
+from dpexp.clipping.gradients.memory import SHARED, Scratch, fresh
 
 FactorsOf = Callable[[Tensor, slice], Tensor]
 
@@ -46,7 +45,6 @@ class PerExampleGradient(ABC):
         self.num_examples = num_examples
         self.dtype = numerics.wide(dtype)
         self.device = device
-        self._kept: Tensor | None = None
         # indices of the examples that are summed alone (see `rounding.rough`); found with the norms
         self.apart: Tensor | None = None
 
@@ -69,8 +67,8 @@ class PerExampleGradient(ABC):
         """Gradients ``[stop - start, *shape]`` of these examples; may be written into ``out``, of the same shape."""
 
     @abstractmethod
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
-        """As `weighted_sum`, from what is held rather than from kept gradients."""
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
+        """As `weighted_sum`, of at least one example, with nobody set apart."""
 
     def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
         """Squared norms and squared magnitudes (see `rounding`), ``[B]`` each, by a method that does not instantiate.
@@ -106,7 +104,7 @@ class PerExampleGradient(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held, kept gradients not included."""
+        """Bytes held."""
 
     @abstractmethod
     def signature(self) -> tuple[Hashable, ...]:
@@ -139,7 +137,6 @@ class PerExampleGradient(ABC):
     def sq_norms(
         self,
         method: str,
-        keep: bool = False,
         scratch: Scratch | None = None,
         doubts: list[Doubt] | None = None,
     ) -> Tensor:
@@ -150,9 +147,7 @@ class PerExampleGradient(ABC):
 
         Args:
             method: one of `methods`, or a general name (see `resolve`).
-            keep: hold on to the instantiated gradients (B times the parameter's size), so that `weighted_sum`
-                needs nothing but a matrix-vector product. Without effect for methods that do not instantiate.
-            scratch: memory for gradients that are not kept.
+            scratch: memory for gradients that are looked at once.
             doubts: gets what would be measured again because much of it cancels; the bounds are then far above such norms.
 
         Returns:
@@ -166,9 +161,6 @@ class PerExampleGradient(ABC):
             squares, magnitudes = self._norms(method, scratch)
             if magnitudes is not None:
                 return self._bounded(squares, magnitudes, scratch, doubts)
-        elif keep:
-            self._kept = self._instantiate(method, scratch)
-            return numerics.squared_norms(self._kept)
         else:
             squares = self._row_norms(method, scratch)
         magnitudes = self._magnitudes()
@@ -181,11 +173,11 @@ class PerExampleGradient(ABC):
         self.set_apart(rounding.rough(bounds, magnitudes, terms))
         return bounds
 
-    def weighted_sum(self, factors: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, factors: Tensor, out: Tensor | None = None) -> Tensor:
         """``sum_i factors[i] * g_i``.
 
         Args:
-            factors: ``[B]``, or None for the plain sum.
+            factors: ``[B]``.
             out: a contiguous tensor of the parameter's shape, to which the sum is added in place.
 
         Returns:
@@ -194,9 +186,7 @@ class PerExampleGradient(ABC):
         """
         if self.num_examples == 0:
             return self._zeros(*self.shape) if out is None else out
-        if self._kept is not None:
-            return numerics.add_to(out, numerics.combine(self._kept, factors))
-        if self.apart is None or factors is None:
+        if self.apart is None:
             return self._weighted_sum(factors, out)
         total = self._weighted_sum(factors.index_fill(0, self.apart, 0.0), out)
         method = self.resolve("instantiate")
@@ -218,7 +208,7 @@ class PerExampleGradient(ABC):
         return other
 
     def norms_and_sum(
-        self, method: str, factors_of: FactorsOf, scratch: Scratch | None = None, out: Tensor | None = None
+        self, method: str, factors_of: FactorsOf, scratch: Scratch | None = None
     ) -> tuple[Tensor, Tensor]:
         """Norms and clipped sum in one go.
 
@@ -231,10 +221,9 @@ class PerExampleGradient(ABC):
             factors_of: called with squared norms ``[b]`` of this parameter and the slice of examples that
                 they belong to; returns their factors ``[b]``.
             scratch: memory for one chunk of gradients.
-            out: a contiguous tensor of the parameter's shape, to which the sum is added in place.
 
         Returns:
-            squared norms ``[B]`` and the sum (``out`` where given).
+            squared norms ``[B]`` and the sum.
         """
         method = self.resolve(method)
         scratch = scratch or SHARED
@@ -242,10 +231,10 @@ class PerExampleGradient(ABC):
             norms = self.sq_norms(method, scratch=scratch)
             factors = factors_of(norms, slice(0, self.num_examples))
             if numerics.static(norms) and numerics.all_finite(norms):
-                return norms, self.weighted_sum(factors, out)
+                return norms, self.weighted_sum(factors)
             finite = torch.isfinite(norms)
-            return norms, self.finite(finite).weighted_sum(torch.where(finite, factors, 0), out)
-        found = []
+            return norms, self.finite(finite).weighted_sum(torch.where(finite, factors, 0))
+        found, total = [], None
         for rows, examples in self._chunks(method, scratch):
             norms = numerics.squared_norms(rows)
             factors = factors_of(norms, examples)
@@ -253,22 +242,23 @@ class PerExampleGradient(ABC):
                 finite = torch.isfinite(norms)
                 factors = torch.where(finite, factors, 0)
                 rows = numerics.zero_examples(rows, finite)
-            out = self._accumulate(rows, factors, out)
+            total = self._accumulate(rows, factors, total)
             found.append(norms)
-        assert out is not None
-        return found[0] if len(found) == 1 else torch.cat(found), out
+        assert total is not None
+        return found[0] if len(found) == 1 else torch.cat(found), total
 
-    def instantiate(self) -> Tensor:
-        """All per-example gradients, ``[B, *shape]``."""
-        if self._kept is not None:
-            return self._kept
+    def instantiate(self, method: str = "instantiate", scratch: Scratch | None = None) -> Tensor:
+        """All per-example gradients, ``[B, *shape]``, by a method that instantiates."""
         if self.num_examples == 0:
             return self._zeros(0, *self.shape)
-        return self._instantiate(self.resolve("instantiate"), SHARED)
-
-    def drop_kept(self) -> None:
-        """Free the gradients that ``sq_norms(keep=True)`` kept."""
-        self._kept = None
+        method, scratch = self.resolve(method), scratch or SHARED
+        fits = scratch.chunk(self.workspace(method), self.device) >= self.num_examples
+        if fits and method not in self.looped:
+            return self._gradients(0, self.num_examples, method, None)
+        found = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
+        for rows, examples in self._chunks(method, scratch):
+            found[examples] = rows
+        return found
 
     # Helpers.
 
@@ -276,6 +266,17 @@ class PerExampleGradient(ABC):
         """Squared norms of instantiated gradients, without any bound."""
         norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method, scratch)]
         return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+    def _in_chunks(
+        self, found: Callable[[int, int], tuple[Tensor, Tensor]], bytes_per_example: int, scratch: Scratch
+    ) -> tuple[Tensor, Tensor]:
+        """Two numbers for each example, ``[B]`` both, from what ``found(start, stop)`` gives for a few of them."""
+        step = scratch.chunk(bytes_per_example, self.device)
+        if step >= self.num_examples:
+            return found(0, self.num_examples)
+        starts = range(0, self.num_examples, step)
+        first, second = zip(*[found(s, min(s + step, self.num_examples)) for s in starts], strict=True)
+        return torch.cat(first), torch.cat(second)
 
     def _bounded(
         self, squares: Tensor, magnitudes: Tensor, scratch: Scratch, doubts: list[Doubt] | None
@@ -298,9 +299,9 @@ class PerExampleGradient(ABC):
         return bounds
 
     def _replace(self, **fields: Any) -> Self:
-        """A copy with other contents and without kept gradients."""
+        """A copy with other contents, and nobody set apart."""
         other = copy.copy(self)
-        other.__dict__.update(fields, _kept=None, apart=None)
+        other.__dict__.update(fields, apart=None)
         return other
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -320,29 +321,16 @@ class PerExampleGradient(ABC):
             out = scratch.take((stop - start, *self.shape), self.dtype, self.device)
             yield self._gradients(start, stop, method, out), slice(start, stop)
 
-    def _instantiate(self, method: str, scratch: Scratch) -> Tensor:
-        if (
-            method not in self.looped
-            and scratch.chunk(self.workspace(method), self.device) >= self.num_examples
-        ):
-            return self._gradients(0, self.num_examples, method, None)
-        kept = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
-        for rows, examples in self._chunks(method, scratch):
-            kept[examples] = rows
-        return kept
-
     @staticmethod
-    def _accumulate(rows: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
-        """``out + sum_i factors[i] * rows[i]`` over the examples of a chunk, in place where ``out`` is given."""
+    def _accumulate(rows: Tensor, factors: Tensor, total: Tensor | None) -> Tensor:
+        """``total + sum_i factors[i] * rows[i]`` over the examples of a chunk, in place where there is a total already."""
         factors = factors.to(rows.dtype)
-        if out is None:
-            return rows[0] * factors[0] if rows.shape[0] == 1 else numerics.combine(rows, factors)
         if rows.shape[0] == 1:
-            return out.addcmul_(rows[0], factors[0])
-        if out.dtype != rows.dtype:
-            return out.add_(numerics.combine(rows, factors))
-        out.view(-1).addmv_(rows.view(rows.shape[0], out.numel()).t(), factors)
-        return out
+            return rows[0] * factors[0] if total is None else total.addcmul_(rows[0], factors[0])
+        if total is None:
+            return numerics.combine(rows, factors)
+        total.view(-1).addmv_(rows.view(rows.shape[0], total.numel()).t(), factors)
+        return total
 
 
 @dataclass(eq=False)

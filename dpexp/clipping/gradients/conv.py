@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.scratch import Scratch
+from dpexp.clipping.gradients.memory import Scratch
 
 # above this many padded input pixels their Gram matrix costs more than it saves
 PIXELS_AT_MOST = 400
@@ -161,8 +161,6 @@ class Conv(PerExampleGradient):
             self._seen.shape[2:], self._slid.shape[2:], self.kernel,
             self.geometry.stride, self.geometry.dilation, self.geometry.padding, strict=True,
         )  # fmt: skip
-        if torch.compiler.is_compiling():
-            return (seen * slid).sum(1) * math.prod(self.kernel)
         return (seen * slid).sum(1) * math.prod([_times_seen(*along) for along in windows])
 
     def select(self, examples: Tensor) -> Conv:
@@ -172,22 +170,16 @@ class Conv(PerExampleGradient):
     def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
         if self._sizes()[1] == 0:
             return self._zeros(self.num_examples), None
-        step = scratch.chunk(self.workspace(method), self.device)
-        found = self._unfolded_norms if method == "ghost" else self._pixel_norms
-        # a loop would fix the batch size in compiled code
-        if step >= self.num_examples:
-            return found(0, self.num_examples, scratch)
-        starts = range(0, self.num_examples, step)
-        parts = [found(start, min(start + step, self.num_examples), scratch) for start in starts]
-        norms, magnitudes = zip(*parts, strict=True)
-        return torch.cat(norms), torch.cat(magnitudes)
+        if method == "pixel":
+            return self._in_chunks(self._pixel_norms, self.workspace(method), scratch)
+        return self._in_chunks(partial(self._unfolded_norms, scratch), self.workspace(method), scratch)
 
-    def _unfolded_norms(self, start: int, stop: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    def _unfolded_norms(self, scratch: Scratch, start: int, stop: int) -> tuple[Tensor, Tensor]:
         seen, slid = self._unfold(start, stop), self._positions(start, stop)
         norms, magnitudes = gram_norms(seen.mT, slid.mT, scratch)
         return norms.view(stop - start, -1).sum(1), magnitudes.view(stop - start, -1).sum(1)
 
-    def _pixel_norms(self, start: int, stop: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    def _pixel_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         geometry, m, n = self.geometry, self.rows, len(self.kernel)
         padded, window = self._padded(), self._slid.shape[2:]
         pixels = self._by_group(self._pad(self._seen[start * m : stop * m]))
@@ -232,7 +224,7 @@ class Conv(PerExampleGradient):
         geometry = self.geometry
         # only its shape is looked at
         weight = x.new_empty(copies * self.shape[0], *self.shape[1:])
-        with numerics.at_full_precision("conv", x.device):
+        with numerics.full_precision("conv", x.device):
             return torch.ops.aten.convolution_backward(
                 gy,
                 x,
@@ -251,24 +243,23 @@ class Conv(PerExampleGradient):
         kernels, geometry = native.kernels(), self.geometry
         assert kernels is not None
         rows = x.new_empty(count, *self.shape) if out is None else out
-        with numerics.at_full_precision("conv", x.device):
+        with numerics.full_precision("conv", x.device):
             kernels.conv_gradients_(
                 rows, x, gy, self.rows, geometry.stride, geometry.padding, geometry.dilation, geometry.transposed,
                 geometry.output_padding or (0,) * len(self.kernel), geometry.groups,
             )  # fmt: skip
         return rows
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         if self._sizes()[1] == 0:
             return self._zeros(*self.shape) if out is None else out
         x, gy = self.x, self.gy
-        if factors is not None:
-            factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
-            # scale the smaller one
-            if x.numel() <= gy.numel():
-                x = numerics.scale(x, factors)
-            else:
-                gy = numerics.scale(gy, factors)
+        factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
+        # scale the smaller one
+        if x.numel() <= gy.numel():
+            x = numerics.scale(x, factors)
+        else:
+            gy = numerics.scale(gy, factors)
         return numerics.add_to(out, self._weight_gradient(x.to(self.dtype), gy.to(self.dtype)))
 
     def mask(self, keep: Tensor) -> Conv:

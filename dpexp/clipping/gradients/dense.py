@@ -9,7 +9,7 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
-from dpexp.clipping.gradients.scratch import Scratch
+from dpexp.clipping.gradients.memory import Scratch
 
 
 class Dense(PerExampleGradient):
@@ -44,11 +44,9 @@ class Dense(PerExampleGradient):
     def sq_norms(
         self,
         method: str,
-        keep: bool = False,
         scratch: Scratch | None = None,
         doubts: list[Doubt] | None = None,
     ) -> Tensor:
-        # kept in any case
         norms = numerics.squared_norms(self.grad)
         if self._of_parts is None:
             return norms
@@ -63,9 +61,7 @@ class Dense(PerExampleGradient):
     def _chunks(self, method: str, scratch: Scratch) -> Iterator[tuple[Tensor, slice]]:
         yield self.grad.to(self.dtype).contiguous(), slice(0, self.num_examples)
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
-        if factors is None:
-            return numerics.add_to(out, self.grad.sum(0, dtype=self.dtype))
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         return numerics.add_to(out, numerics.combine(self.grad.to(self.dtype).contiguous(), factors))
 
     def mask(self, keep: Tensor) -> Dense:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import numerics
-from dpexp.clipping.gradients.scratch import Scratch
+from dpexp.clipping.gradients.memory import Scratch
 
 # Positions from which computing three quarters of a symmetric matrix beats computing all of it, and rows of a block where there
 # are more than two: smaller ones save little more, and multiply more slowly.

@@ -10,7 +10,7 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.scratch import SHARED, Scratch
+from dpexp.clipping.gradients.memory import SHARED, Scratch
 
 
 class Lookup(PerExampleGradient):
@@ -80,38 +80,24 @@ class Lookup(PerExampleGradient):
 
     def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor]:
         found = self._gram_norms if method == "ghost" else self._segment_norms
-        step = scratch.chunk(self.workspace(method), self.device)
-        real = self.real()
-        # a loop would fix the batch size in compiled code
-        if step >= self.num_examples:
-            return found(self.ids, self.g, real)
-        parts = [
-            found(
-                self.ids[start : start + step],
-                self.g[start : start + step],
-                None if real is None else real[start : start + step],
-            )
-            for start in range(0, self.num_examples, step)
-        ]
-        norms, magnitudes = zip(*parts, strict=True)
-        return torch.cat(norms), torch.cat(magnitudes)
+        return self._in_chunks(found, self.workspace(method), scratch)
 
-    @staticmethod
-    def _gram_norms(ids: Tensor, g: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _gram_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        ids, g = self.ids[start:stop], self.g[start:stop]
         same = ids.unsqueeze(2) == ids.unsqueeze(1)
-        if real is not None:
-            same &= real.unsqueeze(2)
+        if self.padding_idx is not None:
+            same &= (ids != self.padding_idx).unsqueeze(2)
         products = numerics.product(g, g.mT).masked_fill_(~same, 0)
         return products.sum((1, 2)).clamp_(min=0), products.abs_().sum((1, 2))
 
-    @staticmethod
-    def _segment_norms(ids: Tensor, g: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _segment_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        ids, g = self.ids[start:stop], self.g[start:stop]
         B, T, d = g.shape
         if T == 0:
             return (g.new_zeros(B, dtype=numerics.wide(g.dtype)),) * 2
         g = g.to(numerics.wide(g.dtype))
-        if real is not None:
-            g = g.masked_fill(~real.unsqueeze(2), 0)
+        if self.padding_idx is not None:
+            g = g.masked_fill((ids == self.padding_idx).unsqueeze(2), 0)
         ordered, positions = ids.sort(1)
         starts = torch.ones_like(ordered)
         starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -142,7 +128,7 @@ class Lookup(PerExampleGradient):
         table.index_add_(0, (part.ids.long() + offsets).flatten(), part._scaled(None))
         return table.view(count, *self.shape)
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         scaled = self._scaled(factors)
         table = self._zeros(*self.shape) if out is None else out
         return table.index_add_(0, self.ids.flatten(), scaled.to(table.dtype))

@@ -1,10 +1,11 @@
-"""Per-example gradients out of others: the sum of two uses of one parameter, and what a norm method has instantiated."""
+"""Per-example gradients out of others: the sum of two uses of one parameter, and what is instantiated to be kept."""
 
 from __future__ import annotations
 
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.dense import Dense
 from dpexp.clipping.gradients.lookup import Lookup
+from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.outer import Outer
 from dpexp.clipping.gradients.tied import Tied
 
@@ -42,6 +43,6 @@ def _parts(per_example: PerExampleGradient) -> tuple[PerExampleGradient, ...]:
     return (per_example.outer, per_example.lookup) if isinstance(per_example, Tied) else (per_example,)
 
 
-def kept(per_example: PerExampleGradient) -> PerExampleGradient:
-    """Return what ``sq_norms(keep=True)`` kept, without the activations that it was made of; else the object itself."""
-    return per_example if per_example._kept is None else Dense(per_example._kept)
+def instantiated(per_example: PerExampleGradient, method: str, scratch: Scratch) -> Dense:
+    """Return the gradients themselves, without the activations that they were made of."""
+    return per_example if isinstance(per_example, Dense) else Dense(per_example.instantiate(method, scratch))

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from dpexp.errors import UserError
 
 # numbers that float32 may add one after the other, see `squared_norms` and `product_into`
 LONGEST_RUN = 1 << 9
@@ -99,28 +97,6 @@ def full_precision(operation: str, device: torch.device) -> Iterator[None]:
         setting.fp32_precision = before
 
 
-@torch.compiler.assume_constant_result
-def _multiplies_fully(operation: str, device: str) -> bool:
-    setting = _PRECISION.get((operation, device))
-    return setting is None or setting.fp32_precision not in _REDUCED
-
-
-def at_full_precision(operation: str, device: torch.device) -> AbstractContextManager[None]:
-    """As `full_precision`; while a graph is compiled, which would not keep the setting, a check of it.
-
-    Raises:
-        UserError: reduced precision is allowed while a graph is compiled.
-    """
-    if not torch.compiler.is_compiling():
-        return full_precision(operation, device)
-    if not _multiplies_fully(operation, device.type):
-        raise UserError(
-            "norms and clipped sums need full float32 products, but torch is set to multiply float32 with fewer bits while this "
-            "model is compiled: call torch.set_float32_matmul_precision('highest'), or run it without torch.compile"
-        )
-    return nullcontext()
-
-
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """``a @ b`` of matrices or batches of matrices of one dtype, with a result in at least float32.
 
@@ -135,7 +111,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
             return torch.bmm(a, b, out_dtype=dtype) if batched else torch.mm(a, b, out_dtype=dtype)
         a, b = a.to(dtype), b.to(dtype)
     multiply = torch.bmm if batched else torch.mm
-    with at_full_precision("matmul", a.device):
+    with full_precision("matmul", a.device):
         return multiply(a, b) if out is None else multiply(a, b, out=out)
 
 
@@ -160,7 +136,7 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     """
     for left, right in _pieces(a, b, out):
         if left.dtype == out.dtype and left.dim() == 2:
-            with at_full_precision("matmul", out.device):
+            with full_precision("matmul", out.device):
                 out.addmm_(left, right) if beta else torch.mm(left, right, out=out)
         else:
             part = product(left, right)
@@ -178,7 +154,7 @@ def _pieces(a: Tensor, b: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]
             a, b = (a, b - right) if b.dtype == out.dtype else (a - left, b)
         return
     a, b, inner = a.to(out.dtype), b.to(out.dtype), a.shape[1]
-    if min(out.shape) <= NARROW and inner > LONGEST_RUN and not torch.compiler.is_compiling():
+    if min(out.shape) <= NARROW and inner > LONGEST_RUN:
         # the whole run of a narrow result would be added up in one register: 4096 equal numbers with an error of 4e-5
         whole = inner - inner % LONGEST_RUN
         yield (
@@ -203,10 +179,8 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
     return x.reshape(num_examples, positions, *kept)
 
 
-def combine(rows: Tensor, factors: Tensor | None) -> Tensor:
-    """``sum_i factors[i] * rows[i]``, the plain sum without factors; ``rows`` is contiguous, ``[B, *shape]``."""
-    if factors is None:
-        return rows.sum(0)
+def combine(rows: Tensor, factors: Tensor) -> Tensor:
+    """``sum_i factors[i] * rows[i]``; ``rows`` is contiguous, ``[B, *shape]``."""
     matrix = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
     return torch.mv(matrix.t(), factors.to(rows.dtype)).view(rows.shape[1:])
 
@@ -227,5 +201,5 @@ def all_finite(x: Tensor) -> bool:
 
 
 def static(x: Tensor) -> bool:
-    """Whether branching on values is free: no graph is being traced and no device has to be waited for."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether branching on values is free, because no device has to be waited for."""
+    return x.device.type == "cpu"

@@ -12,8 +12,7 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.pages import fresh
-from dpexp.clipping.gradients.scratch import Scratch
+from dpexp.clipping.gradients.memory import Scratch, fresh
 
 
 class Outer(PerExampleGradient):
@@ -108,12 +107,12 @@ class Outer(PerExampleGradient):
         batch = None if out is None else out.view(stop - start, g.shape[2], a.shape[2])
         return numerics.product(g.mT, a, batch).view(stop - start, *self.shape)
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         a, g = self.parts
         # scale the smaller one
-        if factors is not None and a.shape[2] <= g.shape[2]:
+        if a.shape[2] <= g.shape[2]:
             a = numerics.scale(a, factors)
-        elif factors is not None:
+        else:
             g = numerics.scale(g, factors)
         left, right = g.flatten(0, 1).t(), a.flatten(0, 1)
         if out is not None and out.dtype == self.dtype and out.is_contiguous():
@@ -138,7 +137,7 @@ class Outer(PerExampleGradient):
 
 def _fused_norms(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the Triton kernels can be used: a GPU, Triton, and kernels that computed right on it."""
-    if device.type != "cuda" or dtype == torch.float64 or torch.compiler.is_compiling():
+    if device.type != "cuda" or dtype == torch.float64:
         return False
     try:
         from dpexp.clipping.kernels import norms

@@ -65,7 +65,7 @@ class Pulled(PerExampleGradient):
         longer = 2 * self.pull(probe.to(self.device)).norm() / probe.norm()
         return self.inner.magnitudes() * longer.square()
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         total = self.pull(self.inner.weighted_sum(factors).to(self.dtype).unsqueeze(0))
         return numerics.add_to(out, total.view(self.shape))
 

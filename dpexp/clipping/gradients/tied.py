@@ -11,8 +11,8 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.lookup import Lookup
+from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.outer import Outer
-from dpexp.clipping.gradients.scratch import Scratch
 
 
 class Tied(PerExampleGradient):
@@ -69,16 +69,8 @@ class Tied(PerExampleGradient):
         magnitudes = (norms if magnitudes is None else magnitudes) + lengths
         norms = (norms + looked_up).to(self.dtype)
         magnitudes = magnitudes.to(self.dtype)
-        step = scratch.chunk(self._cross_bytes(), self.device)
-        # a loop would fix the batch size in compiled code
-        if step >= self.num_examples:
-            cross, lengths = self._cross(0, self.num_examples)
-            return (norms + 2 * cross).clamp_(min=0), magnitudes + 2 * lengths
-        for start in range(0, self.num_examples, step):
-            cross, lengths = self._cross(start, start + step)
-            norms[start : start + step] += 2 * cross
-            magnitudes[start : start + step] += 2 * lengths
-        return norms.clamp_(min=0), magnitudes
+        cross, lengths = self._in_chunks(self._cross, self._cross_bytes(), scratch)
+        return (norms + 2 * cross).clamp_(min=0), magnitudes + 2 * lengths
 
     def _cross(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Inner products of the two gradients, for some examples, and their magnitudes."""
@@ -100,7 +92,7 @@ class Tied(PerExampleGradient):
             row.index_add_(0, ids, g.to(self.dtype))
         return rows
 
-    def _weighted_sum(self, factors: Tensor | None, out: Tensor | None) -> Tensor:
+    def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         total = self.outer.weighted_sum(factors, out)
         return self.lookup.weighted_sum(factors, total)
 

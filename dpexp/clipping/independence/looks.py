@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpexp.clipping import layouts
 from dpexp.clipping.given import modules_of
-from dpexp.clipping.gradients.pages import give_back_freed_memory
+from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.chance import OTHERS
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
@@ -66,10 +67,7 @@ class Independence:
     @property
     def due(self) -> bool:
         """Whether the next backward pass looks: the first of each mode until one has told something; the 16th, the 64th …"""
-        if self.looks.get(self.mode, 0) < PATIENCE:
-            return True
-        number = self.backwards + 1
-        return number > 4 and number.bit_count() == 1 and number.bit_length() % 2 == 1
+        return self.looks.get(self.mode, 0) < PATIENCE or layouts.due(self.backwards + 1)
 
     def enter(self, args: tuple, kwargs: dict) -> None:
         """The model's forward begins.

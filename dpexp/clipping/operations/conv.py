@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpexp.clipping.gradients import Conv, Dense, Geometry, Outer, PerExampleGradient
 from dpexp.clipping.gradients.numerics import by_example, wide
-from dpexp.clipping.uses import Arrival, Formula, is_one_of
+from dpexp.clipping.uses import Arrival, Formula
 
 
 class Convolution(Formula):
@@ -20,13 +20,7 @@ class Convolution(Formula):
     names: tuple[str, ...] = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        x, weight = given["input"], given["weight"]
-        others = [weight, given.get("bias")]
-        return (
-            x.dim() == weight.dim()
-            and not is_one_of(x, values)
-            and not any(is_one_of(t, others) for t in batched)
-        )
+        return given["input"].dim() == given["weight"].dim() and super().applies(given, values, batched)
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         gy, count = arrived.gy, arrived.num_examples

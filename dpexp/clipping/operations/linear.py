@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpexp.clipping.gradients import Dense, Outer, PerExampleGradient
 from dpexp.clipping.gradients.numerics import wide
-from dpexp.clipping.uses import Arrival, Formula, is_one_of
+from dpexp.clipping.uses import Arrival, Formula
 
 
 class Linear(Formula):
@@ -17,10 +17,6 @@ class Linear(Formula):
 
     label, autocast = "linear", True
     names: tuple[str, ...] = ("input", "weight", "bias")
-
-    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        rest = [item for name, item in given.items() if name != self.names[0]]
-        return not is_one_of(given[self.names[0]], values) and not any(is_one_of(t, rest) for t in batched)
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         if name == "bias":
@@ -32,26 +28,23 @@ class Product(Linear):
     """``y = x W`` with a matrix W, which is stored as ``[inputs, outputs]``."""
 
     label = "matrix product"
-    names = ("input", "weight")
+    names: tuple[str, ...] = ("input", "weight")
 
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         matrix = given["weight"].dim() == 2 and given["input"].dim() >= 2
         return matrix and super().applies(given, values, batched)
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
+        if name == "bias":
+            return shift(arrived)
         return Outer(arrived.output_gradient(1), arrived.rows("input"))
 
 
-class AddedProduct(Linear):
+class AddedProduct(Product):
     """``y = b + x W``, as transformers' ``Conv1D`` calls it."""
 
+    label = "linear"
     names = ("bias", "input", "weight")
-
-    def main(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self.bind(args, kwargs).get("input")
-
-    def reads(self, valued: set[str]) -> set[str]:
-        return {"input"} if "weight" in valued else set()
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         renamed = {"input": "bias", "mat1": "input", "mat2": "weight"}
@@ -63,16 +56,7 @@ class AddedProduct(Linear):
 
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         plain = given.get("beta", 1) == 1 and given.get("alpha", 1) == 1 and given["bias"].dim() == 1
-        return (
-            plain
-            and not is_one_of(given["input"], values)
-            and not any(is_one_of(given[name], batched) for name in ("bias", "weight"))
-        )
-
-    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
-        if name == "bias":
-            return shift(arrived)
-        return Outer(arrived.output_gradient(1), arrived.rows("input"))
+        return plain and super().applies(given, values, batched)
 
 
 def shift(arrived: Arrival) -> Dense:

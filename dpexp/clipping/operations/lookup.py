@@ -35,12 +35,6 @@ class Indexed(Embedding):
 
     names = ("weight", "input")
 
-    def main(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return args[1]
-
-    def reads(self, valued: set[str]) -> set[str]:
-        return {"input"}
-
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         table, ids = given["weight"], given["input"]
         return (

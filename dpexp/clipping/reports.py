@@ -1,4 +1,4 @@
-"""The coverage table: which operation uses which parameter, and how its norms are found."""
+"""What a clipper tells: of a backward pass, and of the operations that use its parameters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,30 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dpexp.clipping.groups import Group
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one backward pass saw. Private data: release it through a mechanism only.
+
+    Attributes:
+        norms: ``[K, B]`` per-example gradient norms of each group before clipping, at least float32, detached. NaN or Inf where
+            an example's gradient was not finite (it contributed nothing).
+        clipped: ``[K]`` how many examples had a norm above their threshold.
+        input_gradients: of the roots' inputs (`Roots`): what a stage of a pipeline sends to the one before.
+    """
+
+    norms: Tensor
+    clipped: Tensor
+    input_gradients: tuple[Tensor | None, ...] = ()
+
+    @classmethod
+    def of(cls, norms: Tensor, thresholds: Tensor, scale: Tensor | None = None) -> Report:
+        """Report norms ``[K, B]``, held against the thresholds ``[K]`` times each example's ``scale``, ``[B]``."""
+        limits = thresholds.to(norms)[:, None]
+        if scale is not None:
+            limits = limits * scale.to(norms)
+        return cls(norms.detach(), (norms > limits).sum(dim=1))
 
 
 @dataclass(frozen=True)

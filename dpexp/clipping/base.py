@@ -1,0 +1,118 @@
+"""What every clipper is to the rest of the program: groups with thresholds, and a sum whose sensitivity is known."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping.given import initial_thresholds
+from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
+from dpexp.clipping.refusals import refuse_couplings, refuse_hooks
+from dpexp.clipping.reports import Report
+from dpexp.clipping.rules import RULES
+from dpexp.errors import UserError
+
+Rows = dict[str, Tensor]
+"""Per-example gradients by parameter: name -> ``[B, *shape]``, of every trainable parameter; zeros for an example that is not
+finite."""
+
+
+class AnyClipper(ABC):
+    """Groups and thresholds. A subclass writes `backward`, and what else it needs.
+
+    Args:
+        model: its trainable parameters are clipped.
+        groups, clip_norm, rule: see `dpexp.clipping.attach`.
+
+    Attributes:
+        params: what is clipped, by first name.
+        reach: by how many thresholds one example can move the sum.
+        max_clip_scale: the largest factor of an example's thresholds.
+        notes: what could not be looked at, in words.
+    """
+
+    reach = 1.0
+    max_clip_scale = 1.0
+
+    def __init__(
+        self, model: nn.Module, groups: GroupsSpec, clip_norm: float | Sequence[float] | Tensor, rule: str
+    ):
+        refuse_couplings(model)
+        self.model, self.rule = model, rule
+        self.params = trainable_parameters(model)
+        refuse_hooks(self.params)
+        self.groups: list[Group] = build_groups(model, groups)
+        device = next(iter(self.params.values())).device
+        self._thresholds = initial_thresholds(clip_norm, len(self.groups)).to(device)
+        self.notes: list[str] = []
+
+    @property
+    def thresholds(self) -> Tensor:
+        """``[K]`` thresholds C_k. Assign a sequence of K positive numbers, or write in place, between steps."""
+        return self._thresholds
+
+    @thresholds.setter
+    def thresholds(self, value: Tensor | Sequence[float]) -> None:
+        new = torch.as_tensor(value, dtype=self._thresholds.dtype, device=self._thresholds.device).detach()
+        if new.shape != self._thresholds.shape:
+            raise UserError(f"thresholds must have shape {[len(self.groups)]}, got {list(new.shape)}")
+        self._thresholds = new.clone()
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one example can move the sum in ``p.grad``, in L2 norm: ``reach * max_clip_scale * sqrt(sum of C_k²)``.
+
+        Infinite with ``rule="none"``, which clips nothing. Noise is this number times a noise multiplier.
+        """
+        if self.rule == "none":
+            return math.inf
+        return self.reach * self.max_clip_scale * float(self._thresholds.double().norm())
+
+    @abstractmethod
+    def backward(
+        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
+    ) -> Report:
+        """Add the clipped sum to ``p.grad``; see `dpexp.clipping.Clipper.backward`."""
+
+    @property
+    def extra(self) -> list[nn.Parameter]:
+        """Parameters that exist for the sake of their ``grad`` alone: sums that are released besides."""
+        return []
+
+    def prepare(self, seed: int, public: Callable[[], Rows]) -> None:
+        """Begin a step. ``seed`` is secret and new; ``public()`` gives gradients of public examples."""
+
+    def finish(self, stds: dict[int, float]) -> None:
+        """Make of the noisy means in ``p.grad`` what an optimiser expects there. ``stds``: of their noise, by ``id(p)``."""
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Parameter -> how its norms are computed, where there is a choice."""
+        return {}
+
+    def remember(self) -> dict[str, Any]:
+        """Return what was measured and proven, as JSON."""
+        return {}
+
+    def recall(self, state: dict[str, Any]) -> None:
+        """Take over what `remember` gave."""
+
+    def detach(self) -> None:
+        """Give the model back exactly as it was."""
+
+
+def refuse_scales(clip_scale: Tensor | None) -> None:
+    """Refuse single examples' own thresholds, for ways to clip that do not know them."""
+    if clip_scale is not None:
+        raise UserError("thresholds for single examples (individual=scaling) need clip=flat or the like")
+
+
+def refuse_unbounded(rule: str) -> None:
+    """Refuse a rule that clips nothing, for ways to clip that are made for clipping."""
+    if rule not in RULES or rule == "none":
+        raise UserError(f"rule={rule!r} bounds nothing here: choose abadi, automatic or normalized")
