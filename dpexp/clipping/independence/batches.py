@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpexp.clipping.independence.replay import Inputs, changed
+from dpexp.clipping.independence.arguments import Inputs, changed
+from dpexp.clipping.independence.end_to_end import END_TO_END, POINTER, Ends
 
 # of inputs whose batch dimension the shapes leave open
 READINGS = 12
@@ -18,13 +19,8 @@ READINGS = 12
 # examples that are looked at among copies of themselves; and with one copy, which costs little
 LONELY, PAIRS = 3, 8
 
-# which dimension of every input is the batch; None: shared by all. Beyond all dimensions: see `Ends`
+# which dimension of every input is the batch, or `END_TO_END` or `POINTER`; None: shared by all
 Reading = Sequence[int | None]
-
-# the rows of all examples end to end, and the vector that says where those of each begin
-END_TO_END, POINTER = -1, -2
-# in the names of such vectors, and of vectors of lengths
-POINTERS, LENGTHS = ("offset", "ptr", "cu_"), ("len",)
 
 # (example, whether its floating-point values are scaled) for every place of a batch
 Rows = list[tuple[int, bool]]
@@ -38,64 +34,6 @@ class Variant:
     rows: Rows
     same: list[tuple[int, int]]
     first: Rows | None = None
-
-
-@dataclass
-class Ends:
-    """Where the rows of each example lie in tensors that hold those of all examples end to end.
-
-    Attributes:
-        pointer: the vector of beginnings, which begins anew in another batch; None where lengths tell.
-        starts, sizes: of each example.
-    """
-
-    pointer: Tensor | None
-    starts: Tensor
-    sizes: Tensor
-
-    @staticmethod
-    def of(parts: Sequence[tuple[str, Any]], count: int) -> Ends | None:
-        """Find the vector among the inputs, by name and by its numbers; None where there is none."""
-        totals = {len(part) for _, part in parts if isinstance(part, Tensor) and part.dim()}
-        for name, part in parts:
-            if not isinstance(part, Tensor) or part.dim() != 1 or part.is_floating_point() or not len(part):
-                continue
-            told, numbers = name.lower(), part.long()
-            if any(word in told for word in LENGTHS) and len(part) == count != int(numbers.sum()) in totals:
-                return Ends(None, numbers.cumsum(0) - numbers, numbers)
-            if (
-                not any(word in told for word in POINTERS)
-                or int(numbers[0]) != 0
-                or bool((numbers.diff() < 0).any())
-            ):
-                continue
-            if len(part) == count + 1 and int(numbers[-1]) in totals:
-                return Ends(part, numbers[:-1], numbers.diff())
-            others = (len(p) for _, p in parts if isinstance(p, Tensor) and p.dim() and p is not part)
-            total = next((length for length in others if length >= int(numbers[-1])), None)
-            if len(part) == count and total is not None:
-                return Ends(part, numbers, torch.cat([numbers[1:], numbers.new_tensor([total])]) - numbers)
-        return None
-
-    @property
-    def total(self) -> int:
-        """How many rows there are."""
-        return int(self.sizes.sum())
-
-    def rows(self, places: Sequence[int]) -> Tensor:
-        """The rows of the examples at some places."""
-        return torch.cat([torch.arange(int(self.sizes[i])) + self.starts[i].cpu() for i in places])
-
-    def pointer_of(self, places: Sequence[int]) -> Tensor:
-        """The vector of beginnings for these examples."""
-        assert self.pointer is not None
-        ends = self.sizes[list(places)].cumsum(0)
-        found = (
-            torch.cat([ends.new_zeros(1), ends])
-            if len(self.pointer) > len(self.sizes)
-            else ends - self.sizes[list(places)]
-        )
-        return found.to(self.pointer)
 
 
 class Batches:

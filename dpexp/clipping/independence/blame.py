@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from dpexp.clipping.independence.arguments import Inputs
 from dpexp.clipping.independence.comparison import outputs
-from dpexp.clipping.independence.replay import Inputs, Replay
+from dpexp.clipping.independence.replay import Replay
 
 # of every call of every module, by name and number: what went in, and what came out
 Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpexp.clipping.independence.arguments import Inputs, positional_names
 from dpexp.clipping.independence.batches import Batches, Reading, Variant
 from dpexp.clipping.independence.blame import first_module
 from dpexp.clipping.independence.comparison import Comparison, outputs, same_buffer, thin
-from dpexp.clipping.independence.padding import FIXED, Padding, positional_names
-from dpexp.clipping.independence.replay import Inputs, Replay, fingerprints, unlike
+from dpexp.clipping.independence.padding import FIXED, Padding
+from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
 from dpexp.errors import UserError
 
 # factor of floating-point inputs in rows that are replaced

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from dpexp.clipping import layouts
 from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.memory import give_back_freed_memory
+from dpexp.clipping.independence.arguments import changed, positional_names
 from dpexp.clipping.independence.chance import OTHERS
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
-from dpexp.clipping.independence.padding import positional_names
-from dpexp.clipping.independence.replay import Replay, changed
+from dpexp.clipping.independence.replay import Replay
 from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 

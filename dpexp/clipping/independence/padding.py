@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.independence.replay import Inputs, Replay, changed
+from dpexp.clipping.independence.arguments import Inputs, changed, positional_names
+from dpexp.clipping.independence.replay import Replay
 
 FIXED = (
     "Pad every batch to one length and say so: task.pad_to in a configuration, fixed_length=True of PrivacyEngine or attach in "
@@ -34,12 +34,6 @@ NO_IDS = ("position", "type", "segment", "label", "mask")
 Made = Callable[[], Inputs]
 Unequal = Callable[[Tensor, Tensor], bool]
 Comparison = Callable[[Tensor, Tensor], bool | None]
-
-
-def positional_names(model: nn.Module) -> list[str]:
-    """Names of the positional arguments of a model's forward."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from types import FunctionType, MethodType, ModuleType
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.dataflow import attributes_of, tensors_in
+from dpexp.clipping.independence.arguments import Inputs, changed, copied
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.sharding import is_shard
 
@@ -38,7 +38,7 @@ class Replay:
 
     def __init__(self, model: nn.Module, args: tuple, kwargs: dict):
         self.model = model
-        self.inputs: Inputs = changed((args, kwargs), _copied_tensor)
+        self.inputs: Inputs = changed((args, kwargs), copied)
         self._state, self._entered = State(model), fingerprints(model)
         self._written: dict[str, tuple[Tensor, Tensor]] | None = None
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -103,7 +103,7 @@ class Replay:
         random.seed(seed)
         np.random.seed(seed)
         before = random.getstate(), _place_of_numpy()
-        args, kwargs = changed(inputs, _copied_tensor)
+        args, kwargs = changed(inputs, copied)
         with WithoutChance(self.chance) as chance:
             result = self.model(*args, **kwargs)
         moved = before != (random.getstate(), _place_of_numpy())
@@ -208,61 +208,6 @@ class _Copier:
 
 def _is_common(key: str) -> bool:
     return (key in COMMON and key not in ("_buffers", "_modules")) or key.startswith("_dpexp")
-
-
-def _copied_tensor(name: str, value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-Inputs = tuple[tuple, dict]
-Change = Callable[[str, Any], Any]
-Stop = Callable[[Any], bool]
-
-
-def changed(inputs: Inputs, change: Change, stop: Stop | None = None, names: Sequence[str] = ()) -> Inputs:
-    """The arguments of a forward with every leaf replaced by ``change(name, leaf)``.
-
-    Args:
-        inputs: positional arguments and keyword arguments.
-        stop: says of a container that it is a leaf.
-        names: of the positional arguments, as far as they are known.
-    """
-    args, kwargs = inputs
-    known = [*names, *[""] * len(args)]
-    return (
-        tuple(_changed(known[i], value, change, stop) for i, value in enumerate(args)),
-        {name: _changed(name, value, change, stop) for name, value in kwargs.items()},
-    )
-
-
-def _changed(name: str, value: Any, change: Change, stop: Stop | None, depth: int = 2) -> Any:
-    """Goes through lists, tuples, mappings, dataclasses and other objects that hold tensors."""
-    if stop is not None and stop(value):
-        return change(name, value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        kind: Any = type(value)
-        return kind._make(_changed(name, v, change, stop, depth) for v in value)
-    if isinstance(value, list | tuple):
-        return type(value)([_changed(name, v, change, stop, depth) for v in value])
-    if isinstance(value, Mapping):
-        try:
-            result: Any = copy(value)
-            inner = getattr(value, "data", None)
-            if isinstance(inner, dict):
-                # a batch of a tokenizer keeps its entries there
-                result.data = dict(inner)
-            for key in value:
-                result[key] = _changed(str(key), value[key], change, stop, depth)
-            return result
-        except TypeError:
-            return {key: _changed(str(key), value[key], change, stop, depth) for key in value}
-    attributes = attributes_of(value) if depth else {}
-    if tensors_in(list(attributes.values())):
-        result = copy(value)
-        for key, part in attributes.items():
-            object.__setattr__(result, key, _changed(key, part, change, stop, depth - 1))
-        return result
-    return change(name, value)
 
 
 @contextmanager
