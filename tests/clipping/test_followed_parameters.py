@@ -111,3 +111,17 @@ def test_a_table_that_is_no_batch(first: int) -> None:
         return self.out(self.first(x) + torch.ones(LENGTH, D, dtype=x.dtype) * self.scale)
 
     exact(own(forward, scale=(D,)), [rows(n, LENGTH) for n in (first, 4, LENGTH, 1)], of_x, "auto")
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "bk"])
+def test_a_table_of_which_a_few_rows_train(engine: str) -> None:
+    """As the trainable tokens of PEFT: what is looked up is a function of the parameter."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        table = self.table.index_copy(0, torch.tensor([1, 3]), self.trained)
+        return self.out(torch.tanh(self.first(F.embedding(x, table))))
+
+    model = own(forward, trained=(2, D))
+    model.register_buffer("table", torch.randn(5, D))
+    batches: list[Batch] = [{"x": torch.randint(5, (n, 4))} for n in (3, 4, 1)]
+    assert exact(model, batches, of_x, engine) == []

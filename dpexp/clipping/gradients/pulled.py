@@ -30,16 +30,19 @@ class Pulled(PerExampleGradient):
         self.looped, self.without_gradients = inner.looped, frozenset()
 
     def methods(self) -> tuple[str, ...]:
-        return tuple(m for m in self.inner.methods() if m not in self.inner.without_gradients)
+        # the norms of a lookup need no gradients, but what is pulled back does
+        return tuple(m for m in self.inner.methods() if self.inner.instantiates(m)) or ("instantiate",)
 
     def resolve(self, method: str) -> str:
-        return super().resolve(self.inner.resolve("instantiate" if method == "ghost" else method))
+        method = "instantiate" if method == "ghost" else method
+        inner = self.inner.resolve(method)
+        return inner if inner in self.methods() else super().resolve(method)
 
     def cost(self, method: str) -> Cost:
         return self.inner.cost(method)
 
     def workspace(self, method: str) -> int:
-        return 3 * self.inner.workspace(method)
+        return 3 * max(self.inner.workspace(method), self.inner.shape.numel() * self.dtype.itemsize)
 
     def signature(self) -> tuple[Hashable, ...]:
         return ("pulled", tuple(self.shape), *self.inner.signature())
