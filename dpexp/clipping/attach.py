@@ -130,6 +130,9 @@ class Clipper(AnyClipper):
     ) -> Report:
         """Add the sum over examples of the clipped per-example gradients to ``p.grad``.
 
+        An example adds nothing where its loss or gradient is NaN or infinite, or so long that the square of its norm is no
+        32-bit number (beyond 1.8e19).
+
         Args:
             losses: ``[B]``, one loss per example, unreduced. ``[0]`` is an empty batch.
             clip_scale: ``[B]`` in ``[0, max_clip_scale]``; multiplies the thresholds example by example (individualised

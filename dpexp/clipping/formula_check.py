@@ -1,6 +1,11 @@
-"""Whether a formula gives what autograd gives for the same operation, under random weights of the examples."""
+"""Whether a formula gives what autograd gives for the same operation, under random weights of the examples.
+
+What was computed in 16 bits is compared in float32, on copies: the rounding of 16 bits would hide all but the grossest errors.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,9 +37,16 @@ def formula_is_right(
         examples = slice(start, min(start + few, num))
         here = tuple(_part(s, examples, num) if b else s for s, b in zip(saved, use.batched, strict=True))
         chosen = weights[examples]
-        if not _agrees(use, here, _part(gy, examples, num), layout, rows // num * len(chosen), chosen):
+        part = replace(use, absent=[(_cut(s, len(chosen), num, gy), *rest) for s, *rest in use.absent])
+        if not _agrees(part, here, _part(gy, examples, num), layout, rows // num * len(chosen), chosen):
             return False
     return True
+
+
+def _cut(shape: torch.Size, few: int, num_examples: int, gy: Tensor) -> torch.Size:
+    """The shape of a part of an input that is not there, if it has the rows of the output."""
+    batched = len(shape) > 1 and shape[0] == gy.shape[0]
+    return torch.Size([shape[0] // num_examples * few, *shape[1:]]) if batched else shape
 
 
 def _part(tensor: Tensor, examples: slice, num_examples: int) -> Tensor:
@@ -44,24 +56,56 @@ def _part(tensor: Tensor, examples: slice, num_examples: int) -> Tensor:
 
 
 def _agrees(use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: int, weights: Tensor) -> bool:
-    names, num = set(use.names), len(weights)
-    by_row = weights.repeat_interleave(rows // num)
     # NaN hides a formula, and zeros agree with every one (a gate that is closed at first): any other gradient tells as much
     saved, gy = tuple(finite(s) for s in saved), finite(gy)
     if not bool(gy.any()):
         gy = torch.randn(gy.shape, generator=torch.Generator().manual_seed(gy.dim())).to(gy)
+    low = use.autocast is not None or torch.finfo(gy.dtype).bits < 32
+    # what is derived from parameters in 16 bits is pulled back in 16 bits
+    rough = low and any(value.graph is not None for value in use.values)
+    if low:
+        try:
+            return _compared(_widened(use), tuple(map(_wide, saved)), _wide(gy), layout, rows, weights, rough)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            # an operation that takes 16 bits only
     try:
-        found = layouts.per_example(use, saved, gy, layout, rows, num, names)
-        reference = use.plain_gradients(saved, layouts.weighted_rows(gy, layout, rows, by_row), names)
+        return _compared(use, saved, gy, layout, rows, weights, rough=low)
     except (RuntimeError, ValueError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         return False
-    exact = torch.finfo(gy.dtype).bits >= 32 and use.autocast is None
-    tolerance = 1e-3 if exact else 0.05
+
+
+def _widened(use: Use) -> Use:
+    """The same operation in float32, without autocast."""
+    return replace(
+        use,
+        values=tuple(replace(value, leaf=_wide(value.leaf)) for value in use.values),
+        absent=[
+            (s, wide(dtype) if dtype.is_floating_point else dtype, device) for s, dtype, device in use.absent
+        ],
+        autocast=None,
+    )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(wide(tensor.dtype)) if tensor.is_floating_point() else tensor
+
+
+def _compared(
+    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: int, weights: Tensor, rough: bool
+) -> bool:
+    """``rough``: whether something on the way was rounded to 16 bits."""
+    names, num = set(use.names), len(weights)
+    by_row = weights.repeat_interleave(rows // num)
+    found = layouts.per_example(use, saved, gy, layout, rows, num, names)
+    reference = use.plain_gradients(saved, layouts.weighted_rows(gy, layout, rows, by_row), names)
+    tolerance = 0.05 if rough else 1e-3
     # where a gradient vanishes for a reason (the bias of keys before a softmax), rounding is all there is to see
     largest = max([1.0, *(float(_norm(s)) for s in saved if s.is_floating_point())])
-    floor = 1e3 * torch.finfo(gy.dtype if exact else torch.bfloat16).eps * _norm(gy) * largest
+    floor = 1e3 * torch.finfo(torch.bfloat16 if rough else gy.dtype).eps * _norm(gy) * largest
     for name in names:
         if name not in found:
             return name not in reference
