@@ -1,6 +1,7 @@
 """What every test gets: no network, few threads, numbers that are the same in any order of the tests, and a folder of its own."""
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import os
@@ -47,6 +48,12 @@ def pytest_collection_modifyitems(items):
     """Files with slow tests come first, so that the processes that share the tests end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage has to look at it again, and no fork copies it for that."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
