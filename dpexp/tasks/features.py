@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.models.pooling import HEAD_SETTING
 from dpexp.models.precision import autocast
 from dpexp.tasks.base import Progress, Task
 from dpexp.tasks.classification import Examples, TextClassification
@@ -245,6 +244,9 @@ def _save(path: Path, values: Tensor) -> None:
 
 def _weights_hash(model: nn.Module) -> str:
     """Of what makes the features: the way to pool, and every tensor but the head's."""
+    # half of the time that a command takes to start, where nothing is pooled
+    from dpexp.models.pooling import HEAD_SETTING
+
     digest = hashlib.sha256(f"{type(model).__name__} {getattr(model, 'pooling', '')}".encode())
     config = getattr(model, "encoder_settings", None) or model.config.to_diff_dict()  # type: ignore[union-attr,operator]
     # Dropout is off here, and the head reads what is computed.
