@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -32,11 +32,12 @@ class Settings:
     """N examples, expected batch B, E epochs, δ; steps are E·⌊N/B⌋, as with the last, incomplete batch
     dropped. ``sample_rate_of``: N of the data set whose B/N and number of steps are kept, where that is stated."""
 
-    source: str
+    # where they are from is no part of what they cost
+    source: str = field(compare=False)
     num_examples: int
     batch_size: int
     epochs: int
-    note: str = ""
+    note: str = field(default="", compare=False)
     delta: str | float = "half_over_n"
     sample_rate_of: int | None = None
 
@@ -140,15 +141,16 @@ def _sigma_for_both(printed: Pair, settings: Settings, target: float) -> str:
     """The change of σ, in percent, with which both values would round to print (to first order); "none" within 1%."""
     # the slopes are taken from half a percent more noise
     step = 0.005
-    (_, ours), (_, moved) = reproduce(settings, target), reproduce(settings, target, 1 + step)
+    _, ours = reproduce(settings, target)
+    if _to_the_digit(printed, ours) == "both":
+        return "ours"
+    _, moved = reproduce(settings, target, 1 + step)
     low, high = -0.01, 0.01
     for shown, value, other in zip(printed, ours, moved, strict=True):
         slope = (other - value) / math.log1p(step)
         ends = sorted((shown + side * 0.005 - value) / slope for side in (-1, 1))
         low, high = max(low, ends[0]), min(high, ends[1])
-    if low > high:
-        return "none"
-    return f"{100 * min(max(0.0, low), high):+.3f}%" if not low <= 0 <= high else "ours"
+    return f"{100 * min(max(0.0, low), high):+.3f}%" if low <= high else "none"
 
 
 def rows() -> Rows:
