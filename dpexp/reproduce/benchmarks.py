@@ -144,7 +144,7 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
     verdicts = _verdicts(target, every)
     earlier = f" {sum(EARLIER in row['note'] for row in every)} rows are {EARLIER}." if every else ""
     words = (
-        *claimed(target.claim, verdicts, f"{CANNOT_TELL}: {_why(every)}"),
+        *claimed(target.claim, verdicts, _why(every)),
         "A printed bound holds, or not, for each network that both methods were measured on in one interleaved run; the paper's"
         f" hardware is another. Drawn is the last measurement of each method.{earlier}",
         "Speeds are examples/s relative to non-private training in the same interleaved run; a method that failed is a row.",
@@ -187,9 +187,12 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
         held = [bound.holds(value) for _, value in ratios.values()]
         word = f"{SUPPORTS}{part}" if all(held) else CANNOT_TELL if any(held) else f"{CONTRADICTS}{part}"
         (words, _), *_ = ratios.values()
+        machines = ", ".join(sorted({groups[place][0]["hardware"] for place in ratios}))
         values = ", ".join(f"{value:.2f} on {workload}" for (_, workload), (_, value) in ratios.items())
         where = f"{words} in {bound.column.removesuffix(' / non-private')}"
-        found.append(Verdict(where, f"{word} ({sum(held)} of {len(held)} are {bound})", values))
+        found.append(
+            Verdict(where, f"{word} ({sum(held)} of {len(held)} are {bound})", f"{values} ({machines})")
+        )
     return found
 
 

@@ -1,5 +1,5 @@
-"""What the seeds of our runs say about a claim that a paper makes with curves: paragraphs, the first of which is the verdict in
-bold; none where there is nothing to go by. ``claims.yaml`` names these functions."""
+"""What the seeds of our runs say about a claim that a paper makes with curves; without pairs where there is nothing to go by.
+``claims.yaml`` names these functions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from scipy import stats
 from dpexp.reproduce.fillings import Filling, described, measured
 from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
 from dpexp.reproduce.records import Record, by_configuration
-from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge, overall
+from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge
 
 # points of accuracy: "the gap is closed"
 MARGIN = 1.0
 # two layers whose norms change by factors closer than this move together
 SAME_FACTOR = 1.1
-Paragraphs = tuple[str, ...]
 
 
-def adaptive_closes_the_gap(records: Sequence[Record]) -> Paragraphs:
+def adaptive_closes_the_gap(records: Sequence[Record]) -> Finding:
     """He et al., Figure 3: after the last step, adaptive per-layer is not worse than flat, and fixed per-layer is.
 
     Args:
@@ -42,10 +41,10 @@ def adaptive_closes_the_gap(records: Sequence[Record]) -> Paragraphs:
                 what = f"{budget}, {described(best[left].filling.records[0])}"
                 pairs.append(compared(what, (left, best[left]), (right, best[right]), expect, margin))
     noiseless = any(record.facts.get("privacy.noise_multiplier") == 0 for record in records)
-    return Finding(pairs, "" if noiseless else "the half with noise").paragraphs
+    return Finding(pairs, "" if noiseless else "the half with noise")
 
 
-def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Paragraphs:
+def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
     """He et al., Figure 5: accuracies at quantiles from 0.3 to 0.9 are close on images; on SST-2 0.9 beats the smallest one.
 
     Args:
@@ -78,10 +77,10 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Paragraphs:
         pairs.append(compared(what, left, right, expect, margin))
         tasks.add(record.facts["task"])
     part = f"the one about {next(iter(tasks))}" if len(tasks) == 1 else ""
-    return Finding(pairs, part).paragraphs if pairs else ()
+    return Finding(pairs, part)
 
 
-def norms_grow_near_the_input(records: Sequence[Record]) -> Paragraphs:
+def norms_grow_near_the_input(records: Sequence[Record]) -> Finding:
     """He et al., Figure 2: medians grow through training, and more in the half of the layers that is nearer to the input."""
     pairs = []
     for said, seeds in _changes(records):
@@ -91,51 +90,45 @@ def norms_grow_near_the_input(records: Sequence[Record]) -> Paragraphs:
             factors = f"factor {_factor(near):.2f} near the input, {_factor(far):.2f} near the output"
             pairs.append(Pair(
                 f"{said}, log of the last median over the first ({factors})", ("layers near the input", "layers near the output"),
-                "greater", compare(near, far, "greater", paired=True), (len(near), len(far)), paired=True,
+                "greater", compare(near, far, "greater", paired=True), (len(near), len(far)), test="Student's t on pairs",
             ))  # fmt: skip
-    part = "the growth; that norms start uniformly low is not tested"
-    return Finding(pairs, part).paragraphs if pairs else ()
+    return Finding(pairs, "the growth; that norms start uniformly low is not tested")
 
 
-def norms_shift_by_layer(records: Sequence[Record]) -> Paragraphs:
+def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
     """He et al., Figure 4: medians move through fine-tuning, by another factor in each layer.
 
     Supported where an analysis of variance over the layers finds one. Contradicted where every layer's factor is within
     `SAME_FACTOR` of their geometric mean (two one-sided t-tests for each layer, all of which must hold): then they move
     together, or not at all. Both have the seeds as repetitions.
     """
-    lines: list[str] = []
-    results: list[Comparison] = []
+    pairs = []
     for said, seeds in _changes(records):
         layers = [layer for layer in seeds[0] if all(layer in seed for seed in seeds)]
         if len(layers) < 2:
             continue
         factors = {layer: _factor([seed[layer] for seed in seeds]) for layer in layers}
         low, high = min(layers, key=factors.__getitem__), max(layers, key=factors.__getitem__)
-        words = (
-            f"- {said}, n = {len(seeds)}: from the first to the last look the median"
-            f" norm changes by a factor between {factors[low]:.2f} (`{low}`) and {factors[high]:.2f} (`{high}`)"
-        )
         apart = math.log(factors[high] / factors[low]), -math.inf, math.inf
-        if len(seeds) < 2:
-            results.append(Comparison(*apart, None, None, CANNOT_TELL))
-            lines.append(f"{words}: {CANNOT_TELL} (one seed)")
-            continue
-        middles = [fmean([seed[layer] for layer in layers]) for seed in seeds]
-        p_for = float(stats.f_oneway(*([seed[layer] for seed in seeds] for layer in layers)).pvalue)
-        p_against = max(
-            _within([seed[layer] - middle for seed, middle in zip(seeds, middles, strict=True)], math.log(SAME_FACTOR))
-            for layer in layers
-        )  # fmt: skip
-        # a difference too small to speak of
-        p_for = 1.0 if p_against < LEVEL or math.isnan(p_for) else p_for
-        results.append(Comparison(*apart, p_for, p_against, judge(p_for, p_against)))
-        lines.append(
-            f"{words}; p for another factor in each layer (analysis of variance) {p_for:.2g}, against (all within a factor of"
-            f" {SAME_FACTOR:g} of {_factor(middles):.2f}) {p_against:.2g}: {results[-1].verdict}"
-        )
-    last = "Tested is the shift that differs between layers; the two groups that the 85% quantile parts are for the eye."
-    return (f"**{overall(results)}**", "\n".join(lines), last) if lines else ()
+        result = Comparison(*apart, None, None, CANNOT_TELL)
+        if len(seeds) > 1:
+            centred = [
+                [seed[layer] - fmean(seed[name] for name in layers) for seed in seeds] for layer in layers
+            ]
+            p_for = float(stats.f_oneway(*([seed[layer] for seed in seeds] for layer in layers)).pvalue)
+            p_against = max(_within(own, math.log(SAME_FACTOR)) for own in centred)
+            # a difference too small to speak of
+            p_for = 1.0 if p_against < LEVEL or math.isnan(p_for) else p_for
+            result = Comparison(*apart, p_for, p_against, judge(p_for, p_against))
+        pairs.append(Pair(
+            f"{said}, log of the last median over the first (factors {factors[high]:.2f} and {factors[low]:.2f})", (high, low),
+            f"another factor in each layer, not all within a factor of {SAME_FACTOR:g} of their mean", result,
+            (len(seeds), len(seeds)), test="analysis of variance",
+        ))  # fmt: skip
+    return Finding(
+        pairs,
+        "the shift that differs between layers; the two groups that the 85% quantile parts are for the eye",
+    )
 
 
 def _within(values: Sequence[float], margin: float) -> float:

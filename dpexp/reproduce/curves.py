@@ -12,10 +12,10 @@ from functools import cache
 from typing import Any
 
 from dpexp.reproduce import curve_claims
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict, claimed
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, claimed, counted, not_run
 from dpexp.reproduce.drawing import draw, heat, style
 from dpexp.reproduce.fillings import Filling, measured, printed_factor
-from dpexp.reproduce.pairs import choose
+from dpexp.reproduce.pairs import Finding, choose
 from dpexp.reproduce.paper import as_number, claims, target_name
 from dpexp.reproduce.records import Record, by_configuration
 
@@ -32,6 +32,7 @@ class Curves:
     stand_ins: Sequence[str] = ()
     x: str = ""
     says: str = ""
+    needs: str = ""
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -73,18 +74,16 @@ def build(name: str, records: Sequence[Record]) -> Document:
                 continue
             where = ", ".join(tasks)
             heading = f"scale={scale}, {where}{' instead' if set(tasks) & set(target.stand_ins) else ''}"
-            counts.append(f"{scale} {len({row['record'] for row in rows})} runs on {where}")
-            said = getattr(curve_claims, target.says)(own) if target.says else ()
-            verdicts += [Verdict(heading, said[0].strip("*"))] if said else []
+            counts.append(f"{scale} {counted(len({row['record'] for row in rows}), 'run')} on {where}")
+            found = getattr(curve_claims, target.says)(own) if target.says else Finding(())
+            verdicts += [found.verdict(heading)] if found.pairs else []
             if not svg:
                 svg = _draw(target, _rows(target, _speaking(target, own)), tasks)
+            said = found.paragraphs if found.pairs else ()
             shown.append(Section(heading, said, _COLUMNS[target.kind], rows, scale))
         sections += shown or [Section(f"scale={scale}", (_todo(target, scale),), scale=scale)]
-    unsaid = "cannot tell: see the curves; no test" if counts else "cannot tell: not run"
-    words = (
-        *claimed(target.claim, verdicts, unsaid),
-        *(_NOTES.get(target.kind, ()) if counts else ()),
-    )
+    why = "see the curves; no test" if counts else not_run(target.needs)
+    words = (*claimed(target.claim, verdicts, why), *(_NOTES.get(target.kind, ()) if counts else ()))
     status = ", ".join(counts) or ("not run" if "paper" in target.commands else "not built")
     columns = _COLUMNS[target.kind]
     return Document(name, target.title, words, tuple(sections), columns, svg, status, tuple(verdicts))

@@ -131,12 +131,25 @@ class Document:
 
 def claimed(claim: str, verdicts: Sequence[Verdict], otherwise: str) -> tuple[str, str]:
     """The first two paragraphs: what the paper says, and what our runs say about it, or why they say nothing."""
-    return f"{CLAIM}{claim}", f"**Our runs.** {'; '.join(map(str, verdicts)) or otherwise}."
+    return (
+        f"{CLAIM}{claim}",
+        f"**Our runs.** {'; '.join(map(str, verdicts)) or f'{CANNOT_TELL}: {otherwise}'}.",
+    )
+
+
+def not_run(needs: str) -> str:
+    """Why there is no verdict, with what a run takes."""
+    return f"not run; it takes {needs}" if needs else "not run"
 
 
 def as_rows(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> Rows:
     """Each line's values, as text, under the names of the columns."""
     return [dict(zip(columns, map(str, line), strict=True)) for line in lines]
+
+
+def counted(count: int, what: str) -> str:
+    """ "1 run", "2 runs"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def number(value: float | None, form: str = ".2f") -> str:

@@ -80,11 +80,15 @@ def columns(filling: Filling, digits: int) -> dict[str, str]:
     record, privacy = filling.records[0], filling.records[0].summary["privacy"]
     mean, std = mean_std(filling.values)
     unclean = sorted({problem for r in filling.records for problem in r.problems})
+    fixed = record.facts["clip"] in ("flat", "perlayer") and record.facts.get("clip.clip_norm")
+    threshold = f", C = {fixed:g}" if fixed else ""
     return {
         "ours": f"{mean:.{digits}f}" + (f" ± {std:.2f}" if std is not None else ""),
         "n": str(len(filling.values)),
         "dev error": "" if filling.dev_error is None else f"± {filling.dev_error:.2f}",
-        "configuration": described(record) + (f" (UNCLEAN: {'; '.join(unclean)})" if unclean else ""),
+        "configuration": described(record)
+        + threshold
+        + (f" (UNCLEAN: {'; '.join(unclean)})" if unclean else ""),
         "ε": "∞" if record.spent is None else f"{record.spent:.2f}",
         "δ": "" if privacy.get("delta") is None else f"{privacy['delta']:.3g}",
         "accountant": privacy.get("accountant") or "none",

@@ -48,16 +48,21 @@ def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[st
     decided = [verdict for verdict in verdicts if verdict.word != CANNOT_TELL]
     said = {verdict.word for verdict in decided}
     shown = decided or verdicts
+    why = next(
+        (text.partition(": ")[2] for text in document.paragraphs if text.startswith("**Our runs.** ")), ""
+    )
     evidence = [
         RECOMPUTED if document.status == "exact" else document.status,
         "a part of the claim" if any("for a part of the claim" in v.said for v in decided) else "",
+        f"{len(decided)} of {len(verdicts)} tests decide" if decided and len(decided) < len(verdicts) else "",
         "stand-in data" if any("instead" in verdict.where for verdict in shown) else "",
     ]
     return {
         "claim": claim,
         "verdict": " and ".join(word for word in WORDS if word in said) or CANNOT_TELL,
         "where": document.name,
-        "ours": "; ".join(": ".join(filter(None, (v.where, v.ours or v.said))) for v in shown),
+        "ours": "; ".join(": ".join(filter(None, (v.where, v.ours or v.said))) for v in shown)
+        or why.rstrip("."),
         "evidence": ", ".join(filter(None, evidence)),
     }
 
@@ -75,7 +80,8 @@ def leaders(records: Sequence[Record]) -> Rows:
 
     def order(filling: Filling) -> tuple[Any, ...]:
         record = filling.records[0]
-        return _title(record), record.spent or float("inf"), -filling.mean, record.configuration
+        spent = float("inf") if record.spent is None else float(f"{record.spent:.3g}")
+        return _title(record), record.facts["scale"], spent, -filling.mean, record.configuration
 
     lines = []
     for filling in sorted(fillings, key=order):

@@ -73,7 +73,7 @@ class Pair:
         sizes: seeds on each side.
         tried: configurations that each side is the best of.
         better: of each side, why its search is not finished, in words.
-        paired: whether the two sides come from the same runs.
+        test: of the seeds, in words.
     """
 
     what: str
@@ -83,7 +83,14 @@ class Pair:
     sizes: tuple[int, int]
     tried: tuple[int, int] = (1, 1)
     better: tuple[str, str] = ("", "")
-    paired: bool = False
+    test: str = "Welch's t"
+
+    @property
+    def apart(self) -> tuple[str, str]:
+        """The names without what both begin with: the printed model, where a stand-in fills the rows."""
+        left, right = (name.split(", ") for name in self.names)
+        first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
+        return ", ".join(left[first:]), ", ".join(right[first:])
 
     @property
     def judged(self) -> Comparison:
@@ -107,11 +114,11 @@ class Pair:
         result = self.result
         sides = [
             f"{name} (n = {size}{f', best of {tried}' if tried > 1 else ''})"
-            for name, size, tried in zip(self.names, self.sizes, self.tried, strict=True)
+            for name, size, tried in zip(self.apart, self.sizes, self.tried, strict=True)
         ]
         unfinished = "".join(
             f"; the search of {name} is not finished: {better}"
-            for name, better in zip(self.names, self.better, strict=True)
+            for name, better in zip(self.apart, self.better, strict=True)
             if better
         )
         interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
@@ -157,7 +164,7 @@ class Finding:
             why = "fewer than two seeds on a side, or searches that are not finished"
             return f"{CANNOT_TELL}: {why}, of each of {len(pairs)} pairs"
         word = overall([pair.judged for pair in pairs])
-        test = "Student's t on pairs" if all(pair.paired for pair in tested) else "Welch's t"
+        test = " and ".join(dict.fromkeys(pair.test for pair in tested))
         picked = ", sides picked on these seeds" if any(max(pair.tried) > 1 for pair in tested) else ""
         named = f" for a part of the claim, {self.part}" if self.part and word != CANNOT_TELL else ""
         found = f"{len(tested)} of {len(pairs)} pairs tested, {test} over seeds, level {LEVEL:g}{picked}"
@@ -182,4 +189,5 @@ class Finding:
         pair = max(tested, key=lambda pair: min(pair.sizes))
         result, more = pair.result, f" (and {len(tested) - 1} more)" if len(tested) > 1 else ""
         interval = f"[{result.low:+.2f}, {result.high:+.2f}]"
-        return Verdict(where, self.said, f"{result.difference:+.2f} {interval}, n = {min(pair.sizes)}{more}")
+        ours = f"{' − '.join(pair.apart)} = {result.difference:+.2f} {interval}, n = {min(pair.sizes)}{more}"
+        return Verdict(where, self.said, ours)

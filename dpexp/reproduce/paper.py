@@ -111,6 +111,7 @@ def paper_tables(folder: Path = FOLDER) -> list[tuple[str, str]]:
     return [(paper, table) for paper, _, table in found]
 
 
+@cache
 def paper_table(paper: str, table: str, folder: Path = FOLDER) -> list[Cell]:
     """The cells of one table in the order of print, row by row.
 

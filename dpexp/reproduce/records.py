@@ -84,7 +84,7 @@ class Record:
         found |= {k: v for k, v in self.facts.items() if k.startswith("task.label_words.")}
         return found | {"data.sha256": json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)}
 
-    @property
+    @cached_property
     def configuration(self) -> str:
         """Equal for records that differ in the seed, or in where they were computed, alone."""
         return json.dumps(self.science, sort_keys=True, default=str)

@@ -13,7 +13,7 @@ from string import Template
 from dpexp.reproduce import catalogue, overview
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.coverage import STATUSES
-from dpexp.reproduce.documents import WORDS, Document, Rows, Section
+from dpexp.reproduce.documents import WORDS, Document, Rows, Section, counted
 from dpexp.reproduce.paper import PAPERS, short
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL
@@ -30,14 +30,11 @@ _FOLDED, _LISTED = 24, 2
 _BESIDE = {"row", "column", "paper", "ours"}
 # at the top of the page, for all
 _SAID_ONCE = ("Ours: mean ± standard deviation", "Regenerate:", "Where a side is the best of several")
-_DECIDED = {
-    "supports": "supported",
-    "contradicts": "contradicted",
-    "supports and contradicts": "mixed",
-}
+_DECIDED = {"supports": "supported", "contradicts": "contradicted", "supports and contradicts": "mixed"}
 _OURS = (
-    "*ours*: the difference that the claim is about, with its 95% interval over n seeds, or the ratio that it bounds. *evidence*:"
-    " the scale, and how many of the printed cells have runs; *recomputed*: arithmetic, no run."
+    "*ours*: the difference that the claim is about, in the metric's unit (points of accuracy, where no other is named), with its"
+    " 95% interval over n seeds; or the ratio that it bounds, and the machine. *evidence*: the scale, and how many of the printed"
+    " cells have runs; what of the claim decides, where it is not all of it; *recomputed*: arithmetic, no run."
 )
 _PICTURE = (
     "Filled: of each way to clip the configuration of the best mean on dev, with the standard deviation over its seeds; those at"
@@ -140,7 +137,7 @@ def _section(section: Section, printed: bool) -> str:
         filled = [row for row in rows if row.get("n")]
         table = _as_printed(label, rows) if filled or printed else ""
         if filled:
-            table += _fold(f"{len(filled)} configurations", _table(label, columns, filled))
+            table += _fold(counted(len(filled), "configuration"), _table(label, columns, filled))
         table += _to_run(rows)
     elif len(rows) > _MOST_ROWS:
         table = f"<p>{len(rows)} rows: in the CSV file below.</p>"
@@ -151,12 +148,10 @@ def _section(section: Section, printed: bool) -> str:
 
 
 def _as_printed(label: str, rows: Rows) -> str:
-    """The layout of the paper, with ours below each printed number: of several configurations, the one with the most seeds."""
+    """The layout of the paper, with ours below each printed number: of several configurations the first, which is the best."""
     best: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows:
-        known = best.setdefault(row["row"], {}).setdefault(row["column"], row)
-        if int(row.get("n") or 0) > int(known.get("n") or 0):
-            best[row["row"]][row["column"]] = row
+        best.setdefault(row["row"], {}).setdefault(row["column"], row)
     lines = [
         {"": name} | {c: r["paper"] + (f"\n**{r['ours']}**" if r.get("n") else "") for c, r in own.items()}
         for name, own in best.items()
@@ -174,9 +169,9 @@ def _to_run(rows: Rows) -> str:
     commands = [text.removeprefix("not run: ") for text in texts if text.startswith("not run")]
     reasons = [text for text in texts if not text.startswith("not run")]
     listed = "".join(f"<li>{_inline(text)}</li>" for text in (*commands, *reasons))
-    why = f", {len(reasons)} reasons" if reasons else ""
+    why = f", {counted(len(reasons), 'reason')}" if reasons else ""
     return _fold(
-        f"{len(left)} cells without a run: {len(commands)} commands{why}",
+        f"{counted(len(left), 'cell')} without a run: {counted(len(commands), 'command')}{why}",
         f"<ul>{listed}</ul>",
         ' class="todo"',
     )

@@ -7,18 +7,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from dpexp.reproduce import cells, miniature
 from dpexp.reproduce.cells import FACTS, Presets, Slot
-from dpexp.reproduce.documents import Document, Section, Verdict, claimed
+from dpexp.reproduce.documents import Document, Section, Verdict, claimed, not_run
 from dpexp.reproduce.drawing import draw, heat
 from dpexp.reproduce.fillings import Filling, columns, described
 from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
 from dpexp.reproduce.paper import Cell, as_number, numbered, paper_table, paper_tables, target_name
 from dpexp.reproduce.paper import claims as paper_claims
 from dpexp.reproduce.records import Record
-from dpexp.reproduce.statistics import CANNOT_TELL
 
 COLUMNS = (
     "row", "column", "paper", "ours", "n", "dev error", "difference", "scale", "configuration", "ε", "δ", "accountant",
@@ -35,8 +35,9 @@ _WITH = {
     "schedule": ("schedule.", "optim.steps", "optim.epochs"),
 }
 _WORDS = (
-    "Ours: mean ± standard deviation over n seeds; *dev error*: the standard error that a dev set of this size has by itself,"
-    " which no test here knows of. Every block has one scale; the difference is ours minus paper, and at"
+    "Ours: mean ± standard deviation over n seeds. Of several configurations the best mean comes first, those of one seed last:"
+    " chosen on the data that it is shown for, it is optimistic. *dev error*: the standard error that a dev set of this size has"
+    " by itself, which no test here knows of. Every block has one scale; the difference is ours minus paper, and at"
     " scale=small it compares another model and another length of training. ε under the record's accountant, δ of its"
     " guarantee; hyper-parameter search is not paid for (the record says how many configurations were tried)."
 )
@@ -60,6 +61,7 @@ class Claim:
     same_runs: Sequence[str] = ()
     tuned: Sequence[Mapping[str, Any]] = ()
     audits: bool = False
+    needs: str = ""
 
     @property
     def filled_with(self) -> str:
@@ -130,13 +132,13 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
             todo = f"Not run; with the data set itself: `{command}`, …"
             sections.append(Section(heading, (todo,), scale=scale))
         statuses += [f"{scale} {done}/{total}{f' on {task}' if task else ''}"] if done else []
-    no_test = f"{CANNOT_TELL}: {'beside the printed numbers, without a test' if statuses else 'not run'}"
+    otherwise = "beside the printed numbers, without a test" if statuses else not_run(claim.needs)
     runnable = runnable or cells.has_presets(paper, table)
     status = ", ".join(statuses) or ("not run" if runnable else "not built")
     svg = _heat_map(claim.heat, printed, sections) if claim.heat else ""
     return Document(
         target_name(paper, table), claim.title,
-        (*claimed(claim.claim, verdicts, no_test), _WORDS if printed else claim.note), tuple(sections), COLUMNS, svg, status,
+        (*claimed(claim.claim, verdicts, otherwise), _WORDS if printed else claim.note), tuple(sections), COLUMNS, svg, status,
         tuple(verdicts), _FOOT,
     )  # fmt: skip
 
@@ -168,10 +170,15 @@ def _rows(slot: Slot, fillings: Sequence[Filling], task: str) -> Iterator[dict[s
     left = {"row": cell.row, "column": cell.column, "paper": printed_value(cell), "scale": slot.scale}
     if not fillings:
         yield left | {"ours": slot.reason or f"not run: `{slot.command}`"}
-    for filling in fillings:
+    for filling in sorted(fillings, key=lambda filling: _rank(filling, slot.metric), reverse=True):
         digits = cell.decimals if cell.number is not None else 2
         apart = "" if cell.number is None or task else f"{filling.mean - cell.number:+.{digits}f}"
         yield left | columns(filling, digits) | {"difference": apart}
+
+
+def _rank(filling: Filling, metric: str) -> tuple[bool, float]:
+    """The larger, the better: of several configurations those of more than one seed come first, then the best mean."""
+    return len(filling.values) > 1, -filling.mean if metric == "perplexity" else filling.mean
 
 
 def printed_value(cell: Cell) -> str:
@@ -218,8 +225,11 @@ def _pairs(claim: Claim, filled: Sequence[Filled]) -> Iterator[Pair]:
         right = _best_of_each(others, varied)
         for context, chosen in _best_of_each(own, varied).items():
             if other := right.get(context):
-                what = f"{slot.cell.column}, {described(chosen.filling.records[0])}"
-                sides = (slot.cell.row, chosen), (partner.cell.row, other)
+                # two columns of a row differ by them
+                name = attrgetter("row" if slot.cell.row != partner.cell.row else "column")
+                common = slot.cell.column if slot.cell.row != partner.cell.row else slot.cell.row
+                what = f"{common}, {described(chosen.filling.records[0])}"
+                sides = (name(slot.cell), chosen), (name(partner.cell), other)
                 yield compared(what, *sides, rule["expect"], float(rule.get("margin", 0.0)))
 
 

@@ -92,7 +92,7 @@ def test_figure_2_says_whether_norms_grow_near_the_input(
 def test_figure_4_says_whether_layers_move_apart(tmp_path: Path):
     apart = _build("figure-he-4", tmp_path / "a", *_norms("sst2", (4.0, 4.2, 3.9)))
     assert "small, sst2: supports" in _says(apart)
-    assert "factor between 1.37 (`layer7`) and 3.85 (`layer0`)" in apart.sections[-1].paragraphs[1]
+    assert "(factors 3.85 and 1.37): layer0 (n = 3) minus layer7" in apart.sections[-1].paragraphs[1]
 
 
 # 0: seeds that all agree leave no test

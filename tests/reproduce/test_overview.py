@@ -25,16 +25,18 @@ def test_a_claim_has_one_row_and_decided_ones_come_first():
         "table-he-both", Verdict("a", "supports (1)", "+1"), Verdict("b", "contradicts (2)", "-1")
     )
     part = _document("table-he-part", Verdict("on mnist instead", "supports for a part of the claim, half"))
+    half = _document("table-he-half", Verdict("", "cannot tell: one seed"), Verdict("", "supports (1)"))
     sure = Verdict("", "supports: it is so", "it is so")
     arithmetic = replace(_document("figure-he-6", sure), status="exact")
-    rows = overview.verdicts([unsure, arithmetic, both, part, Document("table-he-page", "no claim")])
+    rows = overview.verdicts([unsure, arithmetic, both, part, half, Document("table-he-page", "no claim")])
     assert [(row["where"], row["verdict"]) for row in rows] == [
-        ("table-he-both", "supports and contradicts"), ("table-he-part", "supports"), ("figure-he-6", "supports"),
-        ("table-he-unsure", "cannot tell"),
+        ("table-he-both", "supports and contradicts"), ("table-he-part", "supports"), ("table-he-half", "supports"),
+        ("figure-he-6", "supports"), ("table-he-unsure", "cannot tell"),
     ]  # fmt: skip
     assert rows[0]["ours"] == "a: +1; b: -1"
     assert rows[1]["evidence"] == "small 1/2, a part of the claim, stand-in data"
-    assert (rows[2]["ours"], rows[2]["evidence"]) == ("it is so", "recomputed")
+    assert rows[2]["evidence"] == "small 1/2, 1 of 2 tests decide"
+    assert (rows[3]["ours"], rows[3]["evidence"]) == ("it is so", "recomputed")
 
 
 def test_leaders_are_the_best_of_each_task_and_know_their_gap(tmp_path: Path):
@@ -97,7 +99,7 @@ def test_a_printed_bound_decides_for_the_present_engine_alone():
         "figure-he-9", [_measured(ENGINE, nonprivate=2.0, auto__layer=1.8, ghost__flat=1.5)]
     )
     assert [verdict.word for verdict in now.verdicts] == ["supports", "contradicts"]  # 0.9 >= 0.85; 1.2 < 1.4
-    assert now.verdicts[1].ours == "1.20 on gpt2"
+    assert now.verdicts[1].ours == "1.20 on gpt2 (a CPU, 2 threads)"
     before = benchmarks.build("figure-he-9", [_measured(None, nonprivate=2.0, auto__layer=1.8)])
     assert before.verdicts == ()
     assert "measured with an earlier engine alone" in before.paragraphs[1]

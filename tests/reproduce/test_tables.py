@@ -197,7 +197,7 @@ def test_a_side_that_was_picked_among_several_says_so_beside_the_verdict(tmp_pat
     block = document.sections[0]
     assert block.paragraphs[1].endswith("level 0.05, sides picked on these seeds)**")
     assert block.paragraphs[2] == pairs.SELECTED
-    assert "Fixed flat (n = 3) minus" in block.paragraphs[3]
+    assert "lr 0.001: Fixed flat (n = 3) minus" in block.paragraphs[3]
     assert "Fixed per-layer (n = 3, best of 2) = +4.00" in block.paragraphs[3]
     assert "sides picked on these seeds" in document.paragraphs[1]
     told = [summary("flat", seed, 0.90 + seed / 1000, trials=4) for seed in SEEDS]  # its others were not kept
@@ -211,7 +211,7 @@ def test_a_search_that_is_not_finished_forbids_a_verdict_against_its_side(tmp_pa
     better = summary("perlayer", 0, 0.95, lr=5e-3)
     words = _build(tmp_path / "a", *high, *low, better).sections[0].paragraphs
     assert words[1].startswith("**cannot tell (1 of 1 pairs tested")
-    assert "the search of RoBERTa-base, Fixed per-layer is not finished" in words[3]
+    assert "the search of Fixed per-layer is not finished" in words[3]
     assert "lr 0.005, has 95.00 with n = 1: cannot tell" in words[3]
     worse = summary("perlayer", 0, 0.80, lr=5e-3)
     words = _build(tmp_path / "b", *high, *low, worse).sections[0].paragraphs
@@ -247,7 +247,10 @@ def test_a_cell_of_random_weights_is_another_than_that_of_the_pretrained_model()
 
 def test_a_claim_without_a_test_says_so():
     document = tables.build("li2022", "3", [])
-    assert document.paragraphs[1] == "**Our runs.** cannot tell: not run."
+    assert (
+        document.paragraphs[1]
+        == "**Our runs.** cannot tell: not run; it takes Persona-Chat's training set, which is not to be had here."
+    )
 
 
 def test_the_two_dev_sets_of_mnli_have_the_names_that_runs_give_them():
