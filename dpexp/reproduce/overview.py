@@ -85,11 +85,8 @@ def leaders(records: Sequence[Record]) -> Rows:
 
     lines = []
     for filling in sorted(fillings, key=order):
-        record, summary, (mean, std) = (
-            filling.records[0],
-            filling.records[0].summary,
-            mean_std(filling.values),
-        )
+        record, (mean, std) = filling.records[0], mean_std(filling.values)
+        summary = record.summary
         best, memory = plain.get(_comparable(filling)), summary["performance"].get("peak_memory_mib")
         delta = summary["privacy"].get("delta")
         lines.append((

@@ -5,8 +5,10 @@ It is the question of He et al. (section 3) about fixed and adaptive thresholds,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 from dpexp.reproduce.documents import Document, Rows, Section
@@ -40,7 +42,9 @@ COMMANDS = tuple(
 COLUMNS = (
     "head", "noise", "threshold", "ours", "n", "dev error", "loss", "configuration", "ε", "δ", "accountant", "hardware", "record",
 )  # fmt: skip
-_Runs = Mapping[tuple[str, str, float | None], Filling]
+# in the place of a threshold that is fixed
+ADAPTIVE = math.inf
+_Runs = Mapping[tuple[str, str, float], Filling]
 
 
 def document(records: Sequence[Record]) -> Document:
@@ -68,8 +72,8 @@ def document(records: Sequence[Record]) -> Document:
 
 
 def _fillings(records: Sequence[Record]) -> _Runs:
-    """(head, noise, C or None where it adapts) -> the configuration of the most seeds."""
-    found: dict[tuple[str, str, float | None], Filling] = {}
+    """(head, noise, C) -> the configuration of the most seeds."""
+    found: dict[tuple[str, str, float], Filling] = {}
     for (noise, where), head in product(NOISE.items(), HEADS):
         wanted = {**WHERE, **where, "model.head": head, "clip": CLIPS}
         own = most_seeds(measured((r for r in records if r.matches(wanted)), "accuracy"), _threshold)
@@ -77,14 +81,13 @@ def _fillings(records: Sequence[Record]) -> _Runs:
     return found
 
 
-def _threshold(facts: Mapping[str, Any]) -> float | None:
-    """None where it adapts."""
-    return float(facts["clip.clip_norm"]) if facts["clip"] == "flat" else None
+def _threshold(facts: Mapping[str, Any]) -> float:
+    return float(facts["clip.clip_norm"]) if facts["clip"] == "flat" else ADAPTIVE
 
 
 def _rows(found: _Runs) -> Rows:
     rows: Rows = []
-    for (head, noise, threshold), filling in sorted(found.items(), key=_order):
+    for (head, noise, threshold), filling in sorted(found.items(), key=itemgetter(0)):
         losses = [value for r in filling.records if (value := r.metric("loss")) is not None]
         named = {"head": head, "noise": noise, "threshold": _named(threshold)}
         loss = f"{mean_std(losses)[0]:.3f}" if losses else ""
@@ -92,25 +95,20 @@ def _rows(found: _Runs) -> Rows:
     return rows
 
 
-def _order(item: tuple[tuple[str, str, float | None], Filling]) -> tuple[str, str, float]:
-    (head, noise, threshold), _ = item
-    return head, noise, float("inf") if threshold is None else threshold
-
-
-def _named(threshold: float | None) -> str:
-    return "adaptive" if threshold is None else f"C = {threshold:g}"
+def _named(threshold: float) -> str:
+    return "adaptive" if threshold == ADAPTIVE else f"C = {threshold:g}"
 
 
 def _fixed(found: _Runs, head: str, noise: str) -> list[float]:
-    return sorted(c for h, n, c in found if (h, n) == (head, noise) and c is not None)
+    return sorted(c for h, n, c in found if (h, n) == (head, noise) and c != ADAPTIVE)
 
 
 def _pairs(head: str, found: _Runs) -> Iterator[Pair]:
     """The smallest threshold beside the largest and the adaptive one, under noise and without it."""
     for noise in NOISE:
         ends = list(dict.fromkeys((fixed[0], fixed[-1]))) if (fixed := _fixed(found, head, noise)) else []
-        sides: list[tuple[float | None, float | None]] = [(ends[0], ends[1])] if len(ends) > 1 else []
-        sides += [(None, threshold) for threshold in ends if (head, noise, None) in found]
+        sides = [(ends[0], ends[1])] if len(ends) > 1 else []
+        sides += [(ADAPTIVE, threshold) for threshold in ends if (head, noise, ADAPTIVE) in found]
         for side in sides:
             left, right = ((_named(c), Choice(found[head, noise, c])) for c in side)
             yield compared(noise, left, right, "greater")
@@ -127,7 +125,7 @@ def _plot(axes: Any, found: _Runs) -> None:
                     [float(f"{value or 0:.2f}") for value in values] for values in zip(*spreads, strict=True)
                 )
                 axis.errorbar(fixed, y, yerr=error, markersize=4, capsize=2, label=noise, **looks)
-            if adaptive := found.get((head, noise, None)):
+            if adaptive := found.get((head, noise, ADAPTIVE)):
                 height, label = float(f"{adaptive.mean:.2f}"), f"{noise}, adaptive"
                 axis.axhline(height, color=looks["color"], linestyle="--", linewidth=1, label=label)
         axis.set_xscale("log")
