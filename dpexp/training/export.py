@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import nn
 
 from dpexp import provenance, statement
@@ -38,7 +37,11 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path
     model = bundle.model
     if isinstance(model, nn.Module):
         rgp.restore_layers(model)
-    transformers.utils.logging.disable_progress_bar()
+    if hasattr(model, "save_pretrained"):
+        # it is loaded then; for any other model it would be for nothing
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     if isinstance(model, nn.Module) and adapters.has_adapters(model):
         adapters.save_adapters(model, folder, bundle.source)
     elif callable(save := getattr(model, "save_pretrained", None)):
