@@ -3,6 +3,7 @@
 import logging
 import math
 
+import numpy as np
 import pytest
 from dp_accounting import (
     GaussianDpEvent,
@@ -14,12 +15,13 @@ from dp_accounting import (
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import logsumexp
 
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import ACCOUNTANTS, epsilon, epsilons, prv_bounds
 from dpexp.privacy.events import composed, releases, step_event
 from dpexp.privacy.gaussian import gaussian_delta, gaussian_epsilon
-from dpexp.privacy.renyi import _curve, renyi_epsilon
+from dpexp.privacy.renyi import _curve, _log_sum, renyi_epsilon
 
 
 def sampled(q, sigma, steps):
@@ -115,6 +117,13 @@ def test_renyi_of_fractional_orders_is_its_defining_integral(q, sigma, order):
     peaks = [-20 * sigma, -5 * sigma, 0, 0.5, 1, order, order + 5 * sigma, order + 20 * sigma]
     exact = float(mpmath.log(mpmath.quad(integrand, peaks))) / (order - 1)
     assert _curve(q, sigma, (order,))[0] == pytest.approx(exact, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    "logs", [[0.3], [-800.0, 700.0, 3.0], [-math.inf, 2.0], [-math.inf] * 2, [math.inf, 1.0]]
+)
+def test_a_sum_of_exponentials_is_scipy_s(logs):
+    assert _log_sum(np.asarray(logs)) == pytest.approx(float(logsumexp(logs)), rel=1e-13)
 
 
 def test_renyi_of_tiny_releases_is_not_lost_to_cancellation():

@@ -66,6 +66,17 @@ def test_two_configurations_are_two_lines(tmp_path: Path):
     assert ["lr 0.001" in row["configuration"] for row in filled] == [True, False]
 
 
+def test_of_several_configurations_the_best_comes_first_and_those_of_one_seed_last(tmp_path: Path):
+    runs = [
+        summary("flat", seed, accuracy, lr=lr)
+        for lr, accuracy in ((1e-3, 0.7), (2e-3, 0.75))
+        for seed in SEEDS
+    ]
+    rows = _build(tmp_path, *runs, summary("flat", 0, 0.9, lr=4e-3)).rows
+    assert [row["ours"] for row in rows if row.get("n")] == ["75.0 ± 0.00", "70.0 ± 0.00", "90.0"]
+    assert all(row["configuration"].endswith(", C = 1") for row in rows if row.get("n"))
+
+
 def test_a_verdict_comes_from_seeds_and_a_test(tmp_path: Path):
     flat = [summary("flat", seed, 0.90 + seed / 1000) for seed in SEEDS]
     layer = [summary("perlayer", seed, 0.85 + seed / 1000) for seed in SEEDS]
