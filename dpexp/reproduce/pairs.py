@@ -86,13 +86,6 @@ class Pair:
     test: str = "Welch's t"
 
     @property
-    def apart(self) -> tuple[str, str]:
-        """The names without what both begin with: the printed model, where a stand-in fills the rows."""
-        left, right = (name.split(", ") for name in self.names)
-        first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
-        return ", ".join(left[first:]), ", ".join(right[first:])
-
-    @property
     def judged(self) -> Comparison:
         """The result without what the unfinished search of a side forbids to conclude.
 
@@ -114,11 +107,11 @@ class Pair:
         result = self.result
         sides = [
             f"{name} (n = {size}{f', best of {tried}' if tried > 1 else ''})"
-            for name, size, tried in zip(self.apart, self.sizes, self.tried, strict=True)
+            for name, size, tried in zip(self.names, self.sizes, self.tried, strict=True)
         ]
         unfinished = "".join(
             f"; the search of {name} is not finished: {better}"
-            for name, better in zip(self.apart, self.better, strict=True)
+            for name, better in zip(self.names, self.better, strict=True)
             if better
         )
         interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
@@ -189,5 +182,5 @@ class Finding:
         pair = max(tested, key=lambda pair: min(pair.sizes))
         result, more = pair.result, f" (and {len(tested) - 1} more)" if len(tested) > 1 else ""
         interval = f"[{result.low:+.2f}, {result.high:+.2f}]"
-        ours = f"{' − '.join(pair.apart)} = {result.difference:+.2f} {interval}, n = {min(pair.sizes)}{more}"
+        ours = f"{' − '.join(pair.names)} = {result.difference:+.2f} {interval}, n = {min(pair.sizes)}{more}"
         return Verdict(where, self.said, ours)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 from dpexp.reproduce import cells, miniature
@@ -225,12 +224,24 @@ def _pairs(claim: Claim, filled: Sequence[Filled]) -> Iterator[Pair]:
         right = _best_of_each(others, varied)
         for context, chosen in _best_of_each(own, varied).items():
             if other := right.get(context):
-                # two columns of a row differ by them
-                name = attrgetter("row" if slot.cell.row != partner.cell.row else "column")
-                common = slot.cell.column if slot.cell.row != partner.cell.row else slot.cell.row
+                common, left, partner_name = _apart(slot.cell, partner.cell)
                 what = f"{common}, {described(chosen.filling.records[0])}"
-                sides = (name(slot.cell), chosen), (name(partner.cell), other)
-                yield compared(what, *sides, rule["expect"], float(rule.get("margin", 0.0)))
+                yield compared(
+                    what,
+                    (left, chosen),
+                    (partner_name, other),
+                    rule["expect"],
+                    float(rule.get("margin", 0.0)),
+                )
+
+
+def _apart(one: Cell, two: Cell) -> tuple[str, str, str]:
+    """What two cells have in common, and their names without what both begin with: the printed model, which a stand-in is not."""
+    if one.row == two.row:
+        return one.row, one.column, two.column
+    left, right = one.row.split(", "), two.row.split(", ")
+    first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
+    return one.column, ", ".join(left[first:]), ", ".join(right[first:])
 
 
 def _printed_pairs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,9 @@ def curves(accuracy: float, layers: int = 0, growth: float = 1.0) -> dict[str, A
     return found
 
 
+@cache
 def run_of(command: str, side: int = 0) -> RunConfig:
-    """What the first (or with -1 the last) job of a command is set to."""
+    """What the first (or with -1 the last) job of a command is set to; not to be changed."""
     words = [word.partition("=") for word in shlex.split(command)[3:] if word != "-m"]
     return compose([f"{k}={v if v.startswith('[') else v.split(',')[side]}" for k, _, v in words])
 
