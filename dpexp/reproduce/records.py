@@ -99,9 +99,10 @@ class Record:
 
         A variant of the training that is not asked for by name is another method, and does not match.
         """
-        if any(key not in where and self.facts.get(key) == variant for key, variant in VARIANTS):
-            return False
-        return all(agrees(self.facts.get(key), wanted) for key, wanted in where.items())
+        facts = self.facts
+        return all(agrees(facts.get(key), wanted) for key, wanted in where.items()) and not any(
+            key not in where and facts.get(key) == variant for key, variant in VARIANTS
+        )
 
 
 def load(folder: Path, *, show_unclean: bool = False, audits: bool = False) -> list[Record]:
