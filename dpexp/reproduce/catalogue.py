@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from dpexp.errors import UserError, did_you_mean
@@ -102,18 +102,10 @@ EXACT = frozenset(_EXACT)
 @cache
 def builders() -> dict[str, Builder]:
     """Name -> what makes it, in the order of the report: the papers, then the pages of this repository."""
-    found: dict[str, Builder] = {name: lambda _, make=make: make() for name, make in _EXACT.items()}
-    found |= {
-        name: lambda context, key=key: tables.build(*key, context.records_of(key))
-        for name, key in _tables().items()
-    }
-    found |= {
-        name: lambda context, name=name: benchmarks.build(name, context.benchmarks)
-        for name in benchmarks.targets()
-    }
-    found |= {
-        name: lambda context, name=name: curves.build(name, context.records) for name in curves.targets()
-    }
+    found: dict[str, Builder] = {name: partial(_exact, make) for name, make in _EXACT.items()}
+    found |= {name: partial(_table, key) for name, key in _tables().items()}
+    found |= {name: partial(_measured, name) for name in benchmarks.targets()}
+    found |= {name: partial(_curves, name) for name in curves.targets()}
     found |= {
         thresholds.NAME: lambda context: thresholds.document(context.records),
         league.NAME: lambda context: league.document(context.league),
@@ -197,6 +189,22 @@ def nothing_to_run(name: str, scale: str) -> str:
 
 def _tables() -> dict[str, tuple[str, str]]:
     return {target_name(*key): key for key in tables.claims()}
+
+
+def _exact(make: Callable[[], Document], context: Context) -> Document:
+    return make()
+
+
+def _table(key: tuple[str, str], context: Context) -> Document:
+    return tables.build(*key, context.records_of(key))
+
+
+def _measured(name: str, context: Context) -> Document:
+    return benchmarks.build(name, context.benchmarks)
+
+
+def _curves(name: str, context: Context) -> Document:
+    return curves.build(name, context.records)
 
 
 def _coverage(context: Context) -> Document:
