@@ -316,6 +316,7 @@ class Clipper(AnyClipper):
 
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._independence.leave(output)
         self._backend.leave(output)
 
     def _try_empty(self, args: tuple, kwargs: dict) -> None:

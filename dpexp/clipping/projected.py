@@ -50,7 +50,10 @@ class ProjectedClipper(AnyClipper):
         self.projections = projections
         self._seed: int | None = None
         self._independence = Independence(model, rows_per_example, fixed_length)
-        self._hook = model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(lambda module, args, output: self._independence.leave(output)),
+        ]
         self.notes = self._independence.notes
 
     def prepare(self, seed: int, public: Callable[[], Rows] | None = None) -> None:
@@ -91,7 +94,8 @@ class ProjectedClipper(AnyClipper):
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _squared_norms(self, losses: Tensor) -> Tensor:
         """M_i², ``[B]``, float64."""

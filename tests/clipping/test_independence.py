@@ -165,6 +165,35 @@ def test_a_maximum_is_seen_however_many_examples_hold_it_and_whatever_halves_the
         clipper.backward(model(ids).square().sum(1))
 
 
+@pytest.mark.parametrize("engine", ["auto", "opacus"])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_with_as_many_tokens_as_examples_the_gradient_tells_which_are_the_examples(
+    dim: int, flat: bool, engine: str
+) -> None:
+    """A mean over tokens is each example's own; one over examples is not, though it looks the same."""
+    reduced = 0
+
+    class Centred(nn.Linear):
+        def forward(self, h: Tensor) -> Tensor:
+            h = super().forward(h)
+            h = h - h.mean(reduced, keepdim=True).detach()
+            return h.flatten(0, 1) if flat else h
+
+    def run() -> None:
+        clipper = attach(Centred(D, D), engine=engine)
+        outputs = clipper.model(x(B, B, D)).square().view(B, B, D)
+        clipper.backward(outputs.transpose(0, dim).flatten(1).sum(1))
+
+    if engine == "opacus" and (dim == 1 or flat):
+        pytest.skip("Opacus takes examples in the first dimension")
+    reduced = 1 - dim
+    run()
+    reduced = dim
+    with pytest.raises(UserError, match="mixes examples"):
+        run()
+
+
 def test_one_example_alone_is_looked_at_beside_another() -> None:
     with pytest.raises(UserError, match="when another example stands beside it"):
         step(Net(lambda h: h - h.mean(0).detach()), x(1, D))

@@ -100,6 +100,11 @@ class Batches:
         changed(self.inputs, lambda name, part: found.append((name, part)), self._is_list, self.names)
         return found
 
+    @property
+    def ambiguous(self) -> bool:
+        """Whether two dimensions of an input may be the batch: as many tokens as examples."""
+        return any(len(self._possible(part)) > 1 for _, part in self._parts())
+
     def plain_reading(self) -> Reading | None:
         """Return the reading of which the shapes leave no doubt; None where they do."""
         parts = [self._possible(part) for _, part in self._parts()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.independence.batches import Variant
+
+# a dimension, and whether the rows of one example are apart there
+Places = set[tuple[int, bool]]
 
 # numbers of one output that are compared; of larger ones every n-th feature
 LARGE = 1 << 22
@@ -24,10 +27,17 @@ class Comparison:
         num_examples: B of the first batch.
         rows_per_example: adjacent rows of each.
         low: whether the numbers have 16 bits.
+        places: of some outputs, where the rows of an example can be, see `places_of`.
     """
 
-    def __init__(self, num_examples: int, rows_per_example: int, low: bool):
-        self.examples, self.multiple = num_examples, rows_per_example
+    def __init__(
+        self,
+        num_examples: int,
+        rows_per_example: int,
+        low: bool,
+        places: Mapping[int, Places] | None = None,
+    ):
+        self.examples, self.multiple, self.places = num_examples, rows_per_example, places or {}
         self.tolerance = ROUNDING_16 if low else ROUNDING
         # by output, the dimension that was found to be the batch
         self._axes: dict[int, int] = {}
@@ -46,6 +56,8 @@ class Comparison:
             verdicts = []
             for axis, times in _batch_axes(a, b, count, count_here, known):
                 for strided in (False, True) if times > 1 else (False,):
+                    if leaf in self.places and (axis, strided) not in self.places[leaf]:
+                        continue
                     rows = [_rows(t, axis, n, strided) for t, n in ((a, count), (b, count_here))]
                     verdict = self.unequal(*(r[[p[k] for p in pairs]] for k, r in enumerate(rows)))
                     verdicts.append(verdict)
@@ -67,6 +79,23 @@ class Comparison:
         size = a.abs().amax(1)
         size = torch.maximum(size, 1e-3 * size.max())
         return bool(((a - b).abs().amax(1) > self.tolerance * size).any())
+
+
+def places_of(gradient: Tensor, chosen: Tensor) -> Places:
+    """Return where the rows of an example can be in an output, as pairs of a dimension and whether rows of one example are apart.
+
+    Args:
+        gradient: of the losses of some examples alone, with respect to the output.
+        chosen: ``[rows]`` bool, the rows of these examples.
+    """
+    count, found = len(chosen), set()
+    for axis, size in enumerate(gradient.shape):
+        for strided in (False, True) if size > count else (False,):
+            if size and size % count == 0:
+                rows = _rows(gradient, axis, count, strided).reshape(count, -1).ne(0).any(1)
+                if bool(rows.any()) and not bool((rows & ~chosen).any()):
+                    found.add((axis, strided))
+    return found
 
 
 def same_buffer(before: Tensor, now: Tensor | None) -> bool:

@@ -75,7 +75,7 @@ class Look:
         self.failure = "no input has the size of the batch"
         low = any(torch.finfo(p.dtype).bits < 32 for p in replay.model.parameters() if p.is_floating_point())
         self.batches = Batches(replay.inputs, num_examples, rows_per_example, positional_names(replay.model))
-        self.comparison = Comparison(num_examples, rows_per_example, low or autocast)
+        self.comparison = Comparison(num_examples, rows_per_example, low or autocast, replay.places)
 
     def run(self, padding: bool) -> None:
         """Look, with more padding too if asked for.

@@ -7,18 +7,23 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.clipping import layouts
 from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import changed, positional_names
+from dpexp.clipping.independence.batches import Batches
 from dpexp.clipping.independence.chance import OTHERS
+from dpexp.clipping.independence.comparison import places_of
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
 from dpexp.clipping.roots import Roots
+from dpexp.clipping.sharding import is_shard
 from dpexp.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -58,6 +63,7 @@ class Independence:
     mode: int = 0
     looking: bool = False
     waiting: deque[Replay] = field(default_factory=lambda: deque(maxlen=WAITING))
+    running: Replay | None = None
     lengths: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,8 +86,15 @@ class Independence:
         if self.fixed_length:
             self._check_lengths(args, kwargs)
         self.mode = hash(tuple([(id(module), module.training) for module in modules_of(self.model)]))
-        if self.due:
-            self.waiting.append(Replay(self.model, args, kwargs))
+        self.running = Replay(self.model, args, kwargs) if self.due else None
+        if self.running is not None:
+            self.waiting.append(self.running)
+
+    def leave(self, output: object) -> None:
+        """The model's forward has ended."""
+        if not self.looking and self.running is not None:
+            self.running.left(output)
+            self.running = None
 
     def begin(self, roots: Roots, attached: Iterable[Tensor]) -> None:
         """A backward pass begins, and the graph behind ``roots`` is still there.
@@ -89,8 +102,44 @@ class Independence:
         Raises:
             UserError: a trainable parameter outside of the attached model would get no gradient.
         """
-        if self.due:
-            refuse_foreign(roots, attached)
+        if not self.due:
+            return
+        refuse_foreign(roots, attached)
+        for replay in self.waiting:
+            names = positional_names(replay.model)
+            if Batches(replay.inputs, roots.num_examples, self.rows_per_example, names).ambiguous:
+                self._find_places(replay, roots)
+
+    def _find_places(self, replay: Replay, roots: Roots) -> None:
+        """Let the gradients of half of the losses say which rows of the outputs belong to which example."""
+        if any(map(is_shard, replay.model.parameters())):
+            # the gradient of an output would gather them
+            return
+        nodes = {node._sequence_nr(): node for node in roots.graph()}
+        edges = {
+            leaf: GradientEdge(nodes[end], place)
+            for leaf, (end, place) in replay.ends.items()
+            if end in nodes
+        }
+        if not edges:
+            return
+        order = torch.randperm(roots.num_examples, generator=torch.Generator().manual_seed(20221201))
+        chosen = order < (len(order) + 1) // 2
+        try:
+            found = torch.autograd.grad(
+                roots.tensors,
+                list(edges.values()),
+                roots.weighted(chosen),
+                retain_graph=True,
+                allow_unused=True,
+            )
+        except RuntimeError:
+            # a graph that cannot be used twice
+            return
+        rows = chosen.repeat_interleave(self.rows_per_example)
+        for leaf, gradient in zip(edges, found, strict=True):
+            if gradient is not None and (places := places_of(gradient, rows.to(gradient.device))):
+                replay.places[leaf] = places
 
     def check(self, num_examples: int) -> None:
         """Look, where that is due, at the forwards that this backward pass may belong to.

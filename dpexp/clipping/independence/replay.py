@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.independence.arguments import Inputs, changed, copied
 from dpexp.clipping.independence.chance import Chance, WithoutChance
+from dpexp.clipping.independence.comparison import Places, outputs
 from dpexp.clipping.sharding import is_shard
 
 # every module has these; children and buffers are treated by name, and parameters are never copied
@@ -42,6 +43,10 @@ class Replay:
         self._state, self._entered = State(model), fingerprints(model)
         self._written: dict[str, tuple[Tensor, Tensor]] | None = None
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        # by output, the number of its node in the graph, which must not be held, and its number there; and where the gradients
+        # say that the rows of an example are
+        self.ends: dict[int, tuple[int, int]] = {}
+        self.places: dict[int, Places] = {}
         self.chance = Chance()
         # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
         self.drew = self.by_chance = False
@@ -95,6 +100,14 @@ class Replay:
     def _restore(self, params: dict[str, Tensor]) -> None:
         for name, (held, value) in (self._written or {}).items():
             params[name].data = held.copy_(value)
+
+    def left(self, output: Any) -> None:
+        """The forward has ended with this output, of which nothing is held."""
+        self.ends = {
+            leaf: (tensor.grad_fn._sequence_nr(), tensor.output_nr)
+            for leaf, tensor in enumerate(outputs(output))
+            if tensor.grad_fn is not None
+        }
 
     def run(self, inputs: Inputs) -> Any:
         """The model's output for ``inputs``, inside `begun`; it may be called several times there."""
