@@ -37,7 +37,9 @@ def formula_is_right(
         examples = slice(start, min(start + few, num))
         here = tuple(_part(s, examples, num) if b else s for s, b in zip(saved, use.batched, strict=True))
         chosen = weights[examples]
-        part = replace(use, absent=[(_cut(s, len(chosen), num, gy), *rest) for s, *rest in use.absent])
+        part = replace(
+            use, absent=[(_cut(s, len(chosen), num, gy), dtype, device) for s, dtype, device in use.absent]
+        )
         if not _agrees(part, here, _part(gy, examples, num), layout, rows // num * len(chosen), chosen):
             return False
     return True

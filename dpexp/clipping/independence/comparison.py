@@ -53,10 +53,11 @@ class Comparison:
 
         def differs(a: Tensor, b: Tensor, leaf: int | None = None) -> bool | None:
             known = None if leaf is None else self._axes.get(leaf)
+            allowed = None if leaf is None else self.places.get(leaf)
             verdicts = []
             for axis, times in _batch_axes(a, b, count, count_here, known):
                 for strided in (False, True) if times > 1 else (False,):
-                    if leaf in self.places and (axis, strided) not in self.places[leaf]:
+                    if allowed is not None and (axis, strided) not in allowed:
                         continue
                     rows = [_rows(t, axis, n, strided) for t, n in ((a, count), (b, count_here))]
                     verdict = self.unequal(*(r[[p[k] for p in pairs]] for k, r in enumerate(rows)))

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +128,7 @@ class Independence:
         chosen = order < (len(order) + 1) // 2
         try:
             found = torch.autograd.grad(
-                roots.tensors,
+                cast(Any, roots.tensors),
                 list(edges.values()),
                 roots.weighted(chosen),
                 retain_graph=True,
