@@ -1,7 +1,6 @@
 """``python -m dpexp.audit task=sst2 scale=demo clip=flat``: what an attacker finds out about the data of one training run."""
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ from rich.table import Table
 
 from dpexp import record
 from dpexp.auditing import canaries
+from dpexp.auditing.config import AuditConfig
 from dpexp.auditing.methods import METHODS
 from dpexp.auditing.verdict import sentences
-from dpexp.config import RunConfig, hydra_entry, signature, to_dict
+from dpexp.config import hydra_entry, signature, to_dict
 from dpexp.durable import write_atomic, write_json
 from dpexp.errors import UserError, did_you_mean
 from dpexp.metrics import exposure
@@ -25,20 +25,6 @@ from dpexp.tasks import build_task
 from dpexp.tasks.users import by_user
 from dpexp.train import INTERRUPTED, dry_start, how_to_resume
 from dpexp.training.state import disk_errors, exclusive
-
-
-@dataclass
-class AuditConfig(RunConfig):
-    """A run of `dpexp.train`, and what is done to it: the settings of ``conf/audit.yaml``."""
-
-    method: str = "one_run"
-    canaries: int = 1000
-    content: str = "random"
-    guesses: list[float] = field(default_factory=lambda: [1.0, 0.3, 0.1])
-    confidence: float = 0.95
-    repetitions: list[int] = field(default_factory=lambda: [1, 10, 100])
-    secrets: int = 3
-    candidates: int = 1000
 
 
 @hydra_entry("audit", AuditConfig)

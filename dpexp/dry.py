@@ -16,7 +16,6 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 
-from dpexp import train
 from dpexp.config import RunConfig, compose, signature
 from dpexp.declared import declared_units
 from dpexp.errors import UserError
@@ -35,6 +34,7 @@ from dpexp.tasks.tables import TableReader
 from dpexp.tasks.users import by_user
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.loop import Trainer
+from dpexp.training.planning import budget_groups, build_plan, build_sampler, choose_device, number_of_steps
 
 # of the step
 BATCH, EXAMPLES = 8, 32
@@ -136,8 +136,8 @@ def plan(run: RunConfig) -> str:
     total = declared_units(run)
     if total is None:
         return "made when the data is counted"
-    steps = train.number_of_steps(run, total)
-    made = train.build_plan(run, total, steps, train.budget_groups(run, total))
+    steps = number_of_steps(run, total)
+    made = build_plan(run, total, steps, budget_groups(run, total))
     length = f"N = {total}, {steps} steps of {run.optim.batch_size:g}"
     if made is None:
         return f"{length}, no privacy"
@@ -151,7 +151,7 @@ def one_step(run: RunConfig) -> str:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         small.data.cache = place
-        device = train.choose_device("cpu")
+        device = choose_device("cpu")
         tokenizer = build_tokenizer(small.model, scale="demo")
         task = build_task(small.task, small.data, "demo", tokenizer, small.seed)
         bundle = build_model(
@@ -162,10 +162,10 @@ def one_step(run: RunConfig) -> str:
         if small.model.frozen_features:
             task, bundle = freeze(task, bundle, small.data, device)
         task = by_user(small, task)
-        groups = train.budget_groups(small, task.num_examples)
-        made = train.build_plan(small, task.num_examples, 1, groups)
+        groups = budget_groups(small, task.num_examples)
+        made = build_plan(small, task.num_examples, 1, groups)
         keys = open_keys(folder, small.privacy.noise_seed, signature(small))
-        sampler = train.build_sampler(small, made, task.num_examples, keys.draws, groups)
+        sampler = build_sampler(small, made, task.num_examples, keys.draws, groups)
         trainer = Trainer(
             small, task, bundle, made,
             steps=1, expected_batch=BATCH, sampler=sampler, keys=keys, signature=signature(small),

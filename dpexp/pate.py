@@ -43,7 +43,7 @@ from dpexp.schemas import (
 )
 from dpexp.sweeps import Result
 from dpexp.tasks import Task, build_task
-from dpexp.train import choose_device
+from dpexp.training.planning import choose_device
 from dpexp.training.state import disk_errors, exclusive
 from dpexp.training.teachers import learn, neighbour_votes, predictions, share_out, teacher_votes
 
@@ -243,7 +243,9 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
         "performance": {"device": provenance.device_name(device)},
         "seed": run.seed, "versions": provenance.versions(), "git": provenance.git_state(), "command": provenance.command_line(),
         "wall_s": None if strict else round(time.perf_counter() - begun, 3), "status": "finished",
-        "details": {"config": settings, "teachers": teachers, "data_notes": record.data_notes(run, task), "method": "pate"},
+        "details": {
+            "config": settings, "teachers": teachers, "data_notes": record.data_notes(task, strict=strict), "method": "pate",
+        },
     }  # fmt: skip
     write_json(folder / "summary.json", summary)
     return summary

@@ -16,7 +16,6 @@ from dpexp.statement import ACCOUNTANTS, COUNTED_WITHOUT_NOISE
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
-    from dpexp.pate import PateConfig
     from dpexp.tasks.base import Task
 
 SUMMARY_KEYS = (
@@ -114,7 +113,7 @@ def summarise(
         performance=performance,
         wall_s=None if withheld(run) else round(wall_s, 3),
         status=status,
-        details=details | {"data_notes": data_notes(run, task)},
+        details=details | {"data_notes": data_notes(task, strict=run.privacy.release == "strict")},
     )
 
 
@@ -144,9 +143,8 @@ def withheld(run: "RunConfig") -> bool:
     return run.privacy.release == "strict" and run.clip.private
 
 
-def data_notes(run: "RunConfig | PateConfig", task: "Task") -> list[str]:
+def data_notes(task: "Task", *, strict: bool) -> list[str]:
     """What the task says about its data; with a strict release, without what it counted on private data."""
-    strict = run.privacy.release == "strict"
     return [note for note in task.data.notes if not (strict and COUNTED_WITHOUT_NOISE in note)]
 
 

@@ -17,7 +17,7 @@ from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.tuning import LAWS
 from dpexp.schemas import CHOICES, RunConfig
-from dpexp.train import budget_groups, build_plan
+from dpexp.training.planning import budget_groups, build_plan
 from tests.commands import called
 
 JOB = ("task=sst2", "clip=adaptive_perlayer")

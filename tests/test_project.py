@@ -1,11 +1,13 @@
 """The scaffolding: what a fresh clone needs is there and says what it should."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -129,6 +131,39 @@ def test_the_licence_is_whole():
     assert "Apache License" in text[:200]
     assert "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION" in text
     assert "limitations under the License." in text[-200:]
+
+
+# types alone: who learns of a tap, and who attaches
+ALLOWED = [
+    ("dpexp.clipping.roots", "dpexp.clipping.taps"),
+    ("dpexp.clipping.deferred", "dpexp.clipping.attach"),
+]
+
+
+def imported(path, modules):
+    """Names of the modules that a file imports anywhere: at its top, within functions, or for its types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else node.module for name in names}
+    return found & modules
+
+
+def test_no_imports_run_in_a_circle():
+    package = ROOT / "dpexp"
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in package.rglob("*.py")
+    }
+    graph = {name: imported(path, files.keys()) for name, path in files.items()}
+    assert len(graph["dpexp.train"]) > 10
+    for name, other in ALLOWED:
+        graph[name].remove(other)
+    # raises CycleError, which names the modules of a circle
+    TopologicalSorter(graph).prepare()
 
 
 def test_no_file_names_a_package_index():

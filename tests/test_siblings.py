@@ -10,7 +10,7 @@ import yaml
 
 from dpexp import siblings
 from dpexp.config import compose, run_folder, to_dict
-from dpexp.train import build_plan
+from dpexp.training.planning import build_plan
 from tests.commands import called
 
 ROOT = Path(__file__).parent.parent

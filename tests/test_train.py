@@ -18,8 +18,9 @@ from dpexp.config import compose, run_folder, to_dict
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import decode
-from dpexp.train import build_plan, choose_device, number_of_steps, report_finished, train
+from dpexp.train import report_finished, train
 from dpexp.training import release
+from dpexp.training.planning import build_plan, choose_device, number_of_steps
 from tests.commands import called
 
 ROOT = Path(__file__).parents[1]

@@ -26,8 +26,8 @@ from dpexp.conform.render import versions
 from dpexp.conform.replay import Points, network, run_points, settings
 from dpexp.durable import write_atomic
 from dpexp.privacy.individual import draw_groups
-from dpexp.train import build_plan
 from dpexp.training.batching import sampler_for
+from dpexp.training.planning import build_plan
 
 EPSILONS, SHARES, CANARIES = [2.0, 4.0, 8.0], [0.34, 0.43, 0.23], 20_000
 # expected batches as shares of N: thresholds can differ in full batches, sampling rates cannot

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from rich.console import Console
 from dpexp import record
 from dpexp.auditing import canaries, one_run
 from dpexp.auditing.canaries import Planted, Without
+from dpexp.auditing.config import AuditConfig
 from dpexp.auditing.estimates import estimates
 from dpexp.auditing.verdict import verdict
 from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
@@ -27,23 +28,11 @@ from dpexp.privacy.keys import Keys
 from dpexp.privacy.plan_checks import resolve_delta
 from dpexp.tasks import Task
 from dpexp.trackers import tells_all, tracking
-from dpexp.train import (
-    INTERRUPTED,
-    announce,
-    budget_groups,
-    build_plan,
-    build_sampler,
-    choose_device,
-    how_to_resume,
-    number_of_steps,
-    summarise,
-)
+from dpexp.train import INTERRUPTED, announce, how_to_resume, summarise
 from dpexp.training.batching import Sampler
 from dpexp.training.loop import Trainer
+from dpexp.training.planning import budget_groups, build_plan, build_sampler, choose_device, number_of_steps
 from dpexp.training.progress import Progress
-
-if TYPE_CHECKING:
-    from dpexp.audit import AuditConfig
 
 REFUTES = (
     "a lower bound from one run: above the claimed epsilon it refutes the claim; below, it confirms nothing"

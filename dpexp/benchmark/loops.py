@@ -32,9 +32,9 @@ from dpexp.models import ModelBundle
 from dpexp.privacy.keys import open_keys
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo, Task
-from dpexp.train import build_plan
 from dpexp.training.batching import sampler_for
 from dpexp.training.loop import Trainer
+from dpexp.training.planning import build_plan
 from dpexp.training.progress import Progress
 
 ROWS, LENGTH, VOCABULARY = 512, 64, 1000

@@ -43,8 +43,8 @@ from dpexp.privacy.events import composed
 from dpexp.privacy.keys import open_keys
 from dpexp.schemas import RunConfig
 from dpexp.tasks import Task, build_task
-from dpexp.train import build_plan
 from dpexp.training import loop
+from dpexp.training.planning import build_plan
 from dpexp.training.progress import Progress
 
 KILLS, MOST, STEPS, DELTA = 100, 12, 12, 1e-3

@@ -30,9 +30,9 @@ from dpexp.models import ModelBundle
 from dpexp.privacy.keys import open_keys
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo, Task
-from dpexp.train import build_plan
 from dpexp.training import loop
 from dpexp.training.batching import sampler_for
+from dpexp.training.planning import build_plan
 from dpexp.training.progress import Progress
 
 N, BATCH, FEATURES, CLASSES = 60, 20.0, 10, 3

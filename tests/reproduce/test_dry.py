@@ -14,6 +14,7 @@ from dpexp import dry, train
 from dpexp.config import RunConfig, compose, conf_dir
 from dpexp.errors import UserError
 from dpexp.reproduce import tables
+from dpexp.training.planning import build_plan, number_of_steps
 
 # Their values change how long a run takes and how well it ends, not whether it begins.
 VALUES = re.compile(
@@ -76,7 +77,7 @@ def test_what_is_there_is_found_and_what_is_missing_is_named(tmp_path: Path):
 
 def test_the_plan_is_that_of_the_run():
     run = compose(["task=mnist", "clip=flat", "privacy=eps3"])
-    plan = train.build_plan(run, 60000, train.number_of_steps(run, 60000))
+    plan = build_plan(run, 60000, number_of_steps(run, 60000))
     assert f"noise multiplier {plan.noise_multiplier:.4f}, ε = 3" in dry.plan(run)
 
 

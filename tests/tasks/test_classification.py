@@ -16,7 +16,7 @@ from dpexp.models import ModelBundle
 from dpexp.schemas import DataConfig, RunConfig, TaskConfig
 from dpexp.tasks import build_task
 from dpexp.tasks.classification import TextClassification
-from dpexp.train import build_plan
+from dpexp.training.planning import build_plan
 
 Data = Callable[..., DataConfig]
 Tiny = Callable[..., ModelBundle]

@@ -107,7 +107,7 @@ def test_without_its_metric_the_smallest_loss_counts_and_nan_never():
 
 def test_the_record_says_what_the_choice_costs():
     from dpexp.statement import privacy_notes
-    from dpexp.train import build_plan
+    from dpexp.training.planning import build_plan
 
     run = compose(["task=sst2", "scale=demo", "clip=flat", "optim.keep_best_every=10"])
     plan = build_plan(run, 16000, 30)

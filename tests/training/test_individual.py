@@ -117,7 +117,7 @@ def test_the_command_line():
 
 
 def test_a_budget_for_every_example_becomes_bins(tmp_path):
-    from dpexp.train import binned
+    from dpexp.training.planning import binned
 
     file = tmp_path / "budgets.txt"
     file.write_text("\n".join(["1.0", "1.1", "4.0"] * 20))

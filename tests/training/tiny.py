@@ -14,10 +14,10 @@ from dpexp.models import ModelBundle
 from dpexp.privacy.keys import open_keys
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo, Task
-from dpexp.train import budget_groups, build_plan
 from dpexp.training import release
 from dpexp.training.batching import sampler_for
 from dpexp.training.loop import Trainer
+from dpexp.training.planning import budget_groups, build_plan
 from dpexp.training.progress import Progress
 
 NUM_EXAMPLES = 60
