@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dp_accounting import DpEvent
 
+from dpexp.privacy.caveats import MEANINGLESS, caveats
 from dpexp.privacy.events import decode, encode
 from dpexp.privacy.keys import COPIED
 from dpexp.privacy.noise import describe
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 ACCOUNTANTS = ("rdp", "gdp", "prv", "pld")
 # in a task's notes: for the holder of the data alone
 COUNTED_WITHOUT_NOISE = "without noise on private data"
-# an epsilon above which e^epsilon, the bound on anybody's odds, bounds nothing that matters
-NO_PROTECTION = 20.0
 _TUNING = "epsilon excludes the tuning"
 
 
@@ -171,7 +170,7 @@ def privacy_notes(
         )
     if plan.sampling == "poisson":
         notes.append("batches are drawn by Poisson sampling, as the accountants assume")
-    notes += plan.caveats()
+    notes += caveats(plan)
     if run.clip.method in ("ellipsoid", "embedding"):
         notes.append(
             f"clip={run.clip.name} looked at {run.clip.public_examples} examples of the dev set, which is public; metrics on it "
@@ -179,7 +178,7 @@ def privacy_notes(
         )
     notes += _unbounded(spent)
     decided = spent.get(plan.accountant)
-    if decided is not None and NO_PROTECTION < decided < math.inf:
+    if decided is not None and MEANINGLESS < decided < math.inf:
         notes.append(
             f"epsilon = {decided:.4g} protects nobody: it lets an adversary's odds grow by a factor of e^{decided:.4g}; "
             "values of 10 and less are usual"

@@ -44,9 +44,6 @@ from dpexp.privacy.plan_checks import (
 from dpexp.privacy.schedules import CONSTANT, Schedule, joint_counts
 from dpexp.privacy.searches import ORDERS, SearchBudget, filter_admits
 
-# an ε above which the odds of any attacker may rise by more than 10⁸
-MEANINGLESS = 20.0
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -218,70 +215,6 @@ class Plan:
         """The plan as it began: what the filter's budget is."""
         return self if self.search is None else self.raised(1.0, 1.0)
 
-    def too_weak(self) -> list[str]:
-        """What was asked for and protects nobody; each a sentence."""
-        found: list[str] = []
-        if self.delta >= 1 / self.num_examples:
-            found.append(
-                f"delta = {self.delta:g} is not below 1/N: publishing a random example would satisfy it."
-            )
-        if (self.target_epsilon or 0.0) > MEANINGLESS:
-            found.append(
-                f"epsilon = {self.target_epsilon:g} bounds next to nothing: an attacker may be sure about nearly everybody."
-            )
-        return found
-
-    def caveats(self) -> list[str]:
-        """What a reader of ε must know beyond the numbers; each a sentence for the record."""
-        found: list[str] = []
-        if self.sampling == "fixed":
-            found.append(
-                "Batches are drawn without replacement and have a fixed size. Neighbouring data sets differ by replacing an "
-                "example, which moves a sum twice as far as removing one: this epsilon is not to be compared with one for adding "
-                "or removing."
-            )
-        if self.sampling == "shuffle":
-            found.append(
-                "Batches were drawn by shuffling, but epsilon assumes Poisson sampling: it is not a guarantee."
-            )
-        if self.accountant == "gdp":
-            found.append(
-                "Epsilon is a central limit approximation (gdp), which under-estimates: it is not a guarantee."
-            )
-        found += self.too_weak()
-        if self.schedule.adaptive:
-            found.append(
-                f"The noise followed the training (schedule={self.schedule.name}): the noise multiplier is that of the budget. "
-                "Epsilon is the budget of the Rényi filter that ends the run, not that of the steps it took: no other accountant "
-                "speaks of it."
-            )
-        elif any(factor != 1 for factor, _, _ in self._kinds(self.steps)):
-            found.append(
-                f"The noise multiplier is that of the first step; schedule={self.schedule.name} takes it to "
-                f"{self.sigma(self.steps - 1):.4g} in the last one, and epsilon counts every step with its own."
-            )
-        if any(growth != 1 for _, growth, _ in self._kinds(self.steps)):
-            found.append(
-                f"The sampling rate is that of the first step; batches grow to a rate of {self.rate(self.steps - 1):.4g} in "
-                "the last one, and epsilon counts every step with its own."
-            )
-        if self.projections:
-            found.append(
-                f"Norms were estimated from {self.projections} random projections: an example may move a sum by more than the "
-                "threshold, and epsilon counts how likely that is. The noise multiplier is in units of the threshold."
-            )
-        if self.budgets is not None:
-            found.append(
-                f"Budgets are individual ({self.budgets.method}): each group of examples has an epsilon of its own, and where one"
-                " number stands for all it is that of the least protected group. Who is in which group is taken to be public."
-            )
-        if self.search is not None and self.search.moves:
-            found.append(
-                "The search chose the noise of later steps by what earlier ones released. Epsilon is the budget of the Rényi "
-                "filter that ended the run, not that of the steps it took: no other accountant speaks of it."
-            )
-        return found
-
     def fingerprint(self) -> str:
         """SHA-256 of the plan, in hex."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
@@ -313,10 +246,10 @@ class Plan:
         """What so many steps release about an example; ``rate`` and ``sigma`` are those of the first one."""
         return composed(
             (self._released(sigma * factor, rate * growth, scale), count)
-            for factor, growth, count in self._kinds(steps)
+            for factor, growth, count in self.kinds(steps)
         )
 
-    def _kinds(self, steps: int) -> tuple[tuple[float, float, int], ...]:
+    def kinds(self, steps: int) -> tuple[tuple[float, float, int], ...]:
         """Factor of the noise, factor of the batch and number of the first so many steps; see `joint_counts`."""
         return joint_counts(self.schedule, self.batches, steps, self.steps, self.sample_rate)
 

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dpexp.errors import UserError
+from dpexp.tasks.cifar import CIFAR, find_cifar, read_cifar
 from dpexp.tasks.demo_images import DEMO_IMAGES, demo_images
 from dpexp.tasks.image_files import (
-    CIFAR,
     Images,
     cached,
     checked,
     file_sha256,
-    find_cifar,
-    read_cifar,
     read_idx_pair,
     read_jpeg_tar,
 )

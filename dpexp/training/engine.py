@@ -24,6 +24,7 @@ from dpexp.clipping.given import check_losses
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.parallel.replicas import ranks_of, silent, unwrapped
+from dpexp.privacy.caveats import too_weak
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger, Seal
 from dpexp.privacy.plan import make_plan
@@ -188,7 +189,7 @@ class PrivacyEngine:
             quantile_budget=quantile_budget if adaptive else 0.0,
             schedule=over_time,
         )
-        for sentence in self.plan.too_weak():
+        for sentence in too_weak(self.plan):
             warnings.warn(sentence, stacklevel=2)
         self._run = RunConfig(
             clip=ClipConfig(

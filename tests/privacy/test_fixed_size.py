@@ -8,6 +8,7 @@ from scipy.stats import norm
 
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon, epsilons
+from dpexp.privacy.caveats import caveats
 from dpexp.privacy.events import REPLACE_ONE, composed, fixed_size_event, neighbouring, step_event
 from dpexp.privacy.gaussian import gaussian_epsilon
 from dpexp.privacy.ledger import Ledger
@@ -67,7 +68,7 @@ def test_a_plan_calibrates_to_it():
     )
     assert 1.99 < plan.epsilon() <= 2.0
     assert plan.neighbouring == REPLACE_ONE
-    assert "replacing an example" in plan.caveats()[0]
+    assert "replacing an example" in caveats(plan)[0]
     with pytest.raises(UserError, match="whole number of examples"):
         make_plan(
             num_examples=1000, expected_batch_size=20.5, steps=5, delta=DELTA, epsilon=2.0, sampling="fixed"

@@ -18,6 +18,7 @@ from dpexp.clipping.projected import ProjectedClipper
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon, epsilons
+from dpexp.privacy.caveats import caveats
 from dpexp.privacy.events import composed, decode, encode, step_event
 from dpexp.privacy.mechanisms import ProjectedGaussianDpEvent
 from dpexp.privacy.plan import make_plan
@@ -107,7 +108,7 @@ def test_the_event_survives_the_ledger_and_calibration_keeps_the_target():
         num_examples=1000, expected_batch_size=20, steps=50, delta=1e-4, epsilon=2.0, accountant="pld"
     )
     assert plan.noise_multiplier > exact.noise_multiplier
-    assert "may move a sum by more than the threshold" in " ".join(plan.caveats())
+    assert "may move a sum by more than the threshold" in " ".join(caveats(plan))
 
 
 def network() -> nn.Module:

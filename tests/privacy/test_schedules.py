@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dpexp.errors import UserError
 from dpexp.privacy import schedules
 from dpexp.privacy.accountants import ACCOUNTANTS, epsilon
+from dpexp.privacy.caveats import caveats
 from dpexp.privacy.events import coarsen, releases
 from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.plan import Plan, make_plan
@@ -194,7 +195,7 @@ def test_a_constant_plan_is_the_plan_of_before():
         num_examples=42061, expected_batch_size=1024, steps=410, delta=1e-5, noise_multiplier=1.07,
         schedule={"name": "constant", "decay_rate": None, "period": None, "end_ratio": None, "updates_per_epoch": 1},
     )  # fmt: skip
-    assert made.caveats() == []
+    assert caveats(made) == []
 
 
 @pytest.mark.parametrize("name", DECAYS)
@@ -203,7 +204,7 @@ def test_a_decaying_plan_survives_its_plain_form_and_says_where_it_ends(name):
     again = Plan(**json.loads(json.dumps(made.to_dict())))
     assert again == made
     assert again.fingerprint() == made.fingerprint() != plan("constant").fingerprint()
-    assert f"schedule={name} takes it to {made.sigma(129):.4g} in the last one" in made.caveats()[0]
+    assert f"schedule={name} takes it to {made.sigma(129):.4g} in the last one" in caveats(made)[0]
 
 
 def test_a_ledger_charges_each_step_with_its_own_noise_and_twice_what_was_repeated(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpexp.tasks.image_files import CIFAR
+from dpexp.tasks.cifar import CIFAR
 
 ROWS = 10  # of each file
 

@@ -11,12 +11,10 @@ from PIL import Image
 
 from dpexp.errors import UserError
 from dpexp.tasks import image_files
+from dpexp.tasks.cifar import CIFAR, find_cifar, read_cifar
 from dpexp.tasks.image_files import (
-    CIFAR,
     cached,
     decode,
-    find_cifar,
-    read_cifar,
     read_idx,
     read_idx_pair,
     read_jpeg_tar,

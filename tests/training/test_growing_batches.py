@@ -10,6 +10,7 @@ from dp_accounting import ComposedDpEvent
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
+from dpexp.privacy.caveats import caveats
 from dpexp.privacy.plan import Plan, make_plan
 from dpexp.privacy.sampling import PoissonSampler
 from dpexp.training.steps import Steps
@@ -35,9 +36,9 @@ def test_the_event_is_that_of_the_steps_one_by_one_under_every_accountant():
     assert 0.998 * 2 < calibrated.epsilon() <= 2.0
     assert calibrated.noise_multiplier > make_plan(**SMALL, epsilon=2.0).noise_multiplier
     assert "batches" not in make_plan(**SMALL, epsilon=2.0).to_dict()
-    (said,) = calibrated.caveats()
+    (said,) = caveats(calibrated)
     assert "to a rate of 0.2 in the last one" in said
-    assert not make_plan(**SMALL, epsilon=2.0).caveats()
+    assert not caveats(make_plan(**SMALL, epsilon=2.0))
 
 
 def test_the_sampler_draws_at_the_rate_of_the_step():

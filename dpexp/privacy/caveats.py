@@ -1,0 +1,77 @@
+"""What a reader of a plan's ε must know beyond the numbers, in sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dpexp.privacy.plan import Plan
+
+# an ε above which the odds of any attacker may rise by more than 10⁸
+MEANINGLESS = 20.0
+
+
+def too_weak(plan: Plan) -> list[str]:
+    """What was asked for and protects nobody; each a sentence."""
+    found: list[str] = []
+    if plan.delta >= 1 / plan.num_examples:
+        found.append(
+            f"delta = {plan.delta:g} is not below 1/N: publishing a random example would satisfy it."
+        )
+    if (plan.target_epsilon or 0.0) > MEANINGLESS:
+        found.append(
+            f"epsilon = {plan.target_epsilon:g} bounds next to nothing: an attacker may be sure about nearly everybody."
+        )
+    return found
+
+
+def caveats(plan: Plan) -> list[str]:
+    """What a reader of ε must know beyond the numbers; each a sentence for the record."""
+    found: list[str] = []
+    if plan.sampling == "fixed":
+        found.append(
+            "Batches are drawn without replacement and have a fixed size. Neighbouring data sets differ by replacing an "
+            "example, which moves a sum twice as far as removing one: this epsilon is not to be compared with one for adding "
+            "or removing."
+        )
+    if plan.sampling == "shuffle":
+        found.append(
+            "Batches were drawn by shuffling, but epsilon assumes Poisson sampling: it is not a guarantee."
+        )
+    if plan.accountant == "gdp":
+        found.append(
+            "Epsilon is a central limit approximation (gdp), which under-estimates: it is not a guarantee."
+        )
+    found += too_weak(plan)
+    if plan.schedule.adaptive:
+        found.append(
+            f"The noise followed the training (schedule={plan.schedule.name}): the noise multiplier is that of the budget. "
+            "Epsilon is the budget of the Rényi filter that ends the run, not that of the steps it took: no other accountant "
+            "speaks of it."
+        )
+    elif any(factor != 1 for factor, _, _ in plan.kinds(plan.steps)):
+        found.append(
+            f"The noise multiplier is that of the first step; schedule={plan.schedule.name} takes it to "
+            f"{plan.sigma(plan.steps - 1):.4g} in the last one, and epsilon counts every step with its own."
+        )
+    if any(growth != 1 for _, growth, _ in plan.kinds(plan.steps)):
+        found.append(
+            f"The sampling rate is that of the first step; batches grow to a rate of {plan.rate(plan.steps - 1):.4g} in "
+            "the last one, and epsilon counts every step with its own."
+        )
+    if plan.projections:
+        found.append(
+            f"Norms were estimated from {plan.projections} random projections: an example may move a sum by more than the "
+            "threshold, and epsilon counts how likely that is. The noise multiplier is in units of the threshold."
+        )
+    if plan.budgets is not None:
+        found.append(
+            f"Budgets are individual ({plan.budgets.method}): each group of examples has an epsilon of its own, and where one"
+            " number stands for all it is that of the least protected group. Who is in which group is taken to be public."
+        )
+    if plan.search is not None and plan.search.moves:
+        found.append(
+            "The search chose the noise of later steps by what earlier ones released. Epsilon is the budget of the Rényi "
+            "filter that ended the run, not that of the steps it took: no other accountant speaks of it."
+        )
+    return found
