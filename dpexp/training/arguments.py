@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dpexp.errors import UserError
+from dpexp.privacy.schedules import Schedule
 
 WHOLE = ("steps", "rows_per_example", "checkpoint_every", "noise_seed", "physical_batch_size")
 """Counts; the others may have a fraction."""
@@ -47,16 +49,43 @@ def check_numbers(**arguments: Any) -> None:
             )
 
 
-def plain_numbers(**arguments: Any) -> dict[str, Any]:
-    """Check numbers as `check_numbers` does, and give them in the same order as Python's own, whatever library they come from."""
-    check_numbers(**arguments)
-    return {name: _plain(name, value) for name, value in arguments.items()}
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers that `dpexp.PrivacyEngine` is given, checked, as Python's own, whatever library they come from.
 
+    Raises:
+        UserError: see `check_numbers`; or two that do not go together.
+    """
 
-def _plain(name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    return int(value) if name in WHOLE else float(value)
+    batch_size: float
+    epochs: float | None
+    steps: int | None
+    epsilon: float | None
+    noise_multiplier: float | None
+    clip_norm: float
+    target_quantile: float | None
+    quantile_budget: float
+    quantile_lr: float
+    loss_scale: float
+    rows_per_example: int
+    checkpoint_every: int
+    noise_seed: int | None
+
+    def __post_init__(self) -> None:
+        check_numbers(**vars(self))
+        for name, value in vars(self).items():
+            if value is not None:
+                object.__setattr__(self, name, int(value) if name in WHOLE else float(value))
+        if self.target_quantile is not None and self.target_quantile >= 1:
+            raise UserError(
+                f"target_quantile={self.target_quantile} is a share of the norms: give a number below 1"
+            )
+        if (self.epochs is None) == (self.steps is None):
+            raise UserError("give either epochs or steps, not both and not neither")
+
+    def steps_of(self, num_units: int) -> int:
+        """T: as given, or the epochs in steps of the expected batch."""
+        return self.steps or max(1, round((self.epochs or 0) * num_units / self.batch_size))
 
 
 def checked_folder(folder: Any) -> Path:
@@ -118,3 +147,28 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
                 f"{name}: this is of type {type(value).__name__} and no torch {kind.__name__}; "
                 "PrivacyEngine(model, optimizer, dataset, folder=...) is the order"
             )
+
+
+def check_rule(rule: str) -> None:
+    """Refuse to clip nothing.
+
+    Raises:
+        UserError: the rule is none.
+    """
+    if rule == "none":
+        raise UserError('rule="none" clips nothing, and noise would hide nothing: choose abadi or automatic')
+
+
+def checked_schedule(schedule: str | Mapping[str, Any]) -> Schedule:
+    """Return how the noise changes over time.
+
+    Raises:
+        UserError: it is no schedule, or one that follows the training.
+    """
+    found = Schedule.of(schedule)
+    if found.adaptive:
+        raise UserError(
+            f"schedule={found.name} follows the training, which a loop of your own does not tell: train with dpexp.train, or "
+            "choose a schedule that is fixed beforehand"
+        )
+    return found

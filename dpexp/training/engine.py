@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -28,17 +27,17 @@ from dpexp.privacy.caveats import too_weak
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger, Seal
 from dpexp.privacy.plan import make_plan
-from dpexp.privacy.sampling import PoissonSampler, stream
-from dpexp.privacy.schedules import Schedule
-from dpexp.privacy.users import Users, of_users
-from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig, UnitConfig
+from dpexp.privacy.sampling import PoissonSampler
+from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
 from dpexp.training import state
 from dpexp.training.arguments import (
+    Numbers,
     check_dataset,
     check_numbers,
     check_optimizer,
+    check_rule,
     checked_folder,
-    plain_numbers,
+    checked_schedule,
 )
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
@@ -47,6 +46,7 @@ from dpexp.training.own_losses import Losses, look_at_losses
 from dpexp.training.padding import padding_token
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
+from dpexp.training.units import units_of
 
 
 class PrivacyEngine:
@@ -137,72 +137,47 @@ class PrivacyEngine:
         data_name: str | None = None,
         noise_seed: int | None = None,
     ):
-        numbers = plain_numbers(
+        given = Numbers(
             batch_size=batch_size, epochs=epochs, steps=steps, epsilon=epsilon, noise_multiplier=noise_multiplier,
             clip_norm=clip_norm, target_quantile=target_quantile, quantile_budget=quantile_budget, quantile_lr=quantile_lr,
             loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, noise_seed=noise_seed,
         )  # fmt: skip
-        (
-            batch_size, epochs, steps, epsilon, noise_multiplier, clip_norm, target_quantile, quantile_budget, quantile_lr,
-            loss_scale, rows_per_example, checkpoint_every, noise_seed,
-        ) = numbers.values()  # fmt: skip
-        if target_quantile is not None and target_quantile >= 1:
-            raise UserError(
-                f"target_quantile={target_quantile} is a share of the norms: give a number below 1"
-            )
         self.folder = checked_folder(folder)
         model, wrapper = unwrapped(model)
         self.ranks = ranks = ranks_of(wrapper)
         check_optimizer(model, optimizer)
         check_dataset(dataset)
-        if (epochs is None) == (steps is None):
-            raise UserError("give either epochs or steps, not both and not neither")
-        if rule == "none":
-            raise UserError(
-                'rule="none" clips nothing, and noise would hide nothing: choose abadi or automatic'
-            )
-        over_time = Schedule.of(schedule)
-        if over_time.adaptive:
-            raise UserError(
-                f"schedule={over_time.name} follows the training, which a loop of your own does not tell: train "
-                "with dpexp.train, or choose a schedule that is fixed beforehand"
-            )
-        self._users = None if users is None else Users(users, rows_per_example)
-        if self._users is not None and self._users.num_rows != len(dataset):
-            raise UserError(
-                f"users names {self._users.num_rows} users for {len(dataset)} examples: give one for each"
-            )
-        units = len(dataset) if self._users is None else len(self._users)
-        unit = UnitConfig() if users is None else UnitConfig("user", rows=rows_per_example)
-        adaptive = target_quantile is not None
+        check_rule(rule)
+        self._units = units_of(len(dataset), users, given.rows_per_example)
+        adaptive = given.target_quantile is not None
         self.model, self.dataset = model, dataset
-        self.checkpoint_every = checkpoint_every
+        self.checkpoint_every = given.checkpoint_every
         self.plan = make_plan(
-            num_examples=units,
-            unit=unit.name,
-            expected_batch_size=batch_size,
-            steps=steps if steps is not None else max(1, round((epochs or 0) * units / batch_size)),
+            num_examples=self._units.count,
+            unit=self._units.config.name,
+            expected_batch_size=given.batch_size,
+            steps=given.steps_of(self._units.count),
             delta=delta,
             accountant=accountant,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            quantile_budget=quantile_budget if adaptive else 0.0,
-            schedule=over_time,
+            epsilon=given.epsilon,
+            noise_multiplier=given.noise_multiplier,
+            quantile_budget=given.quantile_budget if adaptive else 0.0,
+            schedule=checked_schedule(schedule),
         )
         for sentence in too_weak(self.plan):
             warnings.warn(sentence, stacklevel=2)
         self._run = RunConfig(
             clip=ClipConfig(
                 groups=groups,
-                clip_norm=clip_norm,
+                clip_norm=given.clip_norm,
                 rule=rule,
                 allocation=allocation,
                 adaptive=adaptive,
-                target_quantile=0.5 if target_quantile is None else target_quantile,
-                quantile_lr=quantile_lr,
+                target_quantile=given.target_quantile or 0.5,
+                quantile_lr=given.quantile_lr,
             ),
-            privacy=PrivacyConfig(noise_seed=noise_seed, release="strict", secure=secure),
-            unit=unit,
+            privacy=PrivacyConfig(noise_seed=given.noise_seed, release="strict", secure=secure),
+            unit=self._units.config,
         )
         self._optimizer = GuardedOptimizer(optimizer, scheduler, model)
         self._gradients = GradientGuard(model)
@@ -210,13 +185,11 @@ class PrivacyEngine:
         self._held = self._open.enter_context(ExitStack())
         self._open.callback(self._optimizer.release)
         try:
-            self._keys = ranks.once(lambda: self._take_folder(noise_seed))
+            self._keys = ranks.once(lambda: self._take_folder(given.noise_seed))
             key = self._keys.draws
-            self._seed, self._weights = stream(key, "rows of users", 0), torch.zeros(0, 0)
             self._open.enter_context(silent(wrapper))
             ranks.copy_([*model.parameters(), *model.buffers()])
-            data = data_identity(dataset, data_name)
-            data += "" if self._users is None else f" of users {self._users.sha256()}"
+            data = data_identity(dataset, data_name) + self._units.identity
             settings = settings_of(self.plan, self._run.clip, model, optimizer, data, self._keys.run)
             ranks.agree("what is trained on what", settings)
             self._identity = ranks.once(lambda: recognise(self.folder, settings))
@@ -225,7 +198,8 @@ class PrivacyEngine:
                 self.folder / LEDGER, self._keys.run, ranks if ranks.several else None, times=False
             )
             self.clipper = attach(
-                model, groups, clip_norm, rule, engine, rows_per_example=rows_per_example, fixed_length=fixed_length
+                model, groups, given.clip_norm, rule, engine,
+                rows_per_example=given.rows_per_example, fixed_length=fixed_length,
             )  # fmt: skip
             self.clipper.reduces = False
             self._open.callback(self.clipper.detach)
@@ -241,7 +215,7 @@ class PrivacyEngine:
                 sampler=PoissonSampler(self.plan.num_examples, self.plan.sample_rate, key),
                 key=key, expected_batch=self.plan.expected_batch_size, policy=self.policy,
                 release=Release(self.plan, self.clipper, self.policy, self.ledger, key=key, allocation=allocation, secure=secure),
-                decisions=decisions, loss_scale=loss_scale, on_taken=_weakly(self._taken), ranks=ranks,
+                decisions=decisions, loss_scale=given.loss_scale, on_taken=_weakly(self._taken), ranks=ranks,
             )  # fmt: skip
             if ranks.once((self.folder / "checkpoint" / "latest.json").exists):
                 self.load()
@@ -308,8 +282,8 @@ class PrivacyEngine:
         check_numbers(physical_batch_size=physical_batch_size)
         self._loop = loop = object()
         last = self.steps if steps is None else min(self.steps, self.steps_taken + steps)
-        if self._users is not None and length is not None:
-            length = self._users.longest(length)
+        if length is not None:
+            length = self._units.length(length)
         facts = facts_of(
             self.device, run=self._identity, code=self._code, engine=self._engine, physical_batch_size=physical_batch_size,
             by_length=length is not None,
@@ -319,7 +293,7 @@ class PrivacyEngine:
         try:
             while self.steps_taken < last:
                 for piece in self._steps.pieces(physical_batch_size, facts, length):
-                    numbers = self._rows_of(piece)
+                    numbers = self._units.rows(piece, self._steps.key, self.steps_taken)
                     examples = several(numbers) if several else [self.dataset[i] for i in numbers]
                     batch = collate_fn(examples)
                     # ranks that share a model must go through it equally often, whatever they know of padding
@@ -357,24 +331,20 @@ class PrivacyEngine:
             UserError: no batch is waiting for its losses, there are more or fewer losses than examples, or the loop has
                 written to the gradients.
         """
-        piece = self._steps.piece
-        if piece is None:
+        if self._steps.piece is None:
             raise UserError(
                 "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches()"
             )
         check_losses(losses)
-        rows = len(piece) if self._users is None else self._weights.numel()
-        if len(losses) != rows:
+        if len(losses) != self._units.due:
             raise UserError(
-                f"{len(losses)} losses for a batch of {rows} examples: one loss per example is needed, in the same order "
-                "(does the collate function drop examples, or pack several into one row?)"
+                f"{len(losses)} losses for a batch of {self._units.due} examples: one loss per example is needed, in the same "
+                "order (does the collate function drop examples, or pack several into one row?)"
             )
-        if self._users is not None:
-            losses = of_users(losses, self._weights)
         self._gradients.check()
         self._optimizer.check()
         try:
-            return self._steps.add(losses)
+            return self._steps.add(self._units.losses(losses))
         finally:
             self._gradients.look()
 
@@ -458,14 +428,6 @@ class PrivacyEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _rows_of(self, piece: np.ndarray) -> list[int]:
-        """The numbers in the data set of what a physical batch holds."""
-        if self._users is None:
-            return list(piece.tolist())
-        found = [self._users.rows(int(user), self._seed, self.steps_taken) for user in piece]
-        self._weights = torch.from_numpy(np.stack([weights for _, weights in found]))
-        return [int(row) for rows, _ in found for row in rows]
 
     def _taken(self) -> None:
         """After every step."""
