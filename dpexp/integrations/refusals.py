@@ -113,8 +113,29 @@ def refuse_arguments(args: Any) -> None:
             raise UserError(f"{name}={value} does not go together with privacy: {why}")
 
 
-def refuse_overrides(trainer: Any, plain: type) -> None:
-    """Raise `UserError` where a loss for whole batches is brought along, a stream, or a collate function that packs rows."""
+REPLACED = {
+    "training_step": "takes the private step: keep the call, and write per_example_losses(model, inputs) for a loss of your own",
+    "get_train_dataloader": "counts the steps of an epoch; the rows of each are drawn by the engine: leave it out",
+}
+"""Methods of the private Trainer that a subclass may add to and not replace -> why."""
+
+
+def refuse_overrides(trainer: Any, plain: type, private: type) -> None:
+    """Refuse a private step that is replaced, a loss for whole batches, a stream, or a collate function that packs rows.
+
+    Args:
+        trainer: with its data.
+        plain: Hugging Face's class.
+        private: ours, which its class may be a subclass of.
+
+    Raises:
+        UserError: the first of them, with the way out.
+    """
+    for name, why in REPLACED.items():
+        if not _ends_in(getattr(type(trainer), name), name, getattr(private, name)):
+            raise UserError(
+                f"{name} of {type(trainer).__name__} does not call super().{name}(...), which {why}"
+            )
     own = [
         n
         for n in ("compute_loss", "_get_train_sampler")
@@ -138,3 +159,13 @@ def refuse_overrides(trainer: Any, plain: type) -> None:
             f"a batch of {trainer.expected_batch} (per_device_train_batch_size · gradient_accumulation_steps · processes) "
             f"is more than the {len(trainer.train_dataset)} rows of train_dataset: make it smaller"
         )
+
+
+def _ends_in(method: Any, name: str, ours: Any) -> bool:
+    """Whether a method is ours, or calls it: then the name stands in its code, or in that of what it decorates."""
+    while method is not None:
+        code = getattr(method, "__code__", None)
+        if method is ours or code is None or name in code.co_names:
+            return True
+        method = getattr(method, "__wrapped__", None)
+    return False

@@ -95,7 +95,7 @@ class Trainer(transformers.Trainer):
         # The losses of an evaluation would be multiplied by the number of processes, also where a head takes its own mean.
         args.average_tokens_across_devices = False
         super().__init__(model, args, *others, **named)
-        refuse_overrides(self, self.plain)
+        refuse_overrides(self, self.plain, Trainer)
 
     def per_example_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute `[b]` losses, one for each row of a collated batch and of that row alone. Override it for another head.

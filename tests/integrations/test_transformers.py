@@ -12,6 +12,7 @@ import torch
 import transformers
 from datasets import Dataset
 from torch import nn
+from torch.utils.data import DataLoader
 
 from dpexp import PrivacyEngine
 from dpexp.clipping.engines import ENGINES, Engine
@@ -509,6 +510,34 @@ def test_packed_rows_and_losses_for_whole_batches_are_refused(tmp_path):
         build(Own)
     with pytest.raises(UserError, match="hyperparameter search"):
         build().hyperparameter_search()
+
+
+def test_a_step_may_be_added_to_and_not_replaced(tmp_path):
+    class Timed(Trainer):
+        def training_step(self, *inputs):
+            return super().training_step(*inputs)
+
+    class Decorated(Timed):
+        @torch.enable_grad()
+        def training_step(self, *inputs):
+            return super().training_step(*inputs)
+
+    class Replaced(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    class Loader(Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    for kind in (Timed, Decorated):
+        kind(network("causal"), args, train_dataset=Dataset.from_list(rows("causal")), privacy=PRIVACY)
+    for kind, name in ((Replaced, "training_step"), (Loader, "get_train_dataloader")):
+        with pytest.raises(UserError, match=rf"{name} of {kind.__name__} does not call super\(\)\.{name}"):
+            kind(network("causal"), args, train_dataset=Dataset.from_list(rows("causal")), privacy=PRIVACY)
 
 
 def test_clipping_of_the_noiseless_sum_is_switched_off_with_a_word(tmp_path, caplog):
