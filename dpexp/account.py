@@ -13,7 +13,7 @@ from typing import Any
 from dp_accounting import DpEvent
 from omegaconf import MISSING
 
-from dpexp.config import AccountantConfig, IndividualConfig, ScheduleConfig, hydra_entry
+from dpexp.config import hydra_entry
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import check_delta, epsilon, epsilons
 from dpexp.privacy.calibration import calibrate
@@ -22,6 +22,7 @@ from dpexp.privacy.individual import draw_groups, solve
 from dpexp.privacy.schedules import Schedule, factor_counts
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
 from dpexp.privacy.tuning import tuned_epsilons
+from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
 
 _FORMATS = ("text", "json")
 _SAMPLINGS = ("poisson", "fixed")

@@ -36,33 +36,11 @@ from dpexp.declared import declared_num_examples
 from dpexp.durable import flattened
 from dpexp.errors import UserError, did_you_mean
 from dpexp.privacy.schedules import SCHEDULES
-from dpexp.schemas import (
-    AccountantConfig,
-    ClipConfig,
-    DataConfig,
-    EngineConfig,
-    IndividualConfig,
-    ModelConfig,
-    OptimConfig,
-    PeftConfig,
-    PrivacyConfig,
-    RunConfig,
-    RuntimeConfig,
-    ScaleConfig,
-    ScheduleConfig,
-    SearchConfig,
-    TaskConfig,
-    TrackerConfig,
-    UnitConfig,
-)
+from dpexp.schemas import RunConfig
 from dpexp.settings import group_help, groups_asked
 from dpexp.usage import choices_of, conf_dir, groups_of, help_text, options_last, print_out
 
-__all__ = [
-    "AccountantConfig", "ClipConfig", "DataConfig", "EngineConfig", "IndividualConfig", "ModelConfig", "OptimConfig",
-    "PeftConfig", "PrivacyConfig", "RunConfig", "RuntimeConfig", "ScaleConfig", "ScheduleConfig", "SearchConfig", "TaskConfig",
-    "TrackerConfig", "UnitConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict",
-]  # fmt: skip
+__all__ = ["RunConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict"]
 
 VERSION_BASE = "1.3"
 # what other libraries call our settings

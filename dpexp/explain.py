@@ -17,8 +17,9 @@ from dpexp.clipping.refusals import refusal
 from dpexp.complexity.architectures import Network, build
 from dpexp.complexity.formulas import Layer, costs, depth_threshold, norm_space, views
 from dpexp.complexity.shapes import coverage, layers_of
-from dpexp.config import EngineConfig, ModelConfig, hydra_entry
+from dpexp.config import hydra_entry
 from dpexp.errors import UserError, did_you_mean
+from dpexp.schemas import EngineConfig, ModelConfig
 
 _FORMATS = ("text", "json")
 _CHOICES = ("rule", "measured")

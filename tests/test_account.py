@@ -6,8 +6,8 @@ import math
 import pytest
 
 from dpexp.account import AccountArguments, account, as_text
-from dpexp.config import AccountantConfig, ScheduleConfig
 from dpexp.errors import UserError
+from dpexp.schemas import AccountantConfig, ScheduleConfig
 from tests.commands import called
 
 PUBLISHED = ["noise_multiplier=1.07", "sample_rate=0.0243", "steps=410", "delta=1.2e-5"]

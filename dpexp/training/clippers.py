@@ -18,7 +18,7 @@ from dpexp.clipping.whole import Method, VectorClipper
 from dpexp.errors import UserError
 
 if TYPE_CHECKING:
-    from dpexp.config import ClipConfig, EngineConfig
+    from dpexp.schemas import ClipConfig, EngineConfig
     from dpexp.tasks.base import Task
 
 

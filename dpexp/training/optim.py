@@ -14,7 +14,7 @@ from dpexp.training.adam_bc import AdamBC
 from dpexp.training.filters import DiSK, Doppler
 
 if TYPE_CHECKING:
-    from dpexp.config import OptimConfig
+    from dpexp.schemas import OptimConfig
 
 FILTERS = ("doppler", "disk")
 OPTIMIZERS = (

@@ -19,8 +19,8 @@ from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, 
 from dpexp.privacy.sensitivity import noise_stds, sensitivity
 
 if TYPE_CHECKING:
-    from dpexp.config import ClipConfig
     from dpexp.privacy.plan import Plan
+    from dpexp.schemas import ClipConfig
 
 # of thresholds, in float32
 ROUNDING = 1e-6
