@@ -23,6 +23,7 @@ from dpexp.privacy.schedules import Schedule, factor_counts
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
 from dpexp.privacy.tuning import tuned_epsilons
 from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
+from dpexp.usage import print_out
 
 _FORMATS = ("text", "json")
 _SAMPLINGS = ("poisson", "fixed")
@@ -235,9 +236,9 @@ def _check_groups(arguments: AccountArguments) -> None:
 
 @hydra_entry("account", AccountArguments)
 def main(arguments: AccountArguments) -> None:
-    """Print the answer, and nothing else."""
+    """Print ε of a noise multiplier under every accountant, or the noise multiplier for a target ε. Nothing is written."""
     result = account(arguments)
-    print(json.dumps(result) if arguments.format == "json" else as_text(result))
+    print_out(json.dumps(result) if arguments.format == "json" else as_text(result))
 
 
 if __name__ == "__main__":

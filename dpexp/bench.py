@@ -24,7 +24,7 @@ from dpexp.benchmark.ranks_page import ranks_table, write_ranks
 from dpexp.benchmark.render import overview, workload_table, write
 from dpexp.benchmark.workloads import SIZES, workload_named
 from dpexp.config import hydra_entry
-from dpexp.durable import write_json
+from dpexp.durable import make_folder, write_json
 from dpexp.errors import UserError, did_you_mean
 from dpexp.provenance import code_hash, command_line, git_state, hardware, versions
 
@@ -74,6 +74,7 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
     keys = [f.name for f in dataclasses.fields(Protocol)]
     protocol = Protocol(**{key: settings[key] for key in keys})
     out, started = Path(arguments.out), time.monotonic()
+    make_folder(out.parent, "out")
     record: dict[str, Any] = {
         "kind": "bench",
         "name": out.name,
@@ -127,7 +128,6 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
         console.print("interrupted: what follows is what was measured until then")
     if ("noise" in record or "ranks" in record) and not record["rows"]:
         record["wall_s"] = round(time.monotonic() - started, 1)
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out.with_name(f"{out.name}.json"), record)
         console.print(f"written: {out}.json", markup=False)
     if record["rows"]:

@@ -33,8 +33,8 @@ from omegaconf.errors import OmegaConfBaseException
 from dpexp import presets, sweeps
 from dpexp.checks import check
 from dpexp.declared import declared_num_examples
-from dpexp.durable import flattened
-from dpexp.errors import UserError, did_you_mean
+from dpexp.durable import disk_error, flattened
+from dpexp.errors import INTERRUPTED, UserError, did_you_mean
 from dpexp.privacy.schedules import SCHEDULES
 from dpexp.schemas import RunConfig
 from dpexp.settings import group_help, groups_asked
@@ -177,14 +177,14 @@ def hydra_entry(
             try:
                 return function(resolve(cfg, overrides, schema, config_name))
             except Exception as error:
+                told = error if isinstance(error, UserError) else disk_error(error)
                 # The other jobs go on; Hydra raises the first failure at the end.
                 if current.mode == RunMode.MULTIRUN:
-                    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-                    reason = f"{kind}{error}"
+                    reason = str(told or f"{type(error).__name__}: {error}")
                     print(f"error: {reason}\n  in the job {' '.join(overrides)}", file=sys.stderr)
                     raise UserError(reason) from error
-                if isinstance(error, UserError):
-                    _stop(error)
+                if told is not None:
+                    _stop(told)
                 raise
 
         @functools.wraps(function)
@@ -210,6 +210,9 @@ def hydra_entry(
             except UserError:
                 # a job of a multirun, printed above
                 sys.exit(2)
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                sys.exit(INTERRUPTED)
             except MISTAKES as error:
                 overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
                 _stop(_explain(error, config_name, schema, overrides))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,6 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from dpexp.errors import UserError
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def disk_error(error: Exception) -> UserError | None:
+    """Say what a full disk, or a place that can't be written, means for a person; None of any other error."""
+    if not isinstance(error, OSError) or error.errno not in FULL | UNWRITABLE:
+        return None
+    if error.errno in FULL:
+        return UserError(
+            f"the disk is full ({error.filename or error.strerror}): free some space and start again"
+        )
+    return UserError(f"{error.filename}: {error.strerror}: choose a place that can be read and written")
 
 
 def write_atomic(path: Path, text: str) -> None:

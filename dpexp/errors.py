@@ -1,6 +1,9 @@
-"""The one error that a person can cause, and the end of its message."""
+"""The one error that a person can cause, the end of its message, and what a command says that a person stops."""
 
 from difflib import get_close_matches
+
+# exit status after Ctrl-C
+INTERRUPTED = 130
 
 
 class UserError(ValueError):

@@ -4,8 +4,6 @@ training costs on it (Bu et al., Tables 3-5, 8). Only shapes are computed: no we
 from __future__ import annotations
 
 import json
-import os
-import sys
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,6 +18,7 @@ from dpexp.complexity.shapes import coverage, layers_of
 from dpexp.config import hydra_entry
 from dpexp.errors import UserError, did_you_mean
 from dpexp.schemas import EngineConfig, ModelConfig
+from dpexp.usage import print_out
 
 _FORMATS = ("text", "json")
 _CHOICES = ("rule", "measured")
@@ -235,13 +234,9 @@ def _check(arguments: ExplainArguments) -> None:
 
 @hydra_entry("explain", ExplainArguments)
 def main(arguments: ExplainArguments) -> None:
-    """Print the layerwise decision and what every implementation costs."""
+    """Print how each layer of a model is clipped best, and what every implementation of private training costs on it."""
     result = explain(arguments)
-    try:
-        print(json.dumps(result) if arguments.format == "json" else as_text(result), flush=True)
-    except BrokenPipeError:
-        # the reader, `head` for one, has seen enough; the exit must not flush to it again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_out(json.dumps(result) if arguments.format == "json" else as_text(result))
 
 
 if __name__ == "__main__":

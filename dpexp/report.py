@@ -16,7 +16,8 @@ from typing import Any
 
 import dpexp
 from dpexp import own_run
-from dpexp.errors import UserError
+from dpexp.durable import disk_error
+from dpexp.errors import INTERRUPTED, UserError
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
 from dpexp.usage import shipped
@@ -49,8 +50,14 @@ def _guarded(act: Callable[[Any], int], given: Any) -> int:
     """The exit status of a function that may not like what it is given."""
     try:
         return act(given)
-    except (UserError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        told = error if isinstance(error, ValueError) else disk_error(error)
+        if told is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
         return 2
 
 

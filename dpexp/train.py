@@ -15,7 +15,7 @@ from rich.console import Console
 from dpexp import provenance, record, siblings, statement
 from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
 from dpexp.durable import write_atomic, write_json
-from dpexp.errors import UserError
+from dpexp.errors import INTERRUPTED, UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
@@ -30,9 +30,6 @@ from dpexp.training.loop import Outcome, Trainer
 from dpexp.training.planning import budget_groups, build_plan, build_sampler, choose_device, number_of_steps
 from dpexp.training.progress import Progress, summary_table
 from dpexp.training.state import disk_errors, exclusive
-
-# exit status after Ctrl-C
-INTERRUPTED = 130
 
 
 @hydra_entry("train")

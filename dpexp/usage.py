@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import sys
@@ -69,7 +70,7 @@ def help_text(config_name: str, purpose: str) -> str:
     lines = [
         f"python -m dpexp.{config_name} [GROUP=CHOICE ...] [KEY=VALUE ...] [-m]",
         "",
-        purpose.strip(),
+        inspect.cleandoc(purpose),
         "",
     ]
     header, groups = _header(config_name), groups_of(config_name)

@@ -13,7 +13,7 @@ from dpexp.checks import TRIALS_LAWS
 from dpexp.config import compose, conf_dir, run_folder, signature, to_dict
 from dpexp.declared import declared_num_examples
 from dpexp.durable import flattened
-from dpexp.errors import UserError
+from dpexp.errors import INTERRUPTED, UserError
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.tuning import LAWS
 from dpexp.schemas import CHOICES, RunConfig
@@ -554,6 +554,7 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path, content, words):
 # The command line itself
 
 SCRIPT = """
+import errno
 import sys
 from dpexp.config import RunConfig, hydra_entry, run_folder
 from dpexp.errors import UserError
@@ -563,6 +564,10 @@ def main(run: RunConfig) -> None:
     "Print the folder."
     if run.seed == 13:
         raise UserError("this seed is refused")
+    if run.seed == 14:
+        raise OSError(errno.ENOSPC, "No space left on device", "results.csv")
+    if run.seed == 15:
+        raise KeyboardInterrupt
     print("folder", run_folder(run), run.clip.name)
 
 main()
@@ -584,8 +589,14 @@ def test_a_run_leaves_nothing_of_hydras_behind(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("task=sst2", "clip=adaptive_perlyer"), ("task=sst2", "clip=flat", "+typo=1"), (), (*JOB, "seed=13")],
-    ids=["choice", "key", "missing", "from the job"],
+    [
+        ("task=sst2", "clip=adaptive_perlyer"),
+        ("task=sst2", "clip=flat", "+typo=1"),
+        (),
+        (*JOB, "seed=13"),
+        (*JOB, "seed=14"),
+    ],
+    ids=["choice", "key", "missing", "from the job", "a full disk"],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, arguments):
     done = call(tmp_path, *arguments)
@@ -618,3 +629,8 @@ def test_help_lists_groups_and_choices_without_asking_for_a_task(tmp_path):
         "delta: n_pow_-1.1",
     ):
         assert words in done.stdout
+
+
+def test_ctrl_c_is_one_word(tmp_path):
+    done = call(tmp_path, *JOB, "seed=15")
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "interrupted\n")

@@ -20,7 +20,7 @@ from dpexp.auditing.estimates import estimates
 from dpexp.auditing.verdict import verdict
 from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
 from dpexp.config import signature, to_dict
-from dpexp.errors import UserError
+from dpexp.errors import INTERRUPTED, UserError
 from dpexp.metrics import exposure
 from dpexp.models import ModelBundle
 from dpexp.privacy.events import ADD_OR_REMOVE_ONE
@@ -28,7 +28,7 @@ from dpexp.privacy.keys import Keys
 from dpexp.privacy.plan_checks import resolve_delta
 from dpexp.tasks import Task
 from dpexp.trackers import tells_all, tracking
-from dpexp.train import INTERRUPTED, announce, how_to_resume, summarise
+from dpexp.train import announce, how_to_resume, summarise
 from dpexp.training.batching import Sampler
 from dpexp.training.loop import Trainer
 from dpexp.training.planning import budget_groups, build_plan, build_sampler, choose_device, number_of_steps

@@ -25,7 +25,6 @@ Rows = Sequence[dict[str, Any]]
 
 def write(record: dict[str, Any], out: Path) -> list[Path]:
     """`out`.csv, `out`.json and `out`.svg (where matplotlib is installed). Returns what was written."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(out.name + ending) for ending in (".csv", ".json", ".svg")]
     write_atomic(paths[0], as_csv(record["rows"]))
     write_json(paths[1], record)

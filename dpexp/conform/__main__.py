@@ -19,7 +19,8 @@ from dpexp.conform.judge import Adapter, Reference, judge
 from dpexp.conform.randomly import random_suite
 from dpexp.conform.traps import FAMILIES as TRAP_FAMILIES
 from dpexp.conform.traps import trap_case
-from dpexp.errors import UserError
+from dpexp.durable import make_folder
+from dpexp.errors import UserError, did_you_mean
 
 SUITES = ("traps", "classes", "random", "all")
 
@@ -40,7 +41,10 @@ class ConformArguments:
 
 @hydra_entry("conform", ConformArguments)
 def main(arguments: ConformArguments) -> None:
-    """Ask, write the tables, and end with status 1 where one of our own engines was wrong or crashed."""
+    """Ask libraries to clip models that hold a trap, and tabulate who is exact, who refuses, and who is wrong without a word.
+
+    The exit status is 1 where one of dpexp's own engines is wrong or crashes.
+    """
     console = Console(highlight=False, soft_wrap=True)
     if failed := conform(arguments, console):
         console.print(f"{failed} answers of dpexp are wrong, or errors that are no refusals", markup=False)
@@ -54,9 +58,13 @@ def conform(arguments: ConformArguments, console: Console) -> int:
         UserError: a suite, library or engine that there is not, or a name that no case contains.
     """
     if arguments.suite not in SUITES:
-        raise UserError(f"suite={arguments.suite} is not a choice: take {', '.join(SUITES)}")
+        raise UserError(f"suite={arguments.suite} is not a choice{did_you_mean(arguments.suite, SUITES)}")
+    if arguments.models < 1:
+        raise UserError(f"models={arguments.models} must be 1 or more")
     asked = _adapters(arguments)
     out = Path(arguments.out) if arguments.out else None
+    if out is not None:
+        make_folder(out, "out")
     with quiet():
         if arguments.suite == "random":
             return random_suite(asked, arguments.models, arguments.seed, out, console, fresh=arguments.fresh)

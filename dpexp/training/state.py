@@ -9,7 +9,6 @@ depend on t alone, and the learning rate is a function of t.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -23,7 +22,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor, nn
 
-from dpexp.durable import flush_file, flush_folder, make_folder, read_json, write_json
+from dpexp.durable import FULL, UNWRITABLE, flush_file, flush_folder, make_folder, read_json, write_json
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.sharded import like, write_into
@@ -31,8 +30,6 @@ from dpexp.parallel.shards import is_sharded
 from dpexp.provenance import device_name
 
 FOLDER_SETTING = "runtime.runs_dir, or folder= of PrivacyEngine"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextlib.contextmanager
@@ -41,12 +38,12 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise UserError(
                 f"the disk is full: could not write to {folder}. The last checkpoint there is still good: "
                 "free some space and run the same command again to go on"
             ) from error
-        if error.errno in _UNWRITABLE:
+        if error.errno in UNWRITABLE:
             raise UserError(
                 f"cannot write to {error.filename or folder} ({error.strerror}): choose another folder with {FOLDER_SETTING}"
             ) from error
