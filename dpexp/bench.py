@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from dpexp.benchmark.render import overview, workload_table, write
 from dpexp.benchmark.workloads import SIZES, workload_named
 from dpexp.config import hydra_entry
 from dpexp.durable import make_folder, write_json
-from dpexp.errors import UserError, did_you_mean
+from dpexp.errors import INTERRUPTED, UserError, did_you_mean
 from dpexp.provenance import code_hash, command_line, git_state, hardware, versions
 
 _DEVICES = ("cpu", "cuda")
@@ -188,7 +189,8 @@ def main(arguments: BenchArguments) -> None:
     if not console.is_terminal:
         # a log file has no width of its own
         console = Console(highlight=False, width=180)
-    bench(arguments, console)
+    if bench(arguments, console)["status"] == "interrupted":
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -61,10 +61,8 @@ class Row:
     baseline_mib: float | None = None
     # above the baseline, from set-up to the last step
     peak_mib: float | None = None
-    steady_mib: float | None = (
-        # the same without the first steps, in which methods are tried and graphs compiled
-        None
-    )
+    # the same without the first steps, in which methods are tried and graphs compiled
+    steady_mib: float | None = None
     # peak / peak of non-private
     memory_ratio: float | None = None
     steady_ratio: float | None = None

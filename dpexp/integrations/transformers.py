@@ -324,10 +324,8 @@ class _Taken:
     def __init__(self, optimizer: Any):
         self.wrapped = optimizer
         self.real: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        optimizer._opt_called = (
-            # or the scheduler, which holds the wrapper, warns that its optimiser never moves
-            True
-        )
+        # or the scheduler, which holds the wrapper, warns that its optimiser never moves
+        optimizer._opt_called = True
 
     def step(self, closure: Any = None) -> None:
         """Do nothing."""
