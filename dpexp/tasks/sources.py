@@ -21,14 +21,10 @@ from dpexp.tasks.files import find_file
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
 
-PARQUET = (
-    # the hub's own copy of data sets whose loading script the library no longer runs
-    "refs/convert/parquet"
-)
-MOST_SHARED = (
-    # a dev set with a larger share of training rows than this is the training data by another name
-    0.5
-)
+# the hub's own copy of data sets whose loading script the library no longer runs
+PARQUET = "refs/convert/parquet"
+# a dev set with a larger share of training rows than this is the training data by another name
+MOST_SHARED = 0.5
 NO_DEV = "no dev set was given (data.dev), so nothing is measured"
 
 Split = TypeVar("Split")

@@ -24,10 +24,8 @@ class Sums:
     # sum of the losses
     loss: Tensor
     drawn: int = 0
-    signal_to_noise: float | None = (
-        # norm of the clipped sum over that of its noise, where it is asked for
-        None
-    )
+    # norm of the clipped sum over that of its noise, where it is asked for
+    signal_to_noise: float | None = None
     # [K, b] norms of each physical batch, where they are asked for
     every: list[Tensor] | None = None
 
