@@ -1,0 +1,201 @@
+"""`PrivacyEngine`: arguments that cannot be meant get one sentence, at once."""
+
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from dpexp import PrivacyEngine
+from dpexp.errors import UserError
+from tests.training.own_loop import (
+    TASK,
+    adam_of,
+    data,
+    make,
+    network,
+    train,
+)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+
+class StreamOfKnownLength(Stream):
+    def __len__(self):
+        return 60
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (
+            lambda model: {"optimizer": adam_of(model[0].weight)},
+            "0.bias is trainable, and not in the optimizer",
+        ),
+        (
+            lambda model: {"optimizer": adam_of(*model.parameters(), nn.Parameter(torch.zeros(1)))},
+            "not in the model",
+        ),
+        (lambda model: {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
+        (lambda model: {"optimizer": adam_of(*model.requires_grad_(False).parameters())}, "nothing to train"),
+        (lambda model: {"rule": "none"}, "clips nothing"),
+        (lambda model: {"epochs": 1}, "either epochs or steps"),
+        (lambda model: {"epsilon": 1.0}, "either epsilon or noise_multiplier"),
+        (lambda model: {"batch_size": 61}, "at most N"),
+        (lambda model: {"dataset": Stream()}, "map-style"),
+        (lambda model: {"target_quantile": 1.5}, "give a number below 1"),
+        (lambda model: {"dataset": StreamOfKnownLength(), "data_name": "s"}, "map-style"),
+        (lambda model: {"clip_norm": 1e-20}, "no threshold below 1e-12"),
+        (lambda model: {"scheduler": "cosine"}, "scheduler='cosine' is none"),
+        (
+            lambda model: {"scheduler": torch.optim.lr_scheduler.StepLR(adam_of(*model.parameters()), 1)},
+            "learning rate of another optimizer",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
+    model = network()
+    with pytest.raises(UserError, match=named):
+        make(tmp_path, model, **wrong(model))
+    assert not (tmp_path / "ledger.jsonl").exists()
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"batch_size": "20"}, "batch_size='20' is not a number"),
+        ({"batch_size": 0}, "batch_size=0 must be above 0"),
+        ({"steps": 2.5}, "steps=2.5 is not a whole number"),
+        ({"steps": None, "epochs": -1}, "epochs=-1 must be above 0"),
+        ({"noise_multiplier": None, "epsilon": "8"}, "epsilon='8' is not a number"),
+        ({"noise_multiplier": None, "epsilon": float("nan")}, "epsilon=nan is not a finite number"),
+        ({"clip_norm": True}, "clip_norm=True is not a number"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0 must be above 0"),
+        ({"target_quantile": 1.0}, "target_quantile=1.0 is a share"),
+        ({"checkpoint_every": -1}, "checkpoint_every=-1 must be 0 or larger"),
+        ({"clip_norm": None}, "clip_norm=None is not a number"),
+        ({"clip_norm": 1e300}, r"clip_norm=1e\+300 must be at most 1e\+18"),
+        ({"loss_scale": 1e300}, r"loss_scale=1e\+300 must be at most"),
+        ({"users": 5}, "users=5 names nobody"),
+        ({"scheduler": 3}, "scheduler=3 is none"),
+    ],
+    ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
+)
+def test_a_number_that_cannot_be_meant_gets_one_sentence(tmp_path, changes, says):
+    with pytest.raises(UserError, match=says):
+        make(tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_may_be_those_of_other_libraries(tmp_path):
+    numbers = {
+        "batch_size": np.float32(20),
+        "steps": np.int64(2),
+        "clip_norm": np.float32(0.5),
+        "noise_multiplier": Fraction(3, 2),
+        "target_quantile": np.float16(0.5),
+        "checkpoint_every": np.int8(1),
+    }
+    engine = train(make(tmp_path, **numbers))
+    assert engine.finished
+    assert (
+        engine.plan.to_dict()
+        == make(tmp_path / "own", steps=2, noise_multiplier=1.5, target_quantile=0.5).plan.to_dict()
+    )
+
+
+@pytest.mark.parametrize("folder", [None, "", 3])
+def test_a_folder_that_is_none_is_refused(folder):
+    with pytest.raises(UserError, match="is not the name of a folder"):
+        make(folder)
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(UserError, match="is a file"):
+        make(tmp_path / "run")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_a_guarantee_that_protects_nobody_is_said_at_once(tmp_path):
+    with pytest.warns(UserWarning, match="not below 1/N"):
+        make(tmp_path / "a", delta=0.5)
+    with pytest.warns(UserWarning, match="bounds next to nothing"):
+        make(tmp_path / "b", noise_multiplier=None, epsilon=1e6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: DataLoader(data(), batch_size=4), "give loader.dataset here"),
+        (lambda: data().tensors, r"TensorDataset\(\*tensors\) makes one"),
+        (lambda: {"train": data()}, "a dict has names and not examples by number"),
+        (lambda: pandas.DataFrame({"x": [1.0, 2.0]}), "a DataFrame gives columns and not examples"),
+        (lambda: pandas.Series([1.0, 2.0]), "a Series gives columns and not examples"),
+        (lambda: zip(*data().tensors, strict=True), "map-style"),
+    ],
+    ids=["loader", "tuple", "dict", "frame", "series", "zip"],
+)
+def test_what_has_no_examples_by_number_is_no_data_set(tmp_path, wrong, says):
+    model = network()
+    with pytest.raises(UserError, match=says):
+        PrivacyEngine(
+            model, adam_of(*model.parameters()), wrong(), folder=tmp_path, batch_size=1, steps=1, epsilon=1
+        )
+
+
+def test_arguments_in_another_order_are_told(tmp_path):
+    model = network()
+    settings = {"folder": tmp_path, "batch_size": 1, "steps": 1, "epsilon": 1}
+    with pytest.raises(UserError, match="optimizer: this is of type TensorDataset and no torch Optimizer"):
+        PrivacyEngine(model, data(), adam_of(*model.parameters()), **settings)
+    with pytest.raises(UserError, match="model: this is of type Adam and no torch Module"):
+        PrivacyEngine(adam_of(*model.parameters()), model, data(), **settings)
+
+
+def test_a_bare_tensor_or_array_is_hashed(tmp_path):
+    x = torch.stack([x for x, _ in TASK.train])
+    for number, plain in enumerate((x, x.numpy())):
+        engine = make(tmp_path / str(number), dataset=plain)
+        train(engine, losses=lambda engine, batch: engine.model(batch).square().sum(1))
+        engine.close()
+        with pytest.raises(UserError, match="the data differ"):
+            make(tmp_path / str(number), dataset=plain + 1)
+
+
+def test_a_size_in_the_place_of_the_collate_function_is_named(tmp_path):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="physical_batch_size=64"):
+        next(engine.batches(64))
+    with pytest.raises(UserError, match="physical_batch_size='64' is not a number"):
+        next(engine.batches(physical_batch_size="64"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"schedule": {"name": "privacy_utility_released", "start": 1.5, "window": 1}}, "follows"),
+        ({"schedule": 3}, "is no schedule"),
+        ({"schedule": {"name": "time", "rate": 1.0}}, "is no schedule"),
+        ({"schedule": {"name": "time", "decay_rate": "fast"}}, "is no schedule"),
+        ({"schedule": {"name": "influence", "influences": ["a"]}}, "is no schedule"),
+        ({"delta": None}, "neither a number nor a rule"),
+        ({"delta": [1e-5]}, "neither a number nor a rule"),
+    ],
+)  # fmt: skip
+def test_a_schedule_or_a_delta_that_is_none_gets_one_sentence(tmp_path, changes, says):
+    with pytest.raises(UserError, match=says) as caught:
+        make(tmp_path / "run", **changes)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,185 @@
+"""`PrivacyEngine`: mistakes in the loop are noticed, and nothing of them is released."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dpexp.errors import UserError
+from tests.training.own_loop import (
+    adam_of,
+    first_batch,
+    flat,
+    losses_of,
+    make,
+    network,
+    train,
+)
+from tests.training.tiny import run_to_end, tiny_run
+
+
+def test_leaving_the_loop_releases_nothing_and_the_step_begins_again(tmp_path):
+    engine = make(tmp_path / "left")
+    for number, batch in enumerate(engine.batches(physical_batch_size=4)):
+        if number == 2:
+            break
+        engine.step(losses_of(engine, batch))
+    assert engine.steps_taken == engine.ledger.steps_charged == 0
+    assert all(p.grad is None for p in engine.model.parameters())
+    with pytest.raises(ZeroDivisionError):
+        train(engine, 4, losses=lambda engine, batch: losses_of(engine, batch) * (1 / 0))
+    assert np.array_equal(flat(train(engine)), flat(train(make(tmp_path / "whole"))))
+
+
+def test_a_batch_without_a_step_is_noticed(tmp_path):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="was not called for the last batch"):
+        for _ in engine.batches():
+            pass
+
+
+def test_a_step_without_a_batch_is_noticed(tmp_path):
+    engine = make(tmp_path)
+    batch, loop = first_batch(engine)
+    engine.step(losses_of(engine, batch))
+    with pytest.raises(UserError, match="no batch to go with"):
+        engine.step(losses_of(engine, batch))
+    loop.close()
+
+
+def test_two_loops_at_once_are_noticed(tmp_path):
+    engine = make(tmp_path)
+    _, one = first_batch(engine)
+    batch, _other = first_batch(engine)
+    engine.step(losses_of(engine, batch))
+    with pytest.raises(UserError, match="another loop"):
+        next(one)
+
+
+def test_the_optimizer_moves_for_the_engine_alone(tmp_path):
+    engine = make(tmp_path)
+    optimizer, before = engine._optimizer.optimizer, flat(engine)
+    batch, loop = first_batch(engine)
+    engine.step(losses_of(engine, batch))
+    with pytest.raises(UserError, match="no noise yet"):
+        optimizer.step()
+    assert np.array_equal(flat(engine), before)
+    loop.close()
+    engine.close()
+    optimizer.step()  # it is the loop's again
+
+
+def test_a_gradient_scaler_is_refused(tmp_path):
+    engine = make(tmp_path)
+    scaler = torch.amp.GradScaler("cpu")
+    batch, _loop = first_batch(engine)
+    engine.step(scaler.scale(losses_of(engine, batch)))
+    with pytest.raises(UserError, match="GradScaler"):
+        scaler.step(engine._optimizer.optimizer)
+
+
+@pytest.mark.parametrize("what", ["zero_grad", "clip", "add"])
+def test_gradients_are_the_engines_while_a_batch_is_summed(tmp_path, what):
+    engine = make(tmp_path)
+    parameters = list(engine.model.parameters())
+    loop = engine.batches(physical_batch_size=4)
+    engine.step(losses_of(engine, next(loop)))
+    if what == "zero_grad":
+        engine._optimizer.optimizer.zero_grad()
+    elif what == "clip":
+        nn.utils.clip_grad_norm_(parameters, 1e-3)
+    else:
+        parameters[0].grad.add_(1.0)
+    with pytest.raises(UserError, match="in the middle of a batch"):
+        engine.step(losses_of(engine, next(loop)))
+
+
+def test_zero_grad_before_every_batch_of_one_piece_does_no_harm(tmp_path):
+    engine = make(tmp_path)
+    for batch in engine.batches(physical_batch_size=64):
+        engine._optimizer.optimizer.zero_grad()
+        engine.step(losses_of(engine, batch))
+    assert engine.finished
+
+
+def test_thresholds_are_the_policys(tmp_path):
+    engine = make(tmp_path)
+    batch, _loop = first_batch(engine, 64)
+    engine.clipper.thresholds = [100.0]
+    with pytest.raises(UserError, match="thresholds were changed in the middle of a step"):
+        engine.step(losses_of(engine, batch))
+    assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize(
+    "normed", [lambda losses: losses / losses.mean(), lambda losses: losses * losses.softmax(0)]
+)
+def test_losses_that_mix_examples_are_noticed(tmp_path, normed):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="mixes examples"):
+        train(engine, losses=lambda engine, batch: normed(losses_of(engine, batch)))
+    assert engine.ledger.steps_charged == 0
+
+
+def test_a_backward_of_the_loops_own_is_noticed(tmp_path):
+    engine = make(tmp_path)
+    losses = losses_of(engine, first_batch(engine)[0])
+    with pytest.raises(RuntimeError, match=r"loss.backward\(\) reached a model"):
+        losses.mean().backward()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        torch.mean,
+        lambda losses: losses[1:],
+        lambda losses: losses[:, None],
+        lambda losses: losses.tolist(),
+        lambda losses: None,
+    ],
+)
+def test_one_loss_per_example_is_needed(tmp_path, spoil):
+    engine = make(tmp_path)
+    losses = losses_of(engine, first_batch(engine)[0])
+    with pytest.raises(UserError, match=r"one loss per example|losses"):
+        engine.step(spoil(losses))
+
+
+def test_another_optimizer_may_not_move_the_weights_between_two_batches(tmp_path):
+    engine = make(tmp_path)
+    own, others = adam_of(*engine.model.parameters()), adam_of(nn.Parameter(torch.zeros(1)))
+    for batch in engine.batches(physical_batch_size=3):
+        engine.step(losses_of(engine, batch))
+        others.step()
+        with pytest.raises(UserError, match="hold no noise yet"):
+            own.step()
+        break
+    engine.close()
+    own.step()
+
+
+def test_a_plateau_scheduler_is_refused(tmp_path):
+    model = network()
+    optimizer = adam_of(*model.parameters())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UserError, match="ReduceLROnPlateau"):
+        make(tmp_path, model, optimizer, scheduler=scheduler)
+
+
+def test_a_scheduler_that_the_loop_steps_too_is_refused(tmp_path):
+    model = network()
+    optimizer = adam_of(*model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    engine = make(tmp_path, model, optimizer, scheduler=scheduler)
+    train(engine, steps=1)
+    scheduler.step()
+    with pytest.raises(UserError, match="called by the loop"):
+        train(engine)
+    assert engine.steps_taken == engine.ledger.steps_charged == 1
+
+
+def test_several_processes_that_do_not_share_a_batch_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UserError, match="2 processes"):
+        run_to_end(tmp_path / "loop", tiny_run())

@@ -1,0 +1,210 @@
+"""`PrivacyEngine`: what becomes of a run that is cut off, and of a folder that is used."""
+
+import gc
+import hashlib
+import math
+import os
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
+
+from dpexp.errors import UserError
+from tests.killing import in_child
+from tests.training.own_loop import (
+    crash_at,
+    data,
+    flat,
+    make,
+    network,
+    train,
+)
+from tests.training.tiny import run_to_end, tiny_run
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_run_that_was_cut_off_goes_on_bit_for_bit_and_pays_once(tmp_path, monkeypatch, step):
+    """Charged, and killed before its noise; the second session builds another random model and gets the first one's weights."""
+    whole = train(make(tmp_path / "whole", network(0.3), target_quantile=0.6, groups="layer"))
+    crash_at(monkeypatch, make(tmp_path / "cut", network(0.3), target_quantile=0.6, groups="layer"), 2 * step)
+    other = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3))
+    resumed = make(tmp_path / "cut", other, target_quantile=0.6, groups="layer")
+    assert resumed.steps_taken == step // 2 * 2
+    assert resumed.ledger.steps_charged == step + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(resumed)
+    assert np.array_equal(flat(resumed), flat(whole))
+    assert resumed.ledger.steps_charged == 6
+
+
+def test_killed_anywhere_it_ends_with_the_same_weights(tmp_path):
+    def session(folder, at=None):
+        def work():
+            model = network(0.3)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+            engine = train(make(folder, model, optimizer, steps=40, scheduler=scheduler))
+            (folder / "weights").write_text(hashlib.sha256(flat(engine).tobytes()).hexdigest())
+
+        return in_child(work, at)
+
+    make(tmp_path / "warm").close()  # imports, before the forks
+    status, calls = session(tmp_path / "whole")
+    assert status == 0
+    for share in (0.3, 0.25, 0.2, 0.25):
+        assert os.WIFSIGNALED(session(tmp_path / "cut", int(calls * share))[0])
+    assert session(tmp_path / "cut")[0] == 0
+    assert (tmp_path / "cut/weights").read_text() == (tmp_path / "whole/weights").read_text()
+    lines = (tmp_path / "cut/ledger.jsonl").read_text().splitlines()
+    assert sum('"step"' in line for line in lines) == 40
+
+
+def test_changed_code_of_the_loop_gets_fresh_noise_is_charged_again_and_says_so(tmp_path, monkeypatch):
+    crash_at(monkeypatch, make(tmp_path), 3)
+    engine = make(tmp_path)
+    assert engine.steps_taken == 2
+
+    def other(engine, batch):
+        return nn.functional.mse_loss(engine.model(batch[0]), batch[0][:, :3], reduction="none").sum(1)
+
+    with pytest.warns(UserWarning, match="second time"):
+        train(engine, losses=other)
+    assert engine.ledger.steps_charged == 6 + 2  # steps 2 and 3 were charged before
+    assert engine.epsilon() > engine.plan.epsilon()
+
+
+def test_a_finished_run_trains_nothing_more(tmp_path):
+    first = train(make(tmp_path))
+    first.close()
+    again = make(tmp_path)
+    assert again.finished
+    assert list(again.batches()) == []
+    assert np.array_equal(flat(again), flat(first))
+    assert again.epsilon() == first.epsilon()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"clip_norm": 2.0}, "clip_norm was 1.0 there and is 2.0 here"),
+        ({"steps": 7}, "steps was 6"),
+        ({"noise_multiplier": 2.0}, "noise_multiplier was 1.0"),
+        ({"batch_size": 10}, "sample_rate"),
+        ({"dataset": Subset(data(), range(59))}, "num_examples"),
+        ({"dataset": TensorDataset(data().tensors[0] + 1e-6, data().tensors[1])}, "the data differ"),
+        ({"dataset": Subset(data(), [1, 0, *range(2, 60)])}, "the data differ"),
+        ({"model": nn.Sequential(nn.Linear(10, 3))}, "the trained parameters differ"),
+    ],
+)
+def test_a_used_folder_is_refused(tmp_path, changes, named):
+    train(make(tmp_path), steps=2).close()
+    with pytest.raises(UserError, match=named):
+        make(tmp_path, **changes)
+    assert make(tmp_path).steps_taken == 2  # nothing was changed by it
+
+
+def test_other_frozen_weights_are_another_model(tmp_path):
+    def half_frozen(shift):
+        model = network()
+        model[0].requires_grad_(False)
+        with torch.no_grad():
+            model[0].weight += shift
+        return model
+
+    def begin(shift):
+        model = half_frozen(shift)
+        return make(
+            tmp_path, model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        )
+
+    begin(0.0).close()
+    with pytest.raises(UserError, match="the frozen weights differ"):
+        begin(1e-6)
+
+
+def test_the_folder_of_a_configured_run_is_refused(tmp_path):
+    run_to_end(tmp_path, tiny_run(steps=1))
+    with pytest.raises(UserError, match="another run"):
+        make(tmp_path)
+
+
+def test_a_folder_is_held_until_the_engine_is_closed_or_dropped(tmp_path):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="in use"):
+        make(tmp_path)
+    model = engine.model
+    del engine
+    gc.collect()
+    assert type(model[0]) is nn.Linear
+    with make(tmp_path):
+        pass
+    make(tmp_path).close()
+
+
+def test_a_finished_run_leaves_its_folder_to_the_next(tmp_path):
+    engine = train(make(tmp_path / "run"), steps=2)
+    engine.save(tmp_path / "early")
+    train(engine)
+    again = make(tmp_path / "run")
+    assert again.finished
+    assert np.array_equal(flat(again), flat(engine))
+    again.load(tmp_path / "early")
+    with pytest.raises(UserError, match="in use"):
+        make(tmp_path / "run")
+    train(again)
+    assert np.array_equal(flat(again), flat(engine))
+    assert again.ledger.steps_charged == engine.steps
+
+
+def test_the_data_says_what_it_is_where_it_cannot_be_hashed(tmp_path):
+    class Files:
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, i):
+            return data()[i]
+
+    with pytest.raises(UserError, match="data_name"):
+        make(tmp_path, dataset=Files())
+    train(make(tmp_path, dataset=Files(), data_name="faces, 2nd edition"), steps=1).close()
+    with pytest.raises(UserError, match="the data differ"):
+        make(tmp_path, dataset=Files(), data_name="faces, 3rd edition")
+
+
+def test_another_learning_rate_on_resuming_is_said(tmp_path):
+    def again(lr):
+        model = network()
+        return make(tmp_path, model, torch.optim.SGD(model.parameters(), lr=lr))
+
+    train(again(0.5), steps=2).close()
+    with pytest.warns(
+        UserWarning, match=r"goes on with the learning rate 0\.5 of its checkpoint, and not with 0\.1"
+    ):
+        engine = again(0.1)
+    engine.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again(0.5).close()
+
+
+def test_the_key_is_the_owners_alone(tmp_path):
+    make(tmp_path, noise_seed=None)
+    assert (tmp_path / "secret.key").stat().st_mode & 0o777 == 0o600
+    assert math.isclose(os.path.getsize(tmp_path / "secret.key"), 32)
+
+
+def test_a_ledger_that_lost_its_end_and_a_copy_of_the_folder_are_noticed(tmp_path):
+    train(make(tmp_path / "run", noise_seed=None), steps=4).close()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copy = make(tmp_path / "copy", noise_seed=None)
+    assert copy._keys.copied
+    copy.close()
+    ledger = tmp_path / "run/ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(UserError, match="lost entries"):
+        make(tmp_path / "run", noise_seed=None)
