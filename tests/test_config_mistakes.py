@@ -1,0 +1,218 @@
+"""Bad input gets one clear sentence, from a composed configuration and from a command."""
+
+import pytest
+
+from dpexp.checks import TRIALS_LAWS
+from dpexp.config import compose, run_folder
+from dpexp.errors import INTERRUPTED, UserError
+from dpexp.privacy.tuning import LAWS
+from tests.commands import called
+
+JOB = ("task=sst2", "clip=adaptive_perlayer")
+MISTAKES = {
+    # settings that are not there
+    "clip=adaptive_perlyer": "clip=adaptive_perlyer is not a choice; did you mean adaptive_perlayer",
+    "task=sst3": "did you mean sst2",
+    "model=roberta_bas": "did you mean roberta_base",
+    "scale=smal": "did you mean small",
+    "experiment=he2023_tabel4": "did you mean he2023_table4",
+    "optim.lrr=1": "there is no setting optim.lrr; did you mean optim.lr",
+    "privacy.epsilom=3": "did you mean privacy.epsilon",
+    "lr=1": "there is no setting lr; did you mean optim.lr?",
+    "clpi=flat": "there is no setting clpi; did you mean clip?",
+    "+typo=1": "there is no setting typo",
+    "+optim.lrr=1": "there is no setting optim.lrr; did you mean optim.lr",
+    "~optim": "can't be removed",
+    "engine.name=bkk": "engine.name=bkk is not a choice; did you mean bk",
+    # values that can't be
+    "optim.lr=abc": "optim.lr=abc is not a number: write it out, such as 0.004",
+    "optim.lr=[1": "cannot read 'optim.lr=[1'",
+    "optim.lr=-1": "optim.lr=-1.0 must be above 0",
+    "optim.lr=nan": "optim.lr=nan must be above 0",
+    "optim.lr=inf": "optim.lr=inf must be above 0",
+    "optim.betas=[0.9]": "two numbers",
+    "optim.warmup_ratio=1": "in [0, 1)",
+    "schedule=tme": "did you mean time",
+    "schedule.name=step": "not given: schedule.decay_rate",
+    "seed=-1": "0 or more",
+    "trials=0": "above 0",
+    "runtime.physical_batch_size=0": "give auto or a number",
+    "runtime.physical_batch_size=big": "give auto or a number",
+    "privacy.delta=0": "privacy.delta=0",
+    "privacy.delta=n_pow_-1.2": "did you mean n_pow_-1.1",
+    "data.root=${oc.env:NO_SUCH_VARIABLE}": "data.root",
+    # values that do not go together
+    "privacy.noise_multiplier=1": "privacy.epsilon and privacy.noise_multiplier are both given",
+    "privacy.epsilon=null": "not given: privacy.epsilon or privacy.noise_multiplier",
+    "optim.steps=10": "optim.epochs=20 and optim.steps=10 are both given",
+    "optim.epochs=null": "not given: optim.epochs or optim.steps",
+    "optim.batch_size=67350": "more than the 67349 examples",
+    "accountant=gdp": "accountant.allow_clt=true",
+    "clip.quantile_budget=0": "must be in (0, 1)",
+    "clip.quantile_budget=1": "must be in (0, 1)",
+    "clip.target_quantile=1": "must be in (0, 1)",
+    "clip.rule=none": "bounds nothing",
+    "model=hf": "not given: model.id",
+    "data.train=mine.csv": "task=text_classification",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_sentence(mistake):
+    group = mistake.partition("=")[0]
+    job = [word for word in JOB if not word.startswith(f"{group}=")]
+    with pytest.raises(UserError) as raised:
+        compose([*job, mistake])
+    message = str(raised.value)
+    assert MISTAKES[mistake] in message
+    assert "\n" not in message
+    assert "To append to your" not in message, "Hydra's advice teaches the wrong lesson"
+
+
+def test_the_laws_of_trials_are_those_that_have_a_price():
+    assert set(TRIALS_LAWS) == set(LAWS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["clip=nonprivate", "privacy=eps3"], "clip=nonprivate adds no noise"),
+        (["clip=nonprivate", "clip.adaptive=true"], "use a private clip"),
+        (["clip=flat", "clip.private=false"], "adds no noise"),
+        (["clip=flat", "peft=lora", "model.trainable=bias"], "both say which parameters train"),
+        (["clip=flat", "peft=lora", "peft.rank=0"], "peft.rank=0 must be 1 or more"),
+        (["clip=flat", "peft=top2", "peft.blocks=0"], "peft.blocks=0 must be 1 or more"),
+        (["clip=flat", "peft=prefix", "peft.prefix_length=0"], "peft.prefix_length=0 must be 1 or more"),
+        (["clip=flat", "peft=rgp", "model.trainable=head"], "both say which parameters train"),
+        (["clip=flat", "privacy.secure=true", "privacy.noise_seed=1"], "drop privacy.noise_seed"),
+        (
+            ["clip=flat", "privacy.sampling=fixed", "accountant=pld"],
+            "accountant=pld knows nothing of batches of a fixed size",
+        ),
+        (["clip=flat", "trials_law=geometrical"], "trials_law=geometrical is not a choice"),
+        (["clip=flat", "model=bert_tiny", "model.architecture=null"], "not given: model.architecture"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, words):
+    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+        compose(["task=sst2", *settings])
+
+
+def test_everything_that_is_missing_is_one_message():
+    with pytest.raises(UserError) as raised:
+        compose([])
+    assert "task=… (choices: " in str(raised.value)
+    with pytest.raises(UserError) as raised:
+        compose(["task=text_classification", "clip=flat", "model=hf", "privacy=noise"])
+    for key in ("data.train", "data.text", "data.label", "model.id", "privacy.noise_multiplier"):
+        assert key in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_several_mistakes_are_listed_together():
+    with pytest.raises(UserError) as raised:
+        compose([*JOB, "optim.lr=-1", "optim.steps=3", "privacy.delta=2"])
+    assert str(raised.value).startswith("3 settings are wrong:")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            "optim:\n  lrr: 1\n",
+            r"experiment/mine\.yaml: there is no setting optim\.lrr; did you mean optim\.lr",
+        ),
+        ("optim:\n  lr: x\n", r"experiment/mine\.yaml: optim\.lr: Value 'x'"),
+        ("optim: [\n", r"mine\.yaml, line 3: this is no YAML"),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file(tmp_path, content, words):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{content}")
+    with pytest.raises(UserError, match=words):
+        compose([*JOB, f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"])
+
+
+# The command line itself
+
+SCRIPT = """
+import errno
+import sys
+from dpexp.config import RunConfig, hydra_entry, run_folder
+from dpexp.errors import UserError
+
+@hydra_entry("train")
+def main(run: RunConfig) -> None:
+    "Print the folder."
+    if run.seed == 13:
+        raise UserError("this seed is refused")
+    if run.seed == 14:
+        raise OSError(errno.ENOSPC, "No space left on device", "results.csv")
+    if run.seed == 15:
+        raise KeyboardInterrupt
+    print("folder", run_folder(run), run.clip.name)
+
+main()
+"""
+
+
+def call(folder, *arguments):
+    script = folder.parent / "script.py"
+    script.write_text(SCRIPT)
+    return called(script, *arguments, cwd=folder)
+
+
+def test_a_run_leaves_nothing_of_hydras_behind(tmp_path):
+    done = call(tmp_path, *JOB)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["folder", str(run_folder(compose(JOB))), "adaptive_perlayer"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("task=sst2", "clip=adaptive_perlyer"),
+        ("task=sst2", "clip=flat", "+typo=1"),
+        (),
+        (*JOB, "seed=13"),
+        (*JOB, "seed=14"),
+    ],
+    ids=["choice", "key", "missing", "from the job", "a full disk"],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, arguments):
+    done = call(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_multirun_gives_each_job_its_folder_and_outlives_a_failed_one(tmp_path):
+    done = call(tmp_path, "task=sst2", "clip=flat,perlayer", "seed=13,1", "-m")
+    folders = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("folder")]
+    expected = [compose(["task=sst2", f"clip={clip}", "seed=1"]) for clip in ("flat", "perlayer")]
+    assert folders == [[str(run_folder(run)), run.clip.name] for run in expected]
+    assert done.returncode == 2
+    assert done.stderr.count("error: this seed is refused") == 2
+    assert "clip=perlayer seed=13" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_lists_groups_and_choices_without_asking_for_a_task(tmp_path):
+    done = call(tmp_path, "--help")
+    assert done.returncode == 0
+    assert "Print the folder." in done.stdout
+    for words in (
+        "task [required]",
+        "scale [paper]",
+        "adaptive_perlayer",
+        "he2023_table8",
+        "delta: n_pow_-1.1",
+    ):
+        assert words in done.stdout
+
+
+def test_ctrl_c_is_one_word(tmp_path):
+    done = call(tmp_path, *JOB, "seed=15")
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "interrupted\n")
