@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, private: the steps of `PrivacyEngine` and `dpexp.train`, its own features, and what is refused."""
+"""Hugging Face's Trainer, private: the steps of `PrivacyEngine` and `dpexp.train`, and its own features."""
 
 import itertools
 import json
@@ -12,103 +12,26 @@ import torch
 import transformers
 from datasets import Dataset
 from torch import nn
-from torch.utils.data import DataLoader
 
 from dpexp import PrivacyEngine
 from dpexp.clipping.engines import ENGINES, Engine
 from dpexp.errors import UserError
-from dpexp.integrations.transformers import Trainer
 from dpexp.models.adapters import add_adapters
 from dpexp.schemas import PeftConfig
 from dpexp.training import release
+from tests.integrations.hugging_face import (
+    CHECKPOINTING,
+    PRIVACY,
+    collate,
+    flat,
+    make,
+    network,
+    rows,
+)
 from tests.killing import in_child
 from tests.parallel.cases import NumberedNoise
 from tests.parallel.pool import run_ranks
 from tests.training.tiny import TinyTask, run_to_end, tiny_run
-
-ROWS, LONGEST, VOCABULARY = 48, 7, 40
-# transformers below 5.12 knows it by its older name
-CHECKPOINTING = next(
-    name
-    for name in ("activation_checkpointing", "gradient_checkpointing")
-    if name in transformers.TrainingArguments.__dataclass_fields__
-)
-PRIVACY = {"noise_multiplier": 0.8, "delta": 1e-3, "noise_seed": 11, "clip_norm": 0.5}
-
-
-def rows(kind):
-    generator = np.random.default_rng(0)
-    made = []
-    for _ in range(ROWS):
-        tokens = generator.integers(1, VOCABULARY, generator.integers(3, LONGEST + 1)).tolist()
-        label = int(generator.integers(3)) if kind == "classifier" else [-100, *tokens[1:]]
-        made.append({"input_ids": tokens, "labels": label})
-    return made
-
-
-def collate(examples):
-    longest = max(len(example["input_ids"]) for example in examples)
-
-    def padded(name, value):
-        return torch.tensor([e[name] + [value] * (longest - len(e[name])) for e in examples])
-
-    ids = padded("input_ids", 0)
-    labels = examples[0]["labels"]
-    labels = (
-        torch.tensor([e["labels"] for e in examples]) if isinstance(labels, int) else padded("labels", -100)
-    )
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
-
-
-def network(kind, lora=False, checkpointing=False):
-    sizes = dict(vocab_size=VOCABULARY, num_labels=3, pad_token_id=0)
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        if kind == "classifier":
-            config = transformers.BertConfig(
-                **sizes, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
-                max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            )  # fmt: skip
-            model = transformers.BertForSequenceClassification(config)
-        else:
-            config = transformers.GPT2Config(
-                **sizes, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-                bos_token_id=1, eos_token_id=1,
-            )  # fmt: skip
-            model = transformers.GPT2LMHeadModel(config)
-        if lora:
-            task = "SEQ_CLS" if kind == "classifier" else "CAUSAL_LM"
-            model = peft.get_peft_model(model, peft.LoraConfig(task_type=task, r=2, lora_dropout=0.0))
-    if checkpointing:
-        base = model.get_base_model() if lora else model
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
-def make(
-    folder,
-    kind="classifier",
-    model=None,
-    accumulation=1,
-    privacy=None,
-    trainer=Trainer,
-    named=None,
-    **arguments,
-):
-    settings = dict(
-        output_dir=str(folder), per_device_train_batch_size=16 // accumulation, gradient_accumulation_steps=accumulation,
-        max_steps=20, learning_rate=0.5, optim="sgd", lr_scheduler_type="constant", save_strategy="no", logging_steps=5,
-        report_to=[], disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
-    args = transformers.TrainingArguments(**(settings | arguments))
-    return trainer(
-        model or network(kind), args, train_dataset=Dataset.from_list(rows(kind)), data_collator=collate,
-        privacy=PRIVACY if privacy is None else privacy, **(named or {}),
-    )  # fmt: skip
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).numpy().copy()
 
 
 class SameTask(TinyTask):
@@ -366,192 +289,6 @@ def test_bottleneck_adapters_train_alone(tmp_path):
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == set(trained)
     assert any(".up." in name for name in moved)
-
-
-def test_a_head_of_ones_own_brings_its_losses(tmp_path):
-    class Own(Trainer):
-        def per_example_losses(self, model, inputs):
-            hidden = model.bert(inputs["input_ids"], inputs["attention_mask"]).pooler_output
-            return nn.functional.mse_loss(
-                model.classifier(hidden)[:, 0], inputs["labels"].float(), reduction="none"
-            )
-
-    trainer = make(tmp_path, trainer=Own, max_steps=2)
-    trainer.train()
-    assert trainer.engine.finished
-
-
-def test_losses_of_ones_own_that_go_by_the_batch_are_refused(tmp_path):
-    class Balanced(Trainer):
-        def per_example_losses(self, model, inputs):
-            shares = torch.bincount(inputs["labels"], minlength=2) / len(inputs["labels"])
-            return super().per_example_losses(model, inputs) * shares[inputs["labels"]]
-
-    trainer = make(tmp_path, trainer=Balanced, max_steps=2)
-    with pytest.raises(UserError, match=r"Balanced\.per_example_losses: .*mixes examples"):
-        trainer.train()
-    assert trainer.engine.steps_taken == 0
-
-
-def test_labels_of_every_kind_give_one_loss_per_row():
-    trainer = object.__new__(Trainer)
-
-    class Head(nn.Module):
-        def __init__(self, logits):
-            super().__init__()
-            self.logits, self.config = logits, transformers.BertConfig()
-
-        def forward(self, **features):
-            return {"logits": self.logits}
-
-    def losses(logits, labels):
-        return trainer.per_example_losses(Head(logits), {"labels": labels})
-
-    assert losses(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)).tolist() == pytest.approx(
-        [np.log(3)] * 4
-    )
-    assert losses(torch.zeros(4, 3), torch.zeros(4, 3)).tolist() == pytest.approx([np.log(2)] * 4)
-    assert losses(torch.full((4, 1), 3.0), torch.ones(4)).tolist() == [4.0] * 4
-    labels = torch.tensor([[1, -100, 2], [-100, -100, -100]])
-    assert losses(torch.zeros(2, 3, 5), labels).tolist() == pytest.approx([np.log(5), 0.0])
-    with pytest.raises(UserError, match="per_example_losses"):
-        losses(torch.zeros(2, 3, 4, 5), torch.zeros(2))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"fp16": True, "use_cpu": False}, "bf16=True"),
-        ({"torch_compile": True}, "torch_compile"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
-        ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
-        ({"train_sampling_strategy": "sequential"}, "Poisson"),
-        ({"include_num_input_tokens_seen": "all"}, "private samples"),
-        ({"optim": "lomo"}, "within the backward pass"),
-        ({"per_device_train_batch_size": 128}, "a batch of 128 .* is more than the"),
-    ],
-)
-def test_what_does_not_go_together_with_privacy_is_refused_by_name(tmp_path, arguments, named):
-    with pytest.raises(UserError, match=named):
-        make(tmp_path, **arguments)
-
-
-def test_answers_by_spans_have_hugging_face_s_losses_row_by_row():
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=16,
-    )  # fmt: skip
-    model = transformers.BertForQuestionAnswering(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    inputs = {
-        "input_ids": torch.randint(1, VOCABULARY, (3, 6), generator=generator),
-        "attention_mask": torch.ones(3, 6, dtype=torch.long),
-        # the last answer ends beyond its text
-        "start_positions": torch.tensor([0, 2, 4]),
-        "end_positions": torch.tensor([1, 2, 9]),
-    }
-    losses = Trainer.per_example_losses(None, model, inputs)
-    for i in range(2):
-        alone = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
-        assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
-    start = model(inputs["input_ids"], inputs["attention_mask"]).start_logits
-    cut = nn.functional.cross_entropy(start[2:], torch.tensor([4])).item() / 2
-    assert losses[2].item() == pytest.approx(cut, rel=1e-5)
-
-
-def test_a_batch_without_labels_is_named():
-    with pytest.raises(UserError, match="a batch has no labels, it has input_ids, targets"):
-        Trainer.per_example_losses(None, None, {"input_ids": 1, "targets": 2})
-
-
-@pytest.mark.parametrize(
-    ("privacy", "says"),
-    [
-        ({"noise_multiplier": 1.0, "max_grad_norm": 1.0}, "it is called clip_norm here"),
-        ({"noise_multiplier": 1.0, "clip_nrom": 1.0}, "did you mean clip_norm"),
-        ({"noise_multiplier": 1.0, "batch_size": 16}, "per_device_train_batch_size"),
-        ({"delta": 1e-3}, "not both and not neither"),
-        (8, "give a dictionary"),
-    ],
-)
-def test_settings_of_privacy_that_are_none_are_refused_when_the_trainer_is_made(tmp_path, privacy, says):
-    with pytest.raises(UserError, match=says):
-        make(tmp_path, privacy=privacy)
-
-
-def test_a_stream_is_refused(tmp_path):
-    stream = Dataset.from_list(rows("causal")).to_iterable_dataset()
-    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, max_steps=2)
-    with pytest.raises(UserError, match="without streaming=True"):
-        Trainer(network("causal"), args, train_dataset=stream, privacy=PRIVACY)
-
-
-def test_packed_rows_and_losses_for_whole_batches_are_refused(tmp_path):
-    def build(trainer=Trainer, **named):
-        args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-        data = named.pop("train_dataset", Dataset.from_list(rows("causal")))
-        return trainer(network("causal"), args, train_dataset=data, privacy=PRIVACY, **named)
-
-    with pytest.raises(UserError, match="packed"):
-        build(data_collator=transformers.DataCollatorWithFlattening())
-    with pytest.raises(UserError, match="packed"):
-        build(train_dataset=Dataset.from_list([{"input_ids": [1, 2], "seq_lengths": [1, 1]}]))
-    with pytest.raises(UserError, match="compute_loss_func"):
-        build(compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean())
-
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, **named):
-            return model(**inputs).loss
-
-    with pytest.raises(UserError, match="compute_loss is not asked"):
-        build(Own)
-    with pytest.raises(UserError, match="hyperparameter search"):
-        build().hyperparameter_search()
-
-
-def test_a_step_may_be_added_to_and_not_replaced(tmp_path):
-    class Timed(Trainer):
-        def training_step(self, *inputs):
-            return super().training_step(*inputs)
-
-    class Decorated(Timed):
-        @torch.enable_grad()
-        def training_step(self, *inputs):
-            return super().training_step(*inputs)
-
-    class Replaced(Trainer):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
-            self.accelerator.backward(loss)
-            return loss.detach()
-
-    class Loader(Trainer):
-        def get_train_dataloader(self):
-            return DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
-
-    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    for kind in (Timed, Decorated):
-        kind(network("causal"), args, train_dataset=Dataset.from_list(rows("causal")), privacy=PRIVACY)
-    for kind, name in ((Replaced, "training_step"), (Loader, "get_train_dataloader")):
-        with pytest.raises(UserError, match=rf"{name} of {kind.__name__} does not call super\(\)\.{name}"):
-            kind(network("causal"), args, train_dataset=Dataset.from_list(rows("causal")), privacy=PRIVACY)
-
-
-def test_clipping_of_the_noiseless_sum_is_switched_off_with_a_word(tmp_path, caplog):
-    trainer = make(tmp_path, max_grad_norm=1.0)
-    assert trainer.args.max_grad_norm == 0
-    assert "max_grad_norm=1.0 is set to 0" in caplog.text
-    caplog.clear()
-    make(tmp_path, max_grad_norm=0.0)
-    assert not caplog.text
-
-
-def test_nothing_to_train_is_refused(tmp_path):
-    with pytest.raises((UserError, ValueError), match=r"nothing to train|empty parameter list"):
-        make(tmp_path, model=network("classifier").requires_grad_(False)).train()
 
 
 def together(ranks, folder):

@@ -9,7 +9,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dpexp.errors import UserError
-from tests.integrations.test_transformers import PRIVACY, flat, network
+from tests.integrations.hugging_face import PRIVACY, flat, network
 
 trl = pytest.importorskip("trl")
 from dpexp.integrations.trl import SFTTrainer  # noqa: E402
