@@ -19,6 +19,7 @@ from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.privacy.plan import make_plan
+from dpexp.privacy.sampling import stream
 from dpexp.privacy.users import Users, of_users
 from dpexp.schemas import UnitConfig
 from dpexp.tasks.users import ByUser, by_user
@@ -174,7 +175,10 @@ def test_an_engine_of_ones_own_loop_takes_users(tmp_path: Path):
         one.step(nn.functional.cross_entropy(one.model(x), y, reduction="none"))
     wanted = sum(
         gradient * min(1.0, 0.3 / float(gradient.norm()))
-        for gradient in (user_gradient(task, users, user, one._seed, 0) for user in range(31))
+        for gradient in (
+            user_gradient(task, users, user, stream(one._steps.key, "rows of users", 0), 0)
+            for user in range(31)
+        )
     )
     assert torch.allclose(moved(plain_model(), one.model) * 31.0, wanted, atol=5e-6)
     one.write_card(tmp_path)
