@@ -44,8 +44,6 @@ from dpexp.training.own_losses import first_rows, look_at_losses
 
 # a label that is no target
 IGNORED = -100
-# all that a batch of the plain loop holds: which step it is
-NUMBER = "number_of_a_private_step"
 # computed from private rows without noise
 NOT_PRIVATE = ("loss", "train_loss", "total_flos")
 
@@ -168,15 +166,6 @@ class Trainer(transformers.Trainer):
         mean = self.engine.private_loss / self.expected_batch if self.show_losses else 0.0
         return torch.as_tensor(mean, device=self.args.device, dtype=torch.float32)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        if _is_number(inputs):
-            raise UserError(
-                "training_step is another one, which would train without privacy: its inputs are a step's number and no "
-                "rows. What a row loses belongs into per_example_losses(model, inputs); what happens around a step goes around "
-                "super().training_step(model, inputs, num_items_in_batch)"
-            )
-        return super()._prepare_inputs(inputs)
-
     def _look_at_losses(self, inputs: dict[str, Any]) -> None:
         """Refuse losses that go by their batch, at the first batch of two rows or more."""
         rows = first_rows(inputs)
@@ -218,7 +207,7 @@ class Trainer(transformers.Trainer):
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         steps = max(1, round(len(self.train_dataset) / self.expected_batch))
-        return DataLoader(range(steps), batch_size=1, collate_fn=lambda number: {NUMBER: number})  # type: ignore[arg-type]
+        return DataLoader(range(steps), batch_size=1, collate_fn=lambda number: {"number": number})  # type: ignore[arg-type]
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """N for the training data."""
@@ -313,10 +302,6 @@ class Trainer(transformers.Trainer):
             rows, name = self._rows, self.args.length_column_name
             lengths = self.train_dataset[name] if name in columns else None
             self._length = lambda i: int(lengths[i]) if lengths is not None else len(rows[i]["input_ids"])
-
-
-def _is_number(inputs: Any) -> bool:
-    return isinstance(inputs, Mapping) and NUMBER in inputs
 
 
 def _losses_of_spans(model: Any, inputs: dict[str, Any]) -> Tensor:

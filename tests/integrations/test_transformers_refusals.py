@@ -191,16 +191,6 @@ def test_a_step_may_be_added_to_and_not_replaced(tmp_path):
             kind(network("causal"), args, train_dataset=Dataset.from_list(rows("causal")), privacy=PRIVACY)
 
 
-def test_a_step_of_ones_own_is_told_where_its_parts_belong(tmp_path):
-    class Own(Trainer):
-        training_step = transformers.Trainer.training_step
-
-    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, max_steps=1)
-    data = Dataset.from_list(rows("causal"))
-    with pytest.raises(UserError, match="training_step is another one"):
-        Own(network("causal"), args, train_dataset=data, privacy=PRIVACY).train()
-
-
 def test_clipping_of_the_noiseless_sum_is_switched_off_with_a_word(tmp_path, caplog):
     trainer = make(tmp_path, max_grad_norm=1.0)
     assert trainer.args.max_grad_norm == 0
