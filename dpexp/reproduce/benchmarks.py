@@ -18,7 +18,7 @@ from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows,
 from dpexp.reproduce.drawing import COLOURS, draw
 from dpexp.reproduce.paper import claims, paper_table, target_name
 from dpexp.reproduce.records import believed, code_problems
-from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
+from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
 COLUMNS = (
     "workload", "method", "batch", "speed / non-private", "added memory / non-private", "examples/s", "largest batch",
@@ -184,15 +184,16 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
     part = some if len(measured) < len(target.bounds) else ""
     found = []
     for bound, ratios in measured:
-        held = [bound.holds(value) for _, value in ratios.values()]
-        word = f"{SUPPORTS}{part}" if all(held) else CANNOT_TELL if any(held) else f"{CONTRADICTS}{part}"
         (words, _), *_ = ratios.values()
-        machines = ", ".join(sorted({groups[place][0]["hardware"] for place in ratios}))
-        values = ", ".join(f"{value:.2f} on {workload}" for (_, workload), (_, value) in ratios.items())
         where = f"{words} in {bound.column.removesuffix(' / non-private')}"
-        found.append(
-            Verdict(where, f"{word} ({sum(held)} of {len(held)} are {bound})", f"{values} ({machines})")
-        )
+        for word, holds in ((SUPPORTS, True), (CONTRADICTS, False)):
+            # networks may differ, and machines: then it stands on both sides
+            chosen = {place: value for place, (_, value) in ratios.items() if bound.holds(value) == holds}
+            if chosen:
+                machines = ", ".join(sorted({groups[place][0]["hardware"] for place in chosen}))
+                values = ", ".join(f"{value:.2f} on {workload}" for (_, workload), value in chosen.items())
+                counted = f"{len(chosen)} of {len(ratios)} are {'' if holds else 'not '}{bound}"
+                found.append(Verdict(where, f"{word}{part} ({counted})", f"{values} ({machines})"))
     return found
 
 
