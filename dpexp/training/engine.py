@@ -47,6 +47,7 @@ from dpexp.training.padding import padding_token
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
 from dpexp.training.units import units_of
+from dpexp.training.watch import LossWatch
 
 
 class PrivacyEngine:
@@ -225,6 +226,8 @@ class PrivacyEngine:
         except BaseException:
             self._open.close()
             raise
+        self._watch = LossWatch(model, rows_per_example)
+        self._open.callback(self._watch.end)
         weakref.finalize(self, self._open.close)
         self._loop: object = None
         self._padding_known = self._broken = False
@@ -303,6 +306,8 @@ class PrivacyEngine:
                     if not self._steps.sums.drawn:
                         # of the first piece: all gradients are None
                         self._gradients.look()
+                    if not self._steps.sharded:
+                        self._watch.begin(batch, len(piece))
                     yield batch
                     if self._loop is not loop:
                         raise UserError("another loop over engine.batches() was begun: keep to one of them")
@@ -312,6 +317,7 @@ class PrivacyEngine:
                         )
         finally:
             if self._loop is loop:
+                self._watch.end()
                 # a sum without noise is not left lying about
                 self._steps.clear()
 
@@ -328,9 +334,10 @@ class PrivacyEngine:
             Whether the optimiser has moved.
 
         Raises:
-            UserError: no batch is waiting for its losses, there are more or fewer losses than examples, or the loop has
-                written to the gradients.
+            UserError: no batch is waiting for its losses, there are more or fewer losses than examples, what an example loses
+                depends on the others (see `watch`), or the loop has written to the gradients.
         """
+        self._watch.end()
         if self._steps.piece is None:
             raise UserError(
                 "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches()"
@@ -341,6 +348,7 @@ class PrivacyEngine:
                 f"{len(losses)} losses for a batch of {self._units.due} examples: one loss per example is needed, in the same "
                 "order (does the collate function drop examples, or pack several into one row?)"
             )
+        self._watch.check(losses)
         self._gradients.check()
         self._optimizer.check()
         try:

@@ -1,14 +1,18 @@
 """A person's own losses: what one example loses may not depend on the others of its batch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 from torch.utils.data import TensorDataset
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
+from dpexp.privacy.keys import LEDGER
+from dpexp.training import watch
 from dpexp.training.own_losses import look_at_task
 from tests.training.tiny import TinyTask, make_trainer, tiny_model, tiny_run
 
@@ -106,6 +110,135 @@ def test_a_run_of_ones_own_task_is_refused_before_anything_is_released(tmp_path)
     with pytest.raises(UserError, match="mixes examples"):
         make_trainer(tmp_path / "balanced", run, task=Balanced())
     assert make_trainer(tmp_path / "weighted", run, task=Weighted()).details()["clipping_notes"] == []
+
+
+class Negatives(TinyTask):
+    """The other examples as negatives, without a gradient."""
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        outputs = model(batch["x"])
+        return nn.functional.cross_entropy(
+            outputs @ outputs.detach().T, torch.arange(len(outputs)), reduction="none"
+        )
+
+
+class WrittenInPlace(TinyTask):
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        outputs = model(batch["x"])
+        mean = torch.zeros(3)
+        with torch.no_grad():
+            mean += outputs.sum(0) / 100
+        found = torch.zeros(len(outputs))
+        found[:] = (outputs - mean).square().sum(1)
+        return found
+
+
+class PerHead(nn.Module):
+    """Called by its parts: its own forward never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(10, 5), nn.Linear(5, 3)
+
+
+class InParts(TinyTask):
+    def losses(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        hidden = model.body(batch["x"])
+        return model.head(hidden - hidden.detach().mean(0)).square().sum(1)
+
+
+class Counted(TinyTask):
+    """As many as there are: whoever joins makes the others weigh less."""
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = super().losses(model, batch)
+        return found / len(found)
+
+
+class Many(TinyTask):
+    """What a loop may do with its examples: masks, writing, sorting there and back, another network, chance, 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = tiny_model()
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x, y = batch["x"], batch["y"]
+        outputs = model(x).clone()
+        outputs[:, 1] *= 2
+        outputs += 0.1 * torch.randn_like(outputs)
+        with torch.no_grad(), torch.autocast("cpu"):
+            taught = self.teacher(nn.functional.dropout(x, 0.5)).float()
+        found = nn.functional.cross_entropy(outputs, y, reduction="none") / 100
+        found[y == 1] = (outputs - taught).square().mean(1)[y == 1]
+        order = found.detach().argsort()
+        found = found[order][order.argsort()]
+        norm = sum(p.square().sum() for p in model.parameters())
+        return torch.where(found.detach().isfinite(), found, 0 * found) + norm
+
+
+def own_loop(folder: Path, task: TinyTask, model: nn.Module) -> PrivacyEngine:
+    engine = PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), task.train, folder=folder, batch_size=20, steps=2,
+        noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, noise_seed=3,
+    )  # fmt: skip
+    for batch in engine.batches(task.collate, physical_batch_size=9):
+        engine.step(task.losses(model, batch))
+    return engine
+
+
+@pytest.mark.parametrize("task", [Balanced, Normalised, Hardest, AllWithAll, Negatives, WrittenInPlace])
+def test_losses_of_a_loop_that_go_by_the_batch_are_refused_at_its_first_step(tmp_path, task) -> None:
+    with pytest.raises(UserError, match="mixes examples: the loss of one changes when the others"):
+        own_loop(tmp_path, task(), tiny_model())
+    assert _get_current_function_mode() is None
+    ledger = tmp_path / LEDGER
+    assert not ledger.exists() or "fingerprint" not in ledger.read_text()
+
+
+def test_a_model_that_is_called_by_its_parts_is_refused_where_they_mix(tmp_path) -> None:
+    with pytest.raises(UserError, match="mixes examples: the loss of one changes when the others"):
+        own_loop(tmp_path, InParts(), PerHead())
+
+
+def test_losses_are_not_divided_by_how_many_were_drawn(tmp_path) -> None:
+    with pytest.raises(UserError, match="scales losses by the number of examples in their batch"):
+        own_loop(tmp_path, Counted(), tiny_model())
+
+
+@pytest.mark.parametrize("task", [TinyTask, Weighted, Many])
+def test_losses_of_a_loop_that_go_by_their_own_example_pass(tmp_path, caplog, task) -> None:
+    assert own_loop(tmp_path, task(), tiny_model()).finished
+    assert _get_current_function_mode() is None
+    assert "not looked at" not in caplog.text
+
+
+def test_a_loop_that_cannot_be_watched_says_so(tmp_path, caplog, monkeypatch) -> None:
+    class Listed(TinyTask):
+        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            return super().losses(model, batch) * torch.tensor([1.0 + y for y in batch["y"].tolist()])
+
+    monkeypatch.setattr(watch, "PATIENCE", 2)
+    assert own_loop(tmp_path, Listed(), tiny_model()).finished
+    assert caplog.text.count("losses were not looked at") == 1
+
+
+def test_a_loop_that_is_left_is_watched_no_longer(tmp_path) -> None:
+    model, task = tiny_model(), TinyTask()
+    engine = PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), task.train, folder=tmp_path, batch_size=20, steps=2,
+        noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, noise_seed=3,
+    )  # fmt: skip
+    for _ in engine.batches(task.collate):
+        assert isinstance(_get_current_function_mode(), watch.Trace)
+        break
+    assert _get_current_function_mode() is None
+    for batch in engine.batches(task.collate):
+        # entered after what watches, and left after it
+        with torch.device("cpu"):
+            engine.step(task.losses(model, batch))
+    assert engine.finished
+    assert _get_current_function_mode() is None
 
 
 def test_a_loop_of_ones_own_asks_before_it_begins(tmp_path) -> None:

@@ -37,12 +37,13 @@ class WithoutChance(TorchDispatchMode):
     Indices out of range raise on GPUs as on CPUs, where they would end the process's use of the GPU.
 
     Attributes:
+        met: whether anything was drawn.
         drew: whether a draw gave something else than a mask of dropout, and may have decided which way the model goes.
     """
 
     def __init__(self, chance: Chance):
         super().__init__()
-        self.chance, self.drew = chance, False
+        self.chance, self.met, self.drew = chance, False, False
         self._coins = None if chance.seed is None else random.Random(chance.seed)
         self._first = True
 
@@ -58,6 +59,7 @@ class WithoutChance(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__.strip("_")
         if torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED:
+            self.met = True
             known = func._schema.arguments
             # what equals its default is left out of args
             given = {a.name: a.default_value for a in known if a.has_default_value()}
