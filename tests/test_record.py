@@ -206,10 +206,8 @@ def test_git_is_asked_about_this_code_and_no_other(monkeypatch, tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "venv" / "dpexp").mkdir(parents=True)
     monkeypatch.setattr(provenance, "_PACKAGE", tmp_path / "venv" / "dpexp")
-    assert provenance.git_state() == {
-        "commit": None,
-        "dirty": None,
-    }  # installed inside someone else's repository
+    # installed inside someone else's repository
+    assert provenance.git_state() == {"commit": None, "dirty": None}
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     monkeypatch.setattr(provenance, "_PACKAGE", tmp_path / "dpexp")
     (tmp_path / "dpexp").mkdir()

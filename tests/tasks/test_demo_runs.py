@@ -40,9 +40,8 @@ def test_the_demo_of_every_task_runs_offline(
         raise AssertionError("the demo asked for the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(
-        captions, "java", lambda: None
-    )  # its programs are tested with the metrics, and start slowly
+    # its programs are tested with the metrics, and start slowly
+    monkeypatch.setattr(captions, "java", lambda: None)
     kind = compose([f"task={name}", *SHORT]).task.kind
     run = compose([f"task={name}", *SHORT, *SMALLER[kind], f"runtime.runs_dir={tmp_path}"])
     folder = run_folder(run)

@@ -38,12 +38,13 @@ OF_A_HEAD = {
     "causal_lm": ("e2e",),
     "image_classifier": ("cifar10", "model=vit_tiny_random"),
 }
+# a tied head; no keys and values to extend
 NOT_THERE = {
     ("causal_lm", "head"),
     ("image_classifier", "prefix"),
     ("image_classifier", "prompt"),
     ("image_classifier", "p_tuning"),
-}  # a tied head; no keys and values to extend
+}
 
 
 @dataclass(frozen=True, eq=False)

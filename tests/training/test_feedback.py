@@ -55,9 +55,8 @@ def test_noise_falls_where_the_average_score_does_not_rise():
     assert levels == [2.0, 1.0, 1.0, 1.0, 0.5]
     first = make_plan(**SMALL)
     assert feedback.release.plan.sigma(7) == pytest.approx(0.5 * feedback.release.plan.noise_multiplier)
-    assert (
-        feedback.release.plan.noise_multiplier > first.noise_multiplier
-    )  # the filter has delta / 4 for each order
+    # the filter has delta / 4 for each order
+    assert feedback.release.plan.noise_multiplier > first.noise_multiplier
 
 
 def test_the_released_norm_is_the_root_of_unbiased_estimates():
