@@ -1,4 +1,4 @@
-"""From a command line to a checked `RunConfig`: with `dpexp.sweeps`, the only place that knows Hydra.
+"""From a command line to a checked `RunConfig`: with `dpexp.composing` and `dpexp.sweeps`, the only place that knows Hydra.
 
 ``conf/`` holds the values, ``dpexp.schemas`` the types, ``dpexp.checks`` what must hold between them. Who wins is the
 order of the defaults list in ``conf/train.yaml``: command line > experiment > scale > task.
@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpexp import presets, sweeps
 from dpexp.checks import check
+from dpexp.composing import VERSION_BASE, composed
 from dpexp.declared import declared_num_examples
 from dpexp.durable import disk_error, flattened
 from dpexp.errors import INTERRUPTED, UserError, did_you_mean
@@ -42,7 +43,6 @@ from dpexp.usage import choices_of, conf_dir, groups_of, help_text, options_last
 
 __all__ = ["RunConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict"]
 
-VERSION_BASE = "1.3"
 # what other libraries call our settings
 ELSEWHERE = {
     "learning_rate": "optim.lr", "num_epochs": "optim.epochs", "num_train_epochs": "optim.epochs", "max_steps": "optim.steps",
@@ -76,8 +76,7 @@ def compose(overrides: Sequence[str] = (), config_name: str = "train", schema: t
     """
     _register(config_name, schema)
     try:
-        with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-            cfg = hydra.compose(config_name, overrides=list(overrides))
+        cfg = composed(config_name, overrides, schema)
     except MISTAKES as error:
         raise _explain(error, config_name, schema, overrides) from error
     return resolve(cfg, overrides, schema, config_name)

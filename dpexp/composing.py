@@ -1,0 +1,76 @@
+"""Compositions by Hydra in a fraction of its time: with `dpexp.config` and `dpexp.sweeps`, all that knows Hydra.
+
+Files are parsed by libyaml, and what the choices of groups make of them is kept: the values that a command sets besides are put
+on a copy, in Hydra's own way. A grid, a report or a notebook composes the same choices hundreds of times.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, _utils
+
+from dpexp.usage import conf_dir
+
+VERSION_BASE = "1.3"
+# a setting of a group, which chooses none; Hydra's own settings may name further folders of choices
+_VALUE = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
+
+
+def composed(config_name: str, overrides: Sequence[str], schema: type) -> DictConfig:
+    """What Hydra composes from a primary configuration, whose schema is registered, without Hydra's own settings."""
+    values = [override for override in overrides if _VALUE.match(override)]
+    choices = tuple(override for override in overrides if not _VALUE.match(override))
+    own_folder = any(choice.startswith("hydra.") for choice in choices)
+    chosen = _chosen.__wrapped__ if own_folder else _chosen
+    cfg = copy.deepcopy(chosen(config_name, choices, schema, _newest()))
+    if values:
+        parsed = OverridesParser.create().parse_overrides(values)
+        ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=False)
+        ConfigLoaderImpl._apply_overrides_to_config(parsed, cfg)
+    return cfg
+
+
+@lru_cache(maxsize=128)
+def _chosen(config_name: str, choices: tuple[str, ...], schema: type, newest: int) -> DictConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        return hydra.compose(config_name, overrides=list(choices))
+
+
+def _newest() -> int:
+    """When a file of choices was last written, in nanoseconds: somebody may edit them between two compositions."""
+    return max(path.stat().st_mtime_ns for path in conf_dir().rglob("*.yaml"))
+
+
+_in_python = _utils.get_yaml_loader
+
+
+@cache
+def yaml_loader() -> Any:
+    """OmegaConf's loader with the parser of libyaml, where PyYAML was built with it.
+
+    What the words of a file mean (numbers, keys that stand there twice) is decided by the same code as before.
+    """
+    meaning: Any = _in_python()
+    if not yaml.__with_libyaml__:
+        return meaning
+
+    class Loader(yaml.cyaml.CParser, meaning):  # type: ignore[misc]
+        def __init__(self, stream: Any) -> None:
+            yaml.cyaml.CParser.__init__(self, stream)
+            yaml.constructor.SafeConstructor.__init__(self)
+            yaml.resolver.Resolver.__init__(self)
+
+    return Loader
+
+
+_utils.get_yaml_loader = yaml_loader
