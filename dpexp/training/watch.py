@@ -2,18 +2,17 @@
 
 The clipper proves that of the model, and of all that shows in gradients. What a loop mixes behind the model shows in none:
 targets ``[b]`` against outputs ``[b, 1]``, classes weighted by their counts in the batch, other examples as negatives without a
-gradient. So what happens between a batch and its losses is written down, function by function, and computed again: with one half
-of the examples in the place of the others, then with the other half. A loss of one example alone is what it was in one of them.
+gradient. So what happens between a batch and its losses is written down, function by function, and computed again (`tape.py`):
+with one half of the examples in the place of the others, then with the other half. A loss of one example alone is the same in one
+of the two.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -25,11 +24,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.dataflow import FEW, in_place, tensors_in
 from dpexp.clipping.following import Followed
-from dpexp.clipping.independence.chance import Chance, WithoutChance
-from dpexp.clipping.independence.comparison import ROUNDING, ROUNDING_16
 from dpexp.clipping.layouts import due
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.errors import UserError
+from dpexp.training.tape import Line, Slot, Tape
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +37,6 @@ PATIENCE = 16
 LONGEST = 5000
 # bytes that are held for it
 LARGEST = 1 << 28
-# factor of floating-point numbers in rows that stand in the place of others
-SCALE = 3.0
 # from here on what the loop does is not written down: it goes by numbers of Python
 ESCAPES = {"tolist"}
 # the last one: a parameter, as it is read within a module of an attached model
@@ -108,23 +104,6 @@ class LossWatch:
             log.warning(NOTE, trace.failure or "nothing in them goes by the rows of the batch")
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The place of a tensor among the arguments of a function."""
-
-    number: int
-
-
-@dataclass
-class Line:
-    """One call of a torch function; ``given``: arguments, with slots; ``made``: numbers of the tensors that it returned."""
-
-    func: Any
-    given: Any
-    made: list[int]
-    autocast: tuple[str, torch.dtype] | None
-
-
 class Trace(TorchFunctionMode):
     """What is done with one batch.
 
@@ -141,10 +120,7 @@ class Trace(TorchFunctionMode):
         self._numbers = WeakIdKeyDictionary()
         # tensors that have the rows of the batch and were made by nothing that is written down
         self._rowed = WeakIdKeyDictionary()
-        self._held: dict[int, Tensor] = {}
-        self._places: dict[int, tuple[int, int]] = {}
-        self._written: set[int] = set()
-        self._lines: list[Line] = []
+        self._tape = Tape(examples)
         self._count = self._inside = self._bytes = 0
         self._table = ""
         self._open = ExitStack()
@@ -227,17 +203,17 @@ class Trace(TorchFunctionMode):
         name = _name(func)
         slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
         if in_place(func):
-            for number, held in self._held.items():
+            for number, held in self._tape.held.items():
                 if _storage(held) == _storage(given[0]):
-                    self._held[number] = held.clone()
-                    self._written.add(number)
+                    self._tape.held[number] = held.clone()
+                    self._tape.written.add(number)
         kind = given[0].device.type
         on = torch.is_autocast_enabled(kind)
         if name.strip("_") in BROADCASTING and given[0].is_floating_point():
             numbers = [n for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
             sizes = [self.examples * times for times in self._times]
             if any(n in (size, 1 / size) for n in numbers for size in sizes):
-                self.scaled.add((len(self._lines), name))
+                self.scaled.add((len(self._tape.lines), name))
         return Line(func, slots, [], (kind, torch.get_autocast_dtype(kind)) if on else None)
 
     def _add(self, line: Line, made: list[Tensor]) -> None:
@@ -248,8 +224,8 @@ class Trace(TorchFunctionMode):
             line.made.append(self._numbers[tensor])
             if not self._table and sum(size == self.examples for size in tensor.shape) > 1:
                 self._table = f" ({_name(line.func)} makes a table {list(tensor.shape)})"
-        self._lines.append(line)
-        if len(self._lines) > LONGEST:
+        self._tape.lines.append(line)
+        if len(self._tape.lines) > LONGEST:
             raise ValueError(f"the loop calls more than {LONGEST} functions")
 
     def _number(self, tensor: Tensor) -> int:
@@ -257,7 +233,7 @@ class Trace(TorchFunctionMode):
         if tensor not in self._numbers:
             self._numbers[tensor] = self._count = self._count + 1
             with torch._C.DisableTorchFunctionSubclass():
-                self._held[self._count] = tensor.detach()
+                self._tape.held[self._count] = tensor.detach()
             if tensor in self._rowed:
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
@@ -278,15 +254,14 @@ class Trace(TorchFunctionMode):
         if self._bytes > LARGEST:
             raise ValueError(f"they are computed from more than {LARGEST >> 20} MiB")
         if fits and not _is_order(tensor):
-            self._places[number] = fits[0]
+            self._tape.places[number] = fits[0]
         elif fits and self.examples < FEW:
             # in an order, rows that are replaced still go where they went; of few examples, labels may look like one
             raise ValueError(f"{tensor.tolist()} may be labels or an order")
 
     def _stop(self, why: str) -> None:
         self.failure = self.failure or why
-        self._held.clear()
-        self._lines.clear()
+        self._tape.clear()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -304,81 +279,15 @@ class Trace(TorchFunctionMode):
         if self.failure or number is None:
             return False
         try:
-            return self._look(number, losses.detach())
-        except UserError:
-            raise
+            mixed, told = self._tape.compare(number, losses.detach())
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             return False
         finally:
-            self._held.clear()
-
-    def _look(self, number: int, losses: Tensor) -> bool:
-        # neighbours and mirror images should not stay together
-        order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(20221201)).tolist()
-        cut = (self.examples + 1) // 2
-        whole, by_chance = self._again(number)
-        changed = []
-        for kept in (order[:cut], order[cut:]):
-            try:
-                other, _ = self._again(number, kept, SCALE)
-            except Exception:
-                # a target that must be between 0 and 1
-                other, _ = self._again(number, kept, 1.0)
-            changed.append(self._unlike(whole, other))
-        mixed = bool((changed[0] & changed[1]).any())
-        if mixed and not by_chance and bool(self._unlike(whole, losses).any()):
-            raise ValueError("computed again they are others")
+            self._tape.clear()
         if mixed:
             raise UserError(MIXED.format(where=self._table))
-        return bool((changed[0] | changed[1]).any())
-
-    def _again(self, number: int, kept: Sequence[int] = (), scale: float = 1.0) -> tuple[Tensor, bool]:
-        """The losses, with the examples ``kept`` in the place of all others; and whether chance has a part in them."""
-        there = {n: held.clone() if n in self._written else held for n, held in self._held.items()}
-        if kept:
-            there |= {
-                n: self._replaced(self._held[n], *place, kept, scale) for n, place in self._places.items()
-            }
-        last = {slot.number: i for i, line in enumerate(self._lines) for slot in _slots(line)}
-        cuda = [t.device for t in there.values() if t.is_cuda][:1]
-        with torch.random.fork_rng(cuda), torch.no_grad(), WithoutChance(Chance()) as chance:
-            for i, line in enumerate(self._lines):
-                args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
-                kind, dtype = line.autocast or ("cpu", torch.bfloat16)
-                with torch.autocast(
-                    kind, dtype=dtype, enabled=line.autocast is not None, cache_enabled=False
-                ):
-                    result = line.func(*args, **kwargs)
-                made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-                there.update(zip(line.made, made, strict=True))
-                for slot in _slots(line):
-                    if last[slot.number] == i and slot.number != number:
-                        there.pop(slot.number, None)
-        return there[number], chance.met
-
-    def _replaced(self, tensor: Tensor, axis: int, times: int, kept: Sequence[int], scale: float) -> Tensor:
-        """Rows of the examples ``kept`` in the place of all others."""
-        others = islice(cycle(kept), self.examples)
-        chosen = [i if i in kept else next(others) for i in range(self.examples)]
-        rows = torch.tensor([i * times + m for i in chosen for m in range(times)], device=tensor.device)
-        taken = tensor.index_select(axis, rows)
-        if tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all()):
-            factor = torch.where(rows == torch.arange(len(rows), device=tensor.device), 1.0, scale)
-            taken = taken * factor.to(tensor).view([-1 if d == axis else 1 for d in range(tensor.dim())])
-        return taken
-
-    def _unlike(self, a: Tensor, b: Tensor) -> Tensor:
-        """``[b]``: which losses are not equal, up to rounding."""
-        low = any(t.is_floating_point() and t.itemsize < 4 for t in self._held.values())
-        a, b = a.double(), b.double()
-        size = a.abs().nan_to_num(posinf=0.0)
-        allowed = (ROUNDING_16 if low else ROUNDING) * torch.maximum(size, 1e-3 * size.max())
-        return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan()))
-
-
-def _slots(line: Line) -> list[Slot]:
-    return [leaf for leaf in tree_leaves(line.given) if isinstance(leaf, Slot)]
+        return told
 
 
 def _name(func: Any) -> str:
