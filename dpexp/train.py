@@ -242,8 +242,8 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
         f"data: {task.data.name} ({task.data.source}), N = {task.num_examples}"
         + (f" users, at most {run.unit.rows} rows of each in a step" if run.unit.name == "user" else ""),
         *(f"  {note}" for note in record.data_notes(task, strict=run.privacy.release == "strict")),
-        f"steps: {trainer.steps}, expected batch {trainer.expected_batch:g}, "
-        f"physical batch {trainer.physical_batch_size}, {provenance.device_name(trainer.device)}",
+        f"steps: {trainer.steps}, expected batch {trainer.expected_batch:g}, {trainer.batches_in_words}, "
+        f"{provenance.device_name(trainer.device)}",
     ]
     if trainer.ranks.several:
         lines.append(
@@ -283,6 +283,10 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
         lines.append(f"note: {COPIED}")
     if trainer.step:
         lines.append(f"going on after step {trainer.step}, from the checkpoint in {folder}")
+    elif plan is not None:
+        lines.append(
+            "the first step also proves what is clipped, and measures: it takes longer than the others"
+        )
     console.print("\n".join(lines), markup=False)
 
 

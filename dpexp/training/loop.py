@@ -280,6 +280,11 @@ class Trainer:
         """K; 0 without privacy."""
         return len(self.clipper.groups) if self.clipper is not None else 0
 
+    @property
+    def batches_in_words(self) -> str:
+        """How a logical batch is cut."""
+        return f"physical batch {self.physical_batch_size}"
+
     def train(self, progress: Progress) -> Outcome:
         """Run the steps that are left, evaluate, and write checkpoints; the folder can be resumed at any instant."""
         runtime = self.run.runtime

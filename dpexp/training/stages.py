@@ -270,6 +270,13 @@ class StageTrainer(Trainer):
         )
         return super()._facts() | {"pipeline": own}
 
+    @property
+    def batches_in_words(self) -> str:
+        whole = self.physical_batch_size == self.task.num_examples
+        return f"microbatches of {self.run.runtime.microbatch}" + (
+            "" if whole else f", {super().batches_in_words}"
+        )
+
     def _physical_batch_size(self) -> int:
         """Examples in one run of the schedule: the whole batch, unless it is told otherwise."""
         asked = str(self.run.runtime.physical_batch_size)
