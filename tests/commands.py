@@ -27,6 +27,9 @@ def called(
     Returns:
         The exit status (minus the number of the signal where one ended it), and what was printed.
     """
+    if isinstance(what, str):
+        # once, and not in every fork
+        importlib.import_module(what)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         pid = os.fork()
         if not pid:

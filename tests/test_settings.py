@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,7 @@ from dpexp.audit import AuditConfig
 from dpexp.errors import UserError
 from dpexp.schemas import CHOICES, RunConfig
 from dpexp.settings import group_help, groups_asked, settings
+from tests.commands import called
 
 GROUPS = [field.name for field in dataclasses.fields(RunConfig) if field.default is dataclasses.MISSING]
 
@@ -50,11 +50,10 @@ def test_options_and_settings_are_no_groups() -> None:
     assert groups_asked(words) == ["optim"]
 
 
-def test_from_the_command_line() -> None:
-    words = [sys.executable, "-m", "dpexp", "audit", "--help", "clip"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+def test_from_the_command_line(tmp_path: Path) -> None:
+    done = called("dpexp.audit", "--help", "clip", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == group_help("audit", AuditConfig, ["clip"]).strip()
-    words[-1] = "clp"
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = called("dpexp.audit", "--help", "clp", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean clip?" in done.stderr

@@ -33,6 +33,9 @@ from tests.parallel.cases import NumberedNoise
 from tests.parallel.pool import run_ranks
 from tests.training.tiny import TinyTask, run_to_end, tiny_run
 
+# of the ways to one result: two epochs and a step of the third
+STEPS = 7
+
 
 class SameTask(TinyTask):
     """The rows as a task of dpexp; the losses are written here once more, on purpose."""
@@ -81,7 +84,7 @@ def same_noise(monkeypatch):
 
 
 def by_loop(folder, cell):
-    run = tiny_run(steps=20, batch_size=16, adaptive=False)
+    run = tiny_run(steps=STEPS, batch_size=16, adaptive=False)
     run.clip.groups, run.clip.clip_norm, run.privacy.noise_multiplier = "flat", 0.5, 0.8
     run.optim.name, run.optim.lr, run.runtime.precision, run.engine.name = "sgd", 0.5, cell.precision, "auto"
     run.runtime.physical_batch_size = str(16 // cell.accumulation)
@@ -92,7 +95,7 @@ def by_loop(folder, cell):
 def by_engine(folder, cell):
     model, task = cell.network().train(), SameTask(cell.kind)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    engine = PrivacyEngine(model, optimizer, task.train, folder=folder, batch_size=16, steps=20, **PRIVACY)
+    engine = PrivacyEngine(model, optimizer, task.train, folder=folder, batch_size=16, steps=STEPS, **PRIVACY)
     for batch in engine.batches(collate, 16 // cell.accumulation):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cell.precision == "bf16"):
             losses = task.losses(model, batch)
@@ -104,7 +107,7 @@ def by_trainer(folder, cell):
     trainer = make(
         folder, cell.kind, network(cell.kind, cell.lora), cell.accumulation,
         bf16=cell.precision == "bf16", **{CHECKPOINTING: cell.checkpointing},
-        train_sampling_strategy="group_by_length",
+        train_sampling_strategy="group_by_length", max_steps=STEPS,
     )  # fmt: skip
     trainer.train()
     return flat(trainer.model), trainer.engine.ledger
@@ -242,7 +245,7 @@ def test_a_resumed_run_ends_with_the_same_weights_and_pays_once(tmp_path, checkp
 def test_killed_and_resumed(tmp_path):
     def session(folder, at=None):
         def work():
-            trainer = make(folder, max_steps=30, save_strategy="steps", save_steps=3, save_total_limit=2)
+            trainer = make(folder, max_steps=12, save_strategy="steps", save_steps=2, save_total_limit=2)
             trainer.train(resume_from_checkpoint=True)
             np.save(folder / "weights.npy", flat(trainer.model))
 
@@ -255,7 +258,7 @@ def test_killed_and_resumed(tmp_path):
         assert os.WIFSIGNALED(session(tmp_path / "cut", int(calls * share))[0])
     assert session(tmp_path / "cut")[0] == 0
     assert np.array_equal(np.load(tmp_path / "cut/weights.npy"), np.load(tmp_path / "whole/weights.npy"))
-    assert (tmp_path / "cut.privacy/ledger.jsonl").read_text().count('"step"') == 30
+    assert (tmp_path / "cut.privacy/ledger.jsonl").read_text().count('"step"') == 12
 
 
 @pytest.mark.parametrize(

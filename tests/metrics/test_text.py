@@ -76,7 +76,7 @@ def test_rouge_by_hand():
     assert scores["rouge2"] == pytest.approx(2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3))
 
 
-def test_rouge_of_dart_averages_the_bests_of_all_subsets_that_lack_a_reference():
+def test_rouge_of_dart_averages_the_bests_of_all_subsets_that_lack_a_reference(no_java):
     prediction, texts = (
         "the cat slept on a mat",
         ["the cat slept", "a dog barked", "the cat slept on the mat"],

@@ -9,7 +9,7 @@ import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy.integrate import quad
-from scipy.stats import laplace, norm
+from scipy.stats import norm
 
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
@@ -61,13 +61,24 @@ def sums_of_neighbours():
     return base, added
 
 
+def density_of(x, scale):
+    """Of Laplace noise; scipy's own takes a hundred times longer for one number."""
+    return math.exp(-abs(x) / scale) / (2 * scale)
+
+
+def below(x, scale):
+    """The probability that Laplace noise is below x."""
+    tail = math.exp(-abs(x) / scale) / 2
+    return tail if x < 0 else 1 - tail
+
+
 def noisy_max_laplace(totals, scale):
     """P(index) of the noisily smallest sum, by numerical integration."""
     scores = -totals
 
     def density(x, i):
-        others = [laplace.cdf(x - s, scale=scale) for j, s in enumerate(scores) if j != i]
-        return laplace.pdf(x - scores[i], scale=scale) * np.prod(others)
+        others = [below(x - s, scale) for j, s in enumerate(scores) if j != i]
+        return density_of(x - scores[i], scale) * math.prod(others)
 
     corners = sorted(scores)
     return np.array([
@@ -108,9 +119,9 @@ def test_above_threshold_costs_epsilon():
 
     def answers(queries):
         def density(z, stop):
-            below = np.prod([laplace.cdf(z - q, scale=2 / second) for q in queries[:stop]])
-            above = laplace.sf(z - queries[stop], scale=2 / second) if stop < len(queries) else 1.0
-            return laplace.pdf(z, scale=1 / first) * below * above
+            all_below = math.prod(below(z - q, 2 / second) for q in queries[:stop])
+            above = below(queries[stop] - z, 2 / second) if stop < len(queries) else 1.0
+            return density_of(z, 1 / first) * all_below * above
 
         corners = sorted({0.0, *queries})
         edges = [-120.0, *corners, 120.0]
