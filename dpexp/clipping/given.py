@@ -23,6 +23,8 @@ def check_losses(losses: Tensor) -> None:
             f"losses must be 1-D, one loss per example, got shape {list(losses.shape)}: "
             "use reduction='none' and reduce over everything but the batch"
         )
+    if losses.is_complex():
+        raise UserError("losses are complex numbers: give real ones, one for each example")
     if losses.shape[0] and not losses.requires_grad:
         raise UserError("losses carry no graph: compute them with gradients enabled, from the attached model")
 

@@ -26,7 +26,7 @@ from dpexp.errors import UserError
 MIXED = (
     "the gradient at this layer's output mixes examples: they influence each other's losses (a batch statistic, a loss "
     "normalised over the batch, attention across the batch), which voids any guarantee. Make each loss depend on its own "
-    "example alone"
+    "example alone; where rows enter the model in another order than the losses have, give the losses in the model's order"
 )
 
 LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"

@@ -276,7 +276,7 @@ class Trainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        if self.engine is not None:
+        if self.engine is not None and self.engine.ledger.steps_charged:
             self.engine.write_card(output_dir or self.args.output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:

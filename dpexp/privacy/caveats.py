@@ -14,6 +14,8 @@ MEANINGLESS = 20.0
 def too_weak(plan: Plan) -> list[str]:
     """What was asked for and protects nobody; each a sentence."""
     found: list[str] = []
+    if plan.noise_multiplier == 0:
+        found.append("noise_multiplier = 0 adds no noise: epsilon is infinite, and nobody is protected.")
     if plan.delta >= 1 / plan.num_examples:
         found.append(
             f"delta = {plan.delta:g} is not below 1/N: publishing a random example would satisfy it."

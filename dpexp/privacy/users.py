@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,11 @@ class Users:
         if not hasattr(names, "__len__"):
             raise UserError(
                 f"users={names!r} names nobody: give the user of each row, in the order of the data"
+            )
+        if isinstance(names, Mapping | Set | str) or hasattr(names, "columns"):
+            raise UserError(
+                f"users is a {type(names).__name__}, which does not hold the user of each row in the order of the data: give a "
+                "list, an array or one column of a table"
             )
         if not len(names):
             raise UserError("there are no rows, and so no users: give the user of each row")

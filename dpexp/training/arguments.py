@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dpexp.errors import UserError
 from dpexp.privacy.schedules import Schedule
+from dpexp.privacy.sensitivity import ALLOCATIONS
 
 WHOLE = ("steps", "rows_per_example", "checkpoint_every", "noise_seed", "physical_batch_size")
 """Counts; the others may have a fraction."""
@@ -94,13 +95,17 @@ def checked_folder(folder: Any) -> Path:
     Raises:
         UserError: it is none, or a file has its name.
     """
-    if not isinstance(folder, str | Path) or not str(folder):
+    if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
         raise UserError(
             f'folder={folder!r} is not the name of a folder: give one, such as folder="runs/mine"'
         )
-    path = Path(folder).expanduser()
-    if path.exists() and not path.is_dir():
-        raise UserError(f"folder={folder} is a file: give the run a folder of its own")
+    try:
+        path = Path(folder).expanduser()
+        if path.exists() and not path.is_dir():
+            raise UserError(f"folder={folder} is a file: give the run a folder of its own")
+    except (OSError, RuntimeError, ValueError) as error:
+        # a name that is too long, a home that is nobody's
+        raise UserError(f"folder={folder!r} is no name of a folder ({error}): give another one") from None
     return path
 
 
@@ -149,12 +154,14 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
             )
 
 
-def check_rule(rule: str) -> None:
-    """Refuse to clip nothing.
+def check_rule(rule: str, allocation: str) -> None:
+    """Refuse to clip nothing, and a name that is no way to share the noise.
 
     Raises:
-        UserError: the rule is none.
+        UserError: one of them.
     """
+    if allocation not in ALLOCATIONS:
+        raise UserError(f"allocation={allocation!r} is not known; choose {', '.join(ALLOCATIONS)}")
     if rule == "none":
         raise UserError('rule="none" clips nothing, and noise would hide nothing: choose abadi or automatic')
 

@@ -27,6 +27,7 @@ from dpexp.privacy.caveats import too_weak
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger, Seal
 from dpexp.privacy.plan import make_plan
+from dpexp.privacy.plan_checks import check_accountant
 from dpexp.privacy.sampling import PoissonSampler
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
 from dpexp.training import state
@@ -42,6 +43,7 @@ from dpexp.training.arguments import (
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
 from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
+from dpexp.training.mixing import refuse_mixing
 from dpexp.training.own_losses import Losses, look_at_losses
 from dpexp.training.padding import padding_token
 from dpexp.training.release import Release, build_policy
@@ -148,7 +150,7 @@ class PrivacyEngine:
         self.ranks = ranks = ranks_of(wrapper)
         check_optimizer(model, optimizer)
         check_dataset(dataset)
-        check_rule(rule)
+        check_rule(rule, allocation)
         self._units = units_of(len(dataset), users, given.rows_per_example)
         adaptive = given.target_quantile is not None
         self.model, self.dataset = model, dataset
@@ -228,9 +230,14 @@ class PrivacyEngine:
             raise
         self._watch = LossWatch(model, rows_per_example)
         self._open.callback(self._watch.end)
+        self._optimizer.outside = self._watch.outside
+        # a sum without noise is not left behind
+        self._open.callback(self._steps.clear)
         weakref.finalize(self, self._open.close)
         self._loop: object = None
-        self._padding_known = self._broken = False
+        # looked at last
+        self._collate_fn: Any = None
+        self._broken = False
         self._charged = self.ledger.steps_charged
         self._engine, self._code = engine, provenance.code_hash()
 
@@ -282,27 +289,36 @@ class PrivacyEngine:
             raise UserError(
                 f"collate_fn={collate_fn!r} is no function: give the size as physical_batch_size={collate_fn!r}"
             )
-        check_numbers(physical_batch_size=physical_batch_size)
+        check_numbers(physical_batch_size=physical_batch_size, steps=steps or None)
+        size = int(physical_batch_size)
         self._loop = loop = object()
         last = self.steps if steps is None else min(self.steps, self.steps_taken + steps)
         if length is not None:
+            if not callable(length):
+                raise UserError(
+                    f"length={length!r} is no function: give one of an example's number, such as lambda i: len(rows[i])"
+                )
             length = self._units.length(length)
         facts = facts_of(
-            self.device, run=self._identity, code=self._code, engine=self._engine, physical_batch_size=physical_batch_size,
+            self.device, run=self._identity, code=self._code, engine=self._engine, physical_batch_size=size,
             by_length=length is not None,
         )  # fmt: skip
         # as torch's DataLoader does: data sets that read several rows at once are faster so
         several = getattr(self.dataset, "__getitems__", None)
         try:
             while self.steps_taken < last:
-                for piece in self._steps.pieces(physical_batch_size, facts, length):
+                for piece in self._steps.pieces(size, facts, length):
                     numbers = self._units.rows(piece, self._steps.key, self.steps_taken)
                     examples = several(numbers) if several else [self.dataset[i] for i in numbers]
-                    batch = collate_fn(examples)
                     # ranks that share a model must go through it equally often, whatever they know of padding
-                    if not self._padding_known and not self._steps.sharded:
-                        self._padding_known = len(examples) > 1
-                        self.clipper.pads_with(padding_token(collate_fn, examples, batch))
+                    unknown = self._collate_fn != collate_fn and not self._steps.sharded
+                    if unknown:
+                        refuse_mixing(collate_fn, examples, len(examples) // len(piece))
+                    batch = collate_fn(examples)
+                    if unknown and (token := padding_token(collate_fn, examples, batch)) is not None:
+                        self.clipper.pads_with(token)
+                    if len(examples) > 1 and (len(piece) > 1 or size == 1):
+                        self._collate_fn = collate_fn
                     if not self._steps.sums.drawn:
                         # of the first piece: all gradients are None
                         self._gradients.look()
@@ -374,8 +390,14 @@ class PrivacyEngine:
             raise UserError(note)
 
     def epsilon(self, accountant: str | None = None) -> float:
-        """ε of everything released so far, at the plan's δ, computed from the ledger."""
-        return self.ledger.epsilon(self.plan.delta, accountant or self.plan.accountant)
+        """ε of everything released so far, at the plan's δ, computed from the ledger.
+
+        Raises:
+            UserError: the accountant is none, or gives no bound (``gdp``).
+        """
+        accountant = accountant or self.plan.accountant
+        check_accountant(accountant, allow_clt=False)
+        return self.ledger.epsilon(self.plan.delta, accountant)
 
     def save(self, folder: Path | None = None) -> None:
         """Write a checkpoint, to the run's folder unless another one is given."""
@@ -417,8 +439,13 @@ class PrivacyEngine:
         """Write PRIVACY.md, what is guaranteed about the training data, beside a saved model; rank 0 does.
 
         Raises:
-            UserError: the folder is not there, and cannot be made.
+            UserError: the folder is not there, and cannot be made; or no step was taken, and the card would say ε = 0 of what
+                comes later.
         """
+        if not self.ledger.steps_charged:
+            raise UserError(
+                "no step was taken yet, and a card would say epsilon = 0: call write_card(folder) after the loop"
+            )
         if not self.ranks.writes:
             return
         make_folder(Path(folder), "write_card(folder)")
@@ -428,6 +455,12 @@ class PrivacyEngine:
     def close(self) -> None:
         """Give model, optimiser and folder back. The ledger stays readable."""
         self._open.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a PrivacyEngine cannot be copied or pickled: it holds the key and the ledger of one run. Copy model.state_dict(); "
+            "another run has an engine and a folder of its own"
+        )
 
     def __enter__(self) -> "PrivacyEngine":
         return self

@@ -1,11 +1,12 @@
 """What keeps a person's own loop from moving weights by gradients without noise, or from spoiling a sum half-way."""
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -30,6 +31,9 @@ class GuardedOptimizer:
         self._open = False
         self._epoch = getattr(scheduler, "last_epoch", None)
         self._own = [p for p in model.parameters() if p.requires_grad]
+        self._moved = _moved(optimizer)
+        # parameters of others that batches go through, see `LossWatch`
+        self.outside: Container[Tensor] = ()
         self._hook = register_optimizer_step_pre_hook(self._refuse)
 
     def step(self) -> None:
@@ -44,7 +48,12 @@ class GuardedOptimizer:
             self._epoch = getattr(self.scheduler, "last_epoch", None)
 
     def check(self) -> None:
-        """Raise `UserError` where the loop has moved the learning rate too."""
+        """Raise `UserError` where the loop has moved the learning rate too, or given the optimizer more to move."""
+        if _moved(self.optimizer) != self._moved:
+            raise UserError(
+                "the optimizer holds other parameters than when the engine was made (add_param_group?): it would move them by "
+                "gradients without noise. Put all that trains into the model and the optimizer before PrivacyEngine(...)"
+            )
         if getattr(self.scheduler, "last_epoch", None) != self._epoch:
             raise UserError(
                 "scheduler.step() was called by the loop, and the engine calls it after every step: leave it out, or leave out "
@@ -73,8 +82,15 @@ class GuardedOptimizer:
         """Before a step of any optimiser in this process."""
         if self._open:
             return
+        moved = [p for group in optimizer.param_groups for p in group["params"]]
+        if outside := [p for p in moved if p in self.outside]:
+            raise UserError(
+                f"private examples went through a parameter of shape {list(outside[0].shape)} that is not in the engine's model, "
+                "and another optimizer is about to train it on them without noise: make one module of all that trains. What is "
+                "not trained on them is called under torch.no_grad()"
+            )
         own = {id(p) for p in self._own}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) in own for p in moved):
             raise UserError(
                 "optimizer.step() was called by the loop (or by a GradScaler), on gradients that hold no noise yet: leave it "
                 "out. engine.step(losses) clips, and takes the optimizer's step itself once the batch is complete. Who trains "
@@ -109,6 +125,11 @@ class GradientGuard:
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
+def _moved(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Which parameters an optimizer moves."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def _rates(groups: Sequence[dict[str, Any]]) -> str:
     """The learning rates that an optimizer was made with, before a scheduler moved them."""
     return ", ".join(f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups if "lr" in group)
@@ -117,13 +138,17 @@ def _rates(groups: Sequence[dict[str, Any]]) -> str:
 def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
     """Refuse an optimiser of other parameters than the trained ones, and what cannot work on a noisy gradient alone."""
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    moved = _moved(optimizer)
     if not trained:
         raise UserError("no parameter of the model is trainable (requires_grad): there is nothing to train")
     if missing := [name for number, name in trained.items() if number not in moved]:
         raise UserError(
             f"{missing[0]} is trainable, and not in the optimizer ({len(missing)} such parameters): its share of the noise would "
             "be paid for nothing. Give it to the optimizer, or freeze it with requires_grad_(False)"
+        )
+    if odd := [group["lr"] for group in optimizer.param_groups if not math.isfinite(group.get("lr", 0.0))]:
+        raise UserError(
+            f"the optimizer has a learning rate of {float(odd[0])}: one step with it would spoil the weights"
         )
     frozen = {id(p) for p in model.parameters() if not p.requires_grad}
     if moved - set(trained) - frozen:

@@ -122,6 +122,10 @@ def data_identity(dataset: Any, name: str | None = None) -> str:
         UserError: no name is given, and the data cannot be hashed.
     """
     if name is not None:
+        if not isinstance(name, str) or not name.strip():
+            raise UserError(
+                f"data_name={name!r} tells no data set from another one: give a name and a version, as text"
+            )
         return f"{len(dataset)} examples, declared as {name}"
     digest = hashlib.sha256()
     try:

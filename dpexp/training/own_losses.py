@@ -17,6 +17,7 @@ from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
 from dpexp.errors import UserError
+from dpexp.training.mixing import refuse_mixing
 
 if TYPE_CHECKING:
     from dpexp.tasks.base import Task
@@ -59,7 +60,7 @@ def look_at_losses(
 
 
 def look_at_task(task: Task, model: nn.Module, seed: int) -> str | None:
-    """Look at the losses of a task's first public examples; see `look_at_losses`.
+    """Look at the batch and the losses of a task's first public examples; see `refuse_mixing` and `look_at_losses`.
 
     Args:
         task: whose dev set has the examples.
@@ -67,7 +68,9 @@ def look_at_task(task: Task, model: nn.Module, seed: int) -> str | None:
         seed: public, of the augmentation.
     """
     count = min(EXAMPLES, len(task.dev))
-    batch = task.augmented(task.collate([task.dev[i] for i in range(count)]), np.arange(count), seed, 0)
+    rows = [task.dev[i] for i in range(count)]
+    refuse_mixing(task.collate, rows)
+    batch = task.augmented(task.collate(rows), np.arange(count), seed, 0)
     here = next(model.parameters()).device
     placed = {name: part.to(here) if isinstance(part, Tensor) else part for name, part in batch.items()}
     return look_at_losses(task.losses, model, placed, f"{type(task).__name__}.losses", task.rows_per_example)

@@ -203,3 +203,13 @@ def test_clipping_of_the_noiseless_sum_is_switched_off_with_a_word(tmp_path, cap
 def test_nothing_to_train_is_refused(tmp_path):
     with pytest.raises((UserError, ValueError), match=r"nothing to train|empty parameter list"):
         make(tmp_path, model=network("classifier").requires_grad_(False)).train()
+
+
+@pytest.mark.parametrize("given", [lambda data: data, lambda data: {"seen": data}])
+def test_private_rows_are_not_evaluated_on(tmp_path, given):
+    data = Dataset.from_list(rows("classifier"))
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    for other in (data.select(range(5)), None):
+        Trainer(network("classifier"), args, train_dataset=data, eval_dataset=other, privacy=PRIVACY)
+    with pytest.raises(UserError, match="eval_dataset is train_dataset"):
+        Trainer(network("classifier"), args, train_dataset=data, eval_dataset=given(data), privacy=PRIVACY)

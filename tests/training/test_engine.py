@@ -86,11 +86,12 @@ def test_what_a_collate_function_draws_is_secret_and_repeatable(tmp_path):
         found = []
 
         def masking(examples):
-            found.append((torch.rand(1).item(), np.random.rand(), __import__("random").random()))
-            return torch.utils.data.default_collate(examples)
+            numbers = torch.rand(1).item(), np.random.rand(), __import__("random").random()
+            return torch.utils.data.default_collate(examples), numbers
 
         engine = make(tmp_path / folder, noise_seed=noise_seed)
-        for batch in engine.batches(masking, 8):
+        for batch, numbers in engine.batches(masking, 8):
+            found.append(numbers)
             engine.step(losses_of(engine, batch))
         return found
 

@@ -16,6 +16,7 @@ from tests.training.own_loop import (
     TASK,
     adam_of,
     data,
+    losses_of,
     make,
     network,
     train,
@@ -86,6 +87,7 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
         ({"loss_scale": 1e300}, r"loss_scale=1e\+300 must be at most"),
         ({"users": 5}, "users=5 names nobody"),
         ({"scheduler": 3}, "scheduler=3 is none"),
+        ({"allocation": "globl"}, "allocation=.globl. is not known; choose global"),
     ],
     ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
 )
@@ -112,10 +114,42 @@ def test_numbers_may_be_those_of_other_libraries(tmp_path):
     )
 
 
-@pytest.mark.parametrize("folder", [None, "", 3])
+@pytest.mark.parametrize("folder", [None, "", 3, "a\0b"])
 def test_a_folder_that_is_none_is_refused(folder):
     with pytest.raises(UserError, match="is not the name of a folder"):
         make(folder)
+
+
+@pytest.mark.parametrize("folder", ["x" * 300, "~nobody-of-this-name/runs"])
+def test_a_name_that_no_folder_can_have_is_refused(folder):
+    with pytest.raises(UserError, match="is no name of a folder"):
+        make(folder)
+
+
+def test_a_data_set_is_told_by_a_name(tmp_path):
+    for name in ("", " ", 3):
+        with pytest.raises(UserError, match="tells no data set from another one"):
+            make(tmp_path, data_name=name)
+
+
+def test_a_card_of_nothing_is_not_written(tmp_path):
+    engine = make(tmp_path / "run")
+    with pytest.raises(UserError, match="no step was taken yet"):
+        engine.write_card(tmp_path / "model")
+    train(engine, steps=1).write_card(tmp_path / "model")
+
+
+def test_a_learning_rate_that_is_no_number_is_refused(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=float("nan"))
+    with pytest.raises(UserError, match="learning rate of nan"):
+        make(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize("spoil", [lambda losses: losses + 0j, lambda losses: losses.long()])
+def test_losses_are_real_numbers(tmp_path, spoil):
+    with pytest.raises(UserError, match=r"complex numbers|carry no graph"):
+        train(make(tmp_path), losses=lambda engine, batch: spoil(losses_of(engine, batch)))
 
 
 def test_a_file_in_the_folders_place_is_refused(tmp_path):
@@ -130,6 +164,8 @@ def test_a_guarantee_that_protects_nobody_is_said_at_once(tmp_path):
         make(tmp_path / "a", delta=0.5)
     with pytest.warns(UserWarning, match="bounds next to nothing"):
         make(tmp_path / "b", noise_multiplier=None, epsilon=1e6)
+    with pytest.warns(UserWarning, match="epsilon is infinite"):
+        make(tmp_path / "zero", noise_multiplier=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make(tmp_path / "c")

@@ -256,3 +256,16 @@ def test_a_loop_of_ones_own_asks_before_it_begins(tmp_path) -> None:
     for (x,) in engine.batches(physical_batch_size=8):
         engine.step(model(x).square().sum(1))
     assert engine.finished
+
+
+class Paired(TinyTask):
+    """Mixup, where nobody looks at losses."""
+
+    def collate(self, examples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        batch = super().collate(examples)
+        return {**batch, "x": 0.5 * (batch["x"] + batch["x"].flip(0))}
+
+
+def test_a_task_that_mixes_its_batches_is_refused(tmp_path) -> None:
+    with pytest.raises(UserError, match="collate_fn mixes examples"):
+        look_at_task(Paired(), tiny_model(), 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -213,6 +214,17 @@ class Anonymous:
 def test_a_name_that_no_other_row_can_share_is_refused(odd: Any):
     with pytest.raises(UserError, match=r"the user of row 2 is .* cannot be told"):
         Users(["a", "a", odd, "b"], 2)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [dict.fromkeys(range(5), "a"), {"a", "b"}, "aab", pd.DataFrame({"user": ["a", "b"], "age": [1, 2]})],
+    ids=["dict", "set", "text", "table"],
+)
+def test_what_does_not_hold_a_user_for_each_row_is_refused(names: Any):
+    """Whose elements are something else: of a dictionary from rows to users each row would be a user."""
+    with pytest.raises(UserError, match="does not hold the user of each row"):
+        Users(names, 2)
 
 
 def test_the_weighted_mean_is_that_of_the_rows():

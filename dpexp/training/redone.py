@@ -1,0 +1,183 @@
+"""What a `Trace` has written down, done again with other examples beside: does what one of them loses stay what it was?
+
+All is computed with one half of the examples in the place of the others, then with the other half. What follows from one example
+alone, a loss or a row that enters the model, is what it was in one of the two, whatever the order of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dpexp.clipping.dataflow import in_place
+from dpexp.clipping.independence.chance import Chance, WithoutChance
+from dpexp.clipping.independence.comparison import ROUNDING, ROUNDING_16
+from dpexp.errors import UserError
+from dpexp.training.trace import COUNTED, EARLIER, SHAPES, WRITTEN, Slot, Trace, name_of, slots_of
+
+# factor of floating-point numbers in rows that stand in the place of others
+SCALE = 3.0
+
+MIXED = (
+    "the loop mixes examples: the loss of one changes when the others of its batch are replaced{where}, whether a gradient shows "
+    "it or not. This voids any guarantee. Compute each loss from its own example alone: outputs and targets of one shape; no "
+    "count, mean or maximum over the batch; no other examples, detached or not"
+)
+ENTERED = (
+    "the loop mixes examples before they enter the model: what enters for one changes when the others of its batch are replaced "
+    "(mixup, a mean or a spread over the batch). This voids any guarantee. Make it of its own example alone, with public numbers"
+)
+
+
+class Redone:
+    """The trace of one batch, of which the losses are there.
+
+    Args:
+        trace: ended.
+    """
+
+    def __init__(self, trace: Trace):
+        self.trace, self.examples = trace, trace.examples
+
+    def check(self, losses: Tensor) -> bool:
+        """Compute again what enters the model, and the losses; return whether these told anything.
+
+        Raises:
+            UserError: what an example loses, or what enters the model for it, depends on others.
+        """
+        trace = self.trace
+        for name, buffer in trace.model.named_buffers():
+            if buffer in trace.private:
+                raise UserError(WRITTEN.format(name=name))
+        try:
+            trace.failure = trace.failure or self._failure(losses)
+            if losses in trace.rowed:
+                return True
+            return not trace.failure and self._look(trace.numbers[losses], losses.detach())
+        except UserError:
+            raise
+        except Exception as error:
+            trace.failure = f"{type(error).__name__}: {error}"
+            return False
+        finally:
+            trace.held.clear()
+
+    def _failure(self, losses: Tensor) -> str:
+        """Why the losses cannot be looked at; what enters the model is."""
+        if not all(self._enters_apart(number) for number in dict.fromkeys(self.trace.entering)):
+            return "rows enter the model in an order that goes by the batch"
+        if losses in self.trace.rowed:
+            return ""
+        number = self.trace.numbers.get(losses)
+        if number is None:
+            return "they are made by something else than torch's functions"
+        self._refuse_others(number, "losses depend")
+        return ""
+
+    def _look(self, number: int, losses: Tensor) -> bool:
+        whole, by_chance = self._again(number)
+        changed = [self._unlike(whole, self._other(number, kept)) for kept in self._halves()]
+        mixed = bool((changed[0] & changed[1]).any())
+        if mixed and not by_chance and bool(self._unlike(whole, losses).any()):
+            raise ValueError("computed again they are others")
+        if mixed:
+            raise UserError(MIXED.format(where=self.trace.table))
+        return bool((changed[0] | changed[1]).any())
+
+    def _enters_apart(self, number: int) -> bool:
+        """Whether rows that enter the model stand where their examples do.
+
+        Raises:
+            UserError: they depend on other examples.
+        """
+        self._refuse_others(number, "what enters the model depends")
+        try:
+            whole = self._again(number)[0]
+            ((axis, _),) = self.trace.fits(whole)
+            others = [self._other(number, kept) for kept in self._halves()]
+            first, *rest = [t.movedim(axis, 0).reshape(self.examples, -1) for t in (whole, *others)]
+        except Exception:
+            # nothing that has rows, or that could be done again
+            return True
+        mixed = self._unlike(first, rest[0]) & self._unlike(first, rest[1])
+        for row in first[mixed]:
+            if all(self._unlike(row.expand_as(other), other).all() for other in rest):
+                raise UserError(ENTERED)
+        return not mixed.any()
+
+    def _refuse_others(self, number: int, what: str) -> None:
+        """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
+        earlier, counted = set(self.trace.old), set()
+        for line in self.trace.lines:
+            slots = [slot.number for slot in slots_of(line)]
+            written = [*line.made, *(slots[:1] if in_place(line.func) else ())]
+            if earlier.intersection(slots) and name_of(line.func) not in SHAPES:
+                earlier.update(written)
+            if line.counted or counted.intersection(slots):
+                counted.update(written)
+        if number in earlier:
+            raise UserError(EARLIER.format(what=what))
+        if number in counted:
+            raise UserError(COUNTED.format(what=what))
+
+    def _halves(self) -> list[list[int]]:
+        """The examples in two halves; neighbours and mirror images should not stay together."""
+        order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(20221201)).tolist()
+        cut = (self.examples + 1) // 2
+        return [order[:cut], order[cut:]]
+
+    def _other(self, number: int, kept: Sequence[int]) -> Tensor:
+        """A tensor, with the examples ``kept`` in the place of all others."""
+        try:
+            return self._again(number, kept, SCALE)[0]
+        except Exception:
+            # a target that must be between 0 and 1
+            return self._again(number, kept, 1.0)[0]
+
+    def _again(self, number: int, kept: Sequence[int] = (), scale: float = 1.0) -> tuple[Tensor, bool]:
+        """A tensor, with the examples ``kept`` in the place of all others; and whether chance has a part in it."""
+        trace = self.trace
+        there = {n: held.clone() if n in trace.written else held for n, held in trace.held.items()}
+        if kept:
+            there |= {
+                n: self._replaced(trace.held[n], *place, kept, scale) for n, place in trace.places.items()
+            }
+        last = {slot.number: i for i, line in enumerate(trace.lines) for slot in slots_of(line)}
+        cuda = [t.device for t in there.values() if t.is_cuda][:1]
+        with torch.random.fork_rng(cuda), torch.no_grad(), WithoutChance(Chance()) as chance:
+            for i, line in enumerate(trace.lines):
+                args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
+                kind, dtype = line.autocast or ("cpu", torch.bfloat16)
+                with torch.autocast(
+                    kind, dtype=dtype, enabled=line.autocast is not None, cache_enabled=False
+                ):
+                    result = line.func(*args, **kwargs)
+                made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+                there.update(zip(line.made, made, strict=True))
+                for slot in slots_of(line):
+                    if last[slot.number] == i and slot.number != number:
+                        there.pop(slot.number, None)
+        return there[number], chance.met
+
+    def _replaced(self, tensor: Tensor, axis: int, times: int, kept: Sequence[int], scale: float) -> Tensor:
+        """Rows of the examples ``kept`` in the place of all others."""
+        others = islice(cycle(kept), self.examples)
+        chosen = [i if i in kept else next(others) for i in range(self.examples)]
+        rows = torch.tensor([i * times + m for i in chosen for m in range(times)], device=tensor.device)
+        taken = tensor.index_select(axis, rows)
+        if tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all()):
+            factor = torch.where(rows == torch.arange(len(rows), device=tensor.device), 1.0, scale)
+            taken = taken * factor.to(tensor).view([-1 if d == axis else 1 for d in range(tensor.dim())])
+        return taken
+
+    def _unlike(self, a: Tensor, b: Tensor) -> Tensor:
+        """``[b]``: which rows are not equal, up to rounding."""
+        low = any(t.is_floating_point() and t.itemsize < 4 for t in self.trace.held.values())
+        a, b = a.double().reshape(len(a), -1), b.double().reshape(len(a), -1)
+        size = a.abs().nan_to_num(posinf=0.0)
+        allowed = (ROUNDING_16 if low else ROUNDING) * torch.maximum(size, 1e-3 * size.amax(0))
+        return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1)

@@ -1,0 +1,348 @@
+"""What a loop of one's own does with one batch, written down: every torch function that its tensors go through.
+
+The model's own forward is left out, into which the clipper looks. What is noted is enough to do it all again (`redone`), and to
+tell what holds values of the batch when a later one begins.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dpexp.clipping.dataflow import FEW, in_place, tensors_in
+from dpexp.clipping.following import Followed
+from dpexp.clipping.operations.others import BROADCASTING
+from dpexp.errors import UserError
+
+# functions that are written down for one batch
+LONGEST = 5000
+# bytes that are held for it
+LARGEST = 1 << 28
+# from here on what the loop does is not written down: it goes by numbers of Python
+ESCAPES = {"tolist"}
+# longer than numbers that somebody writes down: those that a loop has made of its batch are known by their digits
+DIGITS = 12
+# what they return tells shapes, and no values
+SHAPES = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_empty", "new_full",
+}  # fmt: skip
+# the last one: a parameter, as it is read within a module of an attached model
+PLAIN = (Tensor, nn.Parameter, Followed)
+
+EARLIER = (
+    "{what} on what an earlier batch has left behind (a running mean, a memory bank, a replay buffer): that holds other "
+    "examples, without noise. This voids any guarantee. Leave it out, or make it of public data; what belongs to an example "
+    "stands in the data set"
+)
+COUNTED = (
+    "{what} on a number that the loop has made of its batch (.item(), float()), and so on all of its examples, whether a "
+    "gradient shows it or not. This voids any guarantee. Leave it out, or take a public number"
+)
+WRITTEN = (
+    "the loop writes values of its batch to {name} of the model, without noise. This voids any guarantee: leave it out, or make "
+    "it of public data"
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor among the arguments of a function."""
+
+    number: int
+
+
+@dataclass
+class Line:
+    """One call of a torch function; ``given``: arguments, with slots; ``made``: numbers of the tensors that it returned."""
+
+    func: Any
+    given: Any
+    made: list[int]
+    autocast: tuple[str, torch.dtype] | None
+    # whether a number of Python that was made of the batch is among the arguments
+    counted: bool = False
+
+
+class Trace(TorchFunctionMode):
+    """What is done with one batch.
+
+    Args:
+        model: whose own forward is not looked into.
+        batch: what the collate function has made.
+        examples: how many it has.
+        rows_per_example: rows that it may have of each.
+        before: `private` of an earlier trace.
+        outside: parameters are added to it that the batch goes through and that are not the model's.
+
+    Attributes:
+        scaled: where a number that equals the number of examples stood in arithmetic.
+        failure: why nothing can be said, in words.
+        private: the tensors of the batch, and what was made of their values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        examples: int,
+        rows_per_example: int,
+        before: WeakIdKeyDictionary,
+        outside: WeakIdKeyDictionary,
+    ):
+        super().__init__()
+        self.model, self.examples, self._times = model, examples, {1, rows_per_example}
+        self.scaled: set[tuple[int, str]] = set()
+        self.failure = ""
+        self.private = WeakIdKeyDictionary()
+        self._before, self._outside = before, outside
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._own = {_storage(tensor): name for name, tensor in named if type(tensor) in PLAIN}
+        # of tensors without a place
+        self._own.pop(0, None)
+        self.numbers = WeakIdKeyDictionary()
+        # what has the rows of the batch and was made by nothing that is written down
+        self.rowed = WeakIdKeyDictionary()
+        self.held: dict[int, Tensor] = {}
+        self.places: dict[int, tuple[int, int]] = {}
+        self.written: set[int] = set()
+        # what enters the model, and what earlier batches have left behind
+        self.entering: list[int] = []
+        self.old: set[int] = set()
+        self.lines: list[Line] = []
+        # numbers of Python that the loop has made of the batch
+        self._counts: list[float] = []
+        self._count = self._inside = self._bytes = 0
+        self.table = ""
+        self._open = ExitStack()
+        self._have_rows(tensors_in(batch))
+        for tensor in tensors_in(batch):
+            if not tensor.dim():
+                # a constant of the collate function
+                self.private.pop(tensor, None)
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Watch from here on."""
+        if "torch._dynamo" in sys.modules:
+            # no compiled code of the loop is to carry what watches it
+            self._open.enter_context(torch.compiler.set_stance("force_eager"))
+        self._open.callback(register_module_forward_pre_hook(self._enter).remove)
+        self._open.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        self._open.callback(self.model.register_forward_pre_hook(self._entered, with_kwargs=True).remove)
+        _push_mode(self)
+        self._open.callback(self._remove)
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._open.close()
+
+    def _remove(self) -> None:
+        """Leave the stack of modes, wherever in it this one stands: the loop may have entered others and not left them yet."""
+        above = []
+        while (mode := _get_current_function_mode()) is not None:
+            _pop_mode()
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._inside += module is self.model
+
+    def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what the loop has made of its batch, or kept of an earlier one, and gives to the model."""
+        if self._inside > 1 or self.failure:
+            return
+        for tensor in tensors_in((args, kwargs)):
+            if tensor in self.numbers:
+                self.entering.append(self.numbers[tensor])
+            elif tensor in self._before and tensor not in self.rowed:
+                raise UserError(EARLIER.format(what="what enters the model depends"))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self.model:
+            self._have_rows(tensors_in(output, depth=1))
+            self._inside -= 1
+
+    def _have_rows(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if type(tensor) in PLAIN and tensor not in self.numbers:
+                self.rowed[tensor] = None
+                self._mark(tensor)
+
+    def _mark(self, tensor: Tensor | None) -> None:
+        """Remember that a tensor holds values of the batch."""
+        if type(tensor) in PLAIN and _storage(tensor) not in self._own:
+            self.private[tensor] = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside or self.failure:
+            return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(t in self.numbers or t in self.rowed for t in given):
+            return self._of_earlier(func, args, kwargs, given)
+        private = name_of(func) not in SHAPES and any(t in self.private for t in given)
+        if private:
+            self._look_at_parameters(func, given)
+        # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
+        opaque = func is torch.autograd.grad or any(type(t) not in PLAIN for t in given)
+        before = [_version(t) for t in given]
+        # what is written to is noted as it was
+        line = None if opaque or not in_place(func) else self._tried(self._noted, func, args, kwargs, given)
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if private and type(result) is float and len(repr(result)) > DIGITS:
+            self._counts.append(result)
+        if private:
+            for tensor in (*made, *([given[0], given[0]._base] if in_place(func) else ())):
+                self._mark(tensor)
+        if opaque:
+            self._have_rows(made)
+        elif line is not None:
+            self._tried(self._add, line, made)
+        elif any(_version(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
+            self._stop(f"{name_of(func)} writes to what it is given, or makes numbers of Python of it")
+        elif made and not self.failure:
+            self._tried(lambda: self._add(self._noted(func, args, kwargs, given), made))
+        return result
+
+    def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
+        result = func(*args, **kwargs)
+        if name_of(func) not in SHAPES and any(t in self._before for t in given):
+            self._before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
+        return result
+
+    def _look_at_parameters(self, func: Any, given: list[Tensor]) -> None:
+        """Refuse values of the batch that are written to the model, and note parameters of others that it goes through."""
+        places = [_storage(t) if type(t) in PLAIN else 0 for t in given]
+        writes = in_place(func) or name_of(func) == "__set__"
+        if writes and places[0] in self._own and any(t in self.private for t in given[1:]):
+            raise UserError(WRITTEN.format(name=self._own[places[0]]))
+        for tensor, place in zip(given, places, strict=True):
+            trains = type(tensor) is nn.Parameter and tensor.requires_grad and torch.is_grad_enabled()
+            if trains and place not in self._own:
+                self._outside[tensor] = None
+
+    def _tried(self, action: Callable[..., Line | None], *arguments: Any) -> Line | None:
+        """What goes wrong here is no concern of the loop."""
+        try:
+            return action(*arguments)
+        except Exception as error:
+            self._stop(str(error))
+            return None
+
+    def _noted(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
+        """A call and what it is given."""
+        name = name_of(func)
+        slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
+        if in_place(func):
+            for number, held in self.held.items():
+                if _storage(held) == _storage(given[0]):
+                    self.held[number] = held.clone()
+                    self.written.add(number)
+        kind = given[0].device.type
+        on = torch.is_autocast_enabled(kind)
+        numbers = [n for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
+        counted = any(math.isclose(n, c) or math.isclose(n * c, 1) for n in numbers for c in self._counts)
+        if name.strip("_") in BROADCASTING and given[0].is_floating_point():
+            sizes = [self.examples * times for times in self._times]
+            if any(n in (size, 1 / size) for n in numbers for size in sizes):
+                self.scaled.add((len(self.lines), name))
+        return Line(func, slots, [], (kind, torch.get_autocast_dtype(kind)) if on else None, counted)
+
+    def _add(self, line: Line, made: list[Tensor]) -> None:
+        """A call that was made, and what it returned."""
+        for tensor in made:
+            if tensor not in self.numbers:
+                self.numbers[tensor] = self._count = self._count + 1
+            line.made.append(self.numbers[tensor])
+            if not self.table and sum(size == self.examples for size in tensor.shape) > 1:
+                self.table = f" ({name_of(line.func)} makes a table {list(tensor.shape)})"
+        self.lines.append(line)
+        if len(self.lines) > LONGEST:
+            raise ValueError(f"the loop calls more than {LONGEST} functions")
+
+    def _number(self, tensor: Tensor) -> int:
+        """The number of a tensor; what was made elsewhere is held."""
+        if tensor not in self.numbers:
+            self.numbers[tensor] = self._count = self._count + 1
+            with torch._C.DisableTorchFunctionSubclass():
+                self.held[self._count] = tensor.detach()
+            if tensor in self.rowed:
+                self._bytes += tensor.nbytes
+                self._place(self._count, tensor)
+            elif tensor in self._before:
+                self.old.add(self._count)
+        return self.numbers[tensor]
+
+    def _place(self, number: int, tensor: Tensor) -> None:
+        """Find the dimension that is the batch, and how many rows each example has there."""
+        fits = self.fits(tensor)
+        if len(fits) > 1:
+            raise ValueError(
+                f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
+            )
+        if self._bytes > LARGEST:
+            raise ValueError(f"they are computed from more than {LARGEST >> 20} MiB")
+        if fits and not _is_order(tensor):
+            self.places[number] = fits[0]
+        elif fits and self.examples < FEW:
+            # in an order, rows that are replaced still go where they went; of few examples, labels may look like one
+            raise ValueError(f"{tensor.tolist()} may be labels or an order")
+
+    def fits(self, tensor: Tensor) -> list[tuple[int, int]]:
+        """Dimensions that may be the batch, with the rows that each example would have there."""
+        return [
+            (axis, times)
+            for axis, size in enumerate(tensor.shape)
+            for times in self._times
+            if size == self.examples * times
+        ]
+
+    def _stop(self, why: str) -> None:
+        self.failure = self.failure or why
+        self.held.clear()
+        self.lines.clear()
+
+
+def slots_of(line: Line) -> list[Slot]:
+    return [leaf for leaf in tree_leaves(line.given) if isinstance(leaf, Slot)]
+
+
+def name_of(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where the numbers of a tensor lie; 0 where it has no place of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _is_order(tensor: Tensor) -> bool:
+    """Whether it may say which row goes where."""
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return False
+    return bool((tensor.sort().values == torch.arange(len(tensor), device=tensor.device)).all())

@@ -1,0 +1,379 @@
+"""What a person's own loop does with its batches besides the losses: what it mixes, keeps and writes without noise is refused."""
+
+import copy
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
+
+from dpexp.errors import UserError
+from dpexp.training.mixing import refuse_mixing
+from tests.training.own_loop import data, first_batch, losses_of, make, network, train
+
+cross_entropy = nn.functional.cross_entropy
+
+
+def standardised(x):
+    return (x - x.mean(0)) / x.std(0)
+
+
+def mixed_up(x):
+    return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+
+
+def swapped(x):
+    x = x.clone()
+    x[:, 3] = x[:, 3].flip(0)
+    return x
+
+
+@pytest.mark.parametrize("prepared", [standardised, mixed_up, swapped])
+def test_batches_that_are_mixed_before_they_enter_the_model_are_refused(tmp_path, prepared):
+    engine = make(tmp_path)
+
+    def losses(engine, batch):
+        return cross_entropy(engine.model(prepared(batch[0])), batch[1], reduction="none")
+
+    with pytest.raises(UserError, match="before they enter the model"):
+        train(engine, 20, losses=losses)
+    with pytest.raises(UserError, match="before they enter the model"):
+        # again, and not let through
+        train(engine, 20, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
+class Named(nn.Module):
+    """Called by keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = network()
+
+    def forward(self, *, features):
+        return self.body(features)
+
+
+def test_what_enters_by_a_keyword_is_looked_at(tmp_path):
+    engine = make(tmp_path, Named())
+    with pytest.raises(UserError, match="before they enter the model"):
+        train(
+            engine,
+            losses=lambda engine, batch: engine.model(features=standardised(batch[0])).square().sum(1),
+        )
+
+
+def test_what_a_loop_may_do_with_its_examples_before_the_model(tmp_path, caplog):
+    public = torch.rand(10)
+
+    def losses(engine, batch):
+        x = (batch[0] - public) / (1 + public) + 0.1 * torch.randn_like(batch[0])
+        x = nn.functional.normalize(x, dim=1) * (torch.rand(len(x), 1) > 0.2)
+        x = torch.where(batch[0] > 2, torch.zeros_like(x), x).clone()
+        x[:, 0] = 1
+        return cross_entropy(engine.model(x), batch[1], reduction="none")
+
+    assert train(make(tmp_path), losses=losses).finished
+    assert "not looked at" not in caplog.text
+
+
+def test_rows_that_are_sorted_are_no_mixture(tmp_path):
+    """As recurrent networks want it: the longest first."""
+
+    def losses(engine, batch):
+        order = batch[0].sum(1).argsort()
+        return cross_entropy(engine.model(batch[0][order]), batch[1][order], reduction="none")
+
+    assert train(make(tmp_path), 20, losses=losses).finished
+
+
+class RunningMean:
+    """Of earlier batches, in the losses or before the model."""
+
+    def __init__(self, where):
+        self.where, self.mean = where, torch.zeros(10)
+
+    def __call__(self, engine, batch):
+        x, y = batch
+        if self.where == "before":
+            found = engine.model(x - self.mean)
+        else:
+            found = engine.model(x) * (1 + self.mean.square().sum())
+        if self.where == "in place":
+            self.mean.mul_(0.9).add_(x.mean(0))
+        else:
+            self.mean = 0.9 * self.mean + x.mean(0)
+        return cross_entropy(found, y, reduction="none")
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "in place"])
+def test_what_an_earlier_batch_has_left_behind_is_refused(tmp_path, where):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        train(engine, 4, losses=RunningMean(where))
+    assert engine.ledger.steps_charged == 0
+
+
+def test_an_example_of_an_earlier_batch_does_not_enter_the_model(tmp_path):
+    before = []
+
+    def losses(engine, batch):
+        before.append(batch[0])
+        # a replay buffer: the first rows of the batch before
+        loss = engine.model(batch[0]).square().sum(1)
+        return loss if len(before) == 1 else loss + 0 * engine.model(before[-2]).sum()
+
+    with pytest.raises(UserError, match="what enters the model depends on what an earlier batch"):
+        train(make(tmp_path), 4, losses=losses)
+
+
+def test_what_is_kept_for_the_eye_is_nobodys_business(tmp_path):
+    seen, zero = [], None
+
+    def losses(engine, batch):
+        nonlocal zero
+        # of the first batch, and without its values
+        zero = torch.zeros_like(batch[0][0]) if zero is None else zero
+        found = cross_entropy(engine.model(batch[0] + zero), batch[1], reduction="none")
+        seen.append(found.detach().mean() + (seen[-1] if seen else 0))
+        return found
+
+    assert train(make(tmp_path), 4, losses=losses).finished
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = network()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, x):
+        return self.body(x) - self.centre
+
+
+@pytest.mark.parametrize("how", ["in place", "anew", "data", "a weight"])
+def test_values_of_a_batch_that_are_written_to_the_model_are_refused(tmp_path, how):
+    model = Centred()
+
+    def losses(engine, batch):
+        outputs = model(batch[0])
+        mean = outputs.detach().mean(0)
+        with torch.no_grad():
+            if how == "in place":
+                model.centre.lerp_(mean, 0.1)
+            elif how == "anew":
+                model.centre = 0.9 * model.centre + 0.1 * mean
+            elif how == "data":
+                model.centre.data = 0.9 * model.centre.data + 0.1 * mean
+            else:
+                model.body[3].bias.data += 0.1 * mean
+        return cross_entropy(outputs, batch[1], reduction="none")
+
+    engine = make(tmp_path, model)
+    with pytest.raises(UserError, match=r"writes values of its batch to (centre|body\.3\.bias) of the model"):
+        train(engine, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize("number", [Tensor.item, float, lambda mean: 1 / mean.item()])
+def test_numbers_that_are_made_of_a_batch_are_refused_in_its_losses(tmp_path, number):
+    engine = make(tmp_path)
+
+    def losses(engine, batch):
+        found = losses_of(engine, batch)
+        return found / number(found.detach().mean())
+
+    with pytest.raises(UserError, match="losses depend on a number that the loop has made of its batch"):
+        train(engine, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
+def test_numbers_that_are_written_down_or_only_printed_are_not_refused(tmp_path):
+    constant = torch.tensor(0.07)
+
+    def collate(rows):
+        return *default_collate(rows), constant
+
+    engine = make(tmp_path)
+    for x, y, temperature in engine.batches(collate, 8):
+        found = cross_entropy(engine.model(x) / temperature.item(), y, reduction="none")
+        print(found.detach().mean().item())
+        engine.step(0.5 * found)
+    assert engine.finished
+
+
+def test_what_was_refused_is_refused_again_in_the_same_batch(tmp_path):
+    engine = make(tmp_path)
+    batch, _loop = first_batch(engine)
+    losses = losses_of(engine, batch)
+    for _ in range(2):
+        with pytest.raises(UserError, match="mixes examples"):
+            engine.step(losses / losses.detach().mean())
+    assert engine.ledger.steps_charged == 0
+
+
+def test_a_weight_that_is_kept_in_bounds_is_the_loops_own(tmp_path):
+    model = network()
+
+    def losses(engine, batch):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        return cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    assert train(make(tmp_path, model), losses=losses).finished
+
+
+def test_a_part_beside_the_model_is_not_trained_on_private_examples(tmp_path):
+    engine, probe, public = make(tmp_path), nn.Linear(3, 3), nn.Linear(3, 3)
+    own, others = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (probe, public))
+    for batch in engine.batches():
+        outputs = engine.model(batch[0])
+        loss = cross_entropy(probe(outputs.detach()), batch[1])
+        loss.backward(inputs=list(probe.parameters()))
+        with torch.no_grad():
+            public(outputs)
+        others.step()
+        with pytest.raises(UserError, match="went through a parameter of shape"):
+            own.step()
+        engine.step(cross_entropy(outputs, batch[1], reduction="none"))
+    assert engine.finished
+    engine.close()
+    own.step()
+
+
+def test_the_optimizer_is_given_no_more_to_move_on_the_way(tmp_path):
+    engine, late = make(tmp_path), nn.Linear(3, 3)
+    batch, _loop = first_batch(engine)
+    engine._optimizer.optimizer.add_param_group({"params": list(late.parameters())})
+    with pytest.raises(UserError, match="holds other parameters than when the engine was made"):
+        engine.step(losses_of(engine, batch))
+    assert engine.ledger.steps_charged == 0
+
+
+def mixing(rows):
+    x, y = default_collate(rows)
+    return mixed_up(x), y
+
+
+def sometimes(rows):
+    return mixing(rows) if random.random() < 0.4 else default_collate(rows)
+
+
+def pasted(rows):
+    """CutMix."""
+    x, y = default_collate(rows)
+    x[..., :4] = x[torch.randperm(len(x)), ..., :4]
+    return {"x": x, "y": y}
+
+
+def scaled(rows):
+    x, y = default_collate(rows)
+    return x / x.abs().max(), y
+
+
+@pytest.mark.parametrize("collate_fn", [mixing, sometimes, pasted, scaled])
+def test_a_collate_function_that_mixes_is_refused(tmp_path, collate_fn):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="collate_fn mixes examples"):
+        next(engine.batches(collate_fn, 20))
+    assert engine.ledger.steps_charged == 0
+
+
+def augmented(rows):
+    """Draws for each example, and sorts them."""
+    rows = sorted(rows, key=lambda row: -len(row[0]))
+    xs = [x * random.uniform(0.9, 1.1) + 0.1 * torch.randn_like(x) for x, _ in rows]
+    return nn.utils.rnn.pad_sequence(xs, batch_first=True), torch.tensor([y for _, y in rows])
+
+
+def test_a_collate_function_may_draw_and_sort_and_pad():
+    rows = [(torch.randn(length), length % 3) for length in (3, 5, 2, 5, 7, 4, 4, 1)]
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert refuse_mixing(augmented, rows)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]
+    assert torch.equal(torch.get_rng_state(), state[0])
+    with pytest.raises(UserError, match="collate_fn mixes"):
+        refuse_mixing(lambda rows: augmented([(x + rows[-1][0].sum(), y) for x, y in rows]), rows)
+
+
+@pytest.mark.parametrize("kind", ["array", "picture", "list", "bytes"])
+def test_examples_of_all_kinds_are_looked_at(kind):
+    made = {
+        "array": lambda: np.random.rand(4, 4),
+        "picture": lambda: Image.fromarray(np.random.randint(0, 255, (4, 4), dtype=np.uint8)),
+        "list": lambda: [random.random() for _ in range(4)],
+        "bytes": lambda: torch.randint(0, 255, (4, 4), dtype=torch.uint8),
+    }[kind]
+    rows = [{"x": made(), "y": i} for i in range(6)]
+
+    def collate(rows, shift=0.0):
+        x = torch.stack([torch.as_tensor(np.asarray(row["x"])).float() for row in rows])
+        return {"x": x - shift * x.mean(0), "y": torch.tensor([row["y"] for row in rows])}
+
+    assert refuse_mixing(collate, rows)
+    with pytest.raises(UserError, match="collate_fn mixes"):
+        refuse_mixing(lambda rows: collate(rows, 0.5), rows)
+
+
+def test_rows_of_one_user_may_be_mixed(tmp_path):
+    def average(rows):
+        x, y = default_collate(rows)
+        return x.unflatten(0, (-1, 2)).mean(1, keepdim=True).expand(-1, 2, -1).flatten(0, 1), y
+
+    names = [i // 2 for i in range(60)]
+    settings = {"users": names, "rows_per_example": 2, "batch_size": 10}
+    next(make(tmp_path / "users", **settings).batches(average, 10))
+    with pytest.raises(UserError, match="collate_fn mixes"):
+        next(make(tmp_path / "rows", batch_size=20).batches(lambda rows: average(rows[: len(rows) // 2 * 2])))
+
+
+def test_texts_and_labels_alone_tell_nothing():
+    assert not refuse_mixing(default_collate, [(i, i) for i in range(9)])
+    assert not refuse_mixing(default_collate, [(torch.randn(3), 1)])
+    assert not refuse_mixing(lambda rows: rows[20], data())
+
+
+def test_an_engine_is_neither_copied_nor_pickled(tmp_path):
+    engine = make(tmp_path)
+    for do in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            do(engine)
+
+
+def test_a_sum_without_noise_is_not_left_behind_by_closing(tmp_path):
+    engine = make(tmp_path)
+    loop = engine.batches(physical_batch_size=4)
+    engine.step(losses_of(engine, next(loop)))
+    assert engine.model[0].weight.grad is not None
+    engine.close()
+    assert all(p.grad is None for p in engine.model.parameters())
+
+
+@pytest.mark.parametrize("accountant", ["gdp", "RDP", "moments"])
+def test_epsilon_is_that_of_an_accountant_that_bounds(tmp_path, accountant):
+    with pytest.raises(UserError, match=f"accountant={accountant}"):
+        make(tmp_path).epsilon(accountant)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": -1}, {"steps": 1.5}, {"steps": "3"}, {"physical_batch_size": 1.5}]
+)
+def test_sizes_of_a_loop_are_whole_numbers(tmp_path, wrong):
+    with pytest.raises(UserError, match=r"is not a|must be above 0"):
+        next(make(tmp_path).batches(**wrong))
+
+
+def test_whole_numbers_of_any_type_are_sizes(tmp_path):
+    engine = make(tmp_path)
+    assert train(engine, 8.0, steps=np.int64(2)).steps_taken == 2
+    assert list(engine.batches(steps=0)) == []
+
+
+def test_a_data_set_of_one_picture_is_no_mixture(tmp_path):
+    engine = make(tmp_path, dataset=TensorDataset(torch.ones(60, 10), torch.zeros(60, dtype=torch.long)))
+    assert train(engine, 20).finished
