@@ -20,6 +20,7 @@ from dpexp.durable import disk_error
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
+from dpexp.reproduce.documents import Document
 from dpexp.usage import shipped
 
 RESULTS = Path("results")
@@ -37,11 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run", action="store_true", help="first run what has no record, at --scale")
     parser.add_argument(
         "--scale", default="small", choices=("small", "paper"), help="of --run; default: %(default)s"
-    )
-    parser.add_argument(
-        "--show-unclean",
-        action="store_true",
-        help="show records without provenance or of uncommitted code, marked",
     )
     return _guarded(_render, parser.parse_args(words))
 
@@ -70,12 +66,12 @@ def _render(given: argparse.Namespace) -> int:
         shutil.copytree(shipped("results"), RESULTS)
         print(f"{RESULTS}: made here, with the records that travel with dpexp {dpexp.__version__}")
     names = catalogue.resolve([name for name in given.name if name != "report"])
-    context = Context(given.results, given.show_unclean)
+    context = Context(given.results)
     if given.run:
         for name in names:
-            _fill(name, context, given.scale)
+            _fill(context.document(name), given.scale)
         # with the new records
-        context = Context(given.results, given.show_unclean)
+        context = Context(given.results)
     for name in names:
         written = catalogue.write(context.document(name), given.results)
         print(f"{name}: written to {written[0].with_suffix('')}.*")
@@ -84,21 +80,26 @@ def _render(given: argparse.Namespace) -> int:
     return 0
 
 
-def _fill(name: str, context: Context, scale: str) -> None:
-    """Run the commands that a target misses and keep their records; a run that fails is named, and the rest go on."""
+def _fill(document: Document, scale: str) -> None:
+    """Run the commands that a document misses and keep their records; a run that fails is named, and the rest go on."""
     if not _KEEP.exists():
         raise UserError("--run keeps records of committed code alone: run it from a checkout of dpexp")
     folder = Path(os.environ.get("DPEXP_RUNS", "runs"))
-    commands = catalogue.missing_commands(name, context, scale)
+    commands = document.commands(scale)
     if not commands:
-        print(f"{name}: nothing is run: {catalogue.nothing_to_run(name, scale)}")
+        left = f"no training is left to run at scale={scale}; what else it takes stands on its page"
+        why = "it is arithmetic" if document.status == "exact" else left
+        print(f"{document.name}: nothing is run: {why}")
     for command in commands:
-        print(f"{name}: {command}", flush=True)
+        print(f"{document.name}: {command}", flush=True)
         before = {path: path.stat().st_mtime_ns for path in _summaries(folder)}
         words = shlex.split(command)
         done = subprocess.run([sys.executable, *words[1:], f"runtime.runs_dir={folder}"], check=False)
         if done.returncode:
-            print(f"{name}: failed with exit status {done.returncode}; its cells stay empty", file=sys.stderr)
+            print(
+                f"{document.name}: failed with exit status {done.returncode}; its cells stay empty",
+                file=sys.stderr,
+            )
         for path in _summaries(folder):
             if before.get(path) != path.stat().st_mtime_ns:
                 subprocess.run([sys.executable, str(_KEEP), str(path)], check=False)

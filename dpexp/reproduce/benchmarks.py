@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator
 
 from dpexp.benchmark.methods import ENGINE
 from dpexp.benchmark.render import note
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, claimed, number
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, grouped, number
 from dpexp.reproduce.drawing import COLOURS, draw
 from dpexp.reproduce.paper import claims, paper_table, target_name
 from dpexp.reproduce.records import believed, code_problems
@@ -29,11 +29,10 @@ EARLIER = "of an earlier engine: decides nothing"
 
 
 class Measurement(NamedTuple):
-    """One committed benchmark: the name of its file, what it holds, and what its provenance lacks."""
+    """One committed benchmark: the name of its file, and what it holds."""
 
     file: str
     content: dict[str, Any]
-    problems: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -51,11 +50,10 @@ class Measurement(NamedTuple):
         asked = self.content["settings"].get("workloads", [])
         done = {one["workload"] for one in self.content["rows"]} & set(asked)
         unfinished = f"the measurement did not finish: {len(done)} of {len(asked)} workloads"
-        return "; ".join(filter(None, (
-            note(row, self.content["settings"]["precision"]),
-            "" if self.content.get("status") == "finished" else unfinished,
-            f"UNCLEAN: {'; '.join(self.problems)}" if self.problems else "",
-        )))  # fmt: skip
+        finished = self.content.get("status") == "finished"
+        return "; ".join(
+            filter(None, (note(row, self.content["settings"]["precision"]), "" if finished else unfinished))
+        )
 
 
 @dataclass(frozen=True)
@@ -104,54 +102,55 @@ def targets() -> dict[str, Measured]:
     return {target_name(*key): Measured(*key, **entry) for key, entry in claims("bench").items()}
 
 
-def load(folder: Path, *, show_unclean: bool = False) -> list[Measurement]:
+def load(folder: Path) -> list[Measurement]:
     """Every benchmark, sorted.
 
     Raises:
-        UserError: a record lacks something, unless ``show_unclean`` has it marked.
+        UserError: a record lacks something.
     """
 
     def problems(record: dict[str, Any]) -> list[str]:
         needed = ("settings", "hardware", "versions", "command", "rows")
         return [f"lacks {name}" for name in needed if not record.get(name)] + code_problems(record)
 
-    return [Measurement(*each) for each in believed(folder, problems, show_unclean)]
+    return [Measurement(*each) for each in believed(folder, problems)]
 
 
 def build(name: str, records: Sequence[Measurement]) -> Document:
     """The document of one target, its figure drawn where something was measured."""
     target = targets()[name]
+    blocks = [_block(target, scale, records) for scale in ("small", "paper")]
+    rows = [row for block in blocks for row in block.rows]
     printed = as_rows(_PAPER, [
         (cell.row, cell.column, f"{cell.value} {cell.unit}".strip() or "-", cell.conditions)
         for cell in paper_table(target.paper, target.table)
     ])  # fmt: skip
-    sections = [Section("As printed", (), _PAPER, printed)] if printed else []
-    every: Rows = []
-    counts = []
-    for scale in ("small", "paper"):
-        wanted = [workload for workload, own in target.workloads.items() if own == scale]
-        rows = [row for record in records for row in _rows(record, wanted, scale)]
-        done = {row["workload"] for row in rows}
-        counts += [f"{scale} {len(done)}/{len(wanted)}"] if done else []
-        left = [workload for workload in wanted if workload not in done]
-        command = f"python -m dpexp.bench bench={target.preset} {'device=cuda ' if scale == 'paper' else ''}"
-        todo = f"Not run: {', '.join(left)}. `{command}'workloads=[{','.join(left)}]' out=results/bench/NAME`"
-        columns = COLUMNS if rows else ()
-        sections.append(Section(f"scale={scale}", (todo,) if left else (), columns, rows, scale))
-        every += rows
-    drawn = _newest(every)
-    svg = draw(lambda axes: _bars(axes, drawn), 2, (4.6, 1 + 0.24 * len(drawn))) if drawn else ""
-    verdicts = _verdicts(target, every)
-    earlier = f" {sum(EARLIER in row['note'] for row in every)} rows are {EARLIER}." if every else ""
-    words = (
-        *claimed(target.claim, verdicts, _why(every)),
+    bounds = Section("As printed", (), _PAPER, printed, verdicts=tuple(_verdicts(target, rows)))
+    earlier = f" {sum(EARLIER in row['note'] for row in rows)} rows are {EARLIER}." if rows else ""
+    notes = (
         "A printed bound holds, or not, for each network that both methods were measured on in one interleaved run; the paper's"
         f" hardware is another. Drawn is the last measurement of each method.{earlier}",
         "Speeds are examples/s relative to non-private training in the same interleaved run; a method that failed is a row.",
     )
-    fields, status = (*COLUMNS, "row", "column", "paper"), ", ".join(counts) or "not run"
+    drawn = _newest(rows)
+    svg = draw(lambda axes: _bars(axes, drawn), 2, (4.6, 1 + 0.24 * len(drawn))) if drawn else ""
     foot = "Regenerate: `python -m dpexp.report {name}` (or `make {name}`)."
-    return Document(name, target.title, words, tuple(sections), fields, svg, status, tuple(verdicts), foot)  # fmt: skip
+    return Document(
+        name, target.title, notes, (bounds, *blocks), (*COLUMNS, "row", "column", "paper"), svg, "not run", foot,
+        target.claim, _untold(rows),
+    )  # fmt: skip
+
+
+def _block(target: Measured, scale: str, records: Sequence[Measurement]) -> Section:
+    wanted = [workload for workload, own in target.workloads.items() if own == scale]
+    rows = [row for record in records for row in _rows(record, wanted, scale)]
+    done = {row["workload"] for row in rows}
+    left = [workload for workload in wanted if workload not in done]
+    device = "device=cuda " if scale == "paper" else ""
+    command = f"python -m dpexp.bench bench={target.preset} {device}'workloads=[{','.join(left)}]' out=results/bench/NAME"
+    todo = (f"Not run: {', '.join(left)}. `{command}`",) if left else ()
+    status = f"{scale} {len(done)}/{len(wanted)}" if done else ""
+    return Section(f"scale={scale}", todo, COLUMNS if rows else (), rows, scale, done=status)
 
 
 def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
@@ -172,10 +171,8 @@ def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
 
 def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
     """One for each bound that rows of the present engine are about; each says so where others have none."""
-    groups: dict[tuple[str, str], Rows] = {}
-    for row in rows:
-        if EARLIER not in row["note"]:
-            groups.setdefault((row["record"], row["workload"]), []).append(row)
+    present = (row for row in rows if EARLIER not in row["note"])
+    groups = grouped(present, lambda row: (row["record"], row["workload"]))
     measured = []
     for bound in (Bound(**asked) for asked in target.bounds):
         if ratios := {place: said for place, own in groups.items() if (said := bound.ratio(own)) is not None}:
@@ -197,7 +194,7 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
     return found
 
 
-def _why(rows: Rows) -> str:
+def _untold(rows: Rows) -> str:
     """Why there is no verdict, in words."""
     if not rows:
         return "not run"

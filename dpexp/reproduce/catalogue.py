@@ -40,10 +40,9 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Context:
-    """Where records are, and whether those without provenance may be shown, marked."""
+    """The committed records below a folder, read once, and the documents that were made of them."""
 
     results: Path
-    show_unclean: bool = False
     built: dict[str, Document] = field(default_factory=dict)
 
     def document(self, name: str) -> Document:
@@ -54,28 +53,25 @@ class Context:
 
     @cached_property
     def records(self) -> list[Record]:
-        return run_records.load(self.results / "runs", show_unclean=self.show_unclean)
+        return run_records.load(self.results / "runs")
 
     @cached_property
     def audits(self) -> list[Record]:
-        return run_records.load(self.results / "audits", show_unclean=self.show_unclean, audits=True)
+        return run_records.load(self.results / "audits", audits=True)
 
     @cached_property
     def league(self) -> list[Record]:
         """Apart from `records`: they are shorter runs than any printed cell asks for."""
-        return run_records.load(self.results / "league", show_unclean=self.show_unclean)
-
-    def records_of(self, key: tuple[str, str]) -> list[Record]:
-        """What may fill a table."""
-        return self.audits if tables.claims()[key].audits else self.records
+        return run_records.load(self.results / "league")
 
     @cached_property
     def benchmarks(self) -> list[Measurement]:
-        return benchmarks.load(self.results / "bench", show_unclean=self.show_unclean)
+        return benchmarks.load(self.results / "bench")
 
 
 Builder = Callable[[Context], Document]
-_EXACT: dict[str, Callable[[], Document]] = {
+# arithmetic alone: their status needs no record
+EXACT: dict[str, Callable[[], Document]] = {
     "accounting-li": accounting.document,
     "noise-he": exact.noise_he,
     "table-bu-2": exact.implementations_bu,
@@ -95,15 +91,13 @@ _EXACT: dict[str, Callable[[], Document]] = {
     "figure-monir-13": figures.figure_monir_13,
     "figure-monir-14": figures.figure_monir_14,
 }
-# arithmetic alone: their status needs no record
-EXACT = frozenset(_EXACT)
 
 
 @cache
 def builders() -> dict[str, Builder]:
     """Name -> what makes it, in the order of the report: the papers, then the pages of this repository."""
-    found: dict[str, Builder] = {name: partial(_exact, make) for name, make in _EXACT.items()}
-    found |= {name: partial(_table, key) for name, key in _tables().items()}
+    found: dict[str, Builder] = {name: partial(_exact, make) for name, make in EXACT.items()}
+    found |= {target_name(*key): partial(_table, key) for key in tables.claims()}
     found |= {name: partial(_measured, name) for name in benchmarks.targets()}
     found |= {name: partial(_curves, name) for name in curves.targets()}
     found |= {
@@ -167,36 +161,12 @@ def write(document: Document, results: Path) -> list[Path]:
     return written
 
 
-def missing_commands(name: str, context: Context, scale: str) -> list[str]:
-    """The commands that ``RUN=1`` runs before it renders a target: for what has no record of a table or of a figure of runs."""
-    if key := _tables().get(name):
-        return tables.missing(*key, context.records_of(key), scale)
-    if name in curves.targets():
-        return curves.missing(name, context.records, scale)
-    if name == thresholds.NAME and scale == "small" and not context.document(name).svg:
-        return list(thresholds.COMMANDS)
-    return []
-
-
-def nothing_to_run(name: str, scale: str) -> str:
-    """Why `missing_commands` has none for a target, in words."""
-    if name in EXACT:
-        return "it is arithmetic and needs no run"
-    if name in _tables() or name in curves.targets():
-        return f"every cell that can be run at scale={scale} has a record, or there is none"
-    return "its commands stand on its page: they are benchmarks, a sweep for a GPU, or other targets' runs"
-
-
-def _tables() -> dict[str, tuple[str, str]]:
-    return {target_name(*key): key for key in tables.claims()}
-
-
 def _exact(make: Callable[[], Document], context: Context) -> Document:
     return make()
 
 
 def _table(key: tuple[str, str], context: Context) -> Document:
-    return tables.build(*key, context.records_of(key))
+    return tables.build(*key, context.audits if tables.claims()[key].audits else context.records)
 
 
 def _measured(name: str, context: Context) -> Document:

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import yaml
@@ -73,29 +74,13 @@ class Slot:
         return measured((record for record in records if record.matches(where)), self.metric)
 
 
-@dataclass(frozen=True)
-class Presets:
-    """Where the command of a cell at scale=paper finds its settings, so that one printed number has one configuration.
-
-    Attributes:
-        tables: whose presets hold the runs of a cell, the first that has one: its own table, then those that print the same runs.
-        tuned: values that were tuned for some cells alone: "where", settings of a cell, and what they "add" to its command.
-    """
-
-    tables: Sequence[str] = ()
-    tuned: Sequence[Mapping[str, Any]] = ()
-
-    def added(self, cell: Cell) -> list[str]:
-        """What is added to the command of a cell."""
-        return [word for one in self.tuned if cell.has(one["where"]) for word in shlex.split(one["add"])]
-
-
 def slot(
     cell: Cell,
     scale: str,
     stand_ins: Mapping[str, Any] | None = None,
     task: str = "",
-    presets: Presets | None = None,
+    same_runs: Sequence[str] = (),
+    added: Sequence[str] = (),
 ) -> Slot:
     """The cell at a scale.
 
@@ -106,10 +91,11 @@ def slot(
             is listed selects, and a value that is not listed has no stand-in. "=" stands for itself (or all values do),
             "*": whatever the task names.
         task: for scale small: another data set that stands in for the cell's, with settings of its own; "" for the cell's.
-        presets: of its table; None: those of its own name.
+        same_runs: tables that print the same runs: where its own has no preset for the cell, one of theirs makes it.
+        added: words that its command has at scale paper besides.
     """
     said = _said(cell)
-    reason = _not_ours(cell, said)
+    reasons = [_not_ours(cell, said)]
     if said.get("formulation") == "infilling":
         said["task"] = f"{said.get('task', '')}_infilling"
     left_out: set[str] = set()
@@ -121,20 +107,21 @@ def slot(
                 continue
             there = "=" if values == "=" else values.get(said[name])
             if there is None:
-                reason = reason or f"no stand-in for {name}={said[name]} at scale={scale}"
+                reasons.append(f"no stand-in for {name}={said[name]} at scale={scale}")
             elif there != "*":
                 said[name] = said[name] if there == "=" else str(there)
                 left_out.discard(name)
     said["task"] = task or said.get("task", "")
     chosen = {name: value for name, value in said.items() if name in FACTS and name not in left_out and value}
     if said.get("split") in TRAINING:
-        reason = reason or "not measured: accuracy on the training set is private, and no record releases it"
-    missing = [
+        reasons.append("not measured: accuracy on the training set is private, and no record releases it")
+    unknown = [
         f"{name}={chosen[name]}" for name in GROUPS if name in chosen and not _choice(name, chosen[name])
     ]
-    if missing:
-        reason = reason or f"not built: {', '.join(missing)}"
-    todo = "" if reason else command(cell, scale, chosen, presets)
+    if unknown:
+        reasons.append(f"not built: {', '.join(unknown)}")
+    reason = next(filter(None, reasons), "")
+    todo = "" if reason else command(cell, scale, chosen, same_runs, added)
     return Slot(cell, scale, _where(said, chosen, scale), metric_of(cell), reason, todo)
 
 
@@ -185,15 +172,16 @@ def metric_of(cell: Cell) -> str:
     return name
 
 
-def command(cell: Cell, scale: str, chosen: Mapping[str, str], presets: Presets | None = None) -> str:
+def command(
+    cell: Cell, scale: str, chosen: Mapping[str, str], same_runs: Sequence[str], added: Sequence[str]
+) -> str:
     """What fills the cell with three seeds: a preset where there is one for its row, else the settings one by one."""
     overrides = []
-    added = presets.added(cell) if presets and scale == "paper" else []
-    tables = (cell.table, *(presets.tables if presets else ()))
+    added = added if scale == "paper" else ()
     plain = chosen.get("clip") == "nonprivate"
     covered = {"epsilon", "delta"} if plain else set()
     noise = next((name for name in NOISE if name in chosen), "")
-    preset, named = _preset(cell, chosen, tables) if scale == "paper" else ("", ())
+    preset, named = _preset(cell, chosen, (cell.table, *same_runs)) if scale == "paper" else ("", ())
     if preset:
         overrides.append(f"experiment={preset}")
         covered |= {*named, "delta", "peft", "init", "schedule", "individual", "optim", noise}
@@ -243,19 +231,16 @@ def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> tup
     method = next((chosen[name] for name in METHODS if name in chosen), "")
     kind = "infilling" if cell.settings.get("formulation") == "infilling" else chosen.get("peft", "")
     kind = "retrain" if "init" in chosen else kind
-    words = {"task": cell.settings.get("task", ""), "model": chosen.get("model", "")}
-    ends = [[method], [kind or "full"]]
+    about = {"task": cell.settings.get("task", ""), "model": chosen.get("model", "")}
+    ways: list[tuple[str, ...]] = [(method,), (kind or "full",)]
     if kind or chosen.get("clip") == "nonprivate":
-        ends.append([kind, "flat"])
-    tried: list[tuple[tuple[str, ...], list[list[str]]]]
-    tried = [(("task", "model"), ends), (("task",), ends), ((), [[]])]
+        ways.append((kind, "flat"))
     for table in tables:
-        for named, own in tried:
-            for end in own:
-                parts = (cell.paper, numbered(table), *(words[name] for name in named), *end)
-                preset = "_".join(filter(None, parts))
-                if _choice("experiment", preset):
-                    return preset, named
+        for named, way in (*product((("task", "model"), ("task",)), ways), ((), ())):
+            parts = (cell.paper, numbered(table), *(about[name] for name in named), *way)
+            preset = "_".join(filter(None, parts))
+            if _choice("experiment", preset):
+                return preset, named
     return "", ()
 
 

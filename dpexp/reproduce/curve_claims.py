@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from statistics import fmean
 
 from scipy import stats
 
+from dpexp.reproduce.documents import grouped
 from dpexp.reproduce.fillings import Filling, described, measured
-from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
+from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, choose, compared
 from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge
 
@@ -28,17 +28,15 @@ def adaptive_closes_the_gap(records: Sequence[Record]) -> Finding:
         records: of one task and scale.
     """
     pairs = []
-    for budget, own in groupby(sorted(records, key=_budget), key=_budget):
-        tried: dict[str, list[Filling]] = {}
-        for filling in measured(own, "accuracy"):
-            tried.setdefault(filling.records[0].summary["clip"], []).append(filling)
+    for budget, own in sorted(grouped(records, _budget).items()):
+        tried = grouped(measured(own, "accuracy"), lambda filling: filling.record.summary["clip"])
         best = {clip: choose(fillings) for clip, fillings in tried.items()}
         for left, right, expect, margin in (
             ("adaptive_perlayer", "flat", "at_least", MARGIN),
             ("flat", "perlayer", "greater", 0.0),
         ):
             if left in best and right in best:
-                what = f"{budget}, {described(best[left].filling.records[0])}"
+                what = f"{budget}, {described(best[left].filling.record)}"
                 pairs.append(compared(what, (left, best[left]), (right, best[right]), expect, margin))
     noiseless = any(record.facts.get("privacy.noise_multiplier") == 0 for record in records)
     return Finding(pairs, "" if noiseless else "the half with noise")
@@ -53,12 +51,12 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
     name = "clip.target_quantile"
     grids: dict[str, dict[float, Filling]] = {}
     for filling in measured(records, "accuracy"):
-        record = filling.records[0]
+        record = filling.record
         rest = sorted(((key, value) for key, value in record.science.items() if key != name), key=str)
         grids.setdefault(str(rest), {})[float(record.facts[name])] = filling
     pairs, tasks = [], set()
     for grid in (grid for grid in grids.values() if len(grid) > 2):
-        record = next(iter(grid.values())).records[0]
+        record = next(iter(grid.values())).record
         text = record.facts["task"] == "sst2"
         means = {q: filling.mean for q, filling in grid.items() if text or 0.3 <= q <= 0.9}
         if text:
@@ -89,8 +87,9 @@ def norms_grow_near_the_input(records: Sequence[Record]) -> Finding:
         if near:
             factors = f"factor {_factor(near):.2f} near the input, {_factor(far):.2f} near the output"
             pairs.append(Pair(
-                f"{said}, log of the last median over the first ({factors})", ("layers near the input", "layers near the output"),
-                "greater", compare(near, far, "greater", paired=True), (len(near), len(far)), test="Student's t on pairs",
+                f"{said}, log of the last median over the first ({factors})",
+                (Side("layers near the input", len(near)), Side("layers near the output", len(far))),
+                "greater", compare(near, far, "greater", paired=True), "Student's t on pairs",
             ))  # fmt: skip
     return Finding(pairs, "the growth; that norms start uniformly low is not tested")
 
@@ -121,9 +120,10 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
             p_for = 1.0 if p_against < LEVEL or math.isnan(p_for) else p_for
             result = Comparison(*apart, p_for, p_against, judge(p_for, p_against))
         pairs.append(Pair(
-            f"{said}, log of the last median over the first (factors {factors[high]:.2f} and {factors[low]:.2f})", (high, low),
+            f"{said}, log of the last median over the first (factors {factors[high]:.2f} and {factors[low]:.2f})",
+            (Side(high, len(seeds)), Side(low, len(seeds))),
             f"another factor in each layer, not all within a factor of {SAME_FACTOR:g} of their mean", result,
-            (len(seeds), len(seeds)), test="analysis of variance",
+            "analysis of variance",
         ))  # fmt: skip
     return Finding(
         pairs,

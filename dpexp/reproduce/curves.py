@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from dpexp.reproduce import curve_claims
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict, claimed, counted, not_run
+from dpexp.reproduce.documents import Document, Rows, Section, counted, grouped, not_run
 from dpexp.reproduce.drawing import draw, heat, style
-from dpexp.reproduce.fillings import Filling, measured, printed_factor
+from dpexp.reproduce.fillings import measured, printed_factor
 from dpexp.reproduce.pairs import Finding, choose
 from dpexp.reproduce.paper import as_number, claims, target_name
 from dpexp.reproduce.records import Record, by_configuration
@@ -63,43 +64,44 @@ def build(name: str, records: Sequence[Record]) -> Document:
     """The document of one figure; a block for each scale and task, the figure drawn from the first that has runs."""
     target = targets()[name]
     matching = [record for record in records if record.matches(target.select)]
-    sections, counts, svg = [], [], ""
-    verdicts: list[Verdict] = []
+    sections, svg = [], ""
     for scale in ("paper", "small"):
         of_scale = [record for record in matching if record.summary["scale"] == scale]
-        shown = []
+        blocks = []
         for tasks in _tasks(target, of_scale):
             own = [record for record in of_scale if record.facts["task"] in tasks]
-            if not (rows := _rows(target, own)):
-                continue
-            where = ", ".join(tasks)
-            heading = f"scale={scale}, {where}{' instead' if set(tasks) & set(target.stand_ins) else ''}"
-            counts.append(f"{scale} {counted(len({row['record'] for row in rows}), 'run')} on {where}")
-            found = getattr(curve_claims, target.says)(own) if target.says else Finding(())
-            verdicts += [found.verdict(heading)] if found.pairs else []
-            if not svg:
-                svg = _draw(target, _rows(target, _speaking(target, own)), tasks)
-            said = found.paragraphs if found.pairs else ()
-            shown.append(Section(heading, said, _COLUMNS[target.kind], rows, scale))
-        sections += shown or [Section(f"scale={scale}", (_todo(target, scale),), scale=scale)]
-    why = "see the curves; no test" if counts else not_run(target.needs)
-    words = (*claimed(target.claim, verdicts, why), *(_NOTES.get(target.kind, ()) if counts else ()))
-    status = ", ".join(counts) or ("not run" if "paper" in target.commands else "not built")
-    columns = _COLUMNS[target.kind]
-    return Document(name, target.title, words, tuple(sections), columns, svg, status, tuple(verdicts))
+            if rows := _rows(target, own):
+                blocks.append(_block(target, scale, tasks, own, rows))
+                svg = svg or _draw(target, _rows(target, _speaking(target, own)), tasks)
+        sections += blocks or [_not_run(target, scale)]
+    has_runs = any(section.rows for section in sections)
+    return Document(
+        name, target.title, _NOTES.get(target.kind, ()) if has_runs else (), tuple(sections), _COLUMNS[target.kind], svg,
+        "not run" if "paper" in target.commands else "not built", claim=target.claim,
+        untold="see the curves; no test" if has_runs else not_run(target.needs),
+    )  # fmt: skip
 
 
-def missing(name: str, records: Sequence[Record], scale: str) -> list[str]:
-    """The commands that make a figure's runs at a scale; none where it has some."""
-    target = targets()[name]
-    done = any(record.matches(target.select) and record.summary["scale"] == scale for record in records)
-    return [] if done else list(target.commands.get(scale, ()))
+def _block(
+    target: Curves, scale: str, tasks: Sequence[str], records: Sequence[Record], rows: Rows
+) -> Section:
+    where, instead = ", ".join(tasks), " instead" if set(tasks) & set(target.stand_ins) else ""
+    heading = f"scale={scale}, {where}{instead}"
+    found = getattr(curve_claims, target.says)(records) if target.says else Finding(())
+    return Section(
+        heading, found.paragraphs if found.pairs else (), _COLUMNS[target.kind], rows, scale,
+        done=f"{scale} {counted(len({row['record'] for row in rows}), 'run')} on {where}",
+        verdicts=(found.verdict(heading),) if found.pairs else (),
+    )  # fmt: skip
 
 
-def _todo(target: Curves, scale: str) -> str:
-    if not (commands := target.commands.get(scale)):
-        return "No stand-in at this scale." if target.commands else "Not built."
-    return f"Not run: {', '.join(f'`{command}`' for command in commands)}"
+def _not_run(target: Curves, scale: str) -> Section:
+    commands = tuple(target.commands.get(scale, ()))
+    if commands:
+        said = f"Not run: {', '.join(f'`{command}`' for command in commands)}"
+    else:
+        said = "No stand-in at this scale." if target.commands else "Not built."
+    return Section(f"scale={scale}", (said,), scale=scale, commands=commands)
 
 
 def _tasks(target: Curves, records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -124,11 +126,11 @@ def _rows(target: Curves, records: Sequence[Record]) -> Rows:
         rows += [base | point for point in points]
     if target.kind != "sweep":
         return rows
-    reached: dict[str, set[str]] = {}
-    for row in rows:
-        reached.setdefault(row["run"], set()).add(row["x"])
     # one value is no sweep
-    return [row for row in rows if len(reached[row["run"]]) > 1]
+    several = {
+        run for run, own in grouped(rows, itemgetter("run")).items() if len({row["x"] for row in own}) > 1
+    }
+    return [row for row in rows if row["run"] in several]
 
 
 def _dev(record: Record, target: Curves) -> Rows:
@@ -200,10 +202,8 @@ def _speaking(target: Curves, records: Sequence[Record]) -> Sequence[Record]:
     """Of runs over time those of the configuration that speaks for each model, way to clip and ε; of others all."""
     if target.kind != "dev":
         return records
-    tried: dict[str, list[Filling]] = {}
     curved = (record for record in records if len(record.summary.get("curves", {}).get("dev", [])) > 1)
-    for filling in measured(curved, target.metric):
-        tried.setdefault(_label(filling.records[0], target.x), []).append(filling)
+    tried = grouped(measured(curved, target.metric), lambda filling: _label(filling.record, target.x))
     return [record for fillings in tried.values() for record in choose(fillings).filling.records]
 
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from dpexp.reproduce.paper import PAPERS, short
 from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
 
 Rows = list[dict[str, str]]
 WORDS = (SUPPORTS, CONTRADICTS, CANNOT_TELL)
-CLAIM = "**Claim.** "
 REGENERATE = "Regenerate: `python -m dpexp.report {name}`."
 _PAPERS = frozenset(map(short, PAPERS))
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ class Section:
         rows: column -> text.
         scale: "exact" for arithmetic, else that of the runs.
         in_csv: whether its rows are part of the CSV; not those of a summary.
+        done: what of it has records, in short: "small 2/8"; "" for nothing.
+        verdicts: what its records say about the claim.
+        commands: that make the records which it still lacks.
     """
 
     heading: str
@@ -62,6 +67,9 @@ class Section:
     rows: Rows = field(default_factory=list)
     scale: str = "exact"
     in_csv: bool = True
+    done: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    commands: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,24 +79,26 @@ class Document:
     Attributes:
         name: of the target, and of the files: "table-he-2".
         title: one line.
-        paragraphs: the claim, the verdict, notes.
+        notes: paragraphs above the blocks.
         sections: in order.
         columns: of the CSV; empty: those of all sections.
         svg: of a figure.
-        status: for the coverage matrix, as text: "exact", "small 2/8", "not run".
-        verdicts: one for each block that was run; none where nothing was, or where it is arithmetic.
-        foot: the last paragraph, "{name}" in it standing for the name.
+        otherwise: the status where no block has records: "exact" (it needs none), "not run", "not built".
+        foot: the last paragraphs, of the files alone; "{name}" in it stands for the name.
+        claim: what the paper says, "" for a page that is not about one claim.
+        untold: why there is no verdict on it, where there is none.
     """
 
     name: str
     title: str
-    paragraphs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     sections: tuple[Section, ...] = ()
     columns: tuple[str, ...] = ()
     svg: str = ""
-    status: str = "exact"
-    verdicts: tuple[Verdict, ...] = ()
+    otherwise: str = "exact"
     foot: str = REGENERATE
+    claim: str = ""
+    untold: str = ""
 
     @property
     def paper(self) -> str:
@@ -96,14 +106,29 @@ class Document:
         return next((part for part in self.name.split("-") if part in _PAPERS), "")
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """The paragraphs and the foot."""
-        return (*self.paragraphs, self.foot.format(name=self.name)) if self.foot else self.paragraphs
+    def status(self) -> str:
+        """What has records: "exact", "small 2/8", "not run"."""
+        return ", ".join(section.done for section in self.sections if section.done) or self.otherwise
 
     @property
-    def claim(self) -> str:
-        """What the paper says, "" for a page that is not about a claim."""
-        return next((text.removeprefix(CLAIM) for text in self.paragraphs if text.startswith(CLAIM)), "")
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Of all blocks."""
+        return tuple(verdict for section in self.sections for verdict in section.verdicts)
+
+    def commands(self, scale: str) -> tuple[str, ...]:
+        """That make the records which its blocks of a scale lack."""
+        return tuple(
+            command for section in self.sections if section.scale == scale for command in section.commands
+        )
+
+    @property
+    def paragraphs(self) -> tuple[str, ...]:
+        """What the paper says, what ours say about it or why they say nothing, and the notes."""
+        if not self.claim:
+            return self.notes
+        ours = "Ours" if self.status == "exact" else "Our runs"
+        said = "; ".join(map(str, self.verdicts)) or f"{CANNOT_TELL}: {self.untold}"
+        return f"**Claim.** {self.claim}", f"**{ours}.** {said}.", *self.notes
 
     @property
     def rows(self) -> Rows:
@@ -112,7 +137,7 @@ class Document:
 
     def as_markdown(self) -> str:
         """The page."""
-        parts = [f"# {self.title}", *self.words]
+        parts = [f"# {self.title}", *self.paragraphs, *filter(None, [self.foot.format(name=self.name)])]
         for section in self.sections:
             parts += [f"## {section.heading}"] if section.heading else []
             parts += section.paragraphs
@@ -129,14 +154,6 @@ class Document:
         return text.getvalue()
 
 
-def claimed(claim: str, verdicts: Sequence[Verdict], otherwise: str) -> tuple[str, str]:
-    """The first two paragraphs: what the paper says, and what our runs say about it, or why they say nothing."""
-    return (
-        f"{CLAIM}{claim}",
-        f"**Our runs.** {'; '.join(map(str, verdicts)) or f'{CANNOT_TELL}: {otherwise}'}.",
-    )
-
-
 def not_run(needs: str) -> str:
     """Why there is no verdict, with what a run takes."""
     return f"not run; it takes {needs}" if needs else "not run"
@@ -145,6 +162,14 @@ def not_run(needs: str) -> str:
 def as_rows(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> Rows:
     """Each line's values, as text, under the names of the columns."""
     return [dict(zip(columns, map(str, line), strict=True)) for line in lines]
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items of each key; keys and items in order."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def counted(count: int, what: str) -> str:

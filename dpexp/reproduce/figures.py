@@ -12,7 +12,7 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.reproduce import complexity_tables, exact
-from dpexp.reproduce.documents import CLAIM, REGENERATE, Document, Rows, Section, Verdict, as_rows
+from dpexp.reproduce.documents import REGENERATE, Document, Rows, Section, Verdict, as_rows, grouped
 from dpexp.reproduce.drawing import draw
 from dpexp.reproduce.drawing import lines as draw_lines
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
@@ -43,7 +43,7 @@ def figure_li_3() -> Document:
     falls = all(curve == sorted(curve, reverse=True) for curve in curves)
     return _figure("figure-li-3", "Li et al., Figure 3 (left): effective noise multiplier", rows, (
         "At a fixed number of updates S the effective noise multiplier falls as the batch grows.",
-        f"{_says(falls)}: σ/q {'falls' if falls else 'does not fall'} with q for every S.",
+        f"{_says(falls)}: σ/q {'falls' if falls else 'does not fall'} with q for every S",
         f"ε = 3 under RDP; N = {E2E} (E2E) and δ = 1/(2N) are assumed, the caption gives neither. The right panel"
         " (signal-to-noise ratio against the final loss) needs training runs.",
     ), Axis("rate", "sampling rate q", 10), Axis("σ_eff", "effective noise multiplier σ/q", 10), lines="S = {S}")  # fmt: skip
@@ -61,7 +61,7 @@ def figure_li_7() -> Document:
     below = [row["q"] for row in rows if float(row["square-root rule"]) < 0.9 * float(row["σ"])]
     return _figure("figure-li-7", "Li et al., Figure 7: the square-root rule for σ", rows, (
         "σ ≈ c√q underestimates the noise for small sampling rates.",
-        f"{_says(bool(below))}: by more than 10% at q = {', '.join(below) or 'no rate'}.",
+        f"{_says(bool(below))}: by more than 10% at q = {', '.join(below) or 'no rate'}",
         "ε = 3, δ = 1e-5, N = 50,000, E = 50 as in print; σ under RDP, c = 10.34 as printed.",
     ), Axis("rate", "sampling rate q = B/N", 2), Axis(ys, "noise multiplier σ", 2))  # fmt: skip
 
@@ -82,7 +82,7 @@ def figure_he_6() -> Document:
         "From r = 0.01% up, the share of the budget that pays for quantiles hardly matters.",
         f"{_says(growth < 0.1)} for a part of the claim, as far as arithmetic goes and up to r = 10%: the gradient's noise grows"
         f" by at most {growth:.1%}. Accuracies need the sweep"
-        " `python -m dpexp.train sweep=he2023_fig6 task=sst2 clip=adaptive_perlayer scale=small -m`.",
+        " `python -m dpexp.train sweep=he2023_fig6 task=sst2 clip=adaptive_perlayer scale=small -m`",
         "SST-2, RoBERTa-base (K = 102), B = 1024, E = 20; B is one of {512, 1024, 2048} in the paper.",
     ), Axis("r", "share r of the budget for quantiles", 10), Axis("σ_new", "gradients' noise multiplier σ_new"),
         lines="ε = {ε}")  # fmt: skip
@@ -98,7 +98,7 @@ def figure_bu_7() -> Document:
         "Convolutional networks prefer instantiation at the first layers and the ghost norm below a depth;"
         " transformers prefer the ghost norm everywhere.",
         f"{_says(holds)}. Last layer that instantiates: {said}. The text says 9 at 224 (ResNet18) and 17 at 512; by the"
-        " paper's own rule it is 13 (T = 256 and 2T² = 131,072 in conv5_x).",
+        " paper's own rule it is 13 (T = 256 and 2T² = 131,072 in conv5_x)",
     ), Axis("layer", "layer"), Axis(ys, "floats, one example", 10), panels="{network}, {image} x {image}")  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def figure_monir_8() -> Document:
     return _figure("figure-monir-8", "Monir et al., Figure 8: memory against the batch", rows, (
         "Mini-batch clipping needs twice the memory of per-layer clipping: 201 against 102 at b = 100.",
         f"{_says((batch, layer) == ('201', '102'))}: {batch} against {layer}, bC + (1+b)L and bC + 2L with"
-        " L = C = 1 (the factor is two only there; table memory-monir).",
+        " L = C = 1 (the factor is two only there; table memory-monir)",
     ), Axis("b", "batch b"), Axis({name: name for name in names}, "memory, units of L = C = 1"))  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def figure_monir_10() -> Document:
         "cannot tell: the paper prints no decay rates, and with those chosen here the claim"
         f" {'holds' if holds else 'does not hold'}. Drawn: σ_0 = 10 and σ = 8"
         " as printed; k = 0.05 (time), 0.01 (exponential), 3 with period 100 and σ_end = 2 (polynomial) are defaults of a"
-        " public implementation of Yu et al. (2019).",
+        " public implementation of Yu et al. (2019)",
         "MNIST, N = 60,000; B = 512 and δ = 1e-5 are assumed (section 6.2 needs them; figure-monir-13).",
     ), Axis("epoch", "epoch"), Axis("ε", "ε (RDP, δ = 1e-5)"), lines="{schedule}")  # fmt: skip
 
@@ -148,7 +148,7 @@ def _groups(kind: str, number: str) -> Document:
         "Every group spends its own budget, and all have spent it at the end of training.",
         "cannot tell: B and T were fitted to the rates, thresholds and noise that the section prints, which in turn"
         f" come from these budgets. With them the groups {'have' if spent else 'have not'} spent their own:"
-        f" {', '.join(f'{value:.2f}' for value in last)} at the last step for 1, 2, 3.",
+        f" {', '.join(f'{value:.2f}' for value in last)} at the last step for 1, 2, 3",
         "MNIST, case 1, RDP, δ = 1e-5; B, T and C are inferred (table individual-monir).",
     ), Axis("step", "step"), Axis("ε", "ε of the group"), lines="group {group}")  # fmt: skip
 
@@ -166,11 +166,8 @@ def _numbers(rows: Rows, column: str) -> list[float]:
 
 
 def _by(rows: Rows, form: str) -> dict[str, Rows]:
-    """The rows with each text that they make of a form like "{network}, {image}", in order."""
-    found: dict[str, Rows] = {}
-    for row in rows:
-        found.setdefault(form.format(**row), []).append(row)
-    return found
+    """The rows with each text that they make of a form like "{network}, {image}"."""
+    return grouped(rows, lambda row: form.format(**row))
 
 
 class Axis(NamedTuple):
@@ -187,7 +184,7 @@ def _figure(
     """A figure of all rows.
 
     Args:
-        words: the claim; what ours say about it, which begins with a verdict; and notes.
+        words: the claim; what ours say about it, which begins with a verdict and has no last point; and notes.
         x, y: its axes.
         lines, panels: each text that the rows make of these forms has a line, or a panel, of its own.
     """
@@ -212,8 +209,7 @@ def _figure(
     svg = draw(plot, len(pictures), (3.6, 3.2) if panels else (5.0, 3.6))
     claim, said, *notes = words
     # in short: what follows the verdict, one sentence
-    verdict = Verdict("", said, said.partition(": ")[2].partition(". ")[0].rstrip("."))
-    section = Section("", (), tuple(rows[0]), rows)
+    verdict = Verdict("", said, said.partition(": ")[2].partition(". ")[0])
+    section = Section("", (), tuple(rows[0]), rows, verdicts=(verdict,))
     foot = f"Data: `results/figures/{{name}}.csv`. {REGENERATE}"
-    paragraphs = (f"{CLAIM}{claim}", f"**Ours.** {said}", *notes)
-    return Document(name, title, paragraphs, (section,), svg=svg, verdicts=(verdict,), foot=foot)
+    return Document(name, title, tuple(notes), (section,), svg=svg, foot=foot, claim=claim)

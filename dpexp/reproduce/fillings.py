@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from dpexp.metrics.text import PERCENT
+from dpexp.reproduce.documents import Key, grouped
 from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import mean_std
 
 # the metric of canaries, which `dpexp.audit` measures
 EXPOSURE = "exposure"
 _PRINTED_TIMES_100 = PERCENT | {"accuracy", "train_accuracy", "accuracy_mismatched"}
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,24 @@ class Filling:
     metric: str
 
     @property
+    def record(self) -> Record:
+        """Of the first seed: what it is set to holds for all."""
+        return self.records[0]
+
+    @property
     def mean(self) -> float:
         """Of the values."""
         return mean_std(self.values)[0]
+
+    @property
+    def std(self) -> float | None:
+        """Of a sample; None for a single value."""
+        return mean_std(self.values)[1]
+
+    @property
+    def seconds(self) -> float:
+        """Wall time, the mean over the seeds."""
+        return mean_std([record.summary["wall_s"] for record in self.records])[0]
 
     @property
     def dev_error(self) -> float | None:
@@ -42,7 +57,7 @@ class Filling:
 
         All seeds are measured on the same examples, so that more seeds don't make it smaller. None for other metrics.
         """
-        rows = self.records[0].summary["data"]["rows"].get("dev")
+        rows = self.record.summary["data"]["rows"].get("dev")
         if not rows or self.metric not in ("accuracy", "accuracy_mismatched"):
             return None
         share = min(1.0, max(0.0, self.mean / 100))
@@ -62,12 +77,8 @@ def measured(records: Iterable[Record], metric: str) -> list[Filling]:
 
 def most_seeds(fillings: Iterable[Filling], key: Callable[[Mapping[str, Any]], Key]) -> dict[Key, Filling]:
     """What the facts of a record make of the key -> the configuration of the most seeds there."""
-    found: dict[Key, Filling] = {}
-    for filling in fillings:
-        at = key(filling.records[0].facts)
-        if at not in found or len(filling.values) > len(found[at].values):
-            found[at] = filling
-    return found
+    found = grouped(fillings, lambda filling: key(filling.record.facts))
+    return {at: max(own, key=lambda filling: len(filling.values)) for at, own in found.items()}
 
 
 def printed_factor(metric: str) -> float:
@@ -77,18 +88,14 @@ def printed_factor(metric: str) -> float:
 
 def columns(filling: Filling, digits: int) -> dict[str, str]:
     """What a table says of a configuration: mean ± std, n, configuration, privacy, hardware, records."""
-    record, privacy = filling.records[0], filling.records[0].summary["privacy"]
-    mean, std = mean_std(filling.values)
-    unclean = sorted({problem for r in filling.records for problem in r.problems})
+    record, privacy = filling.record, filling.record.summary["privacy"]
     fixed = record.facts["clip"] in ("flat", "perlayer") and record.facts.get("clip.clip_norm")
     threshold = f", C = {fixed:g}" if fixed else ""
     return {
-        "ours": f"{mean:.{digits}f}" + (f" ± {std:.2f}" if std is not None else ""),
+        "ours": f"{filling.mean:.{digits}f}" + ("" if filling.std is None else f" ± {filling.std:.2f}"),
         "n": str(len(filling.values)),
         "dev error": "" if filling.dev_error is None else f"± {filling.dev_error:.2f}",
-        "configuration": described(record)
-        + threshold
-        + (f" (UNCLEAN: {'; '.join(unclean)})" if unclean else ""),
+        "configuration": described(record) + threshold,
         "ε": "∞" if record.spent is None else f"{record.spent:.2f}",
         "δ": "" if privacy.get("delta") is None else f"{privacy['delta']:.3g}",
         "accountant": privacy.get("accountant") or "none",

@@ -10,15 +10,16 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
 from scipy import stats
 
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, grouped, number
 from dpexp.reproduce.fillings import Filling, printed_factor
-from dpexp.reproduce.pairs import Choice, Finding, Pair, compared
+from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import LEVEL, compare, holm, mean_std
 
@@ -101,10 +102,7 @@ class Standing:
     @property
     def choice(self) -> Choice:
         """As a side of a comparison: its search is not finished where the best rate is the largest or smallest tried."""
-        tried = sorted(self.tried)
-        edge = len(tried) > 1 and self.rate in (tried[0], tried[-1])
-        grid = ", ".join(f"{rate:g}" for rate in tried)
-        return Choice(self.filling, 1, f"its lr {self.rate:g} is at the edge of {grid}" if edge else "")
+        return Choice(self.filling, 1, at_the_edge("lr", self.rate, self.tried))
 
 
 @cache
@@ -135,22 +133,23 @@ def commands(task: str, records: Sequence[Record]) -> list[str]:
     for entry in entries(task):
         runs = entry.runs(records)
         found += [entry.command(rate, [first], 1) for rate in entry.rates if (rate, first) not in runs]
-        tried = _tried(entry, runs)
-        rate = max(tried, key=lambda rate: tried[rate], default=None)
-        if rate is not None and (left := [seed for seed in said["seeds"] if (rate, seed) not in runs]):
+        rate, tried = _best_rate(entry, runs)
+        left = [seed for seed in said["seeds"] if (rate, seed) not in runs]
+        if rate and left:
             found.append(entry.command(rate, left, len(tried) + 1))
     return found
 
 
-def _tried(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> dict[float, float]:
-    """Learning rate -> what the tuning seed found; none before each of the list has been tried."""
+def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[float, tuple[float, ...]]:
+    """The learning rate that was best with the tuning seed, 0 before each of the list has been tried; and all that were."""
     said = listed()
     scores = {
-        rate: r.metric(said["metric"]) or 0.0
-        for (rate, seed), r in runs.items()
+        rate: record.metric(said["metric"]) or 0.0
+        for (rate, seed), record in runs.items()
         if seed == said["tuning_seed"]
     }
-    return scores if set(entry.rates) <= scores.keys() else {}
+    best = max(scores, key=lambda rate: scores[rate]) if set(entry.rates) <= scores.keys() else 0.0
+    return best, tuple(sorted(scores))
 
 
 def standings(task: str, records: Sequence[Record]) -> list[Standing]:
@@ -159,14 +158,11 @@ def standings(task: str, records: Sequence[Record]) -> list[Standing]:
     factor = printed_factor(said["metric"])
     for entry in entries(task):
         runs = entry.runs(records)
-        tried = _tried(entry, runs)
-        rate = max(tried, key=lambda rate: tried[rate], default=0.0)
+        rate, tried = _best_rate(entry, runs)
         own = [runs[rate, seed] for seed in said["seeds"] if (rate, seed) in runs]
         if len(own) == len(said["seeds"]):
             values = tuple(factor * (record.metric(said["metric"]) or 0.0) for record in own)
-            found.append(
-                Standing(entry, rate, tuple(sorted(tried)), Filling(tuple(own), values, said["metric"]))
-            )
+            found.append(Standing(entry, rate, tried, Filling(tuple(own), values, said["metric"])))
     return found
 
 
@@ -178,10 +174,8 @@ def document(records: Sequence[Record]) -> Document:
     rows = {task: _rows(own, reference) for task, own in found.items()}
     columns = tuple(column.format(reference) for column in COLUMNS)
     sections: list[Section] = []
-    verdicts: list[Verdict] = []
     if ranked := _complete(rows):
-        claims, verdicts = _claims([standing for own in found.values() for standing in own])
-        sections += [_ranks(ranked, reference), claims]
+        sections += [_ranks(ranked, reference), _claims([one for own in found.values() for one in own])]
     for task, settings in said["tasks"].items():
         total = len(list(entries(task)))
         done = f"All runs: `{said['settings']} {settings['settings']}`. {len(rows[task])} of {total} rows are complete."
@@ -203,26 +197,24 @@ def document(records: Sequence[Record]) -> Document:
     )
     status = f"small {count} rows" if count else "not run"
     title = "The league: methods under one budget"
-    return Document(NAME, title, words, tuple(sections), columns, status=status, verdicts=tuple(verdicts))
+    return Document(NAME, title, words, tuple(sections), columns, otherwise=status)
 
 
 def _complete(rows: Mapping[str, Rows]) -> dict[tuple[str, str], Rows]:
     """(task, ε) -> its rows, where every method has one."""
-    found: dict[tuple[str, str], Rows] = {}
-    for task, own in rows.items():
-        for row in own:
-            found.setdefault((task, row["ε"]), []).append(row)
-    return {key: own for key, own in found.items() if len(own) == len(listed()["methods"])}
+    blocks = (
+        ((task, epsilon), own)
+        for task in rows
+        for epsilon, own in grouped(rows[task], itemgetter("ε")).items()
+    )
+    return {key: own for key, own in blocks if len(own) == len(listed()["methods"])}
 
 
 def _rows(found: Sequence[Standing], reference: str) -> Rows:
     """A row for each entry, best first within a budget."""
     rows: Rows = []
-    for epsilon in dict.fromkeys(standing.entry.epsilon for standing in found):
-        own = sorted(
-            (standing for standing in found if standing.entry.epsilon == epsilon),
-            key=lambda standing: -standing.filling.mean,
-        )
+    for of_budget in grouped(found, lambda standing: standing.entry.epsilon).values():
+        own = sorted(of_budget, key=lambda standing: -standing.filling.mean)
         tests = _tests(own, reference)
         for rank, standing in enumerate(own, 1):
             rows.append(_row(standing, rank) | tests.get(standing.entry.method, {}))
@@ -231,18 +223,15 @@ def _rows(found: Sequence[Standing], reference: str) -> Rows:
 
 def _row(standing: Standing, rank: int) -> dict[str, str]:
     entry, filling = standing.entry, standing.filling
-    mean, std = mean_std(filling.values)
-    half = (
-        float(stats.t.ppf(1 - LEVEL / 2, len(filling.values) - 1)) * (std or 0.0) / len(filling.values) ** 0.5
-    )
-    priced = (filling.records[0].summary["privacy"].get("epsilon_with_tuning") or {}).get("rdp")
+    mean, std, n = filling.mean, filling.std or 0.0, len(filling.values)
+    half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * std / n**0.5
+    priced = (filling.record.summary["privacy"].get("epsilon_with_tuning") or {}).get("rdp")
     return {
-        "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": str(rank), "ours": f"{mean:.2f} ± {std or 0.0:.2f}",
+        "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": str(rank), "ours": f"{mean:.2f} ± {std:.2f}",
         "95% interval": f"[{mean - half:.2f}, {mean + half:.2f}]", "lr": f"{standing.rate:g}",
-        "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": str(len(filling.values)),
-        "dev error": "" if filling.dev_error is None else f"{filling.dev_error:.2f}",
-        "ε with tuning": "" if priced is None else f"{priced:.2f}",
-        "seconds": f"{mean_std([r.summary['wall_s'] for r in filling.records])[0]:.0f}",
+        "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": str(n),
+        "dev error": number(filling.dev_error), "ε with tuning": number(priced),
+        "seconds": f"{filling.seconds:.0f}",
         "settings": " ".join(entry.words[-entry.own :]),
     }  # fmt: skip
 
@@ -288,26 +277,24 @@ def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
     return Section("Ranks", (words,), columns, table, "small")
 
 
-def _claims(found: Sequence[Standing]) -> tuple[Section, list[Verdict]]:
+def _claims(found: Sequence[Standing]) -> Section:
     """What the seeds say of each published claim."""
-    by_key = {(s.entry.task, s.entry.epsilon, s.entry.method): s for s in found}
+    choices = {(s.entry.task, s.entry.epsilon, s.entry.method): s.choice for s in found}
+    cases = [(task, float(epsilon)) for task in listed()["tasks"] for epsilon in listed()["budgets"]]
     paragraphs: list[str] = []
     verdicts: list[Verdict] = []
     for claim in listed()["claims"]:
-        said: list[Pair] = []
-        for task in listed()["tasks"]:
-            for epsilon in map(float, listed()["budgets"]):
-                sides = [by_key.get((task, epsilon, claim[side])) for side in ("left", "right")]
-                if sides[0] is None or sides[1] is None:
-                    continue
-                left, right = (claim["left"], sides[0].choice), (claim["right"], sides[1].choice)
-                margin = float(claim.get("margin", 0))
-                said.append(compared(f"{task}, ε = {epsilon:g}", left, right, claim["expect"], margin))
+        pairs: list[Pair] = []
+        for case in cases:
+            names = [name for name in (claim["left"], claim["right"]) if (*case, name) in choices]
+            if len(names) == 2:
+                left, right = ((name, choices[*case, name]) for name in names)
+                what, margin = f"{case[0]}, ε = {case[1]:g}", float(claim.get("margin", 0))
+                pairs.append(compared(what, left, right, claim["expect"], margin))
+        some = f"{len(pairs)} of {len(cases)} tasks and budgets, "
+        finding = Finding(pairs, f"{some if len(pairs) < len(cases) else ''}short runs")
         words = f"{claim['source']}: {claim['says']}"
-        total = len(listed()["tasks"]) * len(listed()["budgets"])
-        part = f"{len(said)} of {total} tasks and budgets, short runs" if len(said) < total else "short runs"
-        finding = Finding(said, part)
         first, *others = finding.paragraphs
         paragraphs += [f"{words}. {first}", *others]
         verdicts.append(finding.verdict(words))
-    return Section("Published claims", (_SHORT, *paragraphs), scale="small"), verdicts
+    return Section("Published claims", (_SHORT, *paragraphs), scale="small", verdicts=tuple(verdicts))

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpexp.reproduce.documents import Rows, Section
 from dpexp.reproduce.fillings import Filling, columns, measured, most_seeds
-from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, compared
+from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
 from dpexp.reproduce.records import Record
 
 COLUMNS = (
@@ -18,8 +18,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def build(asked: Mapping[str, Any], records: Sequence[Record]) -> tuple[Section, Finding]:
-    """The block of a grid, and what its seeds say.
+def build(asked: Mapping[str, Any], records: Sequence[Record]) -> Section:
+    """The block of a grid, with what its seeds say.
 
     Args:
         asked: the entry "miniature" of a claim: task, where (settings of its records), row and column (name and setting of each
@@ -34,11 +34,11 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> tuple[Section,
     """
     scale = asked.get("scale", "small")
     heading = asked.get("heading", f"scale=small, in miniature on {asked['task']}")
-    words = (asked["words"],)
+    words, command = asked["words"], asked["command"]
     where = {"task": asked["task"], "scale": scale, **asked["where"]}
     grid = _grid(asked, [record for record in records if record.matches(where)])
     if len(grid) < 2:
-        return Section(heading, (*words, f"Not run: `{asked['command']}`"), scale=scale), Finding(())
+        return Section(heading, (words, f"Not run: `{command}`"), scale=scale, commands=(command,))
     (row_name, _), (column_name, _) = asked["row"], asked["column"]
     rows: Rows = [
         {"row": f"{row_name} = {row:g}", "column": f"{column_name} = {column:g}", "scale": scale}
@@ -46,7 +46,11 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> tuple[Section,
         for (row, column), filling in sorted(grid.items(), key=lambda item: (-item[0][0], item[0][1]))
     ]
     found = Finding([*_pairs(asked, grid)])
-    return Section(heading, (*words, *found.paragraphs), COLUMNS, rows, scale), found
+    of = f"/{asked['of']} cells" if "of" in asked else " cells in miniature"
+    return Section(
+        heading, (words, *found.paragraphs), COLUMNS, rows, scale,
+        done=f"{scale} {len(rows)}{of} on {asked['task']}", verdicts=(found.verdict(heading),),
+    )  # fmt: skip
 
 
 def _grid(asked: Mapping[str, Any], records: Sequence[Record]) -> dict[tuple[float, float], Filling]:
@@ -65,16 +69,10 @@ def _pairs(asked: Mapping[str, Any], grid: Mapping[tuple[float, float], Filling]
     def named(row: float, column: float) -> str:
         return f"{row_name} = {row:g}, {column_name} = {column:g}"
 
-    def at_its_best(column: float) -> Side:
-        row = max(rows[column], key=lambda row: grid[row, column].mean)
+    def at_its_best(column: float) -> tuple[str, Choice]:
         tried = rows[column]
-        edge = row in (tried[0], tried[-1])
-        better = (
-            f"its {row_name} {row:g} is at the edge of {', '.join(f'{one:g}' for one in tried)}"
-            if edge
-            else ""
-        )
-        return named(row, column), Choice(grid[row, column], len(tried), better)
+        row = max(tried, key=lambda row: grid[row, column].mean)
+        return named(row, column), Choice(grid[row, column], len(tried), at_the_edge(row_name, row, tried))
 
     best = across[-1]
     if len(across) > 1:

@@ -8,11 +8,11 @@ from typing import Any
 
 from dpexp.reproduce import tables
 from dpexp.reproduce.cells import TRAINING
-from dpexp.reproduce.documents import WORDS, Document, Rows, Verdict, as_rows
+from dpexp.reproduce.documents import WORDS, Document, Rows, Verdict, as_rows, grouped, number
 from dpexp.reproduce.drawing import draw, style
 from dpexp.reproduce.fillings import Filling, described, measured
 from dpexp.reproduce.records import Record
-from dpexp.reproduce.statistics import CANNOT_TELL, mean_std
+from dpexp.reproduce.statistics import CANNOT_TELL
 
 VERDICTS = ("claim", "verdict", "where", "ours", "evidence")
 # evidence that needs no run
@@ -48,9 +48,6 @@ def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[st
     decided = [verdict for verdict in verdicts if verdict.word != CANNOT_TELL]
     said = {verdict.word for verdict in decided}
     shown = decided or verdicts
-    why = next(
-        (text.partition(": ")[2] for text in document.paragraphs if text.startswith("**Our runs.** ")), ""
-    )
     evidence = [
         RECOMPUTED if document.status == "exact" else document.status,
         "a part of the claim" if any("for a part of the claim" in v.said for v in decided) else "",
@@ -62,7 +59,7 @@ def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[st
         "verdict": " and ".join(word for word in WORDS if word in said) or CANNOT_TELL,
         "where": document.name,
         "ours": "; ".join(": ".join(filter(None, (v.where, v.ours or v.said))) for v in shown)
-        or why.rstrip("."),
+        or document.untold,
         "evidence": ", ".join(filter(None, evidence)),
     }
 
@@ -74,27 +71,26 @@ def leaders(records: Sequence[Record]) -> Rows:
     ]
     plain: dict[tuple[str, ...], float] = {}
     for filling in fillings:
-        if filling.records[0].spent is None:
+        if filling.record.spent is None:
             key = _comparable(filling)
             plain[key] = max(plain.get(key, filling.mean), filling.mean)
 
     def order(filling: Filling) -> tuple[Any, ...]:
-        record = filling.records[0]
+        record = filling.record
         spent = float("inf") if record.spent is None else float(f"{record.spent:.3g}")
         return _title(record), record.facts["scale"], spent, -filling.mean, record.configuration
 
     lines = []
     for filling in sorted(fillings, key=order):
-        record, (mean, std) = filling.records[0], mean_std(filling.values)
-        summary = record.summary
+        record, summary = filling.record, filling.record.summary
         best, memory = plain.get(_comparable(filling)), summary["performance"].get("peak_memory_mib")
         delta = summary["privacy"].get("delta")
         lines.append((
             _title(record), record.facts["scale"], "∞" if record.spent is None else f"{record.spent:.3g}", _method(record),
-            described(record), filling.metric, f"{mean:.2f}", "" if std is None else f"{std:.2f}", len(filling.records),
-            "" if best is None or record.spent is None else f"{best - mean:+.2f}",
-            f"{mean_std([r.summary['wall_s'] for r in filling.records])[0]:.0f}", f"{memory:.0f}" if memory else "",
-            "" if delta is None else f"{delta:.1e}",
+            described(record), filling.metric, f"{filling.mean:.2f}", number(filling.std), len(filling.records),
+            "" if best is None or record.spent is None else f"{best - filling.mean:+.2f}",
+            f"{filling.seconds:.0f}", f"{memory:.0f}" if memory else "",
+            number(delta, ".1e"),
         ))  # fmt: skip
     return as_rows(LEADERS, lines)
 
@@ -116,7 +112,7 @@ def _by_metric(records: Sequence[Record], name: str) -> list[Filling]:
 
 def _comparable(filling: Filling) -> tuple[str, ...]:
     names = ("task", "model", "scale", "peft.name", "model.trainable", "model.pooling", "model.head")
-    return (*(str(filling.records[0].facts.get(name)) for name in names), filling.metric)
+    return (*(str(filling.record.facts.get(name)) for name in names), filling.metric)
 
 
 def _method(record: Record) -> str:
@@ -150,30 +146,29 @@ def _panels(axes: Any, panels: Sequence[tuple[str, list[Record]]], clips: Sequen
         if printed := _printed(name):
             axis.plot(*zip(*printed, strict=True), markersize=6, **open_marks)
         for filling in _best(records):
-            record, (mean, std) = filling.records[0], mean_std(filling.values)
-            number = clips.index(str(record.facts["clip"]))
+            place = clips.index(str(filling.record.facts["clip"]))
             # beside each other where they would hide each other
-            x = (record.spent or NO_LIMIT) * APART ** (number - len(clips) // 2)
-            looks = style(number) | {"linestyle": "none", "markersize": 4, "capsize": 2}
-            axis.errorbar(float(f"{x:.4g}"), float(f"{mean:.2f}"), yerr=float(f"{std or 0:.2f}"), **looks)
+            x = (filling.record.spent or NO_LIMIT) * APART ** (place - len(clips) // 2)
+            looks = style(place) | {"linestyle": "none", "markersize": 4, "capsize": 2}
+            y, spread = (float(f"{value or 0:.2f}") for value in (filling.mean, filling.std))
+            axis.errorbar(float(f"{x:.4g}"), y, yerr=spread, **looks)
         axis.set_title(DRAWN[name][0], fontsize=9)
         axis.set_xlabel("ε spent")
         axis.set_xscale("log")
         axis.set_xticks([1, 3, 8, NO_LIMIT], ["1", "3", "8", "∞"])
         axis.minorticks_off()
     axes[0].set_ylabel("accuracy, %")
-    for number, clip in enumerate(clips):
-        axes[-1].plot([], [], label=clip, **style(number) | {"linestyle": "none"})
+    for place, clip in enumerate(clips):
+        axes[-1].plot([], [], label=clip, **style(place) | {"linestyle": "none"})
     axes[-1].plot([], [], label="printed", **open_marks)
     axes[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _best(records: Sequence[Record]) -> list[Filling]:
     """Of each way to clip and ε the configuration of the highest mean; one seed counts only where there are no more."""
-    found: dict[tuple[str, str], list[Filling]] = {}
-    for filling in _by_metric(records, "accuracy"):
-        record = filling.records[0]
-        found.setdefault((str(record.facts["clip"]), f"{record.spent or 0:.1f}"), []).append(filling)
+    found = grouped(
+        _by_metric(records, "accuracy"), lambda f: (f.record.facts["clip"], f"{f.record.spent or 0:.1f}")
+    )
     return [max(own, key=lambda f: (len(f.values) > 1, f.mean)) for own in found.values()]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dpexp.reproduce.documents import Verdict
 from dpexp.reproduce.fillings import Filling, described
@@ -24,16 +25,13 @@ class Choice:
     Attributes:
         filling: of the most seeds, then of the highest mean.
         tried: configurations that it is the best of: those with records, or as many as its records say.
-        better: why the search is not finished, in words: a configuration with fewer seeds and a higher mean, or an optimum at
-            the edge of what was tried; "" where it is.
+        unfinished: why the search is not finished, in words: a configuration with fewer seeds and a higher mean, or an optimum
+            at the edge of what was tried; "" where it is.
     """
 
     filling: Filling
     tried: int = 1
-    better: str = ""
-
-
-Side = tuple[str, Choice]
+    unfinished: str = ""
 
 
 def choose(fillings: Sequence[Filling]) -> Choice:
@@ -44,46 +42,63 @@ def choose(fillings: Sequence[Filling]) -> Choice:
     """
     chosen = max(fillings, key=lambda f: (len(f.values), f.mean))
     trials = [int(record.summary["privacy"].get("trials") or 1) for record in chosen.records]
+    rates = [float(rate) for f in fillings if (rate := f.record.facts.get("optim.lr")) is not None]
+    unfinished = at_the_edge("lr", chosen.record.facts.get("optim.lr"), rates)
     rivals = [f for f in fillings if len(f.values) < len(chosen.values) and f.mean > chosen.mean]
-    better = _edge(chosen, fillings)
     if rivals:
         rival = max(rivals, key=lambda f: f.mean)
-        better = f"{described(rival.records[0])}, has {rival.mean:.2f} with n = {len(rival.values)}"
-    return Choice(chosen, max(len(fillings), *trials), better)
+        unfinished = f"{described(rival.record)}, has {rival.mean:.2f} with n = {len(rival.values)}"
+    return Choice(chosen, max(len(fillings), *trials), unfinished)
 
 
-def _edge(chosen: Filling, fillings: Sequence[Filling]) -> str:
-    """Is the learning rate that was chosen the largest or the smallest of several? Then the best one may lie beyond."""
-    own, *others = (f.records[0].facts.get("optim.lr") for f in (chosen, *fillings))
-    grid = sorted({float(rate) for rate in others if rate is not None})
-    if own is None or len(grid) < 2 or float(own) not in (grid[0], grid[-1]):
+def at_the_edge(name: str, chosen: float | None, tried: Iterable[float]) -> str:
+    """Say that a value is the largest or the smallest of several, so that the best one may lie beyond; "" where it is not."""
+    grid = sorted(set(tried))
+    if chosen is None or len(grid) < 2 or chosen not in (grid[0], grid[-1]):
         return ""
-    return f"its lr {own:g} is at the edge of {', '.join(f'{rate:g}' for rate in grid)}"
+    return f"its {name} {chosen:g} is at the edge of {', '.join(f'{value:g}' for value in grid)}"
+
+
+class Side(NamedTuple):
+    """Of a pair: its name, how many seeds it has, and of its search what `Choice` has."""
+
+    name: str
+    seeds: int
+    tried: int = 1
+    unfinished: str = ""
+
+    def __str__(self) -> str:
+        picked = f", best of {self.tried}" if self.tried > 1 else ""
+        return f"{self.name} (n = {self.seeds}{picked})"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One instance of a claim: two cells, two configurations, and what their seeds say.
+    """One instance of a claim: two sides, and what their seeds say.
 
     Attributes:
         what: both have in common.
-        names: of the left side and the right one.
+        sides: left and right.
         expect: in words, with the margin.
         result: left minus right.
-        sizes: seeds on each side.
-        tried: configurations that each side is the best of.
-        better: of each side, why its search is not finished, in words.
         test: of the seeds, in words.
     """
 
     what: str
-    names: tuple[str, str]
+    sides: tuple[Side, Side]
     expect: str
     result: Comparison
-    sizes: tuple[int, int]
-    tried: tuple[int, int] = (1, 1)
-    better: tuple[str, str] = ("", "")
     test: str = "Welch's t"
+
+    @property
+    def seeds(self) -> int:
+        """Of the side that has fewer."""
+        return min(side.seeds for side in self.sides)
+
+    @property
+    def picked(self) -> bool:
+        """Is a side the best of several?"""
+        return any(side.tried > 1 for side in self.sides)
 
     @property
     def judged(self) -> Comparison:
@@ -93,7 +108,7 @@ class Pair:
         those tried, the side may be better than it looks: then the seeds can't say that it is worse. Where they can say
         neither, nothing was tested.
         """
-        left, right = map(bool, self.better)
+        left, right = (bool(side.unfinished) for side in self.sides)
         if (left and right) or (self.expect.startswith("close") and (left or right)):
             return replace(self.result, p_for=None, p_against=None, verdict=CANNOT_TELL)
         p_for = 1.0 if right else self.result.p_for
@@ -105,31 +120,26 @@ class Pair:
     def __str__(self) -> str:
         """Difference, interval, p-values and verdict."""
         result = self.result
-        sides = [
-            f"{name} (n = {size}{f', best of {tried}' if tried > 1 else ''})"
-            for name, size, tried in zip(self.names, self.sizes, self.tried, strict=True)
-        ]
-        unfinished = "".join(
-            f"; the search of {name} is not finished: {better}"
-            for name, better in zip(self.names, self.better, strict=True)
-            if better
-        )
         interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
         p = "" if result.p_for is None else f", p for {result.p_for:.3f}, against {result.p_against:.3f}"
+        unfinished = "".join(
+            f"; the search of {side.name} is not finished: {side.unfinished}"
+            for side in self.sides
+            if side.unfinished
+        )
         return (
-            f"{self.what}: {' minus '.join(sides)} = {result.difference:+.2f}{interval};"
+            f"{self.what}: {' minus '.join(map(str, self.sides))} = {result.difference:+.2f}{interval};"
             f" expected {self.expect}{p}{unfinished}: {self.judged.verdict}"
         )
 
 
-def compared(what: str, left: Side, right: Side, expect: str, margin: float = 0.0) -> Pair:
+def compared(
+    what: str, left: tuple[str, Choice], right: tuple[str, Choice], expect: str, margin: float = 0.0
+) -> Pair:
     """The pair of two named choices."""
-    (name, one), (other, two) = left, right
-    result = compare(one.filling.values, two.filling.values, expect, margin)
-    return Pair(
-        what, (name, other), f"{expect} (margin {margin:g})" if margin else expect, result,
-        (len(one.filling.values), len(two.filling.values)), (one.tried, two.tried), (one.better, two.better),
-    )  # fmt: skip
+    result = compare(left[1].filling.values, right[1].filling.values, expect, margin)
+    one, two = (Side(name, len(c.filling.values), c.tried, c.unfinished) for name, c in (left, right))
+    return Pair(what, (one, two), f"{expect} (margin {margin:g})" if margin else expect, result)
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,7 @@ class Finding:
             return f"{CANNOT_TELL}: {why}, of each of {len(pairs)} pairs"
         word = overall([pair.judged for pair in pairs])
         test = " and ".join(dict.fromkeys(pair.test for pair in tested))
-        picked = ", sides picked on these seeds" if any(max(pair.tried) > 1 for pair in tested) else ""
+        picked = ", sides picked on these seeds" if any(pair.picked for pair in tested) else ""
         named = f" for a part of the claim, {self.part}" if self.part and word != CANNOT_TELL else ""
         found = f"{len(tested)} of {len(pairs)} pairs tested, {test} over seeds, level {LEVEL:g}{picked}"
         if self.unstated and word != CANNOT_TELL:
@@ -169,7 +179,7 @@ class Finding:
     @property
     def paragraphs(self) -> tuple[str, ...]:
         """The verdict in bold, and a list with a line for each pair."""
-        selected = [SELECTED] if any(max(pair.tried) > 1 for pair in self.pairs) else []
+        selected = [SELECTED] if any(pair.picked for pair in self.pairs) else []
         lines = "\n".join(f"- {pair}" for pair in self.pairs)
         return f"**{self.said}**", *selected, *([lines] if lines else [])
 
@@ -179,8 +189,9 @@ class Finding:
         tested = [pair for pair in measured if pair.judged.p_for is not None] or measured
         if not tested:
             return Verdict(where, self.said)
-        pair = max(tested, key=lambda pair: min(pair.sizes))
+        pair = max(tested, key=lambda pair: pair.seeds)
         result, more = pair.result, f" (and {len(tested) - 1} more)" if len(tested) > 1 else ""
         interval = f"[{result.low:+.2f}, {result.high:+.2f}]"
-        ours = f"{' − '.join(pair.names)} = {result.difference:+.2f} {interval}, n = {min(pair.sizes)}{more}"
+        names = " − ".join(side.name for side in pair.sides)
+        ours = f"{names} = {result.difference:+.2f} {interval}, n = {pair.seeds}{more}"
         return Verdict(where, self.said, ours)

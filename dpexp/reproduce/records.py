@@ -31,14 +31,13 @@ class Record:
     """One committed summary of a run.
 
     Attributes:
-        name: of its file, below ``results/runs``, or ``results/audits``.
+        name: of its file.
         summary: as the run wrote it (`dpexp.record.summarise`).
-        problems: what its provenance lacks; empty for a record that counts.
+        folder: below ``results``.
     """
 
     name: str
     summary: dict[str, Any]
-    problems: tuple[str, ...] = ()
     folder: str = "runs"
 
     @cached_property
@@ -105,28 +104,27 @@ class Record:
         )
 
 
-def load(folder: Path, *, show_unclean: bool = False, audits: bool = False) -> list[Record]:
+def load(folder: Path, *, audits: bool = False) -> list[Record]:
     """The records of a folder, sorted by name.
 
     Args:
         folder: of JSON files.
-        show_unclean: take records whose provenance is incomplete or whose code was in no commit, with their `problems`.
         audits: of `dpexp.audit`, and no others.
 
     Raises:
-        UserError: a file is no record, or a record that lacks something and ``show_unclean`` is not set.
+        UserError: a file is no record, or a record that lacks something.
     """
-    found = believed(folder, lambda summary: provenance_problems(summary, audits=audits), show_unclean)
+    found = believed(folder, lambda summary: provenance_problems(summary, audits=audits))
     return [Record(*each, "audits" if audits else "runs") for each in found]
 
 
 def believed(
-    folder: Path, problems_of: Callable[[dict[str, Any]], list[str]], show_unclean: bool
-) -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
-    """Name, content and problems of every JSON file of a folder, sorted.
+    folder: Path, problems_of: Callable[[dict[str, Any]], list[str]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and content of every JSON file of a folder, sorted.
 
     Raises:
-        UserError: a file is no record, or one that has problems and ``show_unclean`` is not set.
+        UserError: a file is no record, or one that has problems.
     """
     for path in sorted(folder.glob("*.json")):
         try:
@@ -135,13 +133,12 @@ def believed(
             raise UserError(f"{path} is not JSON ({error}): restore it from git, or remove it") from None
         if not isinstance(content, dict):
             raise UserError(f"{path} is not the summary of a run: remove it")
-        problems = problems_of(content)
-        if problems and not show_unclean:
+        if problems := problems_of(content):
             raise UserError(
-                f"{path.name} can't be shown: {'; '.join(problems)}. Run it again from a clean checkout, or give"
-                " --show-unclean to have it marked"
+                f"{path.name} can't be shown: {'; '.join(problems)}. Run it again from a clean checkout; `python -m"
+                " dpexp.report run FOLDER` shows runs of one's own"
             )
-        yield path.name, content, tuple(problems)
+        yield path.name, content
 
 
 def provenance_problems(summary: Mapping[str, Any], *, audits: bool = False) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
-from dpexp.reproduce.documents import Document, Rows, Section, number
+from dpexp.reproduce.documents import Document, Section, grouped, number
 from dpexp.reproduce.records import Record
 
 COLUMNS = (
@@ -21,15 +22,14 @@ _INTRODUCTION = (
 
 def document(records: Sequence[Record]) -> Document:
     """The page of all records, with a block for each task and scale."""
-    blocks: dict[tuple[str, str], Rows] = {}
-    for row in sorted(map(_row, records), key=lambda row: tuple(row[key] for key in _SORTED)):
-        blocks.setdefault((row["task"], row["scale"]), []).append(row)
+    every = sorted(map(_row, records), key=itemgetter(*_SORTED))
+    blocks = grouped(every, itemgetter("task", "scale"))
     sections = (
         Section(f"{task}, scale={scale}", (), COLUMNS[2:], rows, scale)
         for (task, scale), rows in blocks.items()
     )
     return Document(
-        "runs", "Training runs", (_INTRODUCTION,), tuple(sections), COLUMNS, status="measured", foot=""
+        "runs", "Training runs", (_INTRODUCTION,), tuple(sections), COLUMNS, otherwise="measured", foot=""
     )
 
 
@@ -38,7 +38,6 @@ def _row(record: Record) -> dict[str, str]:
     privacy, metrics, epsilon = summary["privacy"], summary["metrics"], summary["privacy"]["epsilon"]
     accuracy = metrics.get("accuracy")
     others = (f"{name} {value:.4g}" for name, value in sorted(metrics.items()) if name != "accuracy")
-    unclean = f" (UNCLEAN: {'; '.join(record.problems)})" if record.problems else ""
     values = (
         summary["task"], summary["scale"], summary["model"], config["model"]["trainable"], summary["clip"],
         number(config["privacy"]["epsilon"], ".4g"), number(epsilon["rdp"], ".3f"), number(epsilon["pld"], ".3f"),
@@ -46,6 +45,6 @@ def _row(record: Record) -> dict[str, str]:
         number(config["optim"]["batch_size"], "g"), number(privacy["steps"] or None, "d"), number(config["optim"]["lr"], "g"),
         number(None if accuracy is None else 100 * accuracy, ".2f"), ", ".join(others), str(summary["seed"]),
         str(privacy.get("trials", "")), str(privacy["sampling"]), summary["performance"]["device"],
-        f"{summary['data']['name']} ({summary['data']['rows']['train']} train)", f"results/runs/{record.name}{unclean}",
+        f"{summary['data']['name']} ({summary['data']['rows']['train']} train)", f"results/runs/{record.name}",
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))

@@ -14,6 +14,7 @@ from dpexp.reproduce import catalogue, overview
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.coverage import STATUSES
 from dpexp.reproduce.documents import WORDS, Document, Rows, Section, counted
+from dpexp.reproduce.pairs import SELECTED
 from dpexp.reproduce.paper import PAPERS, short
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL
@@ -28,8 +29,6 @@ _MOST_ROWS = 160
 _FOLDED, _LISTED = 24, 2
 # columns of a table with a line for each printed cell
 _BESIDE = {"row", "column", "paper", "ours"}
-# at the top of the page, for all
-_SAID_ONCE = ("Ours: mean ± standard deviation", "Regenerate:", "Where a side is the best of several")
 _DECIDED = {"supports": "supported", "contradicts": "contradicted", "supports and contradicts": "mixed"}
 _OURS = (
     "*ours*: the difference that the claim is about, in the metric's unit (points of accuracy, where no other is named), with its"
@@ -110,7 +109,7 @@ def _short_title(document: Document) -> str:
 
 def _article(document: Document) -> str:
     scales = " ".join(dict.fromkeys(section.scale for section in document.sections))
-    words = "".join(_paragraph(text) for text in document.words if not text.startswith(_SAID_ONCE))
+    words = "".join(map(_paragraph, document.paragraphs))
     figure = f"<figure>{_svg(document.svg, document.name, document.title)}</figure>" if document.svg else ""
     printed = next(
         (section for section in document.sections if set(section.columns) >= _BESIDE and section.rows), None
@@ -128,7 +127,8 @@ def _article(document: Document) -> str:
 def _section(section: Section, printed: bool) -> str:
     """A block; the layout of the paper where it has runs, and in the first block (``printed``) without any too."""
     heading = f"<h3>{_text(section.heading)}</h3>" if section.heading else ""
-    words = "".join(_paragraph(text) for text in section.paragraphs if not text.startswith(_SAID_ONCE))
+    # at the top of the page, for all
+    words = "".join(_paragraph(text) for text in section.paragraphs if text != SELECTED)
     label, rows = section.heading or "Table", section.rows
     # the heading says it
     columns = [c for c in section.columns if c != "scale"]
@@ -215,11 +215,9 @@ def _cell(column: str, text: str) -> str:
 
 
 def _record_link(text: str) -> str:
-    path, mark, note = text.partition(" (UNCLEAN")
-    stem = Path(path).stem
+    stem = Path(text).stem
     shown = re.search(r"seed\d+$", stem)
-    name = shown[0] if shown else stem
-    return f'<a href="{_text(path.removeprefix("results/"))}">{_text(name)}</a>{_text(mark + note)}'
+    return f'<a href="{_text(text.removeprefix("results/"))}">{_text(shown[0] if shown else stem)}</a>'
 
 
 def _class(status: str) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from dpexp.reproduce import cells, miniature
-from dpexp.reproduce.cells import FACTS, Presets, Slot
-from dpexp.reproduce.documents import Document, Section, Verdict, claimed, not_run
+from dpexp.reproduce.cells import FACTS, Slot
+from dpexp.reproduce.documents import Document, Section, grouped, not_run
 from dpexp.reproduce.drawing import draw, heat
 from dpexp.reproduce.fillings import Filling, columns, described
 from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
@@ -76,9 +77,12 @@ class Claim:
 
     def slots(self, printed: Sequence[Cell], scale: str, task: str) -> list[Slot]:
         """The cells of a block."""
-        more, presets = self.instead.get(task, {}), Presets(self.same_runs, self.tuned)
-        slots = (cells.slot(cell, scale, self.stand_ins, task, presets) for cell in printed)
-        return [replace(slot, where={**slot.where, **more}) for slot in slots]
+        more, found = self.instead.get(task, {}), []
+        for cell in printed:
+            added = [word for one in self.tuned if cell.has(one["where"]) for word in shlex.split(one["add"])]
+            slot = cells.slot(cell, scale, self.stand_ins, task, self.same_runs, added)
+            found.append(replace(slot, where={**slot.where, **more}))
+        return found
 
 
 @cache
@@ -100,57 +104,60 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
 
     Args:
         paper, table: as in the transcription's name.
-        records: committed records; those with problems are marked.
+        records: committed ones.
     """
     claim, printed = claims()[paper, table], printed_cells(paper, table)
-    sections, statuses, runnable = [], [], len(claim.miniature)
-    verdicts: list[Verdict] = []
-    for asked in claim.miniature:
-        section, found = miniature.build(asked, records)
-        sections.append(section)
-        if section.rows:
-            verdicts.append(found.verdict(section.heading))
-            of = f"/{asked['of']} cells" if "of" in asked else " cells in miniature"
-            statuses.append(f"{section.scale} {len(section.rows)}{of} on {asked['task']}")
-    for scale, task in claim.blocks if printed else ():
-        filled = [(slot, slot.fillings(records)) for slot in claim.slots(printed, scale, task)]
-        done, total = sum(bool(own) for _, own in filled), sum(not slot.reason for slot, _ in filled)
-        runnable += total
-        heading = f"scale=small, on {task} instead" if task else f"scale={scale}"
-        if done or scale == "paper" or task == claim.filled_with:
-            found = Finding([*_pairs(claim, filled)], _part(claim, filled), claim.unstated)
-            said = (*_notes(claim, scale, task, filled), *(found.paragraphs if claim.compare else ()))
-            shown = [each for each in filled if each[1] or task in ("", claim.filled_with)]
-            rows = [row for slot, own in shown for row in _rows(slot, own, task)]
-            sections.append(Section(heading, said, COLUMNS, rows, scale))
-            if claim.compare and done:
-                verdicts.append(found.verdict(heading))
-        elif not task:
-            # its data are not for everybody; another block has the commands for those that stand in
-            command = next((slot.command for slot, _ in filled if slot.command), "")
-            todo = f"Not run; with the data set itself: `{command}`, …"
-            sections.append(Section(heading, (todo,), scale=scale))
-        statuses += [f"{scale} {done}/{total}{f' on {task}' if task else ''}"] if done else []
-    otherwise = "beside the printed numbers, without a test" if statuses else not_run(claim.needs)
-    runnable = runnable or cells.has_presets(paper, table)
-    status = ", ".join(statuses) or ("not run" if runnable else "not built")
-    svg = _heat_map(claim.heat, printed, sections) if claim.heat else ""
+    grids = [miniature.build(asked, records) for asked in claim.miniature]
+    blocks = (
+        [_block(claim, claim.slots(printed, *block), *block, records) for block in claim.blocks]
+        if printed
+        else []
+    )
+    sections = (*grids, *filter(None, blocks))
+    has_runs = any(section.done for section in sections)
+    can_run = (
+        claim.miniature or any(section.commands for section in sections) or cells.has_presets(paper, table)
+    )
     return Document(
-        target_name(paper, table), claim.title,
-        (*claimed(claim.claim, verdicts, otherwise), _WORDS if printed else claim.note), tuple(sections), COLUMNS, svg, status,
-        tuple(verdicts), _FOOT,
+        target_name(paper, table), claim.title, () if printed else (claim.note,), sections, COLUMNS,
+        _heat_map(claim.heat, printed, sections) if claim.heat else "",
+        "not run" if can_run else "not built", f"{_WORDS}\n\n{_FOOT}" if printed else _FOOT, claim.claim,
+        "beside the printed numbers, without a test" if has_runs else not_run(claim.needs),
     )  # fmt: skip
 
 
-def missing(paper: str, table: str, records: Sequence[Record], scale: str) -> list[str]:
-    """The commands that fill what has no record at this scale, each once; those of grids come first."""
-    claim = claims()[paper, table]
-    asked = [grid for grid in claim.miniature if grid.get("scale", "small") == scale]
-    if grids := [grid["command"] for grid in asked if not miniature.build(grid, records)[0].rows]:
-        return grids
-    slots = claim.slots(printed_cells(paper, table), scale, claim.filled_with if scale == "small" else "")
-    own = (slot.command for slot in slots if slot.command and not slot.fillings(records))
-    return list(dict.fromkeys(own))
+def _block(
+    claim: Claim, slots: Sequence[Slot], scale: str, task: str, records: Sequence[Record]
+) -> Section | None:
+    """The block of a scale; ``task``: on data that stand in for the cells' own, then only where there are runs or should be."""
+    filled = [(slot, slot.fillings(records)) for slot in slots]
+    done, total = sum(bool(own) for _, own in filled), sum(not slot.reason for slot in slots)
+    heading = f"scale=small, on {task} instead" if task else f"scale={scale}"
+    to_fill = scale == "paper" or task == claim.filled_with
+    if not done and not to_fill:
+        if task:
+            return None
+        # its data are not for everybody; another block has the commands for those that stand in
+        command = next((slot.command for slot in slots if slot.command), "")
+        return Section(heading, (f"Not run; with the data set itself: `{command}`, …",), scale=scale)
+    found = Finding([*_pairs(claim, filled)], _part(claim, filled), claim.unstated)
+    return Section(
+        heading,
+        (*_notes(claim, scale, task, filled), *(found.paragraphs if claim.compare else ())),
+        COLUMNS,
+        [
+            row
+            for slot, own in filled
+            if own or task in ("", claim.filled_with)
+            for row in _rows(slot, own, task)
+        ],
+        scale,
+        done=f"{scale} {done}/{total}{f' on {task}' if task else ''}" if done else "",
+        verdicts=(found.verdict(heading),) if claim.compare and done else (),
+        commands=tuple(dict.fromkeys(slot.command for slot, own in filled if slot.command and not own))
+        if to_fill
+        else (),
+    )
 
 
 def _notes(claim: Claim, scale: str, task: str, filled: Sequence[Filled]) -> tuple[str, ...]:
@@ -158,7 +165,7 @@ def _notes(claim: Claim, scale: str, task: str, filled: Sequence[Filled]) -> tup
     notes = (claim.note,) if scale == "small" and claim.note else ()
     if not task:
         return notes
-    titles = (filling.records[0].facts.get("task.title") for _, own in filled for filling in own)
+    titles = (filling.record.facts.get("task.title") for _, own in filled for filling in own)
     name = next((str(title) for title in titles if title), task)
     words = "the methods can be compared with each other, and no number with the paper's."
     return (*notes, f"**Another data set, {name}**: {words}")
@@ -225,7 +232,7 @@ def _pairs(claim: Claim, filled: Sequence[Filled]) -> Iterator[Pair]:
         for context, chosen in _best_of_each(own, varied).items():
             if other := right.get(context):
                 common, left, partner_name = _apart(slot.cell, partner.cell)
-                what = f"{common}, {described(chosen.filling.records[0])}"
+                what = f"{common}, {described(chosen.filling.record)}"
                 yield compared(
                     what,
                     (left, chosen),
@@ -269,9 +276,7 @@ def _part(claim: Claim, filled: Sequence[Filled]) -> str:
 
 def _best_of_each(fillings: Sequence[Filling], varied: Sequence[str]) -> dict[str, Choice]:
     """Context -> the configuration that speaks for it."""
-    found: dict[str, list[Filling]] = {}
-    for filling in fillings:
-        found.setdefault(_context(filling.records[0], varied), []).append(filling)
+    found = grouped(fillings, lambda filling: _context(filling.record, varied))
     return {context: choose(own) for context, own in found.items()}
 
 

@@ -66,9 +66,9 @@ def document(records: Sequence[Record]) -> Document:
     )
     svg = draw(lambda axes: _plot(axes, found), len(sections), (4.4, 3.6)) if sections else ""
     count = sum(len(filling.records) for filling in found.values())
-    shown = tuple(sections) or (Section("", (todo,), scale="small"),)
-    title, status = "Thresholds: what clipping costs and what noise costs, SST-2", f"small {count} runs"
-    return Document(NAME, title, words, shown, COLUMNS, svg, status if count else "not run")
+    shown = tuple(sections) or (Section("", (todo,), scale="small", commands=COMMANDS),)
+    title = "Thresholds: what clipping costs and what noise costs, SST-2"
+    return Document(NAME, title, words, shown, COLUMNS, svg, f"small {count} runs" if count else "not run")
 
 
 def _fillings(records: Sequence[Record]) -> _Runs:
@@ -120,10 +120,9 @@ def _plot(axes: Any, found: _Runs) -> None:
         for number, noise in enumerate(NOISE):
             looks = style(number)
             if fixed := _fixed(found, head, noise):
-                spreads = [mean_std(found[head, noise, c].values) for c in fixed]
-                y, error = (
-                    [float(f"{value or 0:.2f}") for value in values] for values in zip(*spreads, strict=True)
-                )
+                shown = [found[head, noise, c] for c in fixed]
+                y = [float(f"{filling.mean:.2f}") for filling in shown]
+                error = [float(f"{filling.std or 0:.2f}") for filling in shown]
                 axis.errorbar(fixed, y, yerr=error, markersize=4, capsize=2, label=noise, **looks)
             if adaptive := found.get((head, noise, ADAPTIVE)):
                 height, label = float(f"{adaptive.mean:.2f}"), f"{noise}, adaptive"

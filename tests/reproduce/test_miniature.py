@@ -90,7 +90,7 @@ def test_small_thresholds_are_to_be_best(slope: float, word: str, tmp_path: Path
     block = document.sections[0]
     assert f"in miniature on sst2: {word} (1 of 1 pairs" in document.paragraphs[1]
     assert "lr = 0.01, C = 0.05 (n = 3, best of 3) minus lr = 0.01, C = 8" in block.paragraphs[3]
-    (command, *_) = tables.missing("li2022", "figure4", [], "small")
+    (command, *_) = tables.build("li2022", "figure4", []).commands("small")
     run = run_of(command)
     assert (run.model.frozen_features, run.model.head, run.privacy.epsilon) == (True, "linear", 3.0)
     assert (run.optim.name, run.optim.batch_size, run.optim.epochs) == ("adam", 1024, 1)
@@ -98,7 +98,7 @@ def test_small_thresholds_are_to_be_best(slope: float, word: str, tmp_path: Path
 
 def test_a_grid_that_was_not_run_names_its_sweep_and_run_1_runs_it(tmp_path: Path):
     document = _figure(tmp_path)
-    (command,) = tables.missing("li2022", "figure2", [], "small")
+    (command, *_) = document.commands("small")
     assert f"`{command}`" in document.sections[0].paragraphs[1]
     run = run_of(command)
     where = tables.claims()["li2022", "figure2"].miniature[0]["where"]
@@ -161,10 +161,10 @@ def test_a_search_with_another_optimiser_is_no_cell_of_the_table(tmp_path: Path)
 
 
 def test_run_1_fills_the_first_stand_in():
-    commands = tables.missing("he2023", "1a", [], "small")
-    assert commands
-    assert all("task=cifar10_jpeg" in command for command in commands)
-    assert all("task=cifar10_jpeg" not in command for command in tables.missing("he2023", "1a", [], "paper"))
+    document = tables.build("he2023", "1a", [])
+    assert document.commands("small")
+    assert all("task=cifar10_jpeg" in command for command in document.commands("small"))
+    assert all("task=cifar10_jpeg" not in command for command in document.commands("paper"))
 
 
 def test_where_a_paper_gives_the_noise_the_epsilon_that_came_out_selects(tmp_path: Path):

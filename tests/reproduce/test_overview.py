@@ -10,13 +10,14 @@ import pytest
 from dpexp.benchmark.methods import ENGINE
 from dpexp.reproduce import benchmarks, hyperparameters, overview
 from dpexp.reproduce.benchmarks import Measurement
-from dpexp.reproduce.documents import Document, Verdict
+from dpexp.reproduce.documents import Document, Section, Verdict
 from dpexp.reproduce.records import load
 from tests.reproduce.samples import summary, write
 
 
 def _document(name: str, *verdicts: Verdict) -> Document:
-    return Document(name, name, (f"**Claim.** {name} is so.",), status="small 1/2", verdicts=verdicts)
+    section = Section("", done="small 1/2", verdicts=verdicts)
+    return Document(name, name, sections=(section,), claim=f"{name} is so.")
 
 
 def test_a_claim_has_one_row_and_decided_ones_come_first():
@@ -27,7 +28,7 @@ def test_a_claim_has_one_row_and_decided_ones_come_first():
     part = _document("table-he-part", Verdict("on mnist instead", "supports for a part of the claim, half"))
     half = _document("table-he-half", Verdict("", "cannot tell: one seed"), Verdict("", "supports (1)"))
     sure = Verdict("", "supports: it is so", "it is so")
-    arithmetic = replace(_document("figure-he-6", sure), status="exact")
+    arithmetic = replace(_document("figure-he-6", sure), sections=(Section("", verdicts=(sure,)),))
     rows = overview.verdicts([unsure, arithmetic, both, part, half, Document("table-he-page", "no claim")])
     assert [(row["where"], row["verdict"]) for row in rows] == [
         ("table-he-both", "supports and contradicts"), ("table-he-part", "supports"), ("table-he-half", "supports"),

@@ -36,8 +36,6 @@ def test_a_record_that_lacks_something_is_refused_by_name(path: str, word: str, 
     write(tmp_path, _without(path))
     with pytest.raises(UserError, match=rf"record0\.json.*{word}"):
         records.load(tmp_path)
-    (shown,) = records.load(tmp_path, show_unclean=True)
-    assert any(word in problem for problem in shown.problems)
 
 
 def test_code_that_differed_from_its_commit_is_refused(tmp_path: Path):

@@ -110,16 +110,9 @@ def test_a_learning_rate_of_its_own_is_allowed(tmp_path: Path):
     assert _build(tmp_path, *flat, *layer).sections[0].paragraphs[1].startswith("**supports")
 
 
-def test_an_unclean_record_is_marked_in_its_cell(tmp_path: Path):
-    write(tmp_path, summary() | {"git": {"commit": "a" * 40, "dirty": True}})
-    document = tables.build("he2023", "1b", load(tmp_path, show_unclean=True))
-    (row,) = [row for row in document.rows if row.get("n")]
-    assert "UNCLEAN: its code differed from its commit" in row["configuration"]
-
-
-def test_a_missing_cell_shows_a_command_that_composes(tmp_path: Path):
+def test_a_missing_cell_shows_a_command_that_composes():
     for scale in tables.SHOWN:
-        for command in tables.missing("he2023", "1b", [], scale)[::3]:
+        for command in tables.build("he2023", "1b", []).commands(scale)[::3]:
             words = shlex.split(command)
             assert words[:3] == ["python", "-m", "dpexp.train"]
             run = run_of(command)
