@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from dpexp.complexity.pipeline import WAYS, Assumptions, cost
 from dpexp.durable import write_atomic
-from dpexp.reproduce.communication import CLAIMS, Assumptions, cost
 from dpexp.reproduce.drawing import draw
 
 
@@ -80,7 +80,7 @@ def ranks_plot(rows: list[dict[str, Any]]) -> str:
         left.axvline(1.0, color="0.3", linewidth=0.8)
         left.set_xlabel("processor time of a step, relative to no privacy")
         left.set_title(f"measured, {private[0]['processes']} processes")
-        for way, _ in CLAIMS:
+        for way in WAYS:
             times = [cost(way, count, given).seconds for count in devices]
             right.plot(devices, times, marker="o", markersize=3, label=way)
         right.set_xscale("log", base=2)

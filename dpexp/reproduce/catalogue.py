@@ -20,6 +20,7 @@ from dpexp.reproduce import (
     goals,
     hyperparameters,
     league,
+    noise,
     runs,
     tables,
     thresholds,
@@ -73,7 +74,7 @@ Builder = Callable[[Context], Document]
 # arithmetic alone: their status needs no record
 EXACT: dict[str, Callable[[], Document]] = {
     "accounting-li": accounting.document,
-    "noise-he": exact.noise_he,
+    "noise-he": noise.noise_he,
     "table-bu-2": exact.implementations_bu,
     "table-bu-3": exact.modules_bu,
     **complexity_tables.PAGES,

@@ -1,119 +1,19 @@
-"""What clipping costs in a pipeline, by arithmetic: bytes by kind, synchronisations and time, to 512 devices and 175B parameters.
-
-A model, with its assumptions beside it; what it says of bytes is what a run of two stages counts (tests/pipeline). He et al.,
-section 4, claim in words what it gives in numbers.
-"""
+"""The model of `dpexp.complexity.pipeline` at the size of He et al., section 4, who claim in words what it gives in numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, log2
-
+from dpexp.complexity.pipeline import WAYS, Assumptions, cost
 from dpexp.reproduce.documents import Document, Rows, Section, as_rows
 
 EPOCHS, SAMSUM = 5, 14_732
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """GPT-3 on the machine of He et al., App. C.2, unless another number is given.
-
-    Attributes:
-        parameters, layers, width: of the model; rank: of LoRA on the query and value matrices of each layer.
-        stages: K; microbatch: b, examples in one; batch: expected B of a step; tokens: T of an example.
-        flops: of a device per second, as reached; between, to_host: bytes per second to the next device and to the host.
-        latency: seconds of one message.
-        activation, gradient: bytes of one number between stages, and of one in a per-example gradient or a sum.
-    """
-
-    parameters: float = 175e9
-    layers: int = 96
-    width: int = 12288
-    rank: int = 32
-    stages: int = 16
-    microbatch: int = 1
-    batch: int = 512
-    tokens: int = 512
-    flops: float = 50e12
-    between: float = 25e9
-    to_host: float = 12e9
-    latency: float = 20e-6
-    activation: int = 2
-    gradient: int = 4
-
-    @property
-    def trained(self) -> int:
-        """Parameters of LoRA in one stage: two factors for two matrices in each layer."""
-        return ceil(self.layers / self.stages) * 2 * 2 * self.width * self.rank
-
-    @property
-    def forward(self) -> float:
-        """Seconds of a microbatch's forward in one stage: 2 flops for each parameter and token."""
-        return 2 * self.parameters / self.stages * self.tokens * self.microbatch / self.flops
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one step, for one device.
-
-    Attributes:
-        between: bytes of activations and their gradients, to a neighbour.
-        norms: bytes of norms given to the other stages.
-        host: bytes of per-example gradients to the host and back.
-        sums: bytes of clipped sums to the other replicas.
-        waits: times that all stages wait for each other before the update.
-        seconds: of the whole step.
-    """
-
-    between: float
-    norms: float
-    host: float
-    sums: float
-    waits: int
-    seconds: float
-
-
-def cost(way: str, devices: int, given: Assumptions) -> Cost:
-    """Compute the cost of a step.
-
-    The backward of a frozen model with LoRA takes one forward for the rematerialisation (He et al., Algorithm 4, line 4) and one
-    for the gradients of the inputs; those of the factors are small. Without synchronisation a schedule of J microbatches in K
-    stages takes J + K - 1 turns of a forward and a backward.
-    """
-    replicas = devices // given.stages
-    pieces = ceil(given.batch / replicas / given.microbatch)
-    examples = pieces * given.microbatch
-    backward = 2 * given.forward
-    turn, turns = given.forward + backward, pieces + given.stages - 1
-    boundary = 2 * examples * given.tokens * given.width * given.activation
-    sums = 2 * given.trained * given.gradient * (replicas - 1) / replicas
-    seconds = turns * turn + sums / given.between
-    joining = 2 * log2(given.stages) * given.latency
-    norms, host, waits = 0.0, 0.0, 0
-    if way != "per device":
-        norms, waits = 8.0 * examples, 1 if way == "flat, once at the end" else pieces
-        seconds += waits * joining
-    if way == "flat, idle":
-        # the last stage may go on when the first has ended its backward of this microbatch, and so on for each
-        seconds = pieces * (given.forward + given.stages * backward + joining) + sums / given.between
-        seconds += (given.stages - 1) * given.forward
-    elif way == "flat, offload":
-        host = 2.0 * examples * given.trained * given.gradient
-        seconds += host / given.to_host
-    elif way in ("flat, second backward", "flat, once at the end"):
-        seconds += pieces * backward
-    return Cost(boundary, norms, host, sums, waits, seconds)
-
-
+DEVICES = (16, 64, 256, 512)
+# of each of WAYS
 CLAIMS = (
-    ("per device", "no extra communication (section 4, App. C.1)"),
-    ("flat, idle", "(i) 'costly since it forces devices to be idle'"),
-    ("flat, offload", "(ii) 'costly due to slow CPU-GPU data transfer'"),
-    ("flat, second backward", "(iii) 'costly due to performing the extra round of backpropagation'"),
-    (
-        "flat, once at the end",
-        "'does not bypass the complications in the subsequent gradient rescaling step'",
-    ),
+    "no extra communication (section 4, App. C.1)",
+    "(i) 'costly since it forces devices to be idle'",
+    "(ii) 'costly due to slow CPU-GPU data transfer'",
+    "(iii) 'costly due to performing the extra round of backpropagation'",
+    "'does not bypass the complications in the subsequent gradient rescaling step'",
 )
 _COLUMNS = (
     "clipping", "devices", "MB to a neighbour", "KB of norms", "GB to the host and back", "MB of sums to replicas", "waits",
@@ -121,12 +21,12 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def rows(given: Assumptions, sizes: tuple[int, ...]) -> Rows:
+def rows(given: Assumptions) -> Rows:
     """Compute a row for each way and number of devices."""
     lines = []
-    for devices in sizes:
+    for devices in DEVICES:
         base = cost("per device", devices, given).seconds
-        for way, claim in CLAIMS:
+        for way, claim in zip(WAYS, CLAIMS, strict=True):
             one = cost(way, devices, given)
             lines.append((
                 way, devices, f"{one.between / 1e6:.0f}", f"{one.norms / 1e3:.2f}", f"{one.host / 1e9:.1f}",
@@ -138,7 +38,6 @@ def rows(given: Assumptions, sizes: tuple[int, ...]) -> Rows:
 def communication_he() -> Document:
     """Section 4 of He et al.: per-device clipping beside flat clipping in its four ways."""
     given = Assumptions()
-    found = rows(given, (16, 64, 256, 512))
     steps = round(EPOCHS * SAMSUM / given.batch)
     hours = steps * cost("per device", given.stages, given).seconds / 3600
     full = 2 * given.batch * given.parameters / given.stages * given.gradient / 1e12
@@ -158,11 +57,6 @@ def communication_he() -> Document:
         "Offloading is cheap here because LoRA's gradients are small: with all parameters training it would be "
         f"{full:.0f} TB a step. Derivation: docs/pipeline.md.",
     )
-    section = Section("", (), _COLUMNS, found)
-    return Document(
-        "communication-he",
-        "He et al., section 4: what clipping costs in a pipeline",
-        words,
-        (section,),
-        foot="",
-    )
+    section = Section("", (), _COLUMNS, rows(given))
+    title = "He et al., section 4: what clipping costs in a pipeline"
+    return Document("communication-he", title, words, (section,), foot="")

@@ -1,18 +1,10 @@
-"""Tables and claims that are arithmetic alone: He et al.'s noise multipliers, the modules of Bu et al., the memory ratios of
-Li et al. (section 4.2), the memory model and the individual budgets of Monir et al. (sections 4.3, 6.2)."""
+"""Printed numbers beside what arithmetic alone gives: the modules and implementations of Bu et al. (Tables 2, 3), the memory
+ratios of Li et al. (section 4.2), the memory model and the individual budgets of Monir et al. (sections 4.3, 6.2)."""
 
 from __future__ import annotations
 
-import math
 from functools import cache
-from typing import NamedTuple
 
-import torch
-import transformers
-
-from dpexp.benchmark.workloads import workload_named
-from dpexp.clipping.groups import build_groups
-from dpexp.complexity.architectures import PUBLISHED, build, quiet
 from dpexp.complexity.formulas import (
     IMPLEMENTATIONS,
     NON_PRIVATE,
@@ -22,117 +14,10 @@ from dpexp.complexity.formulas import (
     Terms,
     term_sum,
 )
-from dpexp.models.trainable import set_trainable
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
-from dpexp.privacy.plan import Plan, make_plan
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows
+from dpexp.reproduce.documents import Document, Rows, Section
 from dpexp.reproduce.paper import Cell, paper_table, printed
-
-# --- He et al.: σ, σ_b, σ_new for every row (Algorithm 1, Proposition 3.1) ---
-
-
-class Setting(NamedTuple):
-    """One setting of He et al.; what the paper leaves open is in ``open``."""
-
-    tables: str
-    task: str
-    model: str
-    trainable: str
-    num_examples: int
-    batch_size: int
-    epochs: int
-    delta: str | float
-    quantile_budget: float
-    epsilons: tuple[float, ...]
-    open: str = ""
-
-
-_GLUE_B = "B is one of 512, 1024, 2048: the mark of the chosen one is lost in our copy"
-_BOTH = f"{_GLUE_B}; A.2 trains attention and head alone, the captions say all: both are given"
-_DELTA = "δ is not stated: 1/(2N) as Li et al."
-_MODELS = ("RoBERTa-base", "RoBERTa-large")
-
-
-def _sst2(tables: str, model: str, trainable: str, epochs: int, unstated: str) -> Setting:
-    return Setting(
-        tables, "SST-2", model, trainable, 67349, 1024, epochs, "n_pow_-1.1", 0.1, (3, 8), unstated
-    )
-
-
-HE_SETTINGS = (
-    Setting("1a, 2, 11a, Figure 3", "CIFAR-10", "WRN16-4", "all", 50000, 4096, 300, 1e-5, 0.01, (1, 3, 5, 8)),
-    *(_sst2("1b, 3, 10, 11b", model, "all", 20, _GLUE_B) for model in _MODELS),
-    *(
-        _sst2("4, 12", model, trainable, epochs, _BOTH)
-        for model in _MODELS
-        for epochs in (3, 10, 20, 30)
-        for trainable in ("all", "attention+head")
-    ),
-    Setting("5", "E2E", "GPT-2", "all", 42061, 1000, 10, "half_over_n", 0.01, (3, 8), _DELTA),
-    Setting("5", "DART", "GPT-2", "all", 62659, 1500, 15, "half_over_n", 0.01, (3, 8), _DELTA),
-)
-NOISE_COLUMNS = (
-    "tables", "task", "model", "trains", "ε", "N", "B", "E", "steps", "δ", "r", "K", "σ", "σ_b", "σ_new", "not stated",
-)  # fmt: skip
-
-
-@cache
-def num_layers(model: str, trainable: str = "all") -> int:
-    """K of per-layer clipping: modules that own a trainable parameter."""
-    with torch.device("meta"), quiet():
-        if model == "WRN16-4":
-            network = workload_named("wrn").parts("full").model()
-        elif model.startswith("RoBERTa"):
-            _, sizes = PUBLISHED[model.lower()]
-            network = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**sizes))
-        else:
-            network = build(model.lower().replace("-", "")).model
-    set_trainable(network, trainable)
-    return len(build_groups(network, "layer"))
-
-
-@cache
-def plan_of(
-    num_examples: int, batch_size: int, epochs: int, delta: str | float, budget: float, target: float
-) -> Plan:
-    """The plan of a setting; ``budget`` is r, ``target`` is ε. Steps are rounded as the trainer rounds them."""
-    return make_plan(
-        num_examples=num_examples,
-        expected_batch_size=batch_size,
-        steps=max(1, round(epochs * num_examples / batch_size)),
-        delta=delta,
-        epsilon=target,
-        quantile_budget=budget,
-    )
-
-
-def noise_rows() -> Rows:
-    """One row for each setting and ε."""
-    lines = []
-    for s in HE_SETTINGS:
-        layers = num_layers(s.model, s.trainable)
-        for target in s.epsilons:
-            plan = plan_of(s.num_examples, s.batch_size, s.epochs, s.delta, s.quantile_budget, target)
-            lines.append((
-                s.tables, s.task, s.model, s.trainable, f"{target:g}", s.num_examples, s.batch_size, s.epochs, plan.steps,
-                f"{plan.delta:.3g}", f"{s.quantile_budget:g}", layers, f"{plan.sigma(0):.4f}", f"{plan.sigma_b(0, layers):.2f}",
-                f"{plan.sigma_new(0):.4f}", s.open,
-            ))  # fmt: skip
-    return as_rows(NOISE_COLUMNS, lines)
-
-
-def noise_he() -> Document:
-    """σ, σ_b and σ_new of every setting of He et al."""
-    words = (
-        "σ spends ε under RDP over all steps; of each step's budget the share r pays for the K counts: σ_b = σ·√(K/(4r)),"
-        " σ_new = σ/√(1-r) (Proposition 3.1, Remark 3.1, with centred counts). The paper prints none of these numbers; they"
-        " follow from what it states. K counts the modules that own a trainable parameter (WRN16-4 with GroupNorm). Fixed"
-        " thresholds and flat clipping take σ."
-    )
-    section = Section("", (), NOISE_COLUMNS, noise_rows())
-    return Document("noise-he", "He et al.: the noise of every table", (words,), (section,))
-
 
 # --- Bu et al., Tables 2 and 3 ---
 
@@ -197,10 +82,14 @@ def memory_li() -> Document:
     gigabytes = 10 * V * p * 4 / 1e9
     ratio, rounded, typical = V * p / (2 * T * T), 50_000 * p / (2 * T * T), V * p / (2 * 100 * 100)
     passes = {x.name: x.modules[0].split().count("2a") for x in IMPLEMENTATIONS}
+    for_ten = printed(
+        "li2022", "text", "section 4.2, footnote 3", "per-example gradients of the embedding for ten examples"
+    )
+    saved = printed("li2022", "text", "section 4.2, GPT-2 embedding", "memory saved")
     return _compared("memory-li", "Li et al., section 4.2: what ghost clipping saves", [
-        _number_row("footnote 3", "GB for per-example gradients of the embedding, ten examples, fp32", "1.5", gigabytes,
+        _number_row("footnote 3", "GB for per-example gradients of the embedding, ten examples, fp32", for_ten, gigabytes,
                     f"10 · {V} · {p} floats"),
-        _number_row("section 4.2", "pd / 2T² at T = 1024: the memory saved at least", "22", rounded,
+        _number_row("section 4.2", "pd / 2T² at T = 1024: the memory saved at least", saved, rounded,
                     f"with the stated d ≈ 50,000 and p = {p}; {ratio:.1f} with d = {V}; {typical:.0f} at the typical T = 100"),
         _number_row("section 4.2", "back-propagations that ghost clipping adds", "1", passes["GhostClip"] - passes["non-DP"],
                     "10/6 of the products of a non-private step (docs/complexity.md)"),
@@ -220,9 +109,10 @@ def memory_monir() -> Document:
         return private(b, L, C) / plain(b, L, C)
 
     large = ratio(100, 100, 1)
+    batch, layer = (cell.value for cell in paper_table("monir2023", "figure8"))
     rows = [
-        _number_row("Figure 8", "mini-batch clipping, b = 100, L = C = 1", "201", private(100, 1, 1), "bC + (1+b)L"),
-        _number_row("Figure 8", "per-layer clipping, b = 100, L = C = 1", "102", plain(100, 1, 1), "bC + 2L: as without privacy"),
+        _number_row("Figure 8", "mini-batch clipping, b = 100, L = C = 1", batch, private(100, 1, 1), "bC + (1+b)L"),
+        _number_row("Figure 8", "per-layer clipping, b = 100, L = C = 1", layer, plain(100, 1, 1), "bC + 2L: as without privacy"),
         _number_row("section 4.3", "private / non-private, L/C = 0.01 ≪ b = 100", "1.01", ratio(100, 0.01, 1),
                     "printed as 1 + L/C"),
         _number_row("section 4.3", "private / non-private, L/C = b = 100", "33.3", large,
@@ -276,15 +166,6 @@ def individual_monir() -> Document:
         f"RDP, δ = 1e-5, T = {MNIST_STEPS} steps; scaling with q = 512/60000 and C = 0.2 (all inferred: the paper gives none of"
         " them; with these the printed rates and thresholds come within 0.05 of the budgets of Table 9, case 1).",
     )  # fmt: skip
-
-
-@cache
-def noise_for(steps: int, rate: float, *, num_examples: int, delta: float, target: float) -> float:
-    """σ that spends the target ε over so many steps, under RDP; inf never: raises where no noise does."""
-    batch = min(rate, 1.0) * num_examples
-    plan = make_plan(num_examples=num_examples, expected_batch_size=batch, steps=steps, delta=delta, epsilon=target)  # fmt: skip
-    assert math.isfinite(plan.noise_multiplier)
-    return plan.noise_multiplier
 
 
 # --- Print beside ours ---

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
-from dpexp.reproduce import complexity_tables, exact
+from dpexp.reproduce import complexity_tables, exact, noise
 from dpexp.reproduce.documents import REGENERATE, Document, Rows, Section, Verdict, as_rows, grouped
 from dpexp.reproduce.drawing import draw
 from dpexp.reproduce.drawing import lines as draw_lines
+from dpexp.reproduce.paper import paper_table
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
 E2E = 42061
@@ -36,7 +37,7 @@ def figure_li_3() -> Document:
     lines = []
     for steps, power in product(STEPS, range(-10, 1)):
         rate = 2.0**power
-        sigma = exact.noise_for(steps, rate, num_examples=E2E, delta=1 / (2 * E2E), target=3.0)
+        sigma = noise.plan_of(E2E, rate * E2E, steps, 1 / (2 * E2E), 3.0).noise_multiplier
         lines.append((steps, f"2^{power}", f"{rate:.6g}", f"{sigma / rate:.4g}"))
     rows = as_rows(("S", "q", "rate", "σ_eff"), lines)
     curves = [_numbers(own, "σ_eff") for own in _by(rows, "{S}").values()]
@@ -54,7 +55,7 @@ def figure_li_7() -> Document:
     lines = []
     for power in range(-12, 1):
         rate = 2.0**power
-        sigma = exact.noise_for(round(50 / rate), rate, num_examples=50000, delta=1e-5, target=3.0)
+        sigma = noise.plan_of(50000, rate * 50000, round(50 / rate), 1e-5, 3.0).noise_multiplier
         lines.append((f"2^{power}", f"{rate:.6g}", f"{sigma:.4g}", f"{10.34 * rate**0.5:.4g}"))
     rows = as_rows(("q", "rate", "σ", "square-root rule"), lines)
     ys = {"actual (RDP)": "σ", "10.34 √q": "square-root rule"}
@@ -68,9 +69,9 @@ def figure_li_7() -> Document:
 
 def figure_he_6() -> Document:
     """σ_new as the share r of the budget for quantiles grows."""
-    layers, lines = exact.num_layers("RoBERTa-base"), []
+    setting, layers, lines = noise.FINE_TUNING[0], noise.num_layers("RoBERTa-base"), []
     for target, budget in product((3, 8), BUDGETS):
-        plan = exact.plan_of(67349, 1024, 20, "n_pow_-1.1", budget, float(target))
+        plan = setting.plan(target, budget)
         sigma, new = plan.sigma(0), plan.sigma_new(0)
         added = f"{new / sigma - 1:.2%}"
         lines.append(
@@ -107,9 +108,10 @@ def figure_monir_8() -> Document:
     names = ("per-layer clipping", "mini-batch clipping")
     rows = as_rows(("b", *names), [(b, b + 2, 2 * b + 1) for b in (1, *range(10, 101, 10))])
     layer, batch = (rows[-1][name] for name in names)
+    holds = [batch, layer] == [cell.value for cell in paper_table("monir2023", "figure8")]
     return _figure("figure-monir-8", "Monir et al., Figure 8: memory against the batch", rows, (
         "Mini-batch clipping needs twice the memory of per-layer clipping: 201 against 102 at b = 100.",
-        f"{_says((batch, layer) == ('201', '102'))}: {batch} against {layer}, bC + (1+b)L and bC + 2L with"
+        f"{_says(holds)}: {batch} against {layer}, bC + (1+b)L and bC + 2L with"
         " L = C = 1 (the factor is two only there; table memory-monir)",
     ), Axis("b", "batch b"), Axis({name: name for name in names}, "memory, units of L = C = 1"))  # fmt: skip
 

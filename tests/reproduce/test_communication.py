@@ -2,7 +2,8 @@
 
 import pytest
 
-from dpexp.reproduce.communication import Assumptions, communication_he, cost
+from dpexp.complexity.pipeline import Assumptions, cost
+from dpexp.reproduce.communication import communication_he
 
 SMALL = Assumptions(
     stages=2, layers=4, width=16, rank=2, batch=8, tokens=7, microbatch=4, activation=8, gradient=8
