@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator
 
 from dpexp.benchmark.methods import ENGINE
 from dpexp.benchmark.render import note
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, grouped, number
+from dpexp.reproduce.documents import PART, Document, Rows, Section, Verdict, as_rows, grouped, number
 from dpexp.reproduce.drawing import COLOURS, draw
 from dpexp.reproduce.paper import claims, paper_table, target_name
 from dpexp.reproduce.records import believed, code_problems
@@ -25,7 +25,7 @@ COLUMNS = (
     "speed there / non-private", "relative error", "scale", "hardware", "precision", "record", "note",
 )  # fmt: skip
 _PAPER = ("row", "column", "paper", "note")
-EARLIER = "of an earlier engine: decides nothing"
+EARLIER = "of an earlier engine"
 
 
 class Measurement(NamedTuple):
@@ -126,7 +126,11 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
         for cell in paper_table(target.paper, target.table)
     ])  # fmt: skip
     bounds = Section("As printed", (), _PAPER, printed, verdicts=tuple(_verdicts(target, rows)))
-    earlier = f" {sum(EARLIER in row['note'] for row in rows)} rows are {EARLIER}." if rows else ""
+    earlier = (
+        f" {sum(EARLIER in row['note'] for row in rows)} rows are {EARLIER} and decide nothing."
+        if rows
+        else ""
+    )
     notes = (
         "A printed bound holds, or not, for each network that both methods were measured on in one interleaved run; the paper's"
         f" hardware is another. Drawn is the last measurement of each method.{earlier}",
@@ -177,7 +181,7 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
     for bound in (Bound(**asked) for asked in target.bounds):
         if ratios := {place: said for place, own in groups.items() if (said := bound.ratio(own)) is not None}:
             measured.append((bound, ratios))
-    some = f" for a part of the claim, {len(measured)} of {len(target.bounds)} bounds"
+    some = f"{PART}{len(measured)} of {len(target.bounds)} bounds"
     part = some if len(measured) < len(target.bounds) else ""
     found = []
     for bound, ratios in measured:
@@ -187,10 +191,12 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
             # networks may differ, and machines: then it stands on both sides
             chosen = {place: value for place, (_, value) in ratios.items() if bound.holds(value) == holds}
             if chosen:
-                machines = ", ".join(sorted({groups[place][0]["hardware"] for place in chosen}))
-                values = ", ".join(f"{value:.2f} on {workload}" for (_, workload), value in chosen.items())
+                values = ", ".join(
+                    f"{value:.2f} on {workload} ({groups[record, workload][0]['hardware']})"
+                    for (record, workload), value in chosen.items()
+                )
                 counted = f"{len(chosen)} of {len(ratios)} are {'' if holds else 'not '}{bound}"
-                found.append(Verdict(where, f"{word}{part} ({counted})", f"{values} ({machines})"))
+                found.append(Verdict(where, f"{word}{part} ({counted})", values))
     return found
 
 
@@ -200,7 +206,7 @@ def _untold(rows: Rows) -> str:
         return "not run"
     if all(EARLIER in row["note"] for row in rows):
         return "measured with an earlier engine alone"
-    return "the two methods of no bound were measured beside each other"
+    return "by the present engine, the two methods of no bound were measured beside each other"
 
 
 def _newest(rows: Rows) -> Rows:

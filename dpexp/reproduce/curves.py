@@ -85,12 +85,12 @@ def build(name: str, records: Sequence[Record]) -> Document:
 def _block(
     target: Curves, scale: str, tasks: Sequence[str], records: Sequence[Record], rows: Rows
 ) -> Section:
-    where, instead = ", ".join(tasks), " instead" if set(tasks) & set(target.stand_ins) else ""
-    heading = f"scale={scale}, {where}{instead}"
+    named = (f"{task} instead" if task in target.stand_ins else task for task in tasks)
+    heading = f"scale={scale}, {', '.join(named)}"
     found = getattr(curve_claims, target.says)(records) if target.says else Finding(())
     return Section(
         heading, found.paragraphs if found.pairs else (), _COLUMNS[target.kind], rows, scale,
-        done=f"{scale} {counted(len({row['record'] for row in rows}), 'run')} on {where}",
+        done=f"{scale} {counted(len({row['record'] for row in rows}), 'run')} on {', '.join(tasks)}",
         verdicts=(found.verdict(heading),) if found.pairs else (),
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
 
 Rows = list[dict[str, str]]
 WORDS = (SUPPORTS, CONTRADICTS, CANNOT_TELL)
+PART = " for a part of the claim, "
 REGENERATE = "Regenerate: `python -m dpexp.report {name}`."
 _PAPERS = frozenset(map(short, PAPERS))
 Item = TypeVar("Item")
@@ -40,6 +41,11 @@ class Verdict:
     def word(self) -> str:
         """One of `WORDS`."""
         return next(word for word in WORDS if self.said.startswith(word))
+
+    @property
+    def part(self) -> str:
+        """Which part of the claim it is about, in words; "" for all of it."""
+        return self.said.partition(PART)[2].partition(" (")[0].partition(": ")[0]
 
     def __str__(self) -> str:
         return f"{self.where}: {self.said}" if self.where else self.said

@@ -50,7 +50,7 @@ def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[st
     shown = decided or verdicts
     evidence = [
         RECOMPUTED if document.status == "exact" else document.status,
-        "a part of the claim" if any("for a part of the claim" in v.said for v in decided) else "",
+        *dict.fromkeys(f"a part of the claim ({v.part})" for v in decided if v.part),
         f"{len(decided)} of {len(verdicts)} tests decide" if decided and len(decided) < len(verdicts) else "",
         "stand-in data" if any("instead" in verdict.where for verdict in shown) else "",
     ]
@@ -58,7 +58,7 @@ def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[st
         "claim": claim,
         "verdict": " and ".join(word for word in WORDS if word in said) or CANNOT_TELL,
         "where": document.name,
-        "ours": "; ".join(": ".join(filter(None, (v.where, v.ours or v.said))) for v in shown)
+        "ours": "\n".join(": ".join(filter(None, (v.where, v.ours or v.said))) for v in shown)
         or document.untold,
         "evidence": ", ".join(filter(None, evidence)),
     }

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dpexp.reproduce.documents import Verdict
+from dpexp.reproduce.documents import PART, Verdict
 from dpexp.reproduce.fillings import Filling, described
-from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge, overall
+from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, LEVEL, Comparison, compare, judge, overall
 
 SELECTED = (
     "Where a side is the best of several configurations, it was picked by the dev metric, seeds that are compared here among"
@@ -79,9 +79,10 @@ class Pair:
     Attributes:
         what: both have in common.
         sides: left and right.
-        expect: in words, with the margin.
+        expect: of left minus right, in words: "above -1".
         result: left minus right.
         test: of the seeds, in words.
+        close: is the claim that neither side is the better one?
     """
 
     what: str
@@ -89,6 +90,7 @@ class Pair:
     expect: str
     result: Comparison
     test: str = "Welch's t"
+    close: bool = False
 
     @property
     def seeds(self) -> int:
@@ -109,7 +111,7 @@ class Pair:
         neither, nothing was tested.
         """
         left, right = (bool(side.unfinished) for side in self.sides)
-        if (left and right) or (self.expect.startswith("close") and (left or right)):
+        if (left and right) or (self.close and (left or right)):
             return replace(self.result, p_for=None, p_against=None, verdict=CANNOT_TELL)
         p_for = 1.0 if right else self.result.p_for
         p_against = 1.0 if left else self.result.p_against
@@ -121,7 +123,11 @@ class Pair:
         """Difference, interval, p-values and verdict."""
         result = self.result
         interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
-        p = "" if result.p_for is None else f", p for {result.p_for:.3f}, against {result.p_against:.3f}"
+        p = (
+            ""
+            if result.p_for is None
+            else f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it"
+        )
         unfinished = "".join(
             f"; the search of {side.name} is not finished: {side.unfinished}"
             for side in self.sides
@@ -139,7 +145,10 @@ def compared(
     """The pair of two named choices."""
     result = compare(left[1].filling.values, right[1].filling.values, expect, margin)
     one, two = (Side(name, len(c.filling.values), c.tried, c.unfinished) for name, c in (left, right))
-    return Pair(what, (one, two), f"{expect} (margin {margin:g})" if margin else expect, result)
+    words = {"greater": "above 0", "at_least": f"above {0 - margin:g}", "close": f"within ±{margin:g}"}[
+        expect
+    ]
+    return Pair(what, (one, two), words, result, close=expect == "close")
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,7 @@ class Finding:
         word = overall([pair.judged for pair in pairs])
         test = " and ".join(dict.fromkeys(pair.test for pair in tested))
         picked = ", sides picked on these seeds" if any(pair.picked for pair in tested) else ""
-        named = f" for a part of the claim, {self.part}" if self.part and word != CANNOT_TELL else ""
+        named = f"{PART}{self.part}" if self.part and word != CANNOT_TELL else ""
         found = f"{len(tested)} of {len(pairs)} pairs tested, {test} over seeds, level {LEVEL:g}{picked}"
         if self.unstated and word != CANNOT_TELL:
             chosen = f"the paper does not state {self.unstated}; at what was chosen here"
@@ -184,14 +193,19 @@ class Finding:
         return f"**{self.said}**", *selected, *([lines] if lines else [])
 
     def verdict(self, where: str) -> Verdict:
-        """Of a block; its numbers are those of the tested pair with the most seeds."""
+        """Of a block; its numbers are those of the pair that decides: the clearest against the claim, or the weakest for it."""
         measured = [p for p in self.pairs if p.result.p_for is not None and math.isfinite(p.result.low)]
         tested = [pair for pair in measured if pair.judged.p_for is not None] or measured
         if not tested:
             return Verdict(where, self.said)
-        pair = max(tested, key=lambda pair: pair.seeds)
+        if self.said.startswith(CONTRADICTS):
+            pair = min(tested, key=lambda pair: pair.judged.p_against or 0.0)
+        else:
+            pair = max(tested, key=lambda pair: pair.judged.p_for or 0.0)
         result, more = pair.result, f" (and {len(tested) - 1} more)" if len(tested) > 1 else ""
         interval = f"[{result.low:+.2f}, {result.high:+.2f}]"
         names = " − ".join(side.name for side in pair.sides)
-        ours = f"{names} = {result.difference:+.2f} {interval}, n = {pair.seeds}{more}"
+        ours = (
+            f"{names} = {result.difference:+.2f} {interval}, n = {pair.seeds}, expected {pair.expect}{more}"
+        )
         return Verdict(where, self.said, ours)

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import html
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from string import Template
 
 from dpexp.reproduce import catalogue, overview
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.coverage import STATUSES
-from dpexp.reproduce.documents import WORDS, Document, Rows, Section, counted
+from dpexp.reproduce.documents import WORDS, Document, Rows, Section, counted, grouped
 from dpexp.reproduce.pairs import SELECTED
 from dpexp.reproduce.paper import PAPERS, short
 from dpexp.reproduce.records import Record
@@ -32,7 +32,9 @@ _BESIDE = {"row", "column", "paper", "ours"}
 _DECIDED = {"supports": "supported", "contradicts": "contradicted", "supports and contradicts": "mixed"}
 _OURS = (
     "*ours*: the difference that the claim is about, in the metric's unit (points of accuracy, where no other is named), with its"
-    " 95% interval over n seeds; or the ratio that it bounds, and the machine. *evidence*: the scale, and how many of the printed"
+    " 95% interval over n seeds, of the comparison that decides; or the ratio that it bounds, and the machine. That two methods"
+    " are alike is supported too where a setting tells no methods apart: whether it does, the claims about fixed per-layer"
+    " clipping say (He et al., Tables 1 and 11). *evidence*: the scale, and how many of the printed"
     " cells have runs; what of the claim decides, where it is not all of it; *recomputed*: arithmetic, no run."
 )
 _PICTURE = (
@@ -73,8 +75,10 @@ def _first(documents: Sequence[Document], records: Sequence[Record]) -> str:
     if claims := overview.verdicts(documents):
         told = [row for row in claims if row["verdict"] != CANNOT_TELL]
         untold = [row for row in claims if row["verdict"] == CANNOT_TELL]
-        counts = Counter(row["verdict"] for row in told)
-        said = ", ".join(f"{n} {_DECIDED.get(word, word)}" for word, n in counts.items())
+        said = ", ".join(
+            f"{len(own)} {_DECIDED[word]}{_by_arithmetic(own)}"
+            for word, own in grouped(told, itemgetter("verdict")).items()
+        )
         why = f"{len(untold)} claims that our runs cannot tell about, and why"
         others = _fold(why, _table("Other claims", overview.VERDICTS, untold, cards=True)) if untold else ""
         parts.append(
@@ -92,6 +96,11 @@ def _first(documents: Sequence[Document], records: Sequence[Record]) -> str:
             f"{_fold(f'{len(found)} rows', table)}"
         )
     return "".join(f'<div class="first">{part}</div>\n' for part in parts)
+
+
+def _by_arithmetic(claims: Rows) -> str:
+    count = sum(row["evidence"].startswith(overview.RECOMPUTED) for row in claims)
+    return f" ({count} of them by arithmetic)" if count else ""
 
 
 def _options(pairs: Iterable[tuple[str, str]]) -> str:
