@@ -25,7 +25,7 @@ COLUMNS = (
     "speed there / non-private", "relative error", "scale", "hardware", "precision", "record", "note",
 )  # fmt: skip
 _PAPER = ("row", "column", "paper", "note")
-EARLIER = "of an earlier engine"
+EARLIER = "of an earlier engine: decides nothing"
 
 
 class Measurement(NamedTuple):
@@ -127,7 +127,7 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
     ])  # fmt: skip
     bounds = Section("As printed", (), _PAPER, printed, verdicts=tuple(_verdicts(target, rows)))
     earlier = (
-        f" {sum(EARLIER in row['note'] for row in rows)} rows are {EARLIER} and decide nothing."
+        f" {sum(EARLIER in row['note'] for row in rows)} rows are of an earlier engine and decide nothing."
         if rows
         else ""
     )
