@@ -189,14 +189,15 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
         where = f"{words} in {bound.column.removesuffix(' / non-private')}"
         for word, holds in ((SUPPORTS, True), (CONTRADICTS, False)):
             # networks may differ, and machines: then it stands on both sides
-            chosen = {place: value for place, (_, value) in ratios.items() if bound.holds(value) == holds}
+            chosen = [place for place, (_, value) in ratios.items() if bound.holds(value) == holds]
+            on_machine = grouped(chosen, lambda place: groups[place][0]["hardware"])
+            values = (
+                f"{', '.join(f'{ratios[place][1]:.2f} on {place[1]}' for place in places)} ({machine})"
+                for machine, places in on_machine.items()
+            )
             if chosen:
-                values = ", ".join(
-                    f"{value:.2f} on {workload} ({groups[record, workload][0]['hardware']})"
-                    for (record, workload), value in chosen.items()
-                )
                 counted = f"{len(chosen)} of {len(ratios)} are {'' if holds else 'not '}{bound}"
-                found.append(Verdict(where, f"{word}{part} ({counted})", values))
+                found.append(Verdict(where, f"{word}{part} ({counted})", ", ".join(values)))
     return found
 
 

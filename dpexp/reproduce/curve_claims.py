@@ -89,7 +89,7 @@ def norms_grow_near_the_input(records: Sequence[Record]) -> Finding:
             pairs.append(Pair(
                 f"{said}, log of the last median over the first ({factors})",
                 (Side("layers near the input", len(near)), Side("layers near the output", len(far))),
-                "greater", compare(near, far, "greater", paired=True), "Student's t on pairs",
+                "above 0", compare(near, far, "greater", paired=True), "Student's t on pairs",
             ))  # fmt: skip
     return Finding(pairs, "the growth; that norms start uniformly low is not tested")
 

@@ -26,7 +26,7 @@ _TABLE_1 = {
 
 
 @cache
-def _goals() -> dict[str, Any]:
+def _goals() -> Any:
     return yaml.safe_load((Path(__file__).parent / "goals.yaml").read_text(encoding="utf-8"))
 
 

@@ -145,9 +145,7 @@ def compared(
     """The pair of two named choices."""
     result = compare(left[1].filling.values, right[1].filling.values, expect, margin)
     one, two = (Side(name, len(c.filling.values), c.tried, c.unfinished) for name, c in (left, right))
-    words = {"greater": "above 0", "at_least": f"above {0 - margin:g}", "close": f"within ±{margin:g}"}[
-        expect
-    ]
+    words = f"within ±{margin:g}" if expect == "close" else f"above {0 - margin:g}"
     return Pair(what, (one, two), words, result, close=expect == "close")
 
 

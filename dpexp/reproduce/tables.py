@@ -107,23 +107,26 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
         records: committed ones.
     """
     claim, printed = claims()[paper, table], printed_cells(paper, table)
-    grids = [miniature.build(asked, records) for asked in claim.miniature]
-    blocks = (
-        [_block(claim, claim.slots(printed, *block), *block, records) for block in claim.blocks]
-        if printed
-        else []
+    blocks = claim.blocks if printed else ()
+    sections = (
+        *(miniature.build(asked, records) for asked in claim.miniature),
+        *filter(None, (_block(claim, claim.slots(printed, *block), *block, records) for block in blocks)),
     )
-    sections = (*grids, *filter(None, blocks))
-    has_runs = any(section.done for section in sections)
-    can_run = (
-        claim.miniature or any(section.commands for section in sections) or cells.has_presets(paper, table)
-    )
+    runnable = claim.miniature or any(section.commands for section in sections)
     return Document(
-        target_name(paper, table), claim.title, () if printed else (claim.note,), sections, COLUMNS,
-        _heat_map(claim.heat, printed, sections) if claim.heat else "",
-        "not run" if can_run else "not built", f"{_WORDS}\n\n{_FOOT}" if printed else _FOOT, claim.claim,
-        "beside the printed numbers, without a test" if has_runs else not_run(claim.needs),
-    )  # fmt: skip
+        target_name(paper, table),
+        claim.title,
+        notes=() if printed else (claim.note,),
+        sections=sections,
+        columns=COLUMNS,
+        svg=_heat_map(claim.heat, printed, sections) if claim.heat else "",
+        otherwise="not run" if runnable or cells.has_presets(paper, table) else "not built",
+        foot=f"{_WORDS}\n\n{_FOOT}" if printed else _FOOT,
+        claim=claim.claim,
+        untold="beside the printed numbers, without a test"
+        if any(section.done for section in sections)
+        else not_run(claim.needs),
+    )
 
 
 def _block(
@@ -141,22 +144,17 @@ def _block(
         command = next((slot.command for slot in slots if slot.command), "")
         return Section(heading, (f"Not run; with the data set itself: `{command}`, …",), scale=scale)
     found = Finding([*_pairs(claim, filled)], _part(claim, filled), claim.unstated)
+    shown = [(slot, own) for slot, own in filled if own or task in ("", claim.filled_with)]
+    lacking = dict.fromkeys(slot.command for slot, own in filled if slot.command and not own)
     return Section(
         heading,
         (*_notes(claim, scale, task, filled), *(found.paragraphs if claim.compare else ())),
         COLUMNS,
-        [
-            row
-            for slot, own in filled
-            if own or task in ("", claim.filled_with)
-            for row in _rows(slot, own, task)
-        ],
+        [row for slot, own in shown for row in _rows(slot, own, task)],
         scale,
         done=f"{scale} {done}/{total}{f' on {task}' if task else ''}" if done else "",
         verdicts=(found.verdict(heading),) if claim.compare and done else (),
-        commands=tuple(dict.fromkeys(slot.command for slot, own in filled if slot.command and not own))
-        if to_fill
-        else (),
+        commands=tuple(lacking) if to_fill else (),
     )
 
 
