@@ -1,4 +1,4 @@
-"""Measurements beside the goals: which block, what is met, and what a record does not say."""
+"""Measurements beside the goals and beside printed bounds: which block, what is met, and what a record does not say."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
+from dpexp.benchmark.methods import ENGINE
 from dpexp.reproduce import benchmarks, goals
 from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import Document
 
 
-def _row(workload: str, method: str, time: float | None, memory: float | None) -> dict[str, Any]:
+def _row(
+    workload: str, method: str, time: float | None, memory: float | None, speed: float = 10.0
+) -> dict[str, Any]:
     return {
-        "workload": workload, "method": method, "status": "ok", "reason": "", "batch_size": 8, "examples_per_s": 10.0,
+        "workload": workload, "method": method, "status": "ok", "reason": "", "batch_size": 8, "examples_per_s": speed,
         "time_ratio": time, "memory_ratio": memory, "error": 1e-6, "max_batch": None, "max_batch_reason": "",
         "max_batch_throughput_ratio": None,
     }  # fmt: skip
@@ -94,3 +97,28 @@ def test_without_the_kernels_is_said_in_every_row():
     page = benchmarks.build("table-bu-1", [Measurement("0.json", record)])
     rows = [row for row in page.rows if row.get("workload")]
     assert "without the C++ kernels" in rows[0]["note"]
+
+
+def test_a_printed_bound_decides_for_the_present_engine_alone():
+    speeds = {"nonprivate": 2.0, "auto/layer": 1.8, "ghost/flat": 1.5}
+    record = _record(*(_row("gpt2", method, 2.0 / speed, 1.0, speed) for method, speed in speeds.items()))
+    now = benchmarks.build("figure-he-9", [Measurement("b.json", record | {"engine": ENGINE})])
+    assert [verdict.word for verdict in now.verdicts] == ["supports", "contradicts"]  # 0.9 >= 0.85; 1.2 < 1.4
+    assert now.verdicts[1].ours == "1.20 on gpt2 (a processor, 2 threads)"
+    before = benchmarks.build("figure-he-9", [Measurement("b.json", record)])
+    assert before.verdicts == ()
+    assert "measured with an earlier engine alone" in before.paragraphs[1]
+    assert all(benchmarks.EARLIER in row["note"] for row in before.rows if row.get("workload"))
+
+
+def test_what_two_machines_say_stands_with_each():
+    slow, fast = (
+        _record(
+            _row("gpt2", "nonprivate", 1.0, 1.0, 2.0), _row("gpt2", "auto/layer", 2.0 / speed, 1.0, speed)
+        )
+        | {"engine": ENGINE, "hardware": {"cpu": name, "threads": 2}}
+        for name, speed in (("slow", 1.0), ("fast", 1.2))
+    )
+    page = benchmarks.build("figure-he-9", [Measurement("a.json", slow), Measurement("b.json", fast)])
+    (verdict,) = page.verdicts
+    assert verdict.ours == "0.50 on gpt2 (slow, 2 threads), 0.60 on gpt2 (fast, 2 threads)"

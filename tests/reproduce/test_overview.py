@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpexp.benchmark.methods import ENGINE
-from dpexp.reproduce import benchmarks, hyperparameters, overview
-from dpexp.reproduce.benchmarks import Measurement
+from dpexp.reproduce import hyperparameters, overview
 from dpexp.reproduce.documents import Document, Section, Verdict
 from dpexp.reproduce.records import load
 from tests.reproduce.samples import summary, write
@@ -81,27 +79,3 @@ def test_presets_have_the_printed_hyper_parameters():
     assert {(row["setting"], row["of"]) for row in told if row["agrees"] == "no"} == {
         ("Learning Rate", "Fixed per-layer"), ("Init Threshold", "RoBERTa-base, Fixed"),
     }  # fmt: skip
-
-
-def _measured(engine: int | None, **speeds: float) -> Measurement:
-    rows = [
-        {"workload": "gpt2", "method": method.replace("__", "/"), "batch_size": 8, "time_ratio": 2.0 / speed,
-         "memory_ratio": 1.0, "examples_per_s": speed, "max_batch": None, "max_batch_throughput_ratio": None,
-         "max_batch_reason": "", "error": 1e-7, "status": "ok"}
-        for method, speed in speeds.items()
-    ]  # fmt: skip
-    record = {"rows": rows, "settings": {"size": "full", "precision": "fp32", "native": True, "workloads": ["gpt2"]},
-              "hardware": {"cpu": "a CPU", "threads": 2}, "status": "finished"}  # fmt: skip
-    return Measurement("b.json", record | ({"engine": engine} if engine else {}))
-
-
-def test_a_printed_bound_decides_for_the_present_engine_alone():
-    now = benchmarks.build(
-        "figure-he-9", [_measured(ENGINE, nonprivate=2.0, auto__layer=1.8, ghost__flat=1.5)]
-    )
-    assert [verdict.word for verdict in now.verdicts] == ["supports", "contradicts"]  # 0.9 >= 0.85; 1.2 < 1.4
-    assert now.verdicts[1].ours == "1.20 on gpt2 (a CPU, 2 threads)"
-    before = benchmarks.build("figure-he-9", [_measured(None, nonprivate=2.0, auto__layer=1.8)])
-    assert before.verdicts == ()
-    assert "measured with an earlier engine alone" in before.paragraphs[1]
-    assert all(benchmarks.EARLIER in row["note"] for row in before.rows if row.get("workload"))
