@@ -211,6 +211,25 @@ def test_a_model_that_begins_later_is_noticed_at_the_sixteenth_step() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_it_is_noticed_where_several_forwards_wait_for_their_backward(microbatches: int) -> None:
+    """As in a pipeline: no forward comes between the fifteenth backward pass and the sixteenth."""
+    model = Net(lambda h: h)
+    clipper = attach(model)
+
+    def schedule() -> None:
+        waiting = [model(x()).square().sum(1) for _ in range(microbatches)]
+        for losses in waiting:
+            clipper.backward(losses)
+
+    for _ in range(16 // microbatches):
+        schedule()
+        model.between = lambda h: h - h.mean(0).detach()
+    with pytest.raises(UserError, match="mixes examples"):
+        schedule()
+    assert not clipper.notes
+
+
 def test_behind_a_head_of_zeros_the_next_step_is_looked_at() -> None:
     model = Net(lambda h: h - h.mean(0).detach())
     nn.init.zeros_(model.last.weight)

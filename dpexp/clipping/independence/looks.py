@@ -62,6 +62,8 @@ class Independence:
     backwards: int = 0
     looks: dict[int, int] = field(default_factory=dict)
     mode: int = 0
+    # whether a look is late: its backward pass came to a forward that was entered before the look was due
+    owed: bool = False
     looking: bool = False
     waiting: deque[Replay] = field(default_factory=lambda: deque(maxlen=WAITING))
     running: Replay | None = None
@@ -74,7 +76,11 @@ class Independence:
     @property
     def due(self) -> bool:
         """Whether the next backward pass looks: the first of each mode until one has told something; the 16th, the 64th …"""
-        return self.looks.get(self.mode, 0) < PATIENCE or layouts.due(self.backwards + 1)
+        return not self._known or self.owed or layouts.due(self.backwards + 1)
+
+    @property
+    def _known(self) -> bool:
+        return self.looks.get(self.mode, 0) >= PATIENCE
 
     def enter(self, args: tuple, kwargs: dict) -> None:
         """The model's forward begins.
@@ -103,7 +109,7 @@ class Independence:
         Raises:
             UserError: a trainable parameter outside of the attached model would get no gradient.
         """
-        if not self.due:
+        if not self.due or (self._known and not self.waiting):
             return
         refuse_foreign(roots, attached)
         for replay in self.waiting:
@@ -153,7 +159,9 @@ class Independence:
         if not num_examples:
             return
         self.backwards += 1
-        if not due:
+        # several forwards wait for their backward, as in a pipeline: the next one is looked at
+        self.owed = due and self._known and not replays
+        if not due or self.owed:
             return
         self.looking = True
         # what the last step left free is in pieces that a look does not fit into
