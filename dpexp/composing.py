@@ -64,7 +64,7 @@ def yaml_loader() -> Any:
     if not yaml.__with_libyaml__:
         return meaning
 
-    class Loader(yaml.cyaml.CParser, meaning):  # type: ignore[misc]
+    class Loader(yaml.cyaml.CParser, meaning):
         def __init__(self, stream: Any) -> None:
             yaml.cyaml.CParser.__init__(self, stream)
             yaml.constructor.SafeConstructor.__init__(self)

@@ -1,5 +1,6 @@
 """A pair of processes (or more) that runs many cases: forked once, because importing the libraries takes longer than they do."""
 
+import importlib
 import io
 import os
 import traceback
@@ -19,6 +20,9 @@ def run_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments:
 
     A process that fails ends them all, and its traceback is raised here.
     """
+    # what optimisers and shards would import, slowly, once in every fork
+    for name in ("torch._dynamo", "torch.distributed.fsdp"):
+        importlib.import_module(name)
     context = mp.get_context("fork")
     answers = [context.SimpleQueue() for _ in range(size)]
     rendezvous = folder / f"rendezvous{len(list(folder.iterdir()))}"
