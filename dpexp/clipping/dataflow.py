@@ -109,7 +109,8 @@ class DataFlow(TorchFunctionMode):
             first.dtype != torch.bool
             and first.numel() == first.shape[0] == rows
             and first not in self._followed
-            and (first in self._counting or rows >= FEW)
+            # an order alone, as from a list, is there to change the order, though not in this batch
+            and (first in self._counting or (rows >= FEW and len(index) > 1))
         )
         return not (counted and bool((first.flatten() == torch.arange(rows, device=first.device)).all()))
 

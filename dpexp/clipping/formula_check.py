@@ -61,7 +61,7 @@ def _agrees(use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: 
     # NaN hides a formula, and zeros agree with every one (a gate that is closed at first): any other gradient tells as much
     saved, gy = tuple(finite(s) for s in saved), finite(gy)
     if not bool(gy.any()):
-        gy = torch.randn(gy.shape, generator=torch.Generator().manual_seed(gy.dim())).to(gy)
+        gy = torch.randn(gy.shape, generator=torch.Generator().manual_seed(gy.dim()), device="cpu").to(gy)
     low = use.autocast is not None or torch.finfo(gy.dtype).bits < 32
     # what is derived from parameters in 16 bits is pulled back in 16 bits
     rough = low and any(value.graph is not None for value in use.values)

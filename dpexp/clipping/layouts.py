@@ -8,6 +8,8 @@ fail the proof. Proposals that fail leave the layer to the per-example loop, whi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,17 @@ def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: i
     if shape[0] != rows and rows > 0 and shape[0] % rows == 0:
         found += [BLOCKED, STRIDED]
     return found
+
+
+def surplus(layout: str, shape: torch.Size, rows: int, columns: Iterable[int]) -> int | None:
+    """How many more rows than the closest input has columns each example has at an operation; None where they are no blocks.
+
+    It is the same for texts of every length. Where it changes, rows may be a multiple of the batch by chance: a model may leave
+    padding out as soon as a batch has some.
+    """
+    if layout not in BLOCKS:
+        return None
+    return min((shape[0] // rows - entered for entered in columns), key=abs, default=shape[0] // rows)
 
 
 def example_major(tensor: Tensor, layout: str, rows: int) -> Tensor:
@@ -79,7 +92,7 @@ def weights(num_examples: int) -> Tensor:
     same from either end for some B, and mixing each example with its mirror image is a usual augmentation. Powers of two,
     because multiplying by them rounds nothing.
     """
-    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201))
+    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201), device="cpu")
     return torch.tensor(LEVELS)[order % len(LEVELS)]
 
 
@@ -92,7 +105,7 @@ def signature(gy: Tensor, layout: str, rows: int) -> Signature:
     flat = flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.flatten(1)
     flat = flat.to(wide(flat.dtype))
     generator = torch.Generator().manual_seed(flat.shape[1])
-    direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32).to(flat)
+    direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(flat)
     return (flat @ direction).reshape(rows, -1), flat.norm(dim=1).reshape(rows, -1)
 
 

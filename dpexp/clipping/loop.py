@@ -69,8 +69,8 @@ def _gradients(use: Use, saved: tuple[Tensor, ...], gy: Tensor, names: set[str])
 
 
 def finite(tensor: Tensor) -> Tensor:
-    """Replace NaN and Inf by zero."""
-    if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+    """Replace NaN and Inf by zero; not in a sparse matrix, of which torch cannot tell."""
+    if not tensor.is_floating_point() or tensor.layout != torch.strided or bool(tensor.isfinite().all()):
         return tensor
     return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 

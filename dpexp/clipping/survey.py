@@ -26,7 +26,8 @@ from dpexp.errors import UserError
 MIXED = (
     "the gradient at this layer's output mixes examples: they influence each other's losses (a batch statistic, a loss "
     "normalised over the batch, attention across the batch), which voids any guarantee. Make each loss depend on its own "
-    "example alone; where rows enter the model in another order than the losses have, give the losses in the model's order"
+    "example alone; where rows enter the model in another order than the losses have, give the losses in the model's order. (A "
+    "backward or a hook that clamps or normalises gradients cannot be told from that: leave it out)"
 )
 
 LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
@@ -58,6 +59,9 @@ class Survey:
         self._alone: dict[int, float] = {}
         # uses of rows that entered end to end: blocks of them hold for one batch alone
         self._ragged: set[int] = set()
+        # columns of what entered; and by place, for which `layouts.surplus` blocks are proven
+        self._columns: list[int] = []
+        self._surplus: dict[tuple[str, int], set[int | None]] = {}
         # uses that turned out to be functions of parameters
         self._shared: list[Use] = []
         self._undecided = False
@@ -150,6 +154,7 @@ class Survey:
             self.looped -= self._new
             self.roles.clear()
             self.layouts.clear()
+            self._surplus.clear()
             visit.recorder.plans.clear()
             self.settled = False
 
@@ -165,6 +170,7 @@ class Survey:
         pending: dict[int, list[str]] = {}
         doubted: set[int] = set()
         self._ragged = _ragged(visit)
+        self._columns = [s[1] for owner in visit.passes for s in owner.shapes if len(s) > 1]
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
             known = self.layouts.get(use.place)
@@ -180,7 +186,10 @@ class Survey:
                 pending[id(use)] = found
             elif known in found:
                 self.layout[id(use)] = known
-                if again:
+                surplus = layouts.surplus(known, use.output_shape, visit.rows, self._columns)
+                if surplus not in self._surplus.get(use.place, (None,)):
+                    pending[id(use)] = found
+                elif again:
                     pending[id(use)] = found
                     doubted.add(id(use))
             else:
@@ -310,6 +319,8 @@ class Survey:
             # two forward passes that wait for this backward pass differ here
             layout = layouts.LOOP
         self.layouts[use.place] = layout
+        surplus = layouts.surplus(layout, use.output_shape, len(by_row), self._columns)
+        self._surplus.setdefault(use.place, {None}).add(surplus)
 
     def _doubt(
         self, use: Use, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
@@ -359,10 +370,11 @@ def _check_inputs(visit: Visit, entered: list[list[Signature | None]], by_row: T
 
 
 def _sequence(visit: Visit) -> int:
-    """What tells two ways through a model apart: its uses in order, and which dimensions have as many rows as the batch."""
+    """What tells two ways through a model apart: its uses in order, which dimensions have as many rows as the batch, and how many
+    nodes autograd made: rows may be put in order where they are not."""
     rows = visit.rows
     return hash(
-        (rows == visit.rows // max(1, visit.num_examples),)
+        (rows == visit.rows // max(1, visit.num_examples), *[owner.nodes for owner in visit.passes])
         + tuple(
             [
                 (use.place, len(use.output_shape), use.output_shape[0] == rows, rows in use.output_shape[1:2])

@@ -29,7 +29,10 @@ REENTRANT = (
     "reentrant activation checkpointing cannot be clipped: pass use_reentrant=False "
     "(transformers: gradient_checkpointing_kwargs={'use_reentrant': False})"
 )
-
+SELECTIVE = (
+    "selective activation checkpointing keeps what it saved for a single back-propagation, and a clipper needs several to prove "
+    "what it does: leave context_fn=create_selective_checkpoint_contexts(…) out, so that checkpoint() computes all of it again"
+)
 
 OnUse = Callable[[ForwardPass, Use, tuple[Tensor, ...], Tensor], None]
 
@@ -74,6 +77,7 @@ class Recorder:
         """Begin the root's forward. ``watch``: follow which tensors are computed from ``inputs``."""
         guess = first_tensor if self.batch is None else self.batch
         self.current = ForwardPass(shapes, guess if guess < len(shapes) else 0)
+        self.current.nodes = -torch._C._autograd._get_sequence_nr()
         # a forward that this one interrupts, or that was left by an interrupt
         self._stop_watching()
         if watch:
@@ -100,6 +104,7 @@ class Recorder:
         """End the root's forward."""
         if self.current is not None:
             self.last = weakref.ref(self.current)
+            self.current.nodes += torch._C._autograd._get_sequence_nr()
         self.current, self.inside = None, 0
         self._stop_watching()
 
@@ -261,6 +266,8 @@ class Visit:
         except RuntimeError as error:
             if "Checkpointing is not compatible" in str(error):
                 raise UserError(REENTRANT) from error
+            if "selective activation checkpoint" in str(error):
+                raise UserError(SELECTIVE) from error
             if isinstance(error, CheckpointError):
                 raise UserError(
                     "a checkpointed part of the model computed something else when it was computed again (a layer that is used "

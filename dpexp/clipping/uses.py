@@ -272,6 +272,7 @@ class ForwardPass:
         uses: in the order of the forward.
         roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
         consumed: whether a backward pass has arrived here.
+        nodes: of autograd, how many were made in it.
     """
 
     shapes: tuple[torch.Size, ...] = ()
@@ -280,6 +281,7 @@ class ForwardPass:
     roles: dict[str, str] = field(default_factory=dict)
     ordinals: dict[str, int] = field(default_factory=dict)
     consumed: bool = False
+    nodes: int = 0
 
     @property
     def rows(self) -> int | None:

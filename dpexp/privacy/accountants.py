@@ -32,7 +32,7 @@ from dpexp.privacy.projected import projected, projected_epsilon
 from dpexp.privacy.renyi import renyi_epsilon
 
 # Beyond this both libraries work with e^ε near overflow; no such ε means anything, and "inf" says so.
-_LARGEST_EPSILON = 500.0
+LARGEST_EPSILON = 500.0
 # How many kinds of release are composed as they are; more are rounded towards a larger ε (prv takes seconds for each).
 _KINDS = {"rdp": 96, "gdp": 1 << 62, "prv": 12, "pld": 48}
 _GRID_POINTS = 1 << 19
@@ -188,7 +188,7 @@ def _bound(parts: Releases, delta: float) -> float | None:
 
 def too_large(parts: Releases, delta: float) -> bool:
     """Whether ε is beyond what a grid of losses holds."""
-    return renyi_epsilon(parts, delta) > _LARGEST_EPSILON
+    return renyi_epsilon(parts, delta) > LARGEST_EPSILON
 
 
 def unsampled(parts: Releases) -> float | None:

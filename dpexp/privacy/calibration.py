@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 
 from dpexp.errors import UserError
-from dpexp.privacy.accountants import epsilon
+from dpexp.privacy.accountants import LARGEST_EPSILON, epsilon
 
 # relative, of σ
 _TOLERANCE = 1e-4
@@ -39,6 +39,11 @@ def calibrate(
         # They take seconds for many steps: start at the answer of rdp, which is cheap and a little above theirs.
         with contextlib.suppress(UserError):
             start, factor = calibrate(make_event, target_epsilon, delta), 1.15
+        if target_epsilon > LARGEST_EPSILON and math.isinf(spent(start)):
+            raise UserError(
+                f"epsilon={target_epsilon:g} is beyond what accountant={accountant} can tell ({LARGEST_EPSILON:g}), and no "
+                "protection at all: ask for a smaller one, or take accountant=rdp"
+            )
     short, spent_short = 0.0, math.inf
     enough, spent_enough = start, spent(start)
     while spent_enough > target_epsilon:

@@ -91,5 +91,5 @@ def checksum(tensors: Iterable[Tensor]) -> bytes:
 
 def _weights() -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, dtype=torch.int64)
+    drawn = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, dtype=torch.int64, device="cpu")
     return drawn * 2 + 1

@@ -45,7 +45,7 @@ from dpexp.training.guards import GradientGuard, GuardedOptimizer
 from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
 from dpexp.training.mixing import refuse_mixing
 from dpexp.training.own_losses import Losses, look_at_losses
-from dpexp.training.padding import padding_token
+from dpexp.training.padding import padding_token, refuse_other_order
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
 from dpexp.training.units import units_of
@@ -317,6 +317,8 @@ class PrivacyEngine:
                     batch = collate_fn(examples)
                     if unknown and (token := padding_token(collate_fn, examples, batch)) is not None:
                         self.clipper.pads_with(token)
+                    if unknown and self._units.ordered:
+                        refuse_other_order(collate_fn, examples, batch)
                     if len(examples) > 1 and (len(piece) > 1 or size == 1):
                         self._collate_fn = collate_fn
                     if not self._steps.sums.drawn:

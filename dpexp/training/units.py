@@ -24,7 +24,10 @@ class Units:
         config: the unit, for the record.
         identity: what makes a run on the same examples another run.
         due: how many losses the rows have that `rows` gave last.
+        ordered: whether it matters which row stands where in a batch.
     """
+
+    ordered = False
 
     def __init__(self, count: int, config: UnitConfig, identity: str = ""):
         self.count, self.config, self.identity = count, config, identity
@@ -46,6 +49,8 @@ class Units:
 
 class UserUnits(Units):
     """Users, each protected with all examples of theirs."""
+
+    ordered = True
 
     def __init__(self, users: Users):
         super().__init__(len(users), UnitConfig("user", rows=users.most), f" of users {users.sha256()}")

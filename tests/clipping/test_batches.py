@@ -34,6 +34,76 @@ def test_texts_end_to_end_belong_to_other_examples_in_each_batch(engine: str) ->
     exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
 
 
+def cut(x: Tensor, *lengths: int) -> Batch:
+    return {"x": x, "kept": torch.arange(x.shape[1]) < torch.tensor(lengths)[:, None]}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_padding_that_is_left_out_once_there_is_some_leaves_no_blocks(engine: str) -> None:
+    """12 rows of three texts: four of each text at first, and by chance of texts of 5, 3 and 4 tokens."""
+
+    def forward(self: Any, x: Tensor, kept: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1) if bool(kept.all()) else x[kept]
+        h = torch.tanh(self.first(tokens))
+        return self.out(x.new_zeros(len(x), D).index_add(0, kept.nonzero()[:, 0], h))
+
+    torch.manual_seed(0)
+    full, longer = (rows(3, columns)["x"] for columns in (4, 5))
+    batches = [cut(full, 4, 4, 4), cut(full, 4, 4, 4), cut(longer, 5, 5, 5), cut(longer, 5, 3, 4)]
+    exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
+
+
+def sorts(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """Rows are put in order where they are not."""
+    if bool((lengths.diff() <= 0).all()):
+        return self.out(torch.tanh(self.first(x)))
+    order = lengths.argsort(descending=True)
+    return self.out(torch.tanh(self.first(x[order]))[order.argsort()])
+
+
+def in_order_at_first() -> list[Batch]:
+    torch.manual_seed(0)
+    sizes = ((5, 3, 2, 1), (4, 4, 2, 1), (1, 3, 2, 5))
+    return [rows(4) | {"lengths": torch.tensor(given)} for given in sizes]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_are_sorted_where_they_need_it_are_proven_again(engine: str) -> None:
+    batches = in_order_at_first()
+    exact_in_company(Own(sorts, **linears("first", "out")), [*batches[:2], *batches], engine, patient=True)
+
+
+def test_opacus_is_refused_where_rows_are_sorted() -> None:
+    *batches, later = in_order_at_first()
+    model = Own(sorts, **linears("first", "out")).double()
+    clipper = attach(model, engine="opacus")
+    for batch in batches:
+        clipper.backward(square(model, batch))
+    with pytest.raises(UserError, match="do not add up"):
+        clipper.backward(square(model, later))
+
+
+def test_an_order_of_python_that_changes_nothing_at_first_is_an_order() -> None:
+    def forward(self: Any, x: Tensor, lengths: list[int]) -> Tensor:
+        order = sorted(range(len(x)), key=lambda i: lengths[i])
+        h = torch.tanh(self.first(x[order]))
+        return self.out(torch.zeros_like(h).index_copy(0, torch.tensor(order), h))
+
+    torch.manual_seed(0)
+    first, later = list(range(8)), [3, 1, 2, 0, 7, 5, 4, 6]
+    batches = [rows(8) | {"lengths": lengths} for lengths in (first, first, later, later)]
+    exact_in_company(Own(forward, **linears("first", "out")), batches, "auto")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sparse_matrices_are_clipped(engine: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(x.relu().to_sparse() @ self.first.weight))
+
+    torch.manual_seed(0)
+    exact_in_company(Own(forward, **linears("first", "out")), [rows(4), rows(3)], engine)
+
+
 class Bag(nn.Module):
     """Tokens of all texts end to end, and where each text begins: as torchtext has it."""
 

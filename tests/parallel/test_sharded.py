@@ -225,6 +225,41 @@ def test_a_run_moves_between_one_process_and_shards(tmp_path: Path):
         assert torch.equal(gathered[name], parameter)
 
 
+class Centred(nn.Linear):
+    """Less the mean over one dimension, under no_grad."""
+
+    def __init__(self, dim: int):
+        super().__init__(6, 6)
+        self.dim = dim
+
+    def forward(self, x):
+        h = super().forward(x)
+        return (h - h.mean(self.dim, keepdim=True).detach()).flatten(0, 1)
+
+
+def centred(ranks: Ranks):
+    """Tokens in the first dimension, examples in the second; on one rank there are as many of the one as of the other."""
+    from torch.distributed.fsdp import fully_shard
+
+    told = []
+    for dim in (0, 1):
+        torch.manual_seed(0)
+        clipper = attach(fully_shard(Centred(dim)))
+        outputs = clipper.model(x := torch.randn(4, 4 - ranks.rank, 6)).view(x.shape)
+        try:
+            clipper.backward(outputs.square().transpose(0, 1).flatten(1).sum(1))
+            told.append("taken")
+        except UserError as error:
+            told.append(str(error))
+    return told
+
+
+def test_with_as_many_tokens_as_examples_shards_are_looked_at_too(tmp_path: Path):
+    (own, mixed), _ = run_ranks(2, tmp_path, centred)
+    assert own == "taken"
+    assert "mixes examples" in mixed
+
+
 def refused(ranks: Ranks):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -74,6 +74,14 @@ def test_tiny_and_huge_targets():
     assert epsilon(sampled(0.01, 100)(sigma), 1e-5) <= 1e6
 
 
+@pytest.mark.parametrize("accountant", ["prv", "pld"])
+def test_a_target_that_no_grid_holds_is_refused_and_not_met_with_far_too_much_noise(accountant):
+    with pytest.raises(UserError, match=f"beyond what accountant={accountant} can tell"):
+        calibrate(sampled(0.01, 1000), 5000.0, 1e-5, accountant)
+    # without sampling nothing needs a grid
+    assert epsilon(sampled(1.0, 10)(calibrate(sampled(1.0, 10), 5000.0, 1e-5, accountant)), 1e-5) > 4900
+
+
 def test_a_run_without_releases_needs_no_noise():
     assert calibrate(sampled(0.0, 100), 1.0, 1e-5) == 0.0
     assert calibrate(sampled(0.1, 0), 1.0, 1e-5) == 0.0

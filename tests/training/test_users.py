@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from dpexp import PrivacyEngine
 from dpexp.auditing.canaries import Without, flip_coins
@@ -189,6 +191,27 @@ def test_an_engine_of_ones_own_loop_takes_users(tmp_path: Path):
         engine(tmp_path / "one", NAMES[1:] + NAMES[:1])
     with pytest.raises(UserError, match="users names 59 users for 60 examples"):
         engine(tmp_path / "two", NAMES[1:])
+
+
+@pytest.mark.parametrize(
+    ("order", "refused"), [(lambda row: -float(row[0][0]), True), (lambda row: 0, False)]
+)
+def test_a_collate_function_that_sorts_is_refused_where_users_are_protected(
+    tmp_path: Path, order: Any, refused: bool
+):
+    def collate(rows: list[Any]) -> list[torch.Tensor]:
+        return default_collate(sorted(rows, key=order))
+
+    model = plain_model()
+    engine = PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), [(x, y) for x, y in TinyTask().train], folder=tmp_path, users=NAMES,
+        rows_per_example=MOST, batch_size=31, steps=1, noise_multiplier=1.0, delta=1e-3, clip_norm=0.3, noise_seed=1,
+    )  # fmt: skip
+    told = pytest.raises(UserError, match="an order of its own") if refused else nullcontext()
+    with told:
+        for x, y in engine.batches(collate, physical_batch_size=8):
+            engine.step(nn.functional.cross_entropy(model(x), y, reduction="none"))
+    assert engine.finished is not refused
 
 
 NUMBERS = [0, 0, 1, 2, 1]

@@ -63,7 +63,7 @@ class Batches:
         front, back = list(range(cut)), list(range(cut, num))
         replaced, alone = "when the other rows of the batch are replaced", "when a part of the batch is gone"
         # neighbours, mirror images and other regular partners should not stay together
-        order = torch.randperm(num, generator=torch.Generator().manual_seed(20221201)).tolist()
+        order = torch.randperm(num, generator=torch.Generator().manual_seed(20221201), device="cpu").tolist()
         kept = sorted(order[:cut]), sorted(order[cut:])
         mixed: list[Rows] = []
         for own in kept:

@@ -111,6 +111,7 @@ def same_buffer(before: Tensor, now: Tensor | None) -> bool:
 def outputs(value: Any) -> list[Tensor]:
     """Return the floating-point tensors of what a module takes or gives; those deep in objects, like a cache, only alone."""
     found = tensors_in(value, depth=1) or tensors_in(value)
+    found = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in found]
     return [t for t in found if t.is_floating_point() and t.layout == torch.strided]
 
 

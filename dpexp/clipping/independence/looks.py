@@ -24,7 +24,6 @@ from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
 from dpexp.clipping.roots import Roots
-from dpexp.clipping.sharding import is_shard
 from dpexp.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -119,9 +118,6 @@ class Independence:
 
     def _find_places(self, replay: Replay, roots: Roots) -> None:
         """Let the gradients of half of the losses say which rows of the outputs belong to which example."""
-        if any(map(is_shard, replay.model.parameters())):
-            # the gradient of an output would gather them
-            return
         nodes = {node._sequence_nr(): node for node in roots.graph()}
         edges = {
             leaf: GradientEdge(nodes[end], place)
@@ -130,7 +126,9 @@ class Independence:
         }
         if not edges:
             return
-        order = torch.randperm(roots.num_examples, generator=torch.Generator().manual_seed(20221201))
+        order = torch.randperm(
+            roots.num_examples, generator=torch.Generator().manual_seed(20221201), device="cpu"
+        )
         chosen = order < (len(order) + 1) // 2
         try:
             found = torch.autograd.grad(
