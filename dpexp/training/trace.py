@@ -47,8 +47,8 @@ EARLIER = (
     "stands in the data set"
 )
 COUNTED = (
-    "{what} on a number that the loop has made of its batch (.item(), float()), and so on all of its examples, whether a "
-    "gradient shows it or not. This voids any guarantee. Leave it out, or take a public number"
+    "{what} on a number that the loop has made of its batch (.item(), float(), a mean that the model gives back or keeps), and "
+    "so on all of its examples, whether a gradient shows it or not. This voids any guarantee. Leave it out, or use a public one"
 )
 WRITTEN = (
     "the loop writes values of its batch to {name} of the model, without noise. This voids any guarantee: leave it out, or make "
@@ -71,7 +71,7 @@ class Line:
     given: Any
     made: list[int]
     autocast: tuple[str, torch.dtype] | None
-    # whether a number of Python that was made of the batch is among the arguments
+    # whether a number that was made of the whole batch is among the arguments
     counted: bool = False
 
 
@@ -121,8 +121,9 @@ class Trace(TorchFunctionMode):
         self.entering: list[int] = []
         self.old: set[int] = set()
         self.lines: list[Line] = []
-        # numbers of Python that the loop has made of the batch
+        # numbers of Python that are made of the batch, and what the model's own forward has made of it
         self._counts: list[float] = []
+        self._within = WeakIdKeyDictionary()
         self._count = self._inside = self._bytes = 0
         self.table = ""
         self._open = ExitStack()
@@ -191,10 +192,12 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or self.failure:
+        if self.failure:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(t in self.numbers or t in self.rowed for t in given):
+        if self._inside:
+            return self._made_within(func, args, kwargs, given)
+        if not any(t in self.numbers or t in self.rowed or t in self._within for t in given):
             return self._of_earlier(func, args, kwargs, given)
         private = name_of(func) not in SHAPES and any(t in self.private for t in given)
         if private:
@@ -206,9 +209,8 @@ class Trace(TorchFunctionMode):
         line = None if opaque or not in_place(func) else self._tried(self._noted, func, args, kwargs, given)
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if private and type(result) is float and len(repr(result)) > DIGITS:
-            self._counts.append(result)
         if private:
+            self._count_number(result)
             for tensor in (*made, *([given[0], given[0]._base] if in_place(func) else ())):
                 self._mark(tensor)
         if opaque:
@@ -220,6 +222,19 @@ class Trace(TorchFunctionMode):
         elif made and not self.failure:
             self._tried(lambda: self._add(self._noted(func, args, kwargs, given), made))
         return result
+
+    def _made_within(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        """Call a function inside of the model's own forward, which is not written down."""
+        result = func(*args, **kwargs)
+        if name_of(func) not in SHAPES and any(t in self.private or t in self._within for t in given):
+            self._count_number(result)
+            made = [*tree_leaves(result), *(given[:1] if in_place(func) else ())]
+            self._within.update({t: None for t in made if type(t) in PLAIN})
+        return result
+
+    def _count_number(self, result: Any) -> None:
+        if type(result) is float and len(repr(result)) > DIGITS:
+            self._counts.append(result)
 
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
@@ -260,6 +275,7 @@ class Trace(TorchFunctionMode):
         on = torch.is_autocast_enabled(kind)
         numbers = [n for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
         counted = any(math.isclose(n, c) or math.isclose(n * c, 1) for n in numbers for c in self._counts)
+        counted = counted or any(t.numel() == 1 and t in self._within for t in given)
         if name.strip("_") in BROADCASTING and given[0].is_floating_point():
             sizes = [self.examples * times for times in self._times]
             if any(n in (size, 1 / size) for n in numbers for size in sizes):

@@ -252,19 +252,45 @@ def test_batch_statistics_by_hand_are_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class Late(nn.Module):
+    """Begins to mix examples later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.mix = nn.Linear(4, 6), nn.Linear(6, 3), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        return self.last(h + 0.5 * h.flip(0) if self.mix else h)
+
+
+class LateAlike(Late):
+    """By the same operations as before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        return self.last(h + 0.5 * h.flip(0 if self.mix else 1))
+
+
 @pytest.mark.parametrize("groups", ["layer", "flat"])
-def test_examples_that_begin_to_mix_later_are_noticed_now_and_then(groups: str) -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last, self.mix = nn.Linear(4, 6), nn.Linear(6, 3), False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.first(x).tanh()
-            return self.last(h + 0.5 * h.flip(0) if self.mix else h)
-
+def test_examples_that_begin_to_mix_later_are_noticed_by_new_operations(groups: str) -> None:
     torch.manual_seed(0)
     model, x = Late(), torch.randn(5, 4)
+    clipper = attach(model, groups=groups)
+    clipper.backward(model(x).square().sum(1))
+    model.mix = True
+    model.zero_grad()
+    with pytest.raises(UserError, match="earlier steps did not show"):
+        clipper.backward(model(x).square().sum(1))
+    with pytest.raises(UserError, match=r"first .* mixes examples"):
+        clipper.backward(model(x).square().sum(1))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("groups", ["layer", "flat"])
+def test_examples_that_begin_to_mix_later_are_noticed_now_and_then(groups: str) -> None:
+    torch.manual_seed(0)
+    model, x = LateAlike(), torch.randn(5, 4)
     clipper = attach(model, groups=groups)
     clipper.backward(model(x).square().sum(1))
     model.mix = True  # steps 2 to 15 are not looked at, step 16 is

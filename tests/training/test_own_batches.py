@@ -192,6 +192,37 @@ def test_numbers_that_are_made_of_a_batch_are_refused_in_its_losses(tmp_path, nu
     assert engine.ledger.steps_charged == 0
 
 
+class Keeping(nn.Module):
+    """Keeps what it has seen of a batch, as experts keep their load."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.body, self.kept = network(), kept
+
+    def forward(self, x):
+        outputs = self.body(x)
+        self.load, self.own = self.kept(outputs.detach().square()), outputs.square().mean(1)
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("kept", "refused"),
+    [(Tensor.mean, True), (lambda h: h.mean().item(), True), (lambda h: h.new_ones(()), False)],
+)
+def test_losses_do_not_go_by_what_the_model_has_kept_of_its_batch(tmp_path, kept, refused):
+    engine = make(tmp_path, model := Keeping(kept))
+
+    def losses(engine, batch):
+        return losses_of(engine, batch) * model.load + model.own
+
+    if not refused:
+        assert train(engine, losses=losses).finished
+        return
+    with pytest.raises(UserError, match="losses depend on a number that the loop has made of its batch"):
+        train(engine, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
 def test_numbers_that_are_written_down_or_only_printed_are_not_refused(tmp_path):
     constant = torch.tensor(0.07)
 
