@@ -3,7 +3,7 @@ thinned curve of what it logged on its way: dev metrics, and quantiles of the no
 results/audits: its data hold canaries, and its metrics belong in no table of training runs. The record of a script of
 docs/examples goes to results/examples, and with `--to league` a run of the league to results/league.
 
-Usage: python scripts/keep_record.py [--to FOLDER] runs/TASK/SIGNATURE/seedK/summary.json [...]
+Usage: python scripts/keep_record.py [--to FOLDER] runs/TASK/SIGNATURE/seedK [...]
 """
 
 import argparse
@@ -97,4 +97,4 @@ if __name__ == "__main__":
     parser.add_argument("--to", default="", help="the folder of results, where it is not its own")
     given = parser.parse_args()
     for name in given.summary:
-        print(keep(name, given.to))
+        print(keep(name / "summary.json" if name.is_dir() else name, given.to))
