@@ -36,7 +36,7 @@ def test_sst2_with_minilm(tmp_path: Path) -> None:
     script = example("sst2_minilm")
     texts = [f"{'good' if i % 2 else 'bad'} film number {i}" for i in range(24)]
     rows = Dataset.from_dict({"sentence": texts, "label": [i % 2 for i in range(24)]})
-    trainer = script.train(tmp_path / "out", rows, rows, **FEW)
+    trainer = script.train(tmp_path / "out", rows.select(range(16)), rows.select(range(16, 24)), **FEW)
     found = script.record(trainer, 1.0)
     assert found["steps"] == 2
     assert 0 < found["epsilon"]["pld"] <= found["epsilon"]["rdp"] <= 8.0
@@ -57,7 +57,8 @@ def test_e2e_with_lora(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"mr": ["name [ Mill ]"] * 16, "ref": ["Mill is a pub"] * 16})
     assert script.encode(rows[0], tokenizer)["labels"] == [-100] * 4 + [4, 5, 6, 7, 0]
     model = transformers.LlamaForCausalLM(config)
-    trainer, before = script.train(tmp_path / "out", rows, rows, model, tokenizer, **FEW)
+    dev = rows.select(range(4))
+    trainer, before = script.train(tmp_path / "out", rows, dev, model, tokenizer, **FEW)
     assert np.isfinite(script.record(trainer, before, 1.0)["metrics"]["eval_loss"])
     assert (tmp_path / "out" / "adapter_config.json").exists()
     assert len((tmp_path / "out.privacy" / "ledger.jsonl").read_text().splitlines()) == 2

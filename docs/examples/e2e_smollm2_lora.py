@@ -20,6 +20,7 @@ import transformers
 from datasets import Dataset
 
 from dpexp.integrations.transformers import Trainer  # private: instead of transformers.Trainer
+from dpexp.models.networks import forget_quantization
 from dpexp.models.sources import smollm2_file
 from dpexp.provenance import command_line, git_state, versions
 
@@ -33,6 +34,7 @@ def pretrained():
     file = smollm2_file()
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    forget_quantization(model)  # of 4 bits in the file, float32 here
     return model, tokenizer
 
 

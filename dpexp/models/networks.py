@@ -126,7 +126,7 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier", **
             # the libraries for files, formats and the hub each raise their own
             raise not_found("model.id", source.location, reason, error) from error
     if source.gguf:
-        _forget_quantization(network)
+        forget_quantization(network)
     mismatched = [key if isinstance(key, str) else key[0] for key in loaded["mismatched_keys"]]
     body = {name for name, _ in network.named_parameters()} - set(head_parameters(network))
     random = sorted(body.intersection([*loaded["missing_keys"], *mismatched]))
@@ -184,9 +184,15 @@ def _no_bar_of_gguf(source: Source) -> AbstractContextManager[Any]:
     return redirect_stderr(io.StringIO()) if source.gguf else nullcontext()
 
 
-def _forget_quantization(network: Any) -> None:
-    """The weights are float32 from here on: what is saved later is an ordinary checkpoint."""
-    network.hf_quantizer = None
+def forget_quantization(network: Any) -> None:
+    """Make an ordinary network of one that was read from a GGUF file, whose weights are float32 by then.
+
+    What is saved later is an ordinary checkpoint, and Hugging Face's Trainer takes it.
+
+    Args:
+        network: of transformers; changed in place.
+    """
+    network.hf_quantizer, network.is_quantized = None, False
     if hasattr(network.config, "quantization_config"):
         del network.config.quantization_config
 

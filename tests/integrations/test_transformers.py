@@ -317,7 +317,7 @@ def ended(folder, size, **arguments):
         trainer = make(
             folder,
             per_device_train_batch_size=size,
-            named={"eval_dataset": Dataset.from_list(rows("classifier")[1:])},
+            named={"eval_dataset": Dataset.from_list(rows("classifier")[::-1])},
             **{"max_steps": 3, **arguments},
         )
         trainer.train()
