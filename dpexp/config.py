@@ -55,6 +55,9 @@ ELSEWHERE = {
 # what a person can get wrong
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)
 
+# what YAML makes no text of
+_NO_NAME = re.compile(r"[-+]?\.?\d[\d_]*\.?\d*(e[-+]?\d+)?|null|true|false", re.IGNORECASE)
+
 # config name -> its schema as Hydra knows it: making a node of one takes a fifth of a composition
 _registered: dict[str, type] = {}
 
@@ -75,6 +78,7 @@ def compose(overrides: Sequence[str] = (), config_name: str = "train", schema: t
     For tests, reports and notebooks. Raises `UserError` for every mistake that the command line would print.
     """
     _register(config_name, schema)
+    _check_choices(overrides, config_name)
     try:
         cfg = composed(config_name, overrides, schema)
     except MISTAKES as error:
@@ -203,6 +207,10 @@ def hydra_entry(
                 return
             sys.argv[1:] = options_last(sys.argv[1:])
             try:
+                _check_choices(sys.argv[1:], config_name)
+            except UserError as error:
+                _stop(error)
+            try:
                 hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base=VERSION_BASE)(
                     job
                 )()
@@ -221,6 +229,23 @@ def hydra_entry(
         return entry
 
     return decorate
+
+
+def _check_choices(words: Sequence[str], config_name: str) -> None:
+    """Refuse a number where the name of a choice belongs, which Hydra answers with a traceback.
+
+    Raises:
+        UserError: the word.
+    """
+    groups = set(groups_of(config_name))
+    # those that a task chooses at its scale
+    groups |= {"model", "optim"} if "task" in groups else set()
+    for word in words:
+        group, equals, choice = word.partition("=")
+        if equals and not group:
+            raise UserError(f"cannot read {word!r}: write GROUP=CHOICE or KEY=VALUE")
+        if group in groups and _NO_NAME.fullmatch(choice):
+            raise UserError(f"{word} is not a choice: choose {choices_of(group)}")
 
 
 def _stop(error: UserError) -> NoReturn:

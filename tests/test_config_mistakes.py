@@ -12,6 +12,9 @@ JOB = ("task=sst2", "clip=adaptive_perlayer")
 MISTAKES = {
     # settings that are not there
     "clip=adaptive_perlyer": "clip=adaptive_perlyer is not a choice; did you mean adaptive_perlayer",
+    "=3": "cannot read '=3': write GROUP=CHOICE or KEY=VALUE",
+    "clip=3": "clip=3 is not a choice: choose adaclip,",
+    "model=null": "model=null is not a choice: choose ",
     "task=sst3": "did you mean sst2",
     "model=roberta_bas": "did you mean roberta_base",
     "scale=smal": "did you mean small",

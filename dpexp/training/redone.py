@@ -111,7 +111,7 @@ class Redone:
 
     def _refuse_others(self, number: int, what: str) -> None:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
-        earlier, counted = set(self.trace.old), set()
+        earlier, counted = set(self.trace.old), set[int]()
         for line in self.trace.lines:
             slots = [slot.number for slot in slots_of(line)]
             written = [*line.made, *(slots[:1] if in_place(line.func) else ())]

@@ -187,7 +187,7 @@ class Trace(TorchFunctionMode):
 
     def _mark(self, tensor: Tensor | None) -> None:
         """Remember that a tensor holds values of the batch."""
-        if type(tensor) in PLAIN and _storage(tensor) not in self._own:
+        if tensor is not None and type(tensor) in PLAIN and _storage(tensor) not in self._own:
             self.private[tensor] = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
