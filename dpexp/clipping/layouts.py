@@ -85,6 +85,11 @@ def due(number: int) -> bool:
     return number > 4 and number.bit_count() == 1 and number.bit_length() % 2 == 1
 
 
+def fixed_order(num_examples: int) -> Tensor:
+    """Return ``[B]`` a random order, always the same, in which neighbours, mirror images and other regular partners are apart."""
+    return torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201), device="cpu")
+
+
 def weights(num_examples: int) -> Tensor:
     """``[B]`` weights of the losses in a proof: `LEVELS` in equal parts, in a fixed random order.
 
@@ -92,8 +97,7 @@ def weights(num_examples: int) -> Tensor:
     same from either end for some B, and mixing each example with its mirror image is a usual augmentation. Powers of two,
     because multiplying by them rounds nothing.
     """
-    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201), device="cpu")
-    return torch.tensor(LEVELS)[order % len(LEVELS)]
+    return torch.tensor(LEVELS)[fixed_order(num_examples) % len(LEVELS)]
 
 
 def signature(gy: Tensor, layout: str, rows: int) -> Signature:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, ROUNDING_16
+from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
 from dpexp.training.trace import COUNTED, EARLIER, SHAPES, WRITTEN, Slot, Trace, name_of, slots_of
 
@@ -125,8 +126,8 @@ class Redone:
             raise UserError(COUNTED.format(what=what))
 
     def _halves(self) -> list[list[int]]:
-        """The examples in two halves; neighbours and mirror images should not stay together."""
-        order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(20221201)).tolist()
+        """The examples in two halves."""
+        order = fixed_order(self.examples).tolist()
         cut = (self.examples + 1) // 2
         return [order[:cut], order[cut:]]
 
