@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_made_names_its_setting(tmp_path: Path, place: s
 
 
 def test_a_cache_that_is_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpexp.training.state import machine_file
+    from dpexp.training.decisions import machine_file
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DPEXP_CACHE", str(tmp_path / "file"))

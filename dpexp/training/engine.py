@@ -25,7 +25,7 @@ from dpexp.errors import UserError
 from dpexp.parallel.replicas import ranks_of, silent, unwrapped
 from dpexp.privacy.caveats import too_weak
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
-from dpexp.privacy.ledger import Ledger, Seal
+from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.plan_checks import check_accountant
 from dpexp.privacy.sampling import PoissonSampler
@@ -40,12 +40,12 @@ from dpexp.training.arguments import (
     checked_folder,
     checked_schedule,
 )
+from dpexp.training.collating import Collation
+from dpexp.training.decisions import Decisions
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import GradientGuard, GuardedOptimizer
 from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
-from dpexp.training.mixing import refuse_mixing
 from dpexp.training.own_losses import Losses, look_at_losses
-from dpexp.training.padding import padding_token, refuse_other_order
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
 from dpexp.training.units import units_of
@@ -210,7 +210,7 @@ class PrivacyEngine:
             self._run.clip.rescale = len(self.clipper.groups) > 1
             self.policy = build_policy(self._run.clip, len(self.clipper.groups))
             machine = provenance.device_name(self.device)
-            decisions = state.Decisions(self.folder / "decisions.json", machine, ranks=ranks)
+            decisions = Decisions(self.folder / "decisions.json", machine, ranks=ranks)
             if (memory := decisions.of_rank("engine")) is not None:
                 self.clipper.recall(memory)
             self._steps = Steps(
@@ -235,8 +235,8 @@ class PrivacyEngine:
         self._open.callback(self._steps.clear)
         weakref.finalize(self, self._open.close)
         self._loop: object = None
-        # looked at last
-        self._collate_fn: Any = None
+        # ranks that share a model must go through it equally often, whatever they know of padding
+        self._collation = Collation(self.clipper, self._units.ordered, looks=not self._steps.sharded)
         self._broken = False
         self._charged = self.ledger.steps_charged
         self._engine, self._code = engine, provenance.code_hash()
@@ -310,17 +310,7 @@ class PrivacyEngine:
                 for piece in self._steps.pieces(size, facts, length):
                     numbers = self._units.rows(piece, self._steps.key, self.steps_taken)
                     examples = several(numbers) if several else [self.dataset[i] for i in numbers]
-                    # ranks that share a model must go through it equally often, whatever they know of padding
-                    unknown = self._collate_fn != collate_fn and not self._steps.sharded
-                    if unknown:
-                        refuse_mixing(collate_fn, examples, len(examples) // len(piece))
-                    batch = collate_fn(examples)
-                    if unknown and (token := padding_token(collate_fn, examples, batch)) is not None:
-                        self.clipper.pads_with(token)
-                    if unknown and self._units.ordered:
-                        refuse_other_order(collate_fn, examples, batch)
-                    if len(examples) > 1 and (len(piece) > 1 or size == 1):
-                        self._collate_fn = collate_fn
+                    batch = self._collation.of(collate_fn, examples, len(piece), alone=size == 1)
                     if not self._steps.sums.drawn:
                         # of the first piece: all gradients are None
                         self._gradients.look()
@@ -404,16 +394,12 @@ class PrivacyEngine:
     def save(self, folder: Path | None = None) -> None:
         """Write a checkpoint, to the run's folder unless another one is given."""
         folder = folder or self.folder / "checkpoint"
-        scheduler = self._optimizer.scheduler
         checkpoint = state.Checkpoint(
             step=self.steps_taken,
             model=state.model_state(self.model),
             optimizer=self._optimizer.optimizer.state_dict(),
-            thresholds=self.policy.state_dict(),
             signature=self._identity,
-            charges=self.ledger.seal.charges,
-            last_charge=self.ledger.seal.check,
-            kept={} if scheduler is None else {"scheduler": scheduler.state_dict()},
+            **state.resting_on(self.policy, self.ledger, self._optimizer.parts),
         )
         with state.disk_errors(folder):
             state.save_together(folder, checkpoint, self.ranks)
@@ -429,10 +415,9 @@ class PrivacyEngine:
         checkpoint = state.read_together(folder, self._identity, self.ranks, self.model, optimizer)
         if checkpoint is None:
             raise UserError(f"there is no checkpoint in {folder}")
-        self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
+        state.put_back(checkpoint, self.policy, self.ledger, self._optimizer.parts)
         state.load_model_state(self.model, checkpoint.model)
-        self._optimizer.load(checkpoint.optimizer, checkpoint.kept.get("scheduler"))
-        self.policy.load_state_dict(checkpoint.thresholds)
+        self._optimizer.load(checkpoint.optimizer)
         self._steps.clear()
         self._steps.taken = checkpoint.step
         self.ranks.once(self._hold)

@@ -7,14 +7,16 @@ is paid for with steps: the run ends where no further one fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from dpexp.errors import UserError
 from dpexp.privacy.schedules import Schedule
 from dpexp.training.release import Release
+from dpexp.training.steps import Steps
 
 
 class Feedback:
@@ -23,13 +25,31 @@ class Feedback:
     Args:
         schedule: an adaptive one.
         release: its plan has the level of the next step.
+        metric: of the task, which a schedule by validation follows.
     """
 
-    def __init__(self, schedule: Schedule, release: Release):
-        self.schedule, self.release = schedule, release
+    def __init__(self, schedule: Schedule, release: Release, metric: str):
+        self.schedule, self.release, self.metric = schedule, release, metric
         self.level = schedule.start or 1.0
         self.seen: list[float] = []
         self._apply()
+
+    def took(self, steps: Steps, evaluate: Callable[[], Mapping[str, float]]) -> None:
+        """Learn from the step that was taken last; ``evaluate``: to metrics on public data.
+
+        Raises:
+            UserError: the metric that the noise follows is not measured.
+        """
+        stds = self.release.stds(steps.taken - 1)
+        variance = sum((stds[id(p)] / steps.expected_batch) ** 2 * p.numel() for p in steps.parameters)
+        self.stepped(steps.gradients, variance)
+        if self.validates_after(steps.taken):
+            metrics = evaluate()
+            if self.metric not in metrics:
+                raise UserError(
+                    f"schedule=validation follows task.metric={self.metric}, which this task does not measure"
+                )
+            self.validated(metrics[self.metric])
 
     def validates_after(self, step: int) -> bool:
         """Whether `validated` wants the metric after so many steps."""
@@ -98,8 +118,8 @@ class ReleasedNorm(Feedback):
         self._apply()
 
 
-def build_feedback(schedule: Schedule, release: Release) -> Feedback | None:
+def build_feedback(schedule: Schedule, release: Release, metric: str) -> Feedback | None:
     """What moves the noise of an adaptive schedule; None for any other."""
     if not schedule.adaptive:
         return None
-    return (Validation if schedule.name == "validation" else ReleasedNorm)(schedule, release)
+    return (Validation if schedule.name == "validation" else ReleasedNorm)(schedule, release, metric)

@@ -60,8 +60,23 @@ class GuardedOptimizer:
                 "scheduler= to step it yourself"
             )
 
-    def load(self, optimizer: dict[str, Any], scheduler: dict[str, Any] | None) -> None:
-        """Put states back that a checkpoint holds, the learning rate included."""
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the optimiser's own state."""
+        return {} if self.scheduler is None else {"scheduler": self}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the scheduler's state back."""
+        self.scheduler.load_state_dict(state)
+        self._epoch = getattr(self.scheduler, "last_epoch", None)
+
+    def load(self, optimizer: dict[str, Any]) -> None:
+        """Put the optimiser's state back that a checkpoint holds, the learning rate included."""
         asked = _rates(self.optimizer.param_groups)
         self.optimizer.load_state_dict(optimizer)
         if (kept := _rates(self.optimizer.param_groups)) != asked:
@@ -70,9 +85,6 @@ class GuardedOptimizer:
                 "optimizer.param_groups after PrivacyEngine(...)",
                 stacklevel=4,
             )
-        if self.scheduler is not None and scheduler is not None:
-            self.scheduler.load_state_dict(scheduler)
-            self._epoch = getattr(self.scheduler, "last_epoch", None)
 
     def release(self) -> None:
         """Give the optimiser back."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp import native, provenance, record
+from dpexp import provenance, record
 from dpexp.clipping.base import AnyClipper, Rows
 from dpexp.clipping.local_training import LocalClipper
 from dpexp.clipping.thresholds import FixedThresholds
@@ -23,19 +23,21 @@ from dpexp.parallel.sharded import filled, held_whole, shard, skeleton_of
 from dpexp.parallel.shards import part_here
 from dpexp.parallel.sharing import sharing
 from dpexp.privacy.keys import LEDGER, Keys
-from dpexp.privacy.ledger import Ledger, Seal
+from dpexp.privacy.ledger import Ledger
 from dpexp.training import state
 from dpexp.training.analysis import OutputAnalysis
 from dpexp.training.averaging import Averages
-from dpexp.training.batching import automatic_size, repeated
 from dpexp.training.best import Best
 from dpexp.training.clippers import build_clipper
+from dpexp.training.decisions import Decisions, machine_file, machine_name
 from dpexp.training.evaluation import evaluate
 from dpexp.training.feedback import Feedback, build_feedback
+from dpexp.training.identity import facts_of
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.logbook import Logbook
 from dpexp.training.optim import build_optimizer, learning_rate
 from dpexp.training.own_losses import look_at_task
+from dpexp.training.physical import UNTRIED, size_for_task
 from dpexp.training.progress import Progress
 from dpexp.training.release import BudgetSpentError, Release, build_policy
 from dpexp.training.search import StepSearch
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
     from dpexp.tasks.base import Task
 
 FP16_LOSS_SCALE = 2.0**10
-# a physical batch that fits nearly everywhere
-UNTRIED_BATCH = 16
 
 
 @dataclass
@@ -127,10 +127,8 @@ class Trainer:
         self.averages = None if decay == 0 else Averages(rgp.moved_tensors(self.model), decay)
         moved = self.averages.values if self.averages is not None else rgp.moved_tensors(self.model)
         self.best = Best(moved, run.task.metric) if run.optim.keep_best_every else None
-        self.decisions = state.Decisions(
-            folder / "decisions.json", provenance.device_name(device), ranks=ranks
-        )
-        self.machine = state.Decisions(state.machine_file(), state.machine_name(device), ranks=ranks)
+        self.decisions = Decisions(folder / "decisions.json", provenance.device_name(device), ranks=ranks)
+        self.machine = Decisions(machine_file(), machine_name(device), ranks=ranks)
         self.code = provenance.code_hash()
         self.ledger: Ledger | None = None
         # what could not be proven, in words
@@ -154,7 +152,7 @@ class Trainer:
                 plan, self.clipper, self.policy, self.ledger,
                 key=self.key, allocation=run.clip.allocation, secure=run.privacy.secure,
             )  # fmt: skip
-            self.feedback = build_feedback(plan.schedule, release)
+            self.feedback = build_feedback(plan.schedule, release, run.task.metric)
             if plan.search is not None:
                 self.search = build_search(
                     run.search, release, self.model, self.losses_of,
@@ -209,11 +207,7 @@ class Trainer:
             self.metrics.resume_at(0)
             return
         self.load_states(checkpoint.model, checkpoint.optimizer)
-        self.policy.load_state_dict(checkpoint.thresholds)
-        for name, part in self._kept().items():
-            part.load_state_dict(checkpoint.kept[name])
-        if self.ledger is not None:
-            self.ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
+        state.put_back(checkpoint, self.policy, self.ledger, self._kept())
         self.stepper.taken = checkpoint.step
         self.log.wall_before, self.log.timings = checkpoint.wall_s, checkpoint.timings
         self.metrics.resume_at(self.step)
@@ -231,20 +225,16 @@ class Trainer:
                 f"the run diverged: after step {self.step} {broken} of its {len(tensors)} tensors hold NaN or infinity. No "
                 f"model was exported, and the steps stay charged: lower optim.lr={self.run.optim.lr:g}"
             )
-        seal = self.ledger.seal if self.ledger is not None else Seal(0, "")
         # how long steps took follows from how many rows were drawn
         strict = record.withheld(self.run)
         checkpoint = state.Checkpoint(
             step=self.step,
             model=tensors,
             optimizer=optimizer,
-            thresholds=self.policy.state_dict(),
             signature=self.signature,
             wall_s=0.0 if strict else self.log.wall_s,
             timings={} if strict else self.performance(),
-            charges=seal.charges,
-            last_charge=seal.check,
-            kept={name: part.state_dict() for name, part in self._kept().items()},
+            **state.resting_on(self.policy, self.ledger, self._kept()),
         )
         state.save_together(self.folder / "checkpoint", checkpoint, self.ranks)
 
@@ -303,7 +293,8 @@ class Trainer:
                     break
                 self.log.took(begun)
                 self._tell(sums, progress)
-                self._feed_back(progress)
+                if self.feedback is not None:
+                    self.feedback.took(self.stepper, lambda: self.evaluate(progress))
                 chosen = self.best is not None and self._is_candidate()
                 looked = runtime.eval_every and self.step % runtime.eval_every == 0 and self.step < self.steps
                 if chosen or looked:
@@ -336,24 +327,6 @@ class Trainer:
         # what is charged already costs nothing where it is repeated as it was; another attempt of it asks `Release.charge`
         charged = self.step < self.ledger.next_step and not self.exhausted
         return charged or mover.release.plan.affords(self.ledger.event(), self.step)
-
-    def _feed_back(self, progress: Progress) -> None:
-        """Let the noise follow what this step has released."""
-        feedback = self.feedback
-        if feedback is None:
-            return
-        batch = self.stepper.expected_batch
-        stds = feedback.release.stds(self.step - 1)
-        variance = sum((stds[id(p)] / batch) ** 2 * p.numel() for p in self.stepper.parameters)
-        feedback.stepped(self.stepper.gradients, variance)
-        if feedback.validates_after(self.step):
-            metric = self.run.task.metric
-            metrics = self.evaluate(progress)
-            if metric not in metrics:
-                raise UserError(
-                    f"schedule=validation follows task.metric={metric}, which this task does not measure"
-                )
-            feedback.validated(metrics[metric])
 
     def evaluate(self, progress: Progress, *, final: bool = False) -> dict[str, float]:
         """Metrics on the public dev set; written down as released, because the weights are.
@@ -489,20 +462,10 @@ class Trainer:
         The choices that an engine measured are missing on purpose: where they make a difference, it is in the sums, and
         a resumed run knows from the start what the first one found out on its way.
         """
-        runtime = self.run.runtime
-        return {
-            "config": self.signature,
-            "seed": self.run.seed,
-            "code": self.code,
-            "data": self.task.data.sha256,
-            "engine": self.run.engine.name,
-            "physical_batch_size": self.physical_batch_size,
-            "precision": runtime.precision,
-            "device": provenance.device_name(self.device),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "kernels": native.backend(),
-        }
+        return facts_of(
+            self.device, config=self.signature, seed=self.run.seed, code=self.code, data=self.task.data.sha256,
+            engine=self.run.engine.name, physical_batch_size=self.physical_batch_size, precision=self.run.runtime.precision,
+        )  # fmt: skip
 
     def _physical_batch_size(self) -> int:
         """As configured, or found once per machine and kept: a resumed run must add up the same pieces."""
@@ -513,28 +476,15 @@ class Trainer:
         if asked != "auto":
             return int(asked)
         if self.sharded:
-            return UNTRIED_BATCH
-        if (known := self.decisions.get("physical_batch_size")) is not None:
-            return int(known)
-        made_up = [example for example in [self.task.blank()] if example is not None]
-        examples = [self.task.dev[i] for i in range(min(64, len(self.task.dev)))] or made_up
-        if not examples:
-            return UNTRIED_BATCH
-        public = self.task.collate(examples)
-        size = automatic_size(
-            lambda count: self.losses(
-                self.task.augmented(
-                    self.on_device(repeated(public, count)), np.arange(count), self.run.seed, 0
-                )
-            ),
-            self.stepper.backward,
-            self.stepper.parameters,
-            self.device,
-            self.expected_batch,
-        )
-        size = min(self.ranks.gather(size))
-        self.decisions.keep("physical_batch_size", size)
-        return size
+            return UNTRIED
+        if (known := self.decisions.get("physical_batch_size")) is None:
+            stepper = self.stepper
+            size = size_for_task(
+                self.task, self.run.seed, self.losses, stepper.backward, stepper.parameters, self.device, self.expected_batch
+            )  # fmt: skip
+            known = min(self.ranks.gather(size))
+            self.decisions.keep("physical_batch_size", known)
+        return int(known)
 
     def _groups_with_norms(self) -> list[str]:
         """Names of the groups in which this process sees the norms of examples."""

@@ -17,7 +17,7 @@ from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
 from dpexp.errors import UserError
-from dpexp.training.mixing import refuse_mixing
+from dpexp.training.collating import refuse_mixing
 
 if TYPE_CHECKING:
     from dpexp.tasks.base import Task

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpexp.clipping.dataflow import in_place
+from dpexp.clipping.independence.batches import rows_of
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, ROUNDING_16
 from dpexp.clipping.layouts import fixed_order
@@ -168,12 +169,8 @@ class Redone:
         """Rows of the examples ``kept`` in the place of all others."""
         others = islice(cycle(kept), self.examples)
         chosen = [i if i in kept else next(others) for i in range(self.examples)]
-        rows = torch.tensor([i * times + m for i in chosen for m in range(times)], device=tensor.device)
-        taken = tensor.index_select(axis, rows)
-        if tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all()):
-            factor = torch.where(rows == torch.arange(len(rows), device=tensor.device), 1.0, scale)
-            taken = taken * factor.to(tensor).view([-1 if d == axis else 1 for d in range(tensor.dim())])
-        return taken
+        rows = torch.tensor([i * times + m for i in chosen for m in range(times)])
+        return rows_of(tensor, axis, rows, rows != torch.arange(len(rows)), scale)
 
     def _unlike(self, a: Tensor, b: Tensor) -> Tensor:
         """``[b]``: which rows are not equal, up to rounding."""

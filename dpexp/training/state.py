@@ -1,4 +1,4 @@
-"""What survives a crash: checkpoints, the decisions of a machine, and the lock of a run's folder.
+"""What survives a crash: checkpoints, and the lock of a run's folder.
 
 A checkpoint is a file `state-<step>.pt` and a pointer `latest.json` that names it with its SHA-256. Both are written to
 a temporary name, flushed to the disk and renamed; the pointer moves last. A process killed at any instant leaves a
@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -22,12 +22,13 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor, nn
 
-from dpexp.durable import FULL, UNWRITABLE, flush_file, flush_folder, make_folder, read_json, write_json
+from dpexp.clipping.thresholds import FixedThresholds
+from dpexp.durable import FULL, UNWRITABLE, flush_file, flush_folder, make_folder, write_json
 from dpexp.errors import UserError
-from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel import Ranks
 from dpexp.parallel.sharded import like, write_into
 from dpexp.parallel.shards import is_sharded
-from dpexp.provenance import device_name
+from dpexp.privacy.ledger import Ledger, Seal
 
 FOLDER_SETTING = "runtime.runs_dir, or folder= of PrivacyEngine"
 
@@ -189,70 +190,31 @@ def load_checkpoint(folder: Path, signature: str) -> Checkpoint | None:
     return checkpoint
 
 
-@dataclass
-class Decisions:
-    """What was decided on this machine by trying: the physical batch size and the engine's measured choices.
+def resting_on(policy: FixedThresholds, ledger: Ledger | None, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a `Checkpoint` holds besides model and optimiser: thresholds, what has been charged, the states of `parts`."""
+    seal = ledger.seal if ledger is not None else Seal(0, "")
+    return {
+        "thresholds": policy.state_dict(),
+        "charges": seal.charges,
+        "last_charge": seal.check,
+        "kept": {name: part.state_dict() for name, part in parts.items()},
+    }
 
-    Kept in the run's folder from before the first release, so that a resumed run repeats the same sums instead of
-    measuring again. Decisions of another device are ignored.
+
+def put_back(
+    checkpoint: Checkpoint, policy: FixedThresholds, ledger: Ledger | None, parts: Mapping[str, Any]
+) -> None:
+    """Write back what `resting_on` gave.
+
+    Raises:
+        UserError: the ledger has lost steps that the checkpoint stands on.
     """
-
-    path: Path
-    device: str
-    values: dict[str, Any] = field(default_factory=dict)
-    # rank 0 reads and writes for all
-    ranks: Ranks = ALONE
-
-    def __post_init__(self) -> None:
-        self.values = self.ranks.once(self._read)
-
-    def _read(self) -> dict[str, Any]:
-        # Damaged or edited: measure again, which costs time and at most a second charge, never the guarantee.
-        stored = read_json(self.path)
-        known = stored.pop("check", None) == _checksum(stored) and stored.get("device") == self.device
-        return stored if known else {}
-
-    def get(self, name: str) -> Any:
-        """The decision called `name`, or None."""
-        return self.values.get(name)
-
-    def keep(self, name: str, value: Any) -> None:
-        """Write a decision down, durably; nothing happens where it stands there already."""
-        if self.values.get(name) != value:
-            self.values = {"device": self.device} | self.values | {name: value}
-            if self.ranks.writes:
-                write_json(self.path, self.values | {"check": _checksum(self.values)})
-
-    def of_rank(self, name: str) -> Any:
-        """A decision that each rank makes for itself: this rank's, or rank 0's where there were fewer before."""
-        return self.get(_own(name, self.ranks.rank)) or self.get(name)
-
-    def keep_of_ranks(self, name: str, value: Any) -> None:
-        """Write down what each rank has decided; all call it."""
-        mine = self.get(_own(name, self.ranks.rank))
-        for rank, theirs in enumerate(self.ranks.gather(None if value == mine else value)):
-            if theirs is not None:
-                self.keep(_own(name, rank), theirs)
-
-
-def _own(name: str, rank: int) -> str:
-    return f"{name} of rank {rank}" if rank else name
-
-
-def _checksum(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def machine_name(device: torch.device) -> str:
-    """What a measured choice of an engine depends on beyond the shapes."""
-    return f"{device_name(device)}, torch {torch.__version__}"
-
-
-def machine_file() -> Path:
-    """Where this machine's measured choices are shared by its runs, so that the same run twice gives the same numbers."""
-    folder = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
-    make_folder(folder, "DPEXP_CACHE")
-    return folder / "choices.json"
+    if ledger is not None:
+        ledger.require(Seal(checkpoint.charges, checkpoint.last_charge))
+    policy.load_state_dict(checkpoint.thresholds)
+    for name, state in checkpoint.kept.items():
+        if name in parts:
+            parts[name].load_state_dict(state)
 
 
 class _HashingWriter:

@@ -34,8 +34,8 @@ from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
 from dpexp.training.batching import Sampler, microbatches, physical_batches
+from dpexp.training.decisions import Decisions
 from dpexp.training.release import Release
-from dpexp.training.state import Decisions
 from dpexp.training.sums import Sums
 
 

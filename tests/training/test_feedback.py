@@ -46,7 +46,7 @@ def release_of(schedule):
 
 
 def test_noise_falls_where_the_average_score_does_not_rise():
-    feedback = Validation(Schedule(**VALIDATION), release_of(VALIDATION))
+    feedback = Validation(Schedule(**VALIDATION), release_of(VALIDATION), "accuracy")
     assert [feedback.validates_after(step) for step in (1, 3, 4, 6)] == [False, True, False, True]
     levels = []
     for score in (0.5, 0.5, 0.6, 0.6, 0.5):  # averages 0.5, 0.5, 0.55, 0.6, 0.55
@@ -60,7 +60,7 @@ def test_noise_falls_where_the_average_score_does_not_rise():
 
 
 def test_the_released_norm_is_the_root_of_unbiased_estimates():
-    feedback = ReleasedNorm(Schedule(**RELEASED), release_of(RELEASED))
+    feedback = ReleasedNorm(Schedule(**RELEASED), release_of(RELEASED), "accuracy")
     norms, variance = [4.0, 5.0, 6.0, 3.0, 2.0, 1.0, 0.2], 2.0
     for t, norm in enumerate(norms):
         feedback.stepped([torch.full((4,), math.sqrt((norm**2 + variance) / 4))], variance)

@@ -11,7 +11,8 @@ import torch
 
 from dpexp.errors import UserError
 from dpexp.training import state
-from dpexp.training.state import Checkpoint, Decisions, load_checkpoint, save_checkpoint
+from dpexp.training.decisions import Decisions
+from dpexp.training.state import Checkpoint, load_checkpoint, save_checkpoint
 
 
 def checkpoint(step: int, signature: str = "abc") -> Checkpoint:

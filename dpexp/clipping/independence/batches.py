@@ -130,11 +130,7 @@ class Batches:
             if axis == END_TO_END and self.ends is not None:
                 axis, chosen = 0, self.ends.rows(places)
                 changes = changes.repeat_interleave(self.ends.sizes[places].cpu())
-            taken = part.index_select(axis, chosen.to(part.device))
-            if part.is_floating_point() and not _is_mask(part):
-                factor = torch.where(changes, scale, 1.0)
-                taken = taken * factor.to(part).reshape([-1 if d == axis else 1 for d in range(part.dim())])
-            return taken
+            return rows_of(part, axis, chosen, changes, scale)
 
         return changed(self.inputs, take, self._is_list, self.names)
 
@@ -162,6 +158,15 @@ class Batches:
         if all(isinstance(item, Tensor) for item in value):
             return not all(item.dim() and item.shape[0] == len(value) for item in value)
         return all(isinstance(item, str | int | float) for item in value)
+
+
+def rows_of(part: Tensor, axis: int, chosen: Tensor, changes: Tensor, scale: float) -> Tensor:
+    """Return the rows ``chosen`` of a tensor; where ``changes``, floating-point numbers that are no mask times ``scale``."""
+    taken = part.index_select(axis, chosen.to(part.device))
+    if part.is_floating_point() and not _is_mask(part):
+        factor = torch.where(changes, scale, 1.0)
+        taken = taken * factor.to(part).reshape([-1 if d == axis else 1 for d in range(part.dim())])
+    return taken
 
 
 def _is_mask(part: Tensor) -> bool:

@@ -1,0 +1,230 @@
+"""What a collate function does to examples, seen by asking it again: what it pads with, whether it keeps their order, and whether
+it keeps them apart. Mixup and CutMix stand there, and what they mix no gradient shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dpexp.clipping import Clipper
+from dpexp.clipping.dataflow import tensors_in
+from dpexp.errors import UserError
+
+# examples that are collated, and how often: chance may decide whether anything is mixed
+EXAMPLES, TIMES = 8, 4
+# largest difference of numbers that are taken to be equal, relative to the largest of them
+ROUNDING = 1e-4
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Collation:
+    """Collates physical batches, and looks at a collate function until a batch of several examples has gone through it.
+
+    Args:
+        clipper: is told what texts are padded with.
+        ordered: whether it matters which row stands where.
+        looks: False where nothing is looked at.
+    """
+
+    def __init__(self, clipper: Clipper, ordered: bool, looks: bool = True):
+        self.clipper, self.ordered, self.looks = clipper, ordered, looks
+        self._known: Collate | None = None
+
+    def of(self, collate_fn: Collate, examples: list[Any], units: int, alone: bool) -> Any:
+        """Return the batch.
+
+        Args:
+            collate_fn: a list of examples -> a batch.
+            examples: adjacent ones are of one unit.
+            units: how many units there are.
+            alone: whether there never are several.
+
+        Raises:
+            UserError: it mixes examples; or it puts them in another order, where that matters.
+        """
+        if collate_fn == self._known or not self.looks:
+            return collate_fn(examples)
+        refuse_mixing(collate_fn, examples, len(examples) // units)
+        batch = collate_fn(examples)
+        if (token := padding_token(collate_fn, examples, batch)) is not None:
+            self.clipper.pads_with(token)
+        if self.ordered:
+            refuse_other_order(collate_fn, examples, batch)
+        if len(examples) > 1 and (units > 1 or alone):
+            self._known = collate_fn
+        return batch
+
+
+def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: int = 1) -> bool:
+    """Collate a few examples twice, by the same random numbers: as they are, and with other pictures and numbers in half of them.
+
+    Lengths, texts and labels stay what they are, so that nothing is padded or sorted in another way.
+
+    Args:
+        collate_fn: a list of examples -> a batch.
+        examples: of one batch; copies of a few are used.
+        rows_per_unit: adjacent examples that may be mixed, because they are one user's.
+
+    Returns:
+        Whether anything could be compared.
+
+    Raises:
+        UserError: a row of the batch depends on several examples.
+    """
+    units = min(len(examples) // rows_per_unit, max(2, EXAMPLES // rows_per_unit))
+    few = list(examples[: units * rows_per_unit])
+    compared = False
+    with _generators_kept():
+        for seed in range(TIMES if units > 1 else 0):
+            try:
+                # neighbours, mirror images and halves are all apart
+                kept = [(i // rows_per_unit).bit_count() % 2 == seed % 2 for i in range(len(few))]
+                changed = [r if k else tree_map(_changed, r) for r, k in zip(few, kept, strict=True)]
+                pair = [_seeded(collate_fn, rows, seed) for rows in (few, changed)]
+                verdicts = [_mixed(a, b, sum(kept), len(few)) for a, b in zip(*pair, strict=True)]
+            except Exception:
+                # a collate function that does not take these, or changes what it takes
+                return compared
+            if any(verdicts):
+                raise UserError(
+                    "collate_fn mixes examples: what it makes of one changes when others of its batch do (mixup, CutMix, a mean "
+                    "over the batch). An example would then move the gradients of others, and clipping bounds nothing. Make each "
+                    "row of its own example alone, with public numbers"
+                )
+            compared = compared or False in verdicts
+            if not compared:
+                # texts and labels alone
+                return False
+    return compared
+
+
+def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> int | None:
+    """Find the token with which examples are made equally long, by collating some of them alone.
+
+    Random generators are left as they were found. A batch without texts asks for nothing.
+
+    Args:
+        collate_fn: a list of examples -> a batch, of which tensors of whole numbers ``[b, T]`` are looked at.
+        examples: of one batch; copies of a few are used.
+        batch: what they were collated to.
+
+    Returns:
+        A number that is not negative; None where nothing is padded, or not with one such number.
+    """
+    together = _rows(batch, len(examples))
+    if not together:
+        return None
+    tried = [_collated(collate_fn, [example]) for example in examples[:EXAMPLES]]
+    if any(other is None for other in tried):
+        return None
+    alone = [_rows(other, 1) for other in tried]
+    for place, rows in enumerate(together):
+        for i, single in enumerate(alone):
+            if len(single) != len(together) or single[place].shape[1] >= rows.shape[1]:
+                continue
+            added = rows[i, single[place].shape[1] :].unique()
+            if len(added) == 1 and added.item() >= 0:
+                return int(added.item())
+    return None
+
+
+def refuse_other_order(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> None:
+    """Refuse a collate function that puts examples in an order of its own: whose rows are whose would be lost.
+
+    Args:
+        collate_fn, examples, batch: see `padding_token`.
+
+    Raises:
+        UserError: the same examples from last to first do not come out from last to first.
+    """
+    turned = _collated(collate_fn, examples[::-1])
+    for here, there in zip(_leaves(batch), [] if turned is None else _leaves(turned), strict=False):
+        if here.dim() and len(here) == len(examples) and here.shape == there.shape:
+            rows, others = _bytes(here), _bytes(there)
+            if others != rows[::-1] and sorted(others) == sorted(rows):
+                raise UserError(
+                    "collate_fn puts its examples in an order of its own (by length, say), and with users= it says whose "
+                    "rows are whose: leave it as it is, or give length= to engine.batches()"
+                )
+
+
+def _seeded(collate_fn: Collate, examples: list[Any], seed: int) -> list[Tensor]:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    return tensors_in(collate_fn(copy.deepcopy(examples)))
+
+
+def _mixed(a: Tensor, b: Tensor, kept: int, count: int) -> bool | None:
+    """Whether fewer rows are found again than examples were kept; None where nothing has changed, or rows are not known."""
+    if a.shape != b.shape or not a.dim() or not len(a) or len(a) % count:
+        return None
+    a, b = (t.detach().double().reshape(count, -1) for t in (a, b))
+    allowed = ROUNDING * torch.maximum(a.abs(), 1e-3 * a.abs().amax(0))
+    if bool((a - b).abs().le(allowed).all()):
+        return None
+    lost = [bool(((row - b).abs() > limit).any(1).all()) for row, limit in zip(a, allowed, strict=True)]
+    return count - sum(lost) < kept
+
+
+def _changed(leaf: Any) -> Any:
+    """Another picture, or other numbers, of the same kind and size, within the same bounds; anything else as it is."""
+    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype == torch.uint8):
+        return (leaf.flatten().flip(0).reshape(leaf.shape) / 2).to(leaf.dtype)
+    if isinstance(leaf, np.ndarray | np.floating) and leaf.dtype.kind in "fu":
+        return (np.flip(np.asarray(leaf)) / 2).astype(leaf.dtype)
+    if isinstance(leaf, float):
+        return leaf / 2
+    if hasattr(leaf, "rotate") and hasattr(leaf, "point"):
+        # of Pillow
+        return leaf.rotate(180).point(lambda value: value // 2)
+    return leaf
+
+
+def _collated(collate_fn: Collate, examples: Sequence[Any]) -> Any:
+    """Collate copies; None where that fails, as of a single example."""
+    try:
+        with _generators_kept():
+            return collate_fn([copy.deepcopy(example) for example in examples])
+    except Exception:
+        return None
+
+
+def _bytes(rows: Tensor) -> list[bytes]:
+    return [row.numpy().tobytes() for row in rows.detach().cpu().reshape(len(rows), -1).view(torch.uint8)]
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    leaves = tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _rows(batch: Any, count: int) -> list[Tensor]:
+    """The tensors of whole numbers with two dimensions, one row for each example."""
+    return [
+        leaf
+        for leaf in _leaves(batch)
+        if leaf.dim() == 2 and leaf.shape[0] == count and leaf.dtype == torch.int64
+    ]
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave the random generators as they were found."""
+    state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])

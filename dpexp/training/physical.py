@@ -1,0 +1,152 @@
+"""How many examples fit in memory at once, found with public examples, so that it says nothing private."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import UserError
+
+if TYPE_CHECKING:
+    from dpexp.tasks.base import Task
+
+Batch = dict[str, Tensor]
+
+# beyond this, larger batches do not make two or sixteen cores faster
+CPU_ACTIVATION_BYTES = 2 << 30
+LARGEST = 1024
+# of the dev set, repeated to the size that is tried
+EXAMPLES = 64
+# fits nearly everywhere
+UNTRIED = 16
+
+
+def size_for_task(
+    task: Task,
+    seed: int,
+    losses: Callable[[Batch], Tensor],
+    backward: Callable[[Tensor], object],
+    parameters: Sequence[nn.Parameter],
+    device: torch.device,
+    expected_batch: float,
+) -> int:
+    """Find the largest physical batch of a task, with examples of its dev set, or with a made-up one.
+
+    Args:
+        task: the task; where it has neither, `UNTRIED` is the answer.
+        seed: of its augmentation.
+        losses: a collated batch -> `[n]`.
+        backward, parameters, device, expected_batch: see `automatic_size`.
+    """
+    made_up = [example for example in [task.blank()] if example is not None]
+    examples = [task.dev[i] for i in range(min(EXAMPLES, len(task.dev)))] or made_up
+    if not examples:
+        return UNTRIED
+    public = {name: tensor.to(device) for name, tensor in task.collate(examples).items()}
+
+    def forward(count: int) -> Tensor:
+        return losses(task.augmented(repeated(public, count), np.arange(count), seed, 0))
+
+    return automatic_size(forward, backward, parameters, device, expected_batch)
+
+
+def repeated(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """`count` rows of a collated batch, over and over; as long as its longest example."""
+    rows = torch.arange(count) % len(next(iter(batch.values())))
+    return {name: tensor[rows] for name, tensor in batch.items()}
+
+
+def automatic_size(
+    forward: Callable[[int], Tensor],
+    backward: Callable[[Tensor], object],
+    parameters: Sequence[nn.Parameter],
+    device: torch.device,
+    expected_batch: float,
+) -> int:
+    """The largest physical batch that fits, found with public examples (the dev set), so that it says nothing private.
+
+    On a GPU: double until the memory is gone, then leave one step back as a reserve for longer examples. On a
+    CPU, where memory is shared and a larger batch is not faster beyond some size: count the bytes that autograd keeps
+    for two examples, and take the size at which they reach `CPU_ACTIVATION_BYTES` or an eighth of the machine's memory.
+
+    Args:
+        forward: number of examples -> losses `[n]`, on batches as long as training will meet.
+        backward: what training does with the losses. Gradients are dropped afterwards.
+        parameters: their memory is not counted as activations, and their gradients are dropped.
+        device: where the model is.
+        expected_batch: there is no use in a physical batch far above the logical one.
+
+    Returns:
+        A power of two, at least 1.
+
+    Raises:
+        UserError: not even one example fits.
+    """
+    ceiling = min(LARGEST, _power_of_two_at_least(max(1.0, expected_batch)))
+    try:
+        if device.type == "cuda":
+            return _largest_on_gpu(forward, backward, parameters, ceiling)
+        return _estimate_on_cpu(forward, parameters, ceiling)
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+        if device.type == "cuda":
+            # the trial is no part of the run's memory
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def _largest_on_gpu(
+    forward: Callable[[int], Tensor],
+    backward: Callable[[Tensor], object],
+    parameters: Sequence[nn.Parameter],
+    ceiling: int,
+) -> int:
+    size = 1
+    while True:
+        try:
+            backward(forward(size))
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise UserError(
+                    "not even one example fits into the GPU's memory: take a smaller model"
+                ) from None
+            return max(1, size // 4)
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+            torch.cuda.empty_cache()
+        if size >= ceiling:
+            return size
+        size *= 2
+
+
+def _estimate_on_cpu(
+    forward: Callable[[int], Tensor], parameters: Sequence[nn.Parameter], ceiling: int
+) -> int:
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        # with its history, a node that saves its own output would keep itself alive
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        losses = forward(2)
+    per_example = max(1, sum(kept.values()) // 2)
+    del losses
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    budget = min(CPU_ACTIVATION_BYTES, memory // 8)
+    fits = max(1, budget // per_example)
+    return min(ceiling, 1 << (int(fits).bit_length() - 1))
+
+
+def _power_of_two_at_least(value: float) -> int:
+    return 1 << max(0, int(np.ceil(np.log2(value))))
