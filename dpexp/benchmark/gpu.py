@@ -116,7 +116,8 @@ def parts(work: Path, rehearse: bool) -> list[Part]:
         Part(
             "tests",
             ("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *quick, str(tests / "clipping" / "test_kernels.py"),
-             str(tests / "clipping" / "test_gradients.py"), str(tests / "privacy" / "test_noise.py")),
+             str(tests / "clipping" / "test_gradients.py"), str(tests / "privacy" / "test_noise.py"),
+             str(tests / "privacy" / "test_staircase_gpu.py")),
             60.0,
             None,
             ("pytest", "hypothesis"),

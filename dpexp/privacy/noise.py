@@ -25,7 +25,9 @@ from dpexp import native
 from dpexp.errors import UserError
 from dpexp.parallel.shards import is_sharded, part_here
 from dpexp.privacy import exact
-from dpexp.privacy.staircase import GROUP, SCALE_BITS, Piece, chacha, integers, staircase
+from dpexp.privacy.cipher import chacha
+from dpexp.privacy.discrete import Piece, integers
+from dpexp.privacy.staircase import GROUP, SCALE_BITS, staircase
 
 # The noise is larger than asked for by this share: it pays for the rounding of the values to the grid (`check_multiplier`).
 INFLATION = 2.0**-16
@@ -34,7 +36,7 @@ _LARGEST = 2.0**23
 _STDS = (1e-250, 1e250)
 
 # Elements whose noise is drawn together, a multiple of `staircase.GROUP`; on a GPU more, to keep it busy.
-_BATCH, _GPU_BATCH = 1 << 18, 1 << 22
+_BATCH, _GPU_BATCH = 1 << 19, 1 << 22
 _EXACT_BATCH = 1 << 18
 _CAST_BLOCK = 1 << 20
 _POOL_BLOCKS = 1 << 13

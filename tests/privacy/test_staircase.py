@@ -8,15 +8,9 @@ import torch
 from scipy import stats
 
 from dpexp.privacy import exact
-from dpexp.privacy.staircase import (
-    TAIL,
-    Piece,
-    _decide,
-    _propose,
-    chacha,
-    integers,
-    staircase,
-)
+from dpexp.privacy.cipher import chacha
+from dpexp.privacy.discrete import Piece, integers
+from dpexp.privacy.staircase import TAIL, decide, propose, staircase
 
 CPU = torch.device("cpu")
 KEY = bytes(range(32))
@@ -85,7 +79,7 @@ def test_the_tail_has_the_shape_of_the_gaussian(low, high, part):
     heights = bits(proposals, 3)
     # The height is taken from the lowest 2^-part of the layer, else hardly any would be accepted.
     heights[0] &= (1 << (32 - part)) - 1
-    numbers, accepted = _decide(first, second, heights)
+    numbers, accepted = decide(first, second, heights)
     values = numbers[accepted].abs().numpy() / 2**40
     assert len(values) > 200
     lower, upper = stats.norm.sf(low), stats.norm.sf(high)
@@ -100,20 +94,18 @@ def test_every_whole_number_is_proposed_once():
     layer = torch.tensor([255, 255 | 1 << 31, 255 | 5 << 8, 255 | 5 << 8 | 1 << 31])
     # The first word must not fall into the incomplete round that is drawn again.
     first = torch.full((4,), 2**32 // STAIRS.widths[255] // 2)
-    numbers, accepted = _decide(first, layer, torch.zeros(4, 4, dtype=torch.int32))
+    numbers, accepted = decide(first, layer, torch.zeros(4, 4, dtype=torch.int32))
     assert numbers.tolist() == [0, -1, 5, -6]
     assert accepted.all()
-    assert not _propose(first, layer)[1].any()
-    assert not _decide(torch.zeros(4, dtype=torch.int64), layer, torch.zeros(4, 4, dtype=torch.int32))[
-        1
-    ].any()
+    assert not propose(first, layer)[1].any()
+    assert not decide(torch.zeros(4, dtype=torch.int64), layer, torch.zeros(4, 4, dtype=torch.int32))[1].any()
 
 
 def test_what_is_sure_is_accepted_whatever_its_height_and_the_rest_by_chance():
     first, second = words(1 << 18, 1), words(1 << 18, 2)
-    numbers, sure = _propose(first, second)
+    numbers, sure = propose(first, second)
     top = torch.full((4, 1 << 18), -1, dtype=torch.int32)
-    found, accepted = _decide(first, second, top)
+    found, accepted = decide(first, second, top)
     assert torch.equal(found, numbers)
     assert accepted[sure].all()
     assert not accepted[~sure].all()
