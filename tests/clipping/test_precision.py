@@ -200,12 +200,14 @@ def test_a_reused_dense_layer_is_summed_use_by_use():
 @pytest.mark.parametrize(
     ("precision", "expected"), [("highest", "ieee"), ("high", "tf32"), ("medium", "bf16")]
 )
-def test_products_are_full_float32_and_the_setting_comes_back(precision: str, expected: str):
+@pytest.mark.parametrize("operation", ["matmul", "conv"])
+def test_products_are_full_float32_and_the_setting_comes_back(precision: str, expected: str, operation: str):
+    """A convolution too: that of one example is a matrix product, and follows its setting."""
     setting = torch.backends.mkldnn.matmul
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        with numerics.full_precision("matmul", torch.device("cpu")):
+        with numerics.full_precision(operation, torch.device("cpu")):
             assert setting.fp32_precision == "ieee"
         assert setting.fp32_precision == expected
         assert torch.get_float32_matmul_precision() == precision

@@ -18,13 +18,13 @@ LONGEST_RUN = 1 << 9
 # outputs below which a CPU's matrix product adds up a whole run in one register
 NARROW = 8
 _REDUCED = ("tf32", "bf16")
-# torch's settings for the bits that float32 is multiplied with
+# torch's settings for the bits that float32 is multiplied with; on a CPU the convolution of one example is a matrix product
 _backends: Any = torch.backends
-_PRECISION: dict[tuple[str, str], Any] = {
-    ("matmul", "cpu"): _backends.mkldnn.matmul,
-    ("conv", "cpu"): _backends.mkldnn.conv,
-    ("matmul", "cuda"): _backends.cuda.matmul,
-    ("conv", "cuda"): _backends.cudnn.conv,
+_PRECISION: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("matmul", "cpu"): (_backends.mkldnn.matmul,),
+    ("conv", "cpu"): (_backends.mkldnn.conv, _backends.mkldnn.matmul),
+    ("matmul", "cuda"): (_backends.cuda.matmul,),
+    ("conv", "cuda"): (_backends.cudnn.conv,),
 }
 
 
@@ -85,16 +85,15 @@ def full_precision(operation: str, device: torch.device) -> Iterator[None]:
     Args:
         operation: "matmul" or "conv".
     """
-    setting = _PRECISION.get((operation, device.type))
-    if setting is None or setting.fp32_precision not in _REDUCED:
-        yield
-        return
-    before = setting.fp32_precision
-    setting.fp32_precision = "ieee"
+    settings = _PRECISION.get((operation, device.type), ())
+    reduced = [(s, precision) for s in settings if (precision := s.fp32_precision) in _REDUCED]
     try:
+        for setting, _ in reduced:
+            setting.fp32_precision = "ieee"
         yield
     finally:
-        setting.fp32_precision = before
+        for setting, precision in reduced:
+            setting.fp32_precision = precision
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
