@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,48 +126,42 @@ def in_one(case: tuple) -> dict:
     }
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[dict]:
-    return [in_one(case) for case in CASES]
+def test_two_stages_sum_what_one_process_sums(tmp_path: Path) -> None:
+    """One test, because the processes of all cases are started once."""
+    expected = [in_one(case) for case in CASES]
+    answers = run_ranks(2, tmp_path, in_stages, CASES, [one["thresholds"] for one in expected])
+    stages = zip(*tree_map_only(np.ndarray, torch.from_numpy, answers), strict=True)
+    for case, one, (first, last) in zip(CASES, expected, stages, strict=True):
+        name = "-".join(map(str, case))
+        check_sums(case, one, first, last, name)
+        check_bytes(case, first, last, name)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, expected: list[dict]) -> list[list[dict]]:
-    thresholds = [one["thresholds"] for one in expected]
-    answers = run_ranks(2, tmp_path_factory.mktemp("stages"), in_stages, CASES, thresholds)
-    return tree_map_only(np.ndarray, torch.from_numpy, answers)
-
-
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: "-".join(map(str, CASES[i])))
-def test_two_stages_sum_what_one_process_sums(
-    found: list[list[dict]], expected: list[dict], number: int
-) -> None:
-    size, way, precision = CASES[number][3], CASES[number][5], CASES[number][-1]
-    one, (first, last) = expected[number], (ranks[number] for ranks in found)
+def check_sums(case: tuple, one: dict, first: dict, last: dict, name: str) -> None:
+    size, way, precision = case[3], case[5], case[-1]
     tolerance = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-3}[precision]
-    close = {"rtol": tolerance, "atol": tolerance}
+    close = {"rtol": tolerance, "atol": tolerance, "msg": lambda said: f"{name}: {said}"}
     torch.testing.assert_close(last["losses"].to(one["losses"]), one["losses"], **close)
     # a group that spans the stages has its whole norm in both
     norms = first["norms"] if way else first["norms"] + last["norms"]
     torch.testing.assert_close(norms, one["norms"], **close)
     clipped = first["clipped"] if way else first["clipped"] + last["clipped"]
-    assert precision == "bf16" or clipped.tolist() == one["clipped"].tolist()
-    assert 0 < int(one["clipped"].sum()) < one["norms"].numel()
+    assert precision == "bf16" or clipped.tolist() == one["clipped"].tolist(), name
+    assert 0 < int(one["clipped"].sum()) < one["norms"].numel(), name
     sums = first["grads"] | last["grads"]
-    assert set(sums) == set(one["grads"])
+    assert set(sums) == set(one["grads"]), name
     largest = max(float(g.abs().max()) for g in one["grads"].values())
-    for name, gradient in one["grads"].items():
-        assert float((sums[name] - gradient).abs().max()) <= tolerance * largest, name
-    assert first["batches"] == math.ceil(EXAMPLES / size)
+    for parameter, gradient in one["grads"].items():
+        assert float((sums[parameter] - gradient).abs().max()) <= tolerance * largest, (name, parameter)
+    assert first["batches"] == math.ceil(EXAMPLES / size), name
 
 
-def test_only_flat_clipping_sends_norms(found: list[list[dict]]) -> None:
-    for number, case in enumerate(CASES):
-        way, park = case[5], case[7]
-        for rank in (0, 1):
-            sent = found[rank][number]["bytes"]
-            batches = found[rank][number]["batches"]
-            numbers = 2 * batches * math.ceil(EXAMPLES / batches)
-            assert sent.get("norms", 0) == (8 * numbers if way else 0)
-            assert (sent.get("parked", 0) > 0) == (way == "offload" or park)
-        assert found[0][number]["bytes"]["activations"] == found[1][number]["bytes"]["gradients"] > 0
+def check_bytes(case: tuple, first: dict, last: dict, name: str) -> None:
+    """Only flat clipping sends norms."""
+    way, park = case[5], case[7]
+    for stage in (first, last):
+        sent, batches = stage["bytes"], stage["batches"]
+        numbers = 2 * batches * math.ceil(EXAMPLES / batches)
+        assert sent.get("norms", 0) == (8 * numbers if way else 0), name
+        assert (sent.get("parked", 0) > 0) == (way == "offload" or park), name
+    assert first["bytes"]["activations"] == last["bytes"]["gradients"] > 0, name
