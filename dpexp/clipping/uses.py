@@ -30,11 +30,13 @@ class Value:
         leaf: detached; what the operation computed with.
         reached: parameters by name.
         graph: the value with its own autograd graph, which holds nothing of the batch; None for a parameter itself.
+        rounds: whether anything in that graph has 16 bits, to which gradients on their way back are rounded.
     """
 
     leaf: Tensor
     reached: dict[str, nn.Parameter]
     graph: Tensor | None = None
+    rounds: bool = False
 
     def per_parameter(
         self, of_value: PerExampleGradient, names: set[str]
@@ -48,7 +50,7 @@ class Value:
             elif isinstance(of_value, Outer) and self.is_transpose:
                 yield name, of_value.transposed()
             else:
-                yield name, Pulled(of_value, _PullBack(self.graph, param), param.shape)
+                yield name, Pulled(of_value, _PullBack(self.graph, param), param.shape, self.rounds)
 
     @property
     def is_transpose(self) -> bool:

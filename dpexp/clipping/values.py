@@ -24,25 +24,28 @@ def values_of(recorder: Recorder, values: Values) -> tuple[Value, ...] | None:
             assert value.key is not None
             found.append(Value(value.param.detach(), {value.key: value.param}))
             continue
-        reached = parameters_behind(recorder, value)
+        reached, rounds = _behind(recorder, value)
         if not reached:
             return None
-        found.append(Value(value.detach().as_subclass(Tensor), reached, value.as_subclass(Tensor)))
+        found.append(Value(value.detach().as_subclass(Tensor), reached, value.as_subclass(Tensor), rounds))
     return tuple(found)
 
 
-def parameters_behind(recorder: Recorder, value: Tensor) -> dict[str, nn.Parameter]:
-    """Return the parameters that a value is a function of; none where it is a function of anything else, too."""
+def _behind(recorder: Recorder, value: Tensor) -> tuple[dict[str, nn.Parameter], bool]:
+    """Return the parameters that a value is a function of, none where it is one of anything else, too; and whether any number
+    on the way has 16 bits."""
     reached: dict[str, nn.Parameter] = {}
+    rounds = False
     for node in nodes_behind([value.grad_fn]):
+        rounds |= any(meta.dtype.itemsize < 4 for meta in node._input_metadata)
         if hasattr(node, "variable"):
             name = recorder.name_of(node.variable)
             if name is None:
-                return {}
+                return {}, rounds
             reached[name] = node.variable
         elif type(node).__name__ == "TapBackward":
-            return {}
-    return {name: reached[name] for name in recorder.params if name in reached}
+            return {}, rounds
+    return {name: reached[name] for name in recorder.params if name in reached}, rounds
 
 
 def names_of(values: Sequence[Value]) -> tuple[str, ...]:

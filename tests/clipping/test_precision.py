@@ -271,3 +271,35 @@ def test_the_share_of_an_example_is_not_rounded_to_16_bits(engine: str, dtype: t
         clipper.backward(model(torch.randn(1, 6, dtype=dtype)).square().sum(1))
         total = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
         assert float(total) <= 0.1 * (1 + 1e-6)
+
+
+class Derived(nn.Module):
+    """Weights that are a matrix product of others: an adapter that is merged, a prompt network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(16, 4)), nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.up @ self.down)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ["auto", "ghost", "bk", "loop"])
+def test_the_sum_behind_a_derived_weight_is_not_rounded_to_16_bits(engine: str, dtype: torch.dtype):
+    """Examples that are nearly alike: their sum is 64 times as long as one of them, and so would be its rounding error."""
+    torch.manual_seed(0)
+    model, x = Derived(), torch.randn(1, 16) + 0.05 * torch.randn(64, 16)
+    clipper = attach(model, clip_norm=0.1, engine=engine)
+
+    def summed(examples: Tensor) -> Tensor:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            losses = (model(x[examples]).float() - 5).square().sum(1)
+        clipper.backward(losses)
+        return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+    together = summed(torch.arange(64))
+    for i in range(4):
+        moved = together - summed(torch.arange(64)[torch.arange(64) != i])
+        assert float(moved.norm()) <= 0.1 * (1 + 1e-4)

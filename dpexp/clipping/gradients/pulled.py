@@ -10,23 +10,32 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.memory import SHARED
 
 
 class Pulled(PerExampleGradient):
     """Per-example gradients of what was used, pulled back through a transformation that all examples share.
 
     Because it is the same linear map for all, the weighted sum needs only one pull-back; norms need one per
-    example.
+    example. A map that rounds to 16 bits is not linear: the error of a sum is one of all examples, and would let each move it by
+    more than its threshold. Then every example is pulled back alone, as for its norm, and added in 32 bits.
 
     Args:
         inner: gradients of the transformed parameter.
         pull: ``[b, *inner.shape]`` -> ``[b, *shape]``, the transposed Jacobian of the transformation.
         shape: of the parameter.
+        rounds: whether ``pull`` computes in 16 bits.
     """
 
-    def __init__(self, inner: PerExampleGradient, pull: Callable[[Tensor], Tensor], shape: Sequence[int]):
+    def __init__(
+        self,
+        inner: PerExampleGradient,
+        pull: Callable[[Tensor], Tensor],
+        shape: Sequence[int],
+        rounds: bool = False,
+    ):
         super().__init__(shape, inner.num_examples, inner.dtype, inner.device)
-        self.inner, self.pull = inner, pull
+        self.inner, self.pull, self.rounds = inner, pull, rounds
         self.looped, self.without_gradients = inner.looped, frozenset()
 
     def methods(self) -> tuple[str, ...]:
@@ -69,8 +78,14 @@ class Pulled(PerExampleGradient):
         return self.inner.magnitudes() * longer.square()
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
+        if self.rounds:
+            total = None
+            for rows, examples in self._chunks(self.resolve("instantiate"), SHARED):
+                total = self._accumulate(rows, factors[examples], total)
+            assert total is not None
+            return numerics.add_to(out, total)
         total = self.pull(self.inner.weighted_sum(factors).to(self.dtype).unsqueeze(0))
         return numerics.add_to(out, total.view(self.shape))
 
     def mask(self, keep: Tensor) -> Pulled:
-        return Pulled(self.inner.mask(keep), self.pull, self.shape)
+        return Pulled(self.inner.mask(keep), self.pull, self.shape, self.rounds)
