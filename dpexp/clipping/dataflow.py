@@ -25,17 +25,33 @@ WRITING = {
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__", "__imod__",
     "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
 }  # fmt: skip
-# Operations that put rows back to where they were, and operations that pick some along a dimension.
+# Operations that put rows back to where they were, with the place of these rows among their arguments, and operations that pick
+# some along a dimension.
 RETURNING = {
-    "index_add",
-    "index_copy",
-    "index_put",
-    "masked_scatter",
-    "scatter",
-    "scatter_add",
-    "scatter_reduce",
+    "__setitem__": 2,
+    "index_add": 3,
+    "index_copy": 3,
+    "index_put": 2,
+    "masked_scatter": 2,
+    "scatter": 3,
+    "scatter_add": 3,
+    "scatter_reduce": 3,
 }
 PICKING = {"index_select", "take_along_dim", "gather", "sort", "argsort", "topk"}
+# Operations that pick or order rows by their values or lengths, whatever else they are given.
+ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence"}
+# Operations that take the rows of a tensor apart, with the place of the dimension among their arguments, and operations that put
+# tensors together to rows, in an order that Python may have made.
+CUTTING = {
+    "unbind": 1,
+    "select": 1,
+    "narrow": 1,
+    "split": 2,
+    "split_with_sizes": 2,
+    "chunk": 2,
+    "tensor_split": 2,
+}
+JOINING = {"cat", "concat", "concatenate", "stack", "vstack", "row_stack", "pad_sequence"}
 # rows that a shuffle leaves in their order once in 40,000 times
 FEW = 8
 
@@ -43,14 +59,21 @@ FEW = 8
 class DataFlow(TorchFunctionMode):
     """While active, every torch function with an input among the followed tensors adds its outputs to them.
 
-    A followed tensor is *routed* where its rows were picked by index, so that their order may be another one with the next batch:
-    unpadding, sorting by length, a mixture of experts.
+    A followed tensor is *routed* where its rows were picked by index, or put together one by one, so that their order may be
+    another one with the next batch: unpadding, sorting by length, a mixture of experts.
+
+    Args:
+        inputs: what is followed from the beginning.
+        rows: of the batch, as far as they are known.
     """
 
-    def __init__(self, inputs: Iterable[Tensor]):
+    def __init__(self, inputs: Iterable[Tensor], rows: int | None = None):
         super().__init__()
+        self.rows = rows
         # tensor -> whether it is routed
         self._followed = WeakIdKeyDictionary()
+        # what was made of some rows of a tensor -> how many that had
+        self._cut = WeakIdKeyDictionary()
         # 0, 1, 2, …, made by torch.arange; a shuffle of few rows may look like it by chance
         self._counting = WeakIdKeyDictionary()
         for tensor in inputs:
@@ -73,33 +96,43 @@ class DataFlow(TorchFunctionMode):
         if func is torch.arange or (tensors and all(tensor in self._counting for tensor in tensors)):
             self._counting.update({leaf: None for leaf in tree_leaves(result) if isinstance(leaf, Tensor)})
         if any(tensor in self._followed for tensor in tensors):
-            name = getattr(func, "__name__", "")
+            name = _name(func)
             base = args[0] if args and isinstance(args[0], Tensor) else None
-            if base is not None and (name.rstrip("_") in RETURNING or name == "__setitem__"):
-                # rows go back to their places
-                routed = self.routed(base)
+            cut = next((self._cut[tensor] for tensor in tensors if tensor in self._cut), None)
+            if base is not None and name in RETURNING:
+                # rows that were picked go back to their places; others are sent to places
+                routed = self.routed(base) or self._sends_rows(name, args, kwargs)
+                cut = None
             else:
                 routed = any(self.routed(tensor) for tensor in tensors) or (
                     base is not None and base in self._followed and self._picks_rows(name, args, kwargs)
                 )
+            if _joins_rows(name, args, kwargs, tensors):
+                # of a loop over positions neither is as many as the examples
+                routed = routed or (cut is not None and self.rows in (None, cut, len(tensors)))
+                cut = None
+            elif base is not None and base in self._followed and _cuts_rows(name, args, kwargs):
+                cut = base.shape[0]
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.add(leaf, routed)
+                    if cut is not None:
+                        self._cut[leaf] = cut
             if base is not None and in_place(func):
                 self.add(base, routed)
         return result
 
     def _picks_rows(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether an operation picks or orders rows (dimension 0) by the values of a tensor."""
-        if name in ("masked_select", "take", "msort"):
+        if name in ORDERING:
             return True
         if name in PICKING:
-            given = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int)), -1))
-            return isinstance(given, int) and given % max(args[0].dim(), 1) == 0
+            return _dim(args, kwargs, -1) % max(args[0].dim(), 1) == 0
+        if name == "repeat_interleave":
+            return isinstance(kwargs.get("repeats", args[1] if len(args) > 1 else None), Tensor)
         if name != "__getitem__":
             return False
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        first = next((part for part in index if part is not None), None)
+        index, first = _index(args[1])
         if isinstance(first, list) or hasattr(first, "__array__"):
             first = torch.as_tensor(first)
         if not isinstance(first, Tensor) or first.dim() == 0:
@@ -113,6 +146,56 @@ class DataFlow(TorchFunctionMode):
             and (first in self._counting or (rows >= FEW and len(index) > 1))
         )
         return not (counted and bool((first.flatten() == torch.arange(rows, device=first.device)).all()))
+
+    def _sends_rows(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether an operation writes rows, which were not picked before, to places that a number or a tensor tells."""
+        named = (kwargs[key] for key in ("src", "source", "values") if key in kwargs)
+        source = args[RETURNING[name]] if len(args) > RETURNING[name] else next(named, None)
+        if not isinstance(source, Tensor) or source not in self._followed or self.routed(source):
+            return False
+        if name == "__setitem__":
+            first = _index(args[1])[1]
+            return isinstance(first, int | list | Tensor) and not isinstance(first, bool)
+        if name in ("masked_scatter", "index_put"):
+            return True
+        return _dim(args, kwargs, -1) % max(args[0].dim(), 1) == 0
+
+
+def _name(func: Any) -> str:
+    """Return the name of a function, without the underscore of those that write to their argument."""
+    name: str = getattr(func, "__name__", "")
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def _index(index: Any) -> tuple[tuple[Any, ...], Any]:
+    """Return an index as a tuple, and what it says of the rows."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return parts, next((part for part in parts if part is not None), None)
+
+
+def _dim(args: Any, kwargs: Any, default: int) -> int:
+    """Return the dimension that an operation is given."""
+    given = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int)), default))
+    return given if isinstance(given, int) else default
+
+
+def _cuts_rows(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an operation takes the rows of a tensor apart."""
+    if name == "__getitem__":
+        first = _index(args[1])[1]
+        return isinstance(first, int) or (isinstance(first, slice) and first != slice(None))
+    if name not in CUTTING:
+        return False
+    given = kwargs.get("dim", args[CUTTING[name]] if len(args) > CUTTING[name] else 0)
+    return isinstance(given, int) and args[0].dim() > 0 and given % args[0].dim() == 0
+
+
+def _joins_rows(name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
+    """Whether an operation puts several tensors together to the rows of one."""
+    if name not in JOINING or len(tensors) < 2:
+        return False
+    last = tensors[0].dim() + (name == "stack")
+    return name == "pad_sequence" or _dim(args, kwargs, 0) % max(1, last) == 0
 
 
 def in_place(func: Any) -> bool:

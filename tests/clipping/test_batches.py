@@ -95,6 +95,61 @@ def test_an_order_of_python_that_changes_nothing_at_first_is_an_order() -> None:
     exact_in_company(Own(forward, **linears("first", "out")), batches, "auto")
 
 
+def by_length(lengths: Tensor) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: -int(lengths[i]))
+
+
+def stacked(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """Rows are put in order by a list."""
+    order = by_length(lengths)
+    h = torch.tanh(self.first(torch.stack([x[i] for i in order])))
+    return self.out(torch.stack([h[order.index(i)] for i in range(len(x))])[:, 0])
+
+
+def taken_apart(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    order, parts = by_length(lengths), x[:, 0].unbind(0)
+    h = torch.tanh(self.first(torch.cat([parts[i][None] for i in order]))).unbind(0)
+    return self.out(torch.stack([h[order.index(i)] for i in range(len(x))]))
+
+
+def padded_again(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    order = by_length(lengths)
+    h = nn.utils.rnn.pad_sequence([x[i, : lengths[i]] for i in order], batch_first=True)
+    h = torch.tanh(self.first(h)).cumsum(1)[:, 0]
+    return self.out(torch.stack([h[order.index(i)] for i in range(len(x))]))
+
+
+def sent(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """Rows are written to where they belong."""
+    order = torch.tensor(by_length(lengths))
+    h = torch.zeros_like(x[:, 0])
+    h[order.argsort()] = x[:, 0]
+    return self.out(torch.tanh(self.first(h))[order.argsort()])
+
+
+def packed(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """The tokens of texts that are sorted already, position after position."""
+    parts = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+    h = torch.tanh(self.first(parts.data))
+    back = nn.utils.rnn.PackedSequence(h, parts.batch_sizes)
+    return self.out(
+        nn.utils.rnn.pad_packed_sequence(back, batch_first=True, total_length=x.shape[1])[0].sum(1)
+    )
+
+
+@pytest.mark.parametrize("forward", [stacked, taken_apart, padded_again, sent, packed])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_in_an_order_that_changes_nothing_at_first(forward: Callable[..., Tensor], engine: str) -> None:
+    sizes = (
+        ((2, 2, 2), (2, 2, 2), (3, 2, 1), (4, 1, 1))
+        if forward is packed
+        else ((2, 2, 2), (1, 2, 3), (2, 1, 3))
+    )
+    torch.manual_seed(0)
+    batches = [rows(3, 4) | {"lengths": torch.tensor(given)} for given in sizes]
+    exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sparse_matrices_are_clipped(engine: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
