@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -108,15 +108,18 @@ class Formula:
         label: shown in the coverage table; None for a function of which nothing is known.
         autocast: whether autocast runs the operation in 16 bits.
         names: of the operation's arguments, in their order. ``input`` is the one that is mapped row by row.
+        keywords: of arguments that torch calls otherwise, and their names here.
     """
 
     label: str | None = None
     autocast = False
     names: tuple[str, ...] = ()
+    keywords: ClassVar[dict[str, str]] = {}
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the given arguments by name."""
-        return dict(zip(self.names, args, strict=False)) | kwargs
+        named = {self.keywords.get(name, name): item for name, item in kwargs.items()}
+        return dict(zip(self.names, args, strict=False)) | named
 
     def main(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the argument that is mapped row by row; None where there is none."""
@@ -131,7 +134,8 @@ class Formula:
         """Return the positions and keywords of the arguments that the gradients depend on; None for all of them."""
         given = self.bind(args, kwargs)
         wanted = self.reads({name for name, item in given.items() if is_one_of(item, values)})
-        return {i for i, name in enumerate(self.names[: len(args)]) if name in wanted} | wanted
+        keywords = {keyword for keyword, name in self.keywords.items() if name in wanted}
+        return {i for i, name in enumerate(self.names[: len(args)]) if name in wanted} | wanted | keywords
 
     def reads(self, valued: set[str]) -> set[str]:
         """Return the arguments that the gradients of the arguments ``valued`` depend on."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
@@ -74,6 +75,22 @@ LAYERS_BY_KEYWORD = Own(
 )
 INPUTS: dict[str, tuple[nn.Module, Callable[[], Batch]]] = {
     "layers by keyword": (LAYERS_BY_KEYWORD, lambda: {"x": torch.randint(0, 7, (3, 5))}),
+    "products by keyword": (
+        Own(
+            lambda self, x: torch.mm(
+                torch.tanh(torch.matmul(x, other=self.first.weight)), mat2=self.out.weight
+            ),
+            **linears("first", "out"),
+        ),
+        lambda: rows(3),
+    ),
+    "a vector as weight": (
+        Own(
+            lambda self, x: F.linear(torch.tanh(self.first(x)), self.out.bias) + self.out.weight.sum(),
+            **linears("first", "out"),
+        ),
+        lambda: rows(3, 1),
+    ),
     "a mask first": (
         Own(lambda self, mask, x: self.out(torch.tanh(mask @ self.first(x))), **linears("first", "out")),
         lambda: {"mask": MASK} | rows(3, 5),

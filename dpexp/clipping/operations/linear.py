@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ class Linear(Formula):
     label, autocast = "linear", True
     names: tuple[str, ...] = ("input", "weight", "bias")
 
+    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+        return given["weight"].dim() == 2 and super().applies(given, values, batched)
+
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         if name == "bias":
             return shift(arrived)
@@ -29,10 +32,10 @@ class Product(Linear):
 
     label = "matrix product"
     names: tuple[str, ...] = ("input", "weight")
+    keywords: ClassVar[dict[str, str]] = {"other": "weight", "mat2": "weight"}
 
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        matrix = given["weight"].dim() == 2 and given["input"].dim() >= 2
-        return matrix and super().applies(given, values, batched)
+        return given["input"].dim() >= 2 and super().applies(given, values, batched)
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         if name == "bias":
@@ -45,14 +48,7 @@ class AddedProduct(Product):
 
     label = "linear"
     names = ("bias", "input", "weight")
-
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        renamed = {"input": "bias", "mat1": "input", "mat2": "weight"}
-        return dict(zip(self.names, args, strict=False)) | {renamed.get(k, k): v for k, v in kwargs.items()}
-
-    def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
-        found = super().needs(args, kwargs, values)
-        return found | {"mat1"} if found else found
+    keywords: ClassVar[dict[str, str]] = {"input": "bias", "mat1": "input", "mat2": "weight"}
 
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         plain = given.get("beta", 1) == 1 and given.get("alpha", 1) == 1 and given["bias"].dim() == 1
