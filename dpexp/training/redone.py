@@ -57,6 +57,8 @@ class Redone:
                 raise UserError(WRITTEN.format(name=name))
         try:
             trace.failure = trace.failure or self._failure(losses)
+            behind = self._behind([*trace.entering, trace.numbers.get(losses, 0)])
+            trace.scaled = {place: size for place, size in trace.scaled.items() if place[0] in behind}
             if losses in trace.rowed:
                 return True
             return not trace.failure and self._look(trace.numbers[losses], losses.detach())
@@ -125,6 +127,16 @@ class Redone:
             raise UserError(EARLIER.format(what=what))
         if number in counted:
             raise UserError(COUNTED.format(what=what))
+
+    def _behind(self, numbers: Sequence[int]) -> set[int]:
+        """Which lines tensors were computed by."""
+        needed, found = set(numbers), set[int]()
+        for i, line in reversed(list(enumerate(self.trace.lines))):
+            slots = [slot.number for slot in slots_of(line)]
+            if needed.intersection([*line.made, *(slots[:1] if in_place(line.func) else ())]):
+                needed.update(slots)
+                found.add(i)
+        return found
 
     def _halves(self) -> list[list[int]]:
         """The examples in two halves."""

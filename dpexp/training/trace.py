@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +87,10 @@ class Trace(TorchFunctionMode):
         outside: parameters are added to it that the batch goes through and that are not the model's.
 
     Attributes:
-        scaled: where a number that equals the number of examples stood in arithmetic.
+        scaled: where one of `sizes` stood in arithmetic, or was averaged over: (line, function, which of them, how many times)
+            -> its value.
+        sizes: whole numbers that go by the batch, by where they come from: its examples, how long its rows are padded, what the
+            loop has counted in it.
         failure: why nothing can be said, in words.
         private: the tensors of the batch, and what was made of their values.
     """
@@ -103,7 +106,8 @@ class Trace(TorchFunctionMode):
     ):
         super().__init__()
         self.model, self.examples, self._times = model, examples, {1, rows_per_example}
-        self.scaled: set[tuple[int, str]] = set()
+        self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
+        self.sizes: dict[Hashable, int] = {times: examples * times for times in sorted({1, rows_per_example})}
         self.failure = ""
         self.private = WeakIdKeyDictionary()
         self._before, self._outside = before, outside
@@ -182,6 +186,9 @@ class Trace(TorchFunctionMode):
     def _have_rows(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if type(tensor) in PLAIN and tensor not in self.numbers:
+                if tensor not in self.rowed:
+                    number = len(self.sizes)
+                    self.sizes |= {("shape", number, axis): n for axis, n in enumerate(tensor.shape) if axis}
                 self.rowed[tensor] = None
                 self._mark(tensor)
 
@@ -220,7 +227,10 @@ class Trace(TorchFunctionMode):
         elif any(_version(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
             self._stop(f"{name_of(func)} writes to what it is given, or makes numbers of Python of it")
         elif made and not self.failure:
-            self._tried(lambda: self._add(self._noted(func, args, kwargs, given), made))
+            line = self._tried(self._noted, func, args, kwargs, given)
+            if line is not None and name_of(func) == "mean" and made[0].numel():
+                self._scales("mean", given[0].numel() // made[0].numel(), 1)
+            self._tried(self._add, line, made)
         return result
 
     def _made_within(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
@@ -233,7 +243,9 @@ class Trace(TorchFunctionMode):
         return result
 
     def _count_number(self, result: Any) -> None:
-        if type(result) is float and len(repr(result)) > DIGITS:
+        if type(result) is int or (type(result) is float and result.is_integer()):
+            self.sizes["counted", len(self.sizes)] = int(result)
+        elif type(result) is float and len(repr(result)) > DIGITS:
             self._counts.append(result)
 
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
@@ -277,10 +289,17 @@ class Trace(TorchFunctionMode):
         counted = any(math.isclose(n, c) or math.isclose(n * c, 1) for n in numbers for c in self._counts)
         counted = counted or any(t.numel() == 1 and t in self._within for t in given)
         if name.strip("_") in BROADCASTING and given[0].is_floating_point():
-            sizes = [self.examples * times for times in self._times]
-            if any(n in (size, 1 / size) for n in numbers for size in sizes):
-                self.scaled.add((len(self.lines), name))
+            for n in numbers:
+                self._scales(name, n, 0)
         return Line(func, slots, [], (kind, torch.get_autocast_dtype(kind)) if on else None, counted)
+
+    def _scales(self, name: str, number: float, multiples: int) -> None:
+        """Note where a number that goes by the batch stands in arithmetic, or a multiple of it in a mean."""
+        for source, size in self.sizes.items():
+            if size > 1 and number in (size, 1 / size):
+                self.scaled[len(self.lines), name, source, 1] = size
+            elif multiples and size > 1 and number % size == 0:
+                self.scaled[len(self.lines), name, source, int(number) // size] = size
 
     def _add(self, line: Line, made: list[Tensor]) -> None:
         """A call that was made, and what it returned."""

@@ -8,6 +8,7 @@ counts in the batch, other examples as negatives without a gradient, a running m
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,8 +25,9 @@ log = logging.getLogger(__name__)
 PATIENCE = 16
 
 SIZED = (
-    "{name} scales losses by the number of examples in their batch ({first}, then {second}): each weighs by how many others "
-    "were drawn. Leave it out: the step divides by the expected size of the batch"
+    "{name} scales losses by a number that goes by their batch ({first}, then {second}): how many examples it has, how long its "
+    "rows are padded, or how many tokens were counted in it. So each weighs by what the others are. Take the number of its own "
+    "tokens, (losses * mask).sum(1) / mask.sum(1), or a public one; the step divides by the expected size of the batch"
 )
 NOTE = "losses were not looked at for values that mix examples (%s): engine.look_at_losses(losses, batch) asks for them again"
 
@@ -45,7 +47,8 @@ class LossWatch:
         self.model, self.rows_per_example = model, rows_per_example
         self.outside = WeakIdKeyDictionary()
         self._batches = self._tried = self._told = 0
-        self._sizes: dict[int, set[tuple[int, str]]] = {}
+        # see `Trace.scaled`
+        self._scaled: dict[tuple[int, str, Hashable, int], int] = {}
         self._trace: Trace | None = None
         # what was found in this batch
         self._refused: UserError | None = None
@@ -87,14 +90,12 @@ class LossWatch:
         except UserError as error:
             self._refused = error
             raise
-        for examples, scaled in self._sizes.items():
-            if examples != trace.examples and (both := scaled & trace.scaled):
-                raise UserError(SIZED.format(name=min(both)[1], first=examples, second=trace.examples))
-        if told:
-            self._sizes[trace.examples] = trace.scaled
-            self._told += 1
-        # a factor that equals the size of the batch may be a constant: the next size tells
-        sure = self._told > 1 and told and (len(self._sizes) > 1 or not trace.scaled)
+        for place, size in trace.scaled.items():
+            if (first := self._scaled.setdefault(place, size)) != size:
+                raise UserError(SIZED.format(name=place[1], first=first, second=size))
+        self._told += told
+        # what equals a number of the batch may be a constant: another batch tells
+        sure = self._told > 1 and told and not trace.scaled
         self._tried = PATIENCE if sure else tried + 1
         if self._tried == PATIENCE and not told:
             log.warning(NOTE, trace.failure or "nothing in them goes by the rows of the batch")

@@ -1,5 +1,6 @@
 """A person's own losses: what one example loses may not depend on the others of its batch."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,24 @@ class Counted(TinyTask):
         return found / len(found)
 
 
+class Texts(TinyTask):
+    """As many tokens as their length says; the others of a row are padding, and so is a token of losses there."""
+
+    def __init__(self, weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weigh = weigh
+        self.train = [(x, y, 1 + i % 10) for i, (x, y) in enumerate(self.train)]
+
+    def collate(self, examples: list[Any]) -> dict[str, Tensor]:
+        lengths = torch.tensor([length for _, _, length in examples])
+        real = torch.arange(int(lengths.max())) < lengths[:, None]
+        return super().collate([(x, y) for x, y, _ in examples]) | {"real": real}
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        tokens = super().losses(model, batch)[:, None] * batch["real"]
+        return self.weigh(tokens, batch["real"])
+
+
 class Many(TinyTask):
     """What a loop may do with its examples: masks, writing, sorting there and back, another network, chance, 16 bits."""
 
@@ -202,8 +221,38 @@ def test_a_model_that_is_called_by_its_parts_is_refused_where_they_mix(tmp_path)
 
 
 def test_losses_are_not_divided_by_how_many_were_drawn(tmp_path) -> None:
-    with pytest.raises(UserError, match="scales losses by the number of examples in their batch"):
+    with pytest.raises(UserError, match="scales losses by a number that goes by their batch"):
         own_loop(tmp_path, Counted(), tiny_model())
+
+
+BY_THE_BATCH = {
+    "a mean over padded rows": lambda tokens, real: tokens.mean(1),
+    "padded rows, flattened": lambda tokens, real: tokens.unflatten(1, (-1, 1)).flatten(1).mean(-1),
+    "how long rows are padded": lambda tokens, real: tokens.sum(1) / real.shape[1],
+    "its tokens, counted": lambda tokens, real: tokens.sum(1) / int(real.sum()),
+    "its tokens, as item": lambda tokens, real: tokens.sum(1) * (1 / real.sum().item()),
+    "the longest": lambda tokens, real: tokens.sum(1) / float(real.sum(1).max()),
+}
+BY_ITSELF = {
+    "its own tokens": lambda tokens, real: tokens.sum(1) / real.sum(1),
+    "a public number": lambda tokens, real: tokens.sum(1) / 10,
+    "counted for a log": lambda tokens, real: (
+        tokens.sum(1),
+        tokens.mean() / int(real.sum()),
+        tokens.mean(1),
+    )[0],
+}
+
+
+@pytest.mark.parametrize("weigh", BY_THE_BATCH.values(), ids=BY_THE_BATCH)
+def test_losses_do_not_go_by_padding_nor_by_the_tokens_of_their_batch(tmp_path, weigh) -> None:
+    with pytest.raises(UserError, match="scales losses by a number that goes by their batch"):
+        own_loop(tmp_path, Texts(weigh), tiny_model())
+
+
+@pytest.mark.parametrize("weigh", BY_ITSELF.values(), ids=BY_ITSELF)
+def test_losses_may_go_by_their_own_tokens(tmp_path, weigh) -> None:
+    assert own_loop(tmp_path, Texts(weigh), tiny_model()).finished
 
 
 @pytest.mark.parametrize("task", [TinyTask, Weighted, Many])
