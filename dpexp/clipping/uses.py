@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dpexp.clipping.gradients import Outer, PerExampleGradient, Pulled, merge
+from dpexp.clipping.gradients import Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
 
 
@@ -85,8 +85,10 @@ class _PullBack:
         if grads.shape[0] == 0:
             return grads.new_zeros(0, *self.param.shape)
         asked: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        given = grads.to(self.graph.dtype)
-        with torch.enable_grad():
+        given, device = grads.to(self.graph.dtype), grads.device
+        # of a sum, the rounding of TF32 would be an error of all examples
+        full = numerics.full_precision
+        with torch.enable_grad(), full("matmul", device), full("conv", device):
             if given.shape[0] > 1:
                 try:
                     (found,) = torch.autograd.grad(

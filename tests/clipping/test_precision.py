@@ -303,3 +303,19 @@ def test_the_sum_behind_a_derived_weight_is_not_rounded_to_16_bits(engine: str, 
     for i in range(4):
         moved = together - summed(torch.arange(64)[torch.arange(64) != i])
         assert float(moved.norm()) <= 0.1 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_what_goes_back_through_a_derived_weight_is_multiplied_in_full(engine: str):
+    seen: list[str] = []
+
+    class Noted(Derived):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.up @ self.down
+            weight.register_hook(lambda _: seen.append(torch.backends.mkldnn.matmul.fp32_precision))
+            return nn.functional.linear(x, weight)
+
+    with multiplied_as("medium"):
+        model = Noted()
+        attach(model, engine=engine).backward(model(torch.randn(3, 16)).square().sum(1))
+    assert set(seen) == {"ieee"}
