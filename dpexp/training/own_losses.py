@@ -29,7 +29,12 @@ Losses = Callable[[Any, Any], Tensor]
 
 
 def look_at_losses(
-    losses: Losses, model: nn.Module, batch: Any, name: str, rows_per_example: int = 1
+    losses: Losses,
+    model: nn.Module,
+    batch: Any,
+    name: str,
+    rows_per_example: int = 1,
+    padding: bool = False,
 ) -> str | None:
     """Compute losses again, without gradients and without chance, on other batches of the same rows.
 
@@ -39,6 +44,7 @@ def look_at_losses(
         batch: on the model's device; its tensors begin with the batch.
         name: of the function, for a refusal.
         rows_per_example: adjacent rows of each example.
+        padding: whether to compute them with more padding too, where the batch says what that is.
 
     Returns:
         Why nothing could be compared, in words; None where it could.
@@ -53,7 +59,7 @@ def look_at_losses(
     replay = Replay(_AsModule(losses, model, rows_per_example), (batch,), {})
     look = Look(replay, count, rows_per_example, autocast=False)
     try:
-        look.run(padding=False)
+        look.run(padding)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     return None if look.compared else f"{name} was not looked at: {look.failure}"
@@ -73,7 +79,8 @@ def look_at_task(task: Task, model: nn.Module, seed: int) -> str | None:
     batch = task.augmented(task.collate(rows), np.arange(count), seed, 0)
     here = next(model.parameters()).device
     placed = {name: part.to(here) if isinstance(part, Tensor) else part for name, part in batch.items()}
-    return look_at_losses(task.losses, model, placed, f"{type(task).__name__}.losses", task.rows_per_example)
+    name, varied = f"{type(task).__name__}.losses", task.pad_to is None
+    return look_at_losses(task.losses, model, placed, name, task.rows_per_example, padding=varied)
 
 
 def first_rows(batch: Mapping[str, Any]) -> dict[str, Any]:

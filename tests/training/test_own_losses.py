@@ -98,6 +98,30 @@ def test_losses_of_each_example_alone_pass(task: type[TinyTask]) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Masked(TinyTask):
+    """Rows of 1, 2, 3 … tokens, and a loss for each of them."""
+
+    mean = False
+
+    def collate(self, examples: list[Any]) -> dict[str, Tensor]:
+        mask = torch.arange(len(examples)) <= torch.arange(len(examples))[:, None]
+        return super().collate(examples) | {"attention_mask": mask.long()}
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        tokens = super().losses(model, batch)[:, None] * batch["attention_mask"]
+        return tokens.mean(1) if self.mean else tokens.sum(1) / batch["attention_mask"].sum(1)
+
+
+def test_losses_of_a_task_do_not_go_by_padding() -> None:
+    task = Masked()
+    assert look_at_task(task, tiny_model(), 0) is None
+    task.mean = True
+    with pytest.raises(UserError, match=r"Masked\.losses: .*when its batch is padded further"):
+        look_at_task(task, tiny_model(), 0)
+    task.pad_to = 8
+    assert look_at_task(task, tiny_model(), 0) is None
+
+
 def test_what_cannot_be_looked_at_is_said() -> None:
     assert "only on Mondays" in (look_at_task(Unlucky(), tiny_model(), 0) or "")
     few = TinyTask()

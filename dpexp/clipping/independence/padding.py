@@ -28,6 +28,8 @@ MASKS = (
     "pad_mask",
     "mask",
 )
+# of labels, what torch's losses and all of transformers leave out
+IGNORED = -100
 # integers that are no token ids
 NO_IDS = ("position", "type", "segment", "label", "mask")
 
@@ -135,6 +137,8 @@ class Padding:
                 padding = padding[self.short].expand_as(padding)
             if name in MASKS:
                 padding = torch.full_like(padding, self.masked)
+            elif "label" in name and part.dtype == torch.int64:
+                padding = torch.full_like(padding, IGNORED)
             elif _is_ids(name, part) and self.tokens is not None:
                 padding = torch.full_like(padding, self.tokens)
             padding = padding.repeat_interleave(more, 1)
