@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from dpexp.declared import declared_units
@@ -14,6 +15,7 @@ from dpexp.method_checks import method_problems
 from dpexp.privacy.schedules import ADAPTIVE
 from dpexp.schemas import CHOICES, RunConfig
 from dpexp.training.low_pass import check_low_pass
+from dpexp.unread import given_for_nothing
 
 TRIALS_LAWS = ("geometric", "logarithmic", "poisson")
 DELTA_RULES = ("half_over_n", "n_pow_-1.1")
@@ -51,8 +53,13 @@ _LEAST, _MOST = 1e-12, 1e18
 _THREADS = 1024
 
 
-def check(run: RunConfig) -> None:
-    """Raise one `UserError` that lists every problem of a run's settings; return when there is none."""
+def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise one `UserError` that lists every problem of a run's settings; return when there is none.
+
+    Args:
+        run: the settings.
+        given: those that a command typed, which have to do something.
+    """
     problems = [
         *_missing(run),
         *_words(run),
@@ -65,6 +72,7 @@ def check(run: RunConfig) -> None:
         *_data(run),
         *_generation(run),
         *_parallel(run),
+        *given_for_nothing(run, given),
     ]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -158,7 +166,9 @@ def _numbers(run: RunConfig) -> Iterator[str]:
     for keys, words, holds in ranges:
         for key in keys:
             value = _get(run, key)
-            if value is not None and not (math.isfinite(value) and holds(value)):
+            if value is not None and not math.isfinite(value):
+                yield f"{key}={value} is not a finite number"
+            elif value is not None and not holds(value):
                 yield f"{key}={value} must be {words}"
     for key, value in flattened(asdict(run)):
         # which is hashed

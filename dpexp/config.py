@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -36,9 +36,9 @@ from dpexp.composing import VERSION_BASE, composed
 from dpexp.declared import declared_num_examples
 from dpexp.durable import disk_error, flattened
 from dpexp.errors import INTERRUPTED, UserError, did_you_mean
-from dpexp.privacy.schedules import SCHEDULES
 from dpexp.schemas import RunConfig
 from dpexp.settings import group_help, groups_asked
+from dpexp.unread import neutralise
 from dpexp.usage import choices_of, conf_dir, groups_of, help_text, options_last, print_out
 
 __all__ = ["RunConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict"]
@@ -72,8 +72,10 @@ _NOT_IN_SIGNATURE = frozenset(
 )  # fmt: skip
 
 
-def compose(overrides: Sequence[str] = (), config_name: str = "train", schema: type = RunConfig) -> Any:
-    """What ``python -m dpexp.<config_name> <overrides>`` would run, as an instance of the schema.
+def compose(
+    overrides: Sequence[str] = (), config_name: str = "train", schema: type = RunConfig, of_grid: bool = False
+) -> Any:
+    """What ``python -m dpexp.<config_name> <overrides>`` would run, as an instance of the schema; or one job of a grid.
 
     For tests, reports and notebooks. Raises `UserError` for every mistake that the command line would print.
     """
@@ -83,20 +85,26 @@ def compose(overrides: Sequence[str] = (), config_name: str = "train", schema: t
         cfg = composed(config_name, overrides, schema)
     except MISTAKES as error:
         raise _explain(error, config_name, schema, overrides) from error
-    return resolve(cfg, overrides, schema, config_name)
+    return resolve(cfg, overrides, schema, config_name, of_grid)
 
 
 def resolve(
-    cfg: DictConfig, overrides: Sequence[str] = (), schema: type = RunConfig, config_name: str = "train"
+    cfg: DictConfig,
+    overrides: Sequence[str] = (),
+    schema: type = RunConfig,
+    config_name: str = "train",
+    of_grid: bool = False,
 ) -> Any:
     """A composed configuration as an instance of the schema (a checked `RunConfig` unless another one is given).
 
     Refuses keys that the schema doesn't have, lists everything that is missing in one message, resolves every
-    interpolation, and sets what cannot matter (the quantile settings of a fixed threshold) to its neutral value.
+    interpolation, and sets what cannot matter (the quantile settings of a fixed threshold) to its neutral value. A command
+    that gives such a setting is refused, unless it is a job of a grid, where it is meant for others.
     """
     if removed := [override for override in overrides if override.startswith("~")]:
         raise UserError(f"{removed[0]}: a setting can't be removed; choose another value, or null")
-    _forget_sizes_of_another_model(cfg, overrides)
+    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    _forget_sizes_of_another_model(cfg, given)
     known = set(_keys(schema))
     for key, _ in flattened(cast("dict[str, Any]", OmegaConf.to_container(cfg))):
         if key not in known and not any(key.startswith(f"{mapping}.") for mapping in known):
@@ -108,14 +116,15 @@ def resolve(
     except OmegaConfBaseException as error:
         raise _explain(error, config_name, schema, overrides) from error
     if isinstance(settings, RunConfig):
-        _neutralise(settings)
-        check(settings)
+        neutralise(settings)
+        if settings.data.cache:
+            settings.data.cache = os.path.expanduser(settings.data.cache)
+        check(settings, {} if of_grid else given)
     return settings
 
 
-def _forget_sizes_of_another_model(cfg: DictConfig, overrides: Sequence[str]) -> None:
+def _forget_sizes_of_another_model(cfg: DictConfig, given: Mapping[str, str]) -> None:
     """Leave a model that the command line chose as its own file describes it: a scale's `model.config` is meant for its own."""
-    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     file = conf_dir() / "model" / f"{given.get('model')}.yaml"
     if not file.is_file() or "model.config" in given:
         return
@@ -178,7 +187,8 @@ def hydra_entry(
             current = HydraConfig.get()
             overrides = list(current.overrides.task)
             try:
-                return function(resolve(cfg, overrides, schema, config_name))
+                of_grid = current.mode == RunMode.MULTIRUN
+                return function(resolve(cfg, overrides, schema, config_name, of_grid))
             except Exception as error:
                 told = error if isinstance(error, UserError) else disk_error(error)
                 # The other jobs go on; Hydra raises the first failure at the end.
@@ -266,58 +276,6 @@ def _register(config_name: str, schema: type) -> None:
         if isinstance(mapping := OmegaConf.select(node, key), DictConfig):
             OmegaConf.set_struct(mapping, False)
     ConfigStore.instance().store(name=f"{config_name}_schema", node=node, provider="dpexp")
-
-
-def _neutralise(run: RunConfig) -> None:
-    if not run.clip.adaptive:
-        neutral = type(run.clip)()
-        for name in (
-            "init_threshold",
-            "target_quantile",
-            "quantile_lr",
-            "quantile_budget",
-            "rescale",
-            "follows",
-        ):
-            setattr(run.clip, name, getattr(neutral, name))
-    if run.clip.method == "norm":
-        for name in (
-            "memory",
-            "init_norm",
-            "variance_range",
-            "scale_floor",
-            "public_examples",
-            "basis",
-            "residual_norm",
-            "microbatch",
-            "projections",
-            "local_epochs",
-            "local_batch",
-            "local_lr",
-        ):
-            setattr(run.clip, name, getattr(type(run.clip)(), name))
-    names = [] if run.clip.adaptive and run.clip.follows == "norm" else ["norm_factor", "norm_bound"]
-    if not run.clip.adaptive or run.clip.follows == "norm":
-        names += ["target_quantile", "quantile_lr", "quantile_update"]
-    for name in names:
-        setattr(run.clip, name, getattr(type(run.clip)(), name))
-    if run.schedule.name in SCHEDULES:
-        schedule, takes = type(run.schedule)(run.schedule.name), SCHEDULES[run.schedule.name][1]
-        for name in (*takes, *(["updates_per_epoch"] if takes else [])):
-            setattr(schedule, name, getattr(run.schedule, name))
-        run.schedule = schedule
-    if run.unit.name == "example" and not (run.unit.column or run.unit.file or run.unit.size):
-        run.unit = type(run.unit)()
-    if run.individual.name == "none":
-        run.individual = type(run.individual)()
-    elif run.individual.groups is not None:
-        run.individual.shares = []
-    elif run.individual.budgets is not None:
-        run.individual.shares, run.individual.epsilons = [], []
-    if run.search.name == "none":
-        run.search = type(run.search)()
-    if run.data.cache:
-        run.data.cache = os.path.expanduser(run.data.cache)
 
 
 def _explain(error: Exception, config_name: str, schema: type, overrides: Sequence[str]) -> UserError:

@@ -1,4 +1,6 @@
-"""`runtime.dry_run=true`: would this run start here? Data and weights are looked for, the plan is made, and one step is taken.
+"""`runtime.dry_run=true`: would this run start here?
+
+Data and weights are looked for, tables that are here are read, the plan is made, and one step is taken.
 
 The step is taken on embedded data, with a small network of the same kind where the real one would have to be read: with the
 clipping, the noise, the schedule, the optimizer and the way to fine-tune of the run. Nothing is written, and nothing is charged.
@@ -21,14 +23,17 @@ from dpexp.declared import declared_units
 from dpexp.errors import UserError
 from dpexp.models import build_model, build_tokenizer
 from dpexp.models.images import FAMILIES, OWN_FAMILIES
+from dpexp.models.networks import check_config
 from dpexp.models.sources import hub_unreachable, locate
 from dpexp.privacy.keys import open_keys
 from dpexp.record import Metrics
 from dpexp.schemas import DataConfig, ModelConfig, UnitConfig
 from dpexp.tasks import build_task
+from dpexp.tasks.base import check_num_examples
+from dpexp.tasks.classification import read_labelled
 from dpexp.tasks.features import freeze
 from dpexp.tasks.image_sources import ImageReader
-from dpexp.tasks.pairs import PairReader
+from dpexp.tasks.pairs import PairReader, find_pairs
 from dpexp.tasks.sources import Reader, is_demo
 from dpexp.tasks.tables import TableReader
 from dpexp.tasks.users import by_user
@@ -76,6 +81,8 @@ def dry_run(run: RunConfig, console: Console | None = None) -> Answer:
         UserError: what the run itself would refuse.
     """
     answer = Answer(whereabouts(run), weights(run.model), plan(run), one_step(run))
+    if not answer.data.startswith(("missing", "the hub's")):
+        read_tables(run)
     if console is not None:
         console.print("\n".join(answer.lines()), markup=False)
     return answer
@@ -106,8 +113,28 @@ def whereabouts(run: RunConfig) -> str:
     return f"the hub's {name}" if reason is None else f"missing: {lacking}; or the hub's {name} ({reason})"
 
 
+def read_tables(run: RunConfig) -> None:
+    """Read the tables of a task of texts, as the run will: columns, classes, the number of rows. Images are not opened.
+
+    Raises:
+        UserError: what is wrong with them.
+    """
+    if run.task.kind in ("text_classification", "text_infilling"):
+        read_labelled(run.task, run.data, run.scale.name)
+    elif run.task.kind == "generation":
+        train = find_pairs(run.task, run.data, run.scale.name).splits["train"]
+        if run.task.drop_over is None:
+            check_num_examples(run.task, run.data, run.scale.name, len(train), train.where)
+
+
 def weights(model: ModelConfig) -> str:
-    """Where the weights lie, or what is missing."""
+    """Where the weights lie, or what is missing.
+
+    Raises:
+        UserError: `model.config` makes no network.
+    """
+    if model.family == "random_hf":
+        check_config(model, None)
     if model.family in ("random_hf", "random_timm", "custom") or model.retrain:
         return "drawn at random" if model.family != "custom" else f"of {model.factory}"
     if model.family in FAMILIES:
@@ -120,10 +147,12 @@ def weights(model: ModelConfig) -> str:
     except UserError as error:
         return f"missing: {error}"
     if not source.is_remote:
+        check_config(model, source)
         return source.name
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(source.location, "config.json"), str):
+        check_config(model, source)
         return f"{source.location}, in the cache of the hub"
     reason = hub_unreachable()
     if reason is None:

@@ -28,7 +28,7 @@ TASK_NEEDS = {  # what some tasks ask a person for
     "custom": ("task.factory=m:Mine", "model.factory=m:make", "data.num_examples=5000"),
     "images": ("data.train=folder", "data.num_examples=5000", "task.labels=[a,b]"),
     "text_classification": OWN_DATA,
-    "text_generation": OWN_DATA,
+    "text_generation": OWN_DATA[:-1],
     "text_infilling": (
         *OWN_DATA,
         "task.template='<S1> It is [MASK] .'",
@@ -142,7 +142,8 @@ def test_every_corner_of_every_sweep_composes(sweep):
         [f"{key}={value}" for value in values.split(",")] for key, values in cfg.hydra.sweeper.params.items()
     ]
     corners = list(itertools.product(*((axis[0], axis[-1]) for axis in axes)))
-    signatures = {signature(compose([*JOB, f"sweep={sweep}", *corner])) for corner in corners}
+    jobs = [compose([*JOB, f"sweep={sweep}", *corner], of_grid=True) for corner in corners]
+    signatures = {signature(job) for job in jobs}
     assert len(signatures) == len(corners), "two jobs of a grid are one run"
 
 

@@ -3,9 +3,12 @@
 import pytest
 
 from dpexp.checks import TRIALS_LAWS
-from dpexp.config import compose, run_folder
+from dpexp.config import RunConfig, compose, run_folder, to_dict
+from dpexp.durable import flattened
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.privacy.tuning import LAWS
+from dpexp.schemas import CHOICES
+from dpexp.unread import READ
 from tests.commands import called
 
 JOB = ("task=sst2", "clip=adaptive_perlayer")
@@ -31,8 +34,10 @@ MISTAKES = {
     "optim.lr=abc": "optim.lr=abc is not a number: write it out, such as 0.004",
     "optim.lr=[1": "cannot read 'optim.lr=[1'",
     "optim.lr=-1": "optim.lr=-1.0 must be above 0",
-    "optim.lr=nan": "optim.lr=nan must be above 0",
-    "optim.lr=inf": "optim.lr=inf must be above 0",
+    "optim.lr=nan": "optim.lr=nan is not a finite number",
+    "optim.lr=inf": "optim.lr=inf is not a finite number",
+    "privacy.epsilon=inf": "privacy.epsilon=inf is not a finite number",
+    "optim.weight_decay=-inf": "optim.weight_decay=-inf is not a finite number",
     "optim.betas=[0.9]": "two numbers",
     "optim.warmup_ratio=1": "in [0, 1)",
     "schedule=tme": "did you mean time",
@@ -99,6 +104,56 @@ def test_the_laws_of_trials_are_those_that_have_a_price():
 def test_settings_that_contradict_each_other(settings, words):
     with pytest.raises(UserError, match=words.replace("(", r"\(")):
         compose(["task=sst2", *settings])
+
+
+FOR_NOTHING = {
+    ("clip=flat", "clip.target_quantile=0.7"): "clip=flat: it is for clip.adaptive=true",
+    ("clip=norm_perlayer", "clip.target_quantile=0.7"): "clip=norm_perlayer: it is for clip.follows=quantile",
+    ("clip=flat", "clip.basis=8"): "clip=flat: it is for clip.method=embedding",
+    (
+        "clip=flat",
+        "schedule.decay_rate=0.1",
+    ): "schedule=constant: it is for schedule=time or schedule=exponential or",
+    (
+        "clip=flat",
+        "schedule=time",
+        "schedule.decay_rate=0.1",
+        "schedule.period=2",
+    ): "schedule=time: it is for",
+    ("clip=nonprivate", "schedule=time"): "clip=nonprivate: it is for clip.private=true",
+    ("clip=flat", "optim.momentum=0.9"): "optim=adam: it is for optim=sgd",
+    ("clip=flat", "optim=disk", "optim.betas=[0.9,0.9]"): "optim=sgd: it is for optim=adam or",
+    ("clip=flat", "peft.rank=8"): "peft=full: it is for peft=lora or peft=rgp or peft=adapters",
+    ("clip=flat", "search.tries=3"): "search=none: it is for search=noisybtls",
+    ("clip=flat", "unit.rows=3"): "unit=example: it is for unit=user",
+    ("clip=flat", "individual=sampling", "individual.bins=4"): "it is for individual.budgets=…",
+    ("clip=flat", "model=minilm", "model.id=mine"): "model=minilm: it is for model.family=hf or",
+    ("clip=flat", "task.label_words.a=b"): "task=sst2: it is for task.kind=text_infilling or",
+    ("clip=flat", "task.generation.num_beams=3"): "task=sst2: it is for task.kind=generation or",
+    ("clip=flat", "task=mnist", "data.text=words"): "task=mnist: it is for task.kind=text_classification or",
+    ("clip=flat", "runtime.stages=2"): "runtime.parallel=none: it is for runtime.parallel=pipeline",
+    ("clip=flat", "tracker.project=mine"): "tracker=none: it is for tracker=wandb",
+    ("clip=flat", "accountant.allow_clt=true"): "accountant=rdp: it is for accountant=gdp",
+}
+
+
+@pytest.mark.parametrize("settings", FOR_NOTHING, ids=lambda settings: settings[-1])
+def test_a_setting_that_nobody_reads_is_refused(settings):
+    with pytest.raises(UserError) as raised:
+        compose(["task=sst2", *settings])
+    assert f"{settings[-1]} does nothing with " in str(raised.value)
+    assert FOR_NOTHING[settings] in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_whom_a_setting_is_for_is_a_setting_and_its_choice():
+    neutral = to_dict(RunConfig())
+    known = {key for key, _ in flattened(neutral)} | {"task.generation", "task.label_words", "task.files"}
+    for chooser, wanted, settings in READ:
+        assert set(settings.split()) <= known, settings
+        assert chooser == "optim" or chooser in known
+        choices = CHOICES.get("optim.name" if chooser == "optim" else chooser)
+        assert choices is None or set(wanted) <= set(choices), (chooser, wanted)
 
 
 def test_everything_that_is_missing_is_one_message():
@@ -200,6 +255,12 @@ def test_a_multirun_gives_each_job_its_folder_and_outlives_a_failed_one(tmp_path
     assert done.stderr.count("error: this seed is refused") == 2
     assert "clip=perlayer seed=13" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_grid_may_give_a_setting_that_some_of_its_jobs_do_not_read(tmp_path):
+    done = call(tmp_path, "task=sst2", "clip=flat,adaptive_perlayer", "clip.target_quantile=0.7", "-m")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("folder") == 2
 
 
 def test_help_lists_groups_and_choices_without_asking_for_a_task(tmp_path):

@@ -65,6 +65,18 @@ def load_config(model: ModelConfig, source: Source | None) -> Any:
     return config
 
 
+def check_config(model: ModelConfig, source: Source | None) -> None:
+    """Make a network without weights of `model.config`, where that is given.
+
+    Raises:
+        UserError: an unknown field, a value of another type, or values that make no network.
+    """
+    if model.config:
+        config = load_config(model, source)
+        with torch.device("meta"):
+            random_network(config, "encoder")
+
+
 def set_dropout(config: Any, model: ModelConfig) -> None:
     """Overwrite every dropout probability that the config has, those of the attention weights and the rest apart.
 
@@ -96,7 +108,7 @@ def random_network(config: Any, head: str = "classifier", **arguments: Any) -> n
     """
     try:
         return _auto_class(head).from_config(config, dtype=torch.float32, **arguments)
-    except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, KeyError, AssertionError, ZeroDivisionError, RuntimeError) as error:
         raise UserError(
             f"no {head.replace('_', ' ')} can be made of this {config.model_type} config: {_first_line(error)}"
         ) from error
@@ -204,10 +216,19 @@ def _auto_class(head: str) -> Any:
 
 
 def _check_fields(config: Any, overrides: dict[str, Any]) -> None:
-    for key in overrides:
+    for key, value in overrides.items():
         if not hasattr(config, key):
             close = _close_matches(key, config.to_dict())
             raise UserError(f"model.config.{key}: a {config.model_type} config has no such field{close}")
+        present = getattr(config, key)
+        if _is_number(present) and value is not None and not _is_number(value):
+            raise UserError(
+                f"model.config.{key}={value} is not a number, and a {config.model_type} config has one there ({present})"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _dropout_fields(config: Any) -> list[str]:
@@ -216,7 +237,7 @@ def _dropout_fields(config: Any) -> list[str]:
         key
         for key, value in config.to_dict().items()
         if "drop" in key and "layerdrop" not in key and "path" not in key
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        if _is_number(value)
     ]
 
 

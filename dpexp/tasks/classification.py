@@ -71,6 +71,43 @@ _NO_EXAMPLES = Examples(
 )
 
 
+class Labelled(NamedTuple):
+    """Tables that were read and checked.
+
+    classes: split -> the number of each row's label, `[rows]` int64.
+    notes: what the record must say of the labels.
+    """
+
+    found: Found[Table]
+    num_examples: int
+    labels: list[str]
+    classes: dict[str, np.ndarray]
+    notes: list[str]
+
+
+def read_labelled(task: TaskConfig, data: DataConfig, scale: str) -> Labelled:
+    """Find, read and check the tables of a classification of texts; all but the tokens.
+
+    Raises:
+        UserError: as `TextClassification`.
+    """
+    check_metric(task.metric, len(task.labels) or None)
+    found = find_tables(task, data, scale)
+    train = found.splits["train"]
+    num_examples = check_num_examples(task, data, scale, len(train), train.where)
+    columns = columns_of(task, data)
+    labels, notes = _classes(task, found, columns)
+    check_metric(task.metric, len(labels))
+    classes = {}
+    for split, table in found.splits.items():
+        classes[split] = _targets(table, columns.label, labels)
+        if not any(text.strip() for text in table.columns[columns.text]):
+            raise UserError(
+                f"{table.where}: column {columns.text} is empty in all {len(table)} rows: is it the text's?"
+            )
+    return Labelled(found, num_examples, labels, classes, notes)
+
+
 class TextClassification(Task):
     """A task whose configuration says `kind: text_classification`.
 
@@ -85,14 +122,9 @@ class TextClassification(Task):
             UserError: as `find_tables`; a label outside the classes; N not declared or another; a metric
                 that is unknown or not for so many classes.
         """
-        check_metric(task.metric, len(task.labels) or None)
-        found = find_tables(task, data, scale)
-        train = found.splits["train"]
-        self.name = task.name
-        self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
+        found, self.num_examples, self.labels, classes, notes = read_labelled(task, data, scale)
         columns = columns_of(task, data)
-        self.labels, notes = _classes(task, found, columns)
-        check_metric(task.metric, len(self.labels))
+        self.name = task.name
         self.metric = METRICS[task.metric]
         self.metric_name = task.metric
         self.pad_token = int(tokenizer.pad_token_id)
@@ -104,12 +136,7 @@ class TextClassification(Task):
         # "train", "dev", and perhaps more whose names begin with "dev"
         self.splits: dict[str, Examples] = {}
         for split, table in found.splits.items():
-            targets = _targets(table, columns.label, self.labels)
             texts = table.columns[columns.text]
-            if not any(text.strip() for text in texts):
-                raise UserError(
-                    f"{table.where}: column {columns.text} is empty in all {len(table)} rows: is it the text's?"
-                )
             pairs = table.columns[columns.text_pair] if columns.text_pair else None
             content = " ".join([table.sha256, str(columns.wanted), *filter(None, [table.part])])
             tokens = self._tokenize(cache, content, tokenizer, texts, pairs, max_length)
@@ -132,7 +159,7 @@ class TextClassification(Task):
                 notes.append(f"{split}: {table.skipped} malformed rows of the file were left out{private}")
             if table.part:
                 notes.append(f"{split} is {table.part} of its file, not all of it")
-            self.splits[split] = Examples(tokens, targets)
+            self.splits[split] = Examples(tokens, classes[split])
         self.train: Examples = self.splits["train"]
         self.dev: Examples = self.splits.get("dev", _NO_EXAMPLES)
         self.data = found.info(task, data, scale, notes)

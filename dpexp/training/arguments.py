@@ -27,6 +27,21 @@ LARGEST = {"clip_norm": 1e18, "loss_scale": 1e18}
 """Of what is computed with in 32 bits."""
 
 
+# what PrivacyEngine takes where nothing is given
+QUANTILE_BUDGET, QUANTILE_LR = 0.1, 0.3
+
+
+def check_flags(**arguments: Any) -> None:
+    """Refuse what is neither True nor False: any text counts as true, also "no".
+
+    Raises:
+        UserError: the first of them.
+    """
+    for name, value in arguments.items():
+        if type(value).__name__ not in ("bool", "bool_"):
+            raise UserError(f"{name}={value!r} is neither True nor False: give one of them, without quotes")
+
+
 def check_numbers(**arguments: Any) -> None:
     """Refuse what is not a number of the right kind.
 
@@ -81,6 +96,13 @@ class Numbers:
             raise UserError(
                 f"target_quantile={self.target_quantile} is a share of the norms: give a number below 1"
             )
+        if self.target_quantile is None:
+            for name, neutral in (("quantile_budget", QUANTILE_BUDGET), ("quantile_lr", QUANTILE_LR)):
+                if getattr(self, name) != neutral:
+                    raise UserError(
+                        f"{name}={getattr(self, name)} does nothing while thresholds are fixed: give target_quantile too, or "
+                        "leave it out"
+                    )
         if (self.epochs is None) == (self.steps is None):
             raise UserError("give either epochs or steps, not both and not neither")
 
@@ -101,11 +123,12 @@ def checked_folder(folder: Any) -> Path:
         )
     try:
         path = Path(folder).expanduser()
-        if path.exists() and not path.is_dir():
-            raise UserError(f"folder={folder} is a file: give the run a folder of its own")
+        is_file = path.exists() and not path.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         # a name that is too long, a home that is nobody's
         raise UserError(f"folder={folder!r} is no name of a folder ({error}): give another one") from None
+    if is_file:
+        raise UserError(f"folder={folder} is a file: give the run a folder of its own")
     return path
 
 

@@ -32,8 +32,11 @@ from dpexp.privacy.sampling import PoissonSampler
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
 from dpexp.training import state
 from dpexp.training.arguments import (
+    QUANTILE_BUDGET,
+    QUANTILE_LR,
     Numbers,
     check_dataset,
+    check_flags,
     check_numbers,
     check_optimizer,
     check_rule,
@@ -125,8 +128,8 @@ class PrivacyEngine:
         rule: str = "abadi",
         engine: str = "auto",
         target_quantile: float | None = None,
-        quantile_budget: float = 0.1,
-        quantile_lr: float = 0.3,
+        quantile_budget: float = QUANTILE_BUDGET,
+        quantile_lr: float = QUANTILE_LR,
         allocation: str = "global",
         accountant: str = "rdp",
         schedule: str | Mapping[str, Any] = "constant",
@@ -145,6 +148,7 @@ class PrivacyEngine:
             clip_norm=clip_norm, target_quantile=target_quantile, quantile_budget=quantile_budget, quantile_lr=quantile_lr,
             loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, noise_seed=noise_seed,
         )  # fmt: skip
+        check_flags(fixed_length=fixed_length, secure=secure)
         self.folder = checked_folder(folder)
         model, wrapper = unwrapped(model)
         self.ranks = ranks = ranks_of(wrapper)
@@ -184,7 +188,7 @@ class PrivacyEngine:
         )
         self._optimizer = GuardedOptimizer(optimizer, scheduler, model)
         self._gradients = GradientGuard(model)
-        self._open = ExitStack()
+        self._open, self._closed = ExitStack(), False
         self._held = self._open.enter_context(ExitStack())
         self._open.callback(self._optimizer.release)
         try:
@@ -290,6 +294,7 @@ class PrivacyEngine:
                 f"collate_fn={collate_fn!r} is no function: give the size as physical_batch_size={collate_fn!r}"
             )
         check_numbers(physical_batch_size=physical_batch_size, steps=steps or None)
+        self._refuse_closed()
         size = int(physical_batch_size)
         self._loop = loop = object()
         last = self.steps if steps is None else min(self.steps, self.steps_taken + steps)
@@ -345,6 +350,7 @@ class PrivacyEngine:
             UserError: no batch is waiting for its losses, there are more or fewer losses than examples, what an example loses
                 depends on the others (see `watch`), or the loop has written to the gradients.
         """
+        self._refuse_closed()
         self._watch.end()
         if self._steps.piece is None:
             raise UserError(
@@ -391,9 +397,15 @@ class PrivacyEngine:
         check_accountant(accountant, allow_clt=False)
         return self.ledger.epsilon(self.plan.delta, accountant)
 
-    def save(self, folder: Path | None = None) -> None:
-        """Write a checkpoint, to the run's folder unless another one is given."""
-        folder = folder or self.folder / "checkpoint"
+    def save(self, folder: str | Path | None = None) -> None:
+        """Write a checkpoint, to the run's folder unless another one is given.
+
+        Raises:
+            UserError: the engine is closed, the folder cannot be made, or the disk is full.
+        """
+        self._refuse_closed()
+        folder = Path(folder or self.folder / "checkpoint")
+        self.ranks.once(lambda: make_folder(folder, "save(folder)"))
         checkpoint = state.Checkpoint(
             step=self.steps_taken,
             model=state.model_state(self.model),
@@ -404,13 +416,15 @@ class PrivacyEngine:
         with state.disk_errors(folder):
             state.save_together(folder, checkpoint, self.ranks)
 
-    def load(self, folder: Path | None = None) -> None:
+    def load(self, folder: str | Path | None = None) -> None:
         """Go on from a checkpoint of this run: its last one, or that in another folder.
 
         Raises:
-            UserError: there is none, it is damaged or of another run, or the ledger has lost steps that it stands on.
+            UserError: there is none, it is damaged or of another run, the ledger has lost steps that it stands on, or the engine
+                is closed.
         """
-        folder = folder or self.folder / "checkpoint"
+        self._refuse_closed()
+        folder = Path(folder or self.folder / "checkpoint")
         optimizer = self._optimizer.optimizer
         checkpoint = state.read_together(folder, self._identity, self.ranks, self.model, optimizer)
         if checkpoint is None:
@@ -440,7 +454,8 @@ class PrivacyEngine:
         write_card(summary_of(*of, copied=self._keys.copied), Path(folder))
 
     def close(self) -> None:
-        """Give model, optimiser and folder back. The ledger stays readable."""
+        """Give model, optimiser and folder back. The ledger stays readable, and no step can be taken any more."""
+        self._closed = True
         self._open.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -485,6 +500,13 @@ class PrivacyEngine:
         self._held.close()
         if not self.finished:
             self._held.enter_context(state.exclusive(self.folder))
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UserError(
+                f"this engine is closed, and another one may use {self.folder} by now: make a new PrivacyEngine with the same "
+                "arguments, which goes on from the last checkpoint"
+            )
 
     def _take_folder(self, noise_seed: int | None) -> Keys:
         self._held.enter_context(state.exclusive(self.folder))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from dpexp.schemas import ClipConfig
 
 RUN = "run.json"
+# settings that are kept as hashes under the run's key: another key makes others of both
+_KEYED = {"data", "frozen weights"}
 
 
 def refuse_other_ledgers(folder: Path) -> None:
@@ -47,9 +49,12 @@ def recognise(folder: Path, settings: Mapping[str, Any]) -> str:
         raise UserError(f"{path} is damaged: restore it, or begin a new run in another folder")
     elif odd := [name for name in present | before if present.get(name) != before.get(name)]:
         name = odd[0]
-        hashed = name in {"data", "frozen weights", "trained parameters"}
-        what = f"{name} was {before.get(name)} there and is {present.get(name)} here"
-        what = f"the {name} differ" if hashed else what
+        if name in _KEYED and _KEYED.issubset(odd):
+            what = "noise_seed is not what it was (or both the data and the frozen weights differ)"
+        elif name in {*_KEYED, "trained parameters"}:
+            what = f"the {name} differ"
+        else:
+            what = f"{name} was {before.get(name)} there and is {present.get(name)} here"
         raise UserError(
             f"{folder} holds a run with other settings: {what}. One folder is one run, whose "
             "noise may be used for nothing else: take another folder, or go back to what it was"

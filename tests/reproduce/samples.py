@@ -94,7 +94,8 @@ def curves(accuracy: float, layers: int = 0, growth: float = 1.0) -> dict[str, A
 def run_of(command: str, side: int = 0) -> RunConfig:
     """What the first (or with -1 the last) job of a command is set to; not to be changed."""
     words = [word.partition("=") for word in shlex.split(command)[3:] if word != "-m"]
-    return compose([f"{k}={v if v.startswith('[') else v.split(',')[side]}" for k, _, v in words])
+    chosen = [f"{k}={v if v.startswith('[') else v.split(',')[side]}" for k, _, v in words]
+    return compose(chosen, of_grid=True)
 
 
 def made_by(command: str, side: int = 0) -> Record:

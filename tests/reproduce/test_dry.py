@@ -92,6 +92,37 @@ def test_a_dry_start_writes_nothing_and_fails_where_something_is_missing(tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (
+            ["task=sst2", "data.num_examples=8", "optim.batch_size=8", "task.labels=[a,b]"],
+            "is none of the 2 classes a, b",
+        ),
+        (["task=sst2", "data.text=words"], "no column words"),
+        (["task=sst2"], "67349 examples are declared"),
+        (["task=sst2", "scale=demo", "model.config.hidden_size=abc"], "hidden_size=abc is not a number"),
+        (
+            ["task=sst2", "scale=demo", "model.config.hidden_size=-32"],
+            "no encoder can be made of this bert config",
+        ),
+        (
+            ["task=sst2", "scale=demo", "model.config.hidden_act=foo"],
+            "no encoder can be made of this bert config",
+        ),
+    ],
+)
+def test_what_the_run_would_refuse_a_dry_start_refuses(tmp_path: Path, asked: list[str], says: str):
+    (tmp_path / "sst2").mkdir()
+    for split in ("train", "dev"):
+        rows = "".join(f"{split} {i}\t{i % 2}\n" for i in range(8))
+        (tmp_path / "sst2" / f"{split}.tsv").write_text(f"sentence\tlabel\n{rows}")
+    small = ["scale=small", "model=bert_tiny", "clip=flat", f"data.root={tmp_path}"]
+    with pytest.raises(UserError) as raised:
+        train.dry_start(compose([*small, *asked]), Console(quiet=True))
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
     "asked",
     [
         ["optim.batch_growth={name: step, decay_rate: 0.5, period: 1}"],

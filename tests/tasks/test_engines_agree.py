@@ -28,9 +28,9 @@ GENERATED = ("dart", "e2e", "personachat", "samsum", "text_generation", "webnlg"
 B = 5
 STEP = 3  # of the training: augmentations depend on it
 WAYS = {
-    "lora": "peft.rank=2", "prefix": "peft.prefix_hidden=6",
-    "prompt": "peft.prefix_length=3", "p_tuning": "peft.prefix_hidden=6", "rgp": "peft.rank=1", "top2": "peft.blocks=1",
-    "bitfit": "peft.rank=0", "head": "peft.rank=0", "adapters": "peft.rank=4",
+    "lora": ["peft.rank=2"], "prefix": ["peft.prefix_hidden=6"],
+    "prompt": ["peft.prefix_length=3"], "p_tuning": ["peft.prefix_hidden=6"], "rgp": ["peft.rank=1"], "top2": ["peft.blocks=1"],
+    "bitfit": [], "head": [], "adapters": ["peft.rank=4"],
 }  # fmt: skip
 OF_A_HEAD = {
     "classifier": ("qnli",),
@@ -258,7 +258,7 @@ def test_several_changed_copies_of_an_image_are_one_example() -> None:
 def test_every_way_to_fine_tune_agrees_on_a_task_of_every_head(head: str, way: str) -> None:
     if (head, way) in NOT_THERE:
         pytest.skip("refused: see tests/models/test_finetuning.py")
-    case = case_of(*OF_A_HEAD[head], f"peft={way}", WAYS[way])
+    case = case_of(*OF_A_HEAD[head], f"peft={way}", *WAYS[way])
     assert case.task.head == head
     # a configuration refuses these with engine=opacus
     prompted = way in ("prompt", "p_tuning")

@@ -88,6 +88,10 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
         ({"users": 5}, "users=5 names nobody"),
         ({"scheduler": 3}, "scheduler=3 is none"),
         ({"allocation": "globl"}, "allocation=.globl. is not known; choose global"),
+        ({"secure": "no"}, "secure='no' is neither True nor False"),
+        ({"fixed_length": 1}, "fixed_length=1 is neither True nor False"),
+        ({"quantile_budget": 0.5}, "quantile_budget=0.5 does nothing while thresholds are fixed"),
+        ({"quantile_lr": 0.1}, "quantile_lr=0.1 does nothing while thresholds are fixed"),
     ],
     ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
 )
@@ -95,6 +99,24 @@ def test_a_number_that_cannot_be_meant_gets_one_sentence(tmp_path, changes, says
     with pytest.raises(UserError, match=says):
         make(tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_gets_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^folder=.*file is a file: give the run a folder of its own$"):
+        make(tmp_path / "file")
+
+
+def test_checkpoints_elsewhere_may_be_named_by_text(tmp_path):
+    engine = train(make(tmp_path / "run"), steps=2)
+    engine.save(str(tmp_path / "early"))
+    engine.load(str(tmp_path / "early"))
+    assert engine.steps_taken == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=r"file/below can't be made .*: choose another one with save\(folder\)"
+    ):
+        engine.save(tmp_path / "file" / "below")
 
 
 def test_numbers_may_be_those_of_other_libraries(tmp_path):

@@ -99,6 +99,8 @@ def test_a_finished_run_trains_nothing_more(tmp_path):
         ({"dataset": TensorDataset(data().tensors[0] + 1e-6, data().tensors[1])}, "the data differ"),
         ({"dataset": Subset(data(), [1, 0, *range(2, 60)])}, "the data differ"),
         ({"model": nn.Sequential(nn.Linear(10, 3))}, "the trained parameters differ"),
+        ({"noise_seed": 12345}, "noise_seed is not what it was"),
+        ({"noise_seed": 12345, "clip_norm": 2.0}, "clip_norm was 1.0"),
     ],
 )
 def test_a_used_folder_is_refused(tmp_path, changes, named):
@@ -131,6 +133,17 @@ def test_the_folder_of_a_configured_run_is_refused(tmp_path):
     run_to_end(tmp_path, tiny_run(steps=1))
     with pytest.raises(UserError, match="another run"):
         make(tmp_path)
+
+
+@pytest.mark.parametrize("use", ["load", "save", "step", "batches"])
+def test_a_closed_engine_neither_trains_nor_takes_the_folder_again(tmp_path, use):
+    engine = train(make(tmp_path), steps=2)
+    engine.close()
+    calls = {"step": lambda: engine.step(torch.zeros(1)), "batches": lambda: next(engine.batches())}
+    with pytest.raises(UserError, match="this engine is closed"):
+        calls.get(use, lambda: getattr(engine, use)())()
+    assert engine.epsilon() > 0
+    make(tmp_path).close()  # nobody holds it
 
 
 def test_a_folder_is_held_until_the_engine_is_closed_or_dropped(tmp_path):

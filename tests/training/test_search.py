@@ -160,7 +160,7 @@ def test_without_noise_to_speak_of_the_searches_descend(tmp_path):
         (["optim.momentum=0.9"], "finds the step size along the gradient itself"),
         (["accountant=prv"], "use accountant=rdp"),
         (["clip=adaptive_flat"], "take clip=flat"),
-        (["search.tries=0"], r"search\.tries=0 must be above 0"),
+        (["search.candidates=0"], r"search\.candidates=0 must be above 0"),
     ],
 )
 def test_bad_settings(changes, message):

@@ -1,0 +1,185 @@
+"""Which settings do the chosen methods read? One that nobody reads is refused where a command gives it, and is in no run's name.
+
+A choice of a group (``clip=flat``) brings values for all of its settings, and a preset may hold some for another method than
+the one that runs: that is no mistake. What a person types is meant to do something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dpexp.privacy.schedules import SCHEDULES
+from dpexp.schemas import RunConfig
+
+# any value but null, 0 and []
+GIVEN = ("…",)
+
+_FILTERS = ("doppler", "disk")
+_HUGGING_FACE = ("hf", "minilm", "mpnet", "smollm2", "random_hf")
+_TEXTS = ("text_classification", "text_infilling", "custom")
+_ALL_TEXTS = (*_TEXTS, "generation")
+_ONE = {name: takes for name, (_, takes) in SCHEDULES.items()}
+
+# a setting, those of its values under which others are read, and the others; "optim" is the optimiser that moves the weights
+READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("clip.private", (True,), "privacy.secure privacy.delta schedule.name"),
+    ("clip.groups", ("device",), "clip.devices"),
+    (
+        "clip.adaptive",
+        (True,),
+        "clip.init_threshold clip.target_quantile clip.quantile_lr clip.quantile_update clip.quantile_budget clip.rescale "
+        "clip.follows clip.norm_factor clip.norm_bound clip.threshold_floor",
+    ),
+    ("clip.follows", ("quantile",), "clip.target_quantile clip.quantile_lr clip.quantile_update"),
+    ("clip.follows", ("norm",), "clip.norm_factor clip.norm_bound"),
+    ("clip.method", ("adaclip", "scaled"), "clip.memory"),
+    ("clip.method", ("adaclip",), "clip.init_norm clip.variance_range"),
+    ("clip.method", ("ellipsoid", "scaled"), "clip.scale_floor"),
+    ("clip.method", ("ellipsoid", "embedding"), "clip.public_examples"),
+    ("clip.method", ("embedding",), "clip.basis clip.residual_norm"),
+    ("clip.method", ("microbatch",), "clip.microbatch"),
+    ("clip.method", ("jl",), "clip.projections"),
+    ("clip.method", ("fedavg",), "clip.local_epochs clip.local_batch clip.local_lr"),
+    ("accountant.name", ("gdp",), "accountant.allow_clt"),
+    *(
+        ("schedule.name", tuple(name for name, takes in _ONE.items() if parameter in takes), f"schedule.{parameter}")
+        for parameter in dict.fromkeys(parameter for takes in _ONE.values() for parameter in takes)
+    ),
+    ("schedule.name", tuple(name for name, takes in _ONE.items() if takes), "schedule.updates_per_epoch"),
+    ("unit.name", ("user",), "unit.num_users unit.rows"),
+    ("unit.size", (0,), "unit.num_users"),
+    (
+        "individual.name",
+        ("sampling", "scaling"),
+        "individual.epsilons individual.shares individual.groups individual.budgets individual.bins individual.partition",
+    ),
+    ("individual.groups", (None,), "individual.shares"),
+    ("individual.budgets", (None,), "individual.epsilons individual.shares"),
+    ("individual.budgets", GIVEN, "individual.bins individual.partition"),
+    ("search.name", ("noisymax", "noisybtls", "hyfreedp"), "search.mechanism search.share search.objective_clip"),
+    ("search.name", ("noisymax", "noisybtls"), "search.raise_by"),
+    ("search.name", ("noisymax",), "search.candidates search.window search.growth"),
+    (
+        "search.name",
+        ("noisybtls",),
+        "search.tries search.backtrack search.armijo search.angle_memory search.angle_high search.angle_low search.shrink",
+    ),
+    ("optim", ("adam", "adamw", "adam_bc", "adamw_bc", "lamb"), "optim.betas"),
+    ("optim", ("adam", "adamw", "lamb", "adagrad"), "optim.eps"),
+    ("optim", ("sgd",), "optim.momentum"),
+    ("optim", ("adam_bc", "adamw_bc"), "optim.floor"),
+    ("optim", ("adadp",), "optim.tolerance optim.ratios"),
+    ("optim.name", _FILTERS, "optim.base"),
+    ("optim.name", ("doppler",), "optim.filter_a optim.filter_b"),
+    ("optim.name", ("disk",), "optim.kappa"),
+    ("peft.name", ("lora", "rgp", "adapters"), "peft.rank"),
+    ("peft.name", ("lora",), "peft.alpha peft.dropout"),
+    ("peft.name", ("lora", "rgp"), "peft.targets"),
+    ("peft.name", ("rgp",), "peft.carriers"),
+    ("peft.name", ("adapters",), "peft.placement"),
+    ("peft.name", ("top2",), "peft.blocks"),
+    ("peft.name", ("prefix", "prompt", "p_tuning"), "peft.prefix_length"),
+    ("peft.name", ("prefix", "p_tuning"), "peft.prefix_hidden"),
+    ("model.family", ("random_hf", "cnn"), "model.architecture"),
+    ("model.family", ("hf", "timm", "random_timm"), "model.id"),
+    ("model.family", ("custom",), "model.factory"),
+    ("model.family", _HUGGING_FACE, "model.retrain"),
+    ("model.family", (*_HUGGING_FACE, "custom"), "model.tokenizer"),
+    ("model.family", (*_HUGGING_FACE, "timm", "random_timm"), "model.dropout model.attention_dropout"),
+    ("task.kind", (*_TEXTS, "image_classification"), "task.labels"),
+    ("task.kind", _TEXTS, "data.text_pair task.text_pair task.held_out"),
+    (
+        "task.kind",
+        _ALL_TEXTS,
+        "data.text data.label data.max_length task.text task.label task.max_length task.columns task.malformed task.overlong",
+    ),
+    ("task.format", ("",), "data.text data.label task.text task.label"),
+    ("task.kind", ("text_infilling", "custom"), "task.template task.label_words"),
+    (
+        "task.kind",
+        ("image_classification", "custom"),
+        "task.channels task.image_size task.mean task.std task.title task.augmentations task.augmentation",
+    ),
+    ("task.augmentations", GIVEN, "task.augmentation"),
+    ("task.kind", ("generation", "custom"), "task.generation"),
+    ("task.generation.shots", GIVEN, "task.generation.prompt_set"),
+    (
+        "task.generation.top_p",
+        (None,),
+        "task.generation.num_beams task.generation.length_penalty task.generation.beam_length",
+    ),
+    ("task.kind", ("custom",), "task.factory"),
+    ("data.dev", (None,), "task.held_out"),
+    (
+        "runtime.parallel",
+        ("pipeline",),
+        "runtime.stages runtime.schedule runtime.microbatch runtime.flat runtime.rematerialise runtime.park",
+    ),
+    ("tracker.name", ("wandb",), "tracker.mode tracker.project"),
+    ("tracker.name", ("wandb", "tensorboard"), "tracker.not_private"),
+    ("analysis.output_specific_every", GIVEN, "analysis.rounding"),
+)  # fmt: skip
+
+# of whose settings a run's name holds those that are read
+_IN_NAMES = ("clip.", "unit.", "individual.", "search.", "schedule.")
+
+
+def unread(run: RunConfig) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """Yield each setting that nobody reads, the choice that makes it so, and what that would have to be."""
+    for chooser, wanted, settings in READ:
+        value = _value(run, chooser)
+        if not (bool(value) if wanted is GIVEN else value in wanted):
+            for setting in settings.split():
+                yield setting, chooser, wanted
+
+
+def neutralise(run: RunConfig) -> None:
+    """Set what nobody reads to the neutral value, so that it makes no other run."""
+    neutral = RunConfig()
+    for setting, chooser, _ in list(unread(run)):
+        if setting.startswith(_IN_NAMES) and chooser != "clip.private":
+            group, _, name = setting.partition(".")
+            setattr(getattr(run, group), name, getattr(getattr(neutral, group), name))
+
+
+def given_for_nothing(run: RunConfig, given: Mapping[str, str]) -> Iterator[str]:
+    """Name each setting of a command that would do nothing, once.
+
+    Args:
+        run: the settings that follow from the command.
+        given: setting -> value, as they were typed; of a group its choice.
+    """
+    typed = {f"{key}.name" if hasattr(getattr(run, key, None), "name") else key: key for key in given}
+    told = set()
+    for setting, chooser, wanted in unread(run):
+        for key, word in typed.items():
+            if key not in told and (key == setting or key.startswith(f"{setting}.")):
+                told.add(key)
+                choices = " or ".join(_said(chooser, value) for value in wanted)
+                yield f"{word}={given[word]} does nothing with {_present(run, chooser)}: it is for {choices}; leave it out"
+
+
+def _value(run: RunConfig, chooser: str) -> Any:
+    if chooser == "optim":
+        return run.optim.base if run.optim.name in _FILTERS else run.optim.name
+    value: Any = run
+    for part in chooser.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _present(run: RunConfig, chooser: str) -> str:
+    """What stands in the way, by the choice that a person made."""
+    group = chooser.partition(".")[0]
+    name = getattr(getattr(run, group), "name", "")
+    return (
+        f"{group}={name}"
+        if name and group in ("clip", "task", "model")
+        else _said(chooser, _value(run, chooser))
+    )
+
+
+def _said(chooser: str, value: Any) -> str:
+    word = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return f"{chooser.removesuffix('.name')}={word}"
