@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -126,15 +125,23 @@ def in_one(case: tuple) -> dict:
     }
 
 
-def test_two_stages_sum_what_one_process_sums(tmp_path: Path) -> None:
-    """One test, because the processes of all cases are started once."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, tuple, dict, dict, dict]]:
+    """Of each case its name, what one process finds, and the first and the last stage; the stages are started once for all."""
     expected = [in_one(case) for case in CASES]
-    answers = run_ranks(2, tmp_path, in_stages, CASES, [one["thresholds"] for one in expected])
+    thresholds = [one["thresholds"] for one in expected]
+    answers = run_ranks(2, tmp_path_factory.mktemp("stages"), in_stages, CASES, thresholds)
     stages = zip(*tree_map_only(np.ndarray, torch.from_numpy, answers), strict=True)
-    for case, one, (first, last) in zip(CASES, expected, stages, strict=True):
-        name = "-".join(map(str, case))
+    return [
+        ("-".join(map(str, case)), case, one, first, last)
+        for case, one, (first, last) in zip(CASES, expected, stages, strict=True)
+    ]
+
+
+def test_two_stages_sum_what_one_process_sums(found: list[tuple[str, tuple, dict, dict, dict]]) -> None:
+    """Every case in one test: each worker that is given one makes them all."""
+    for name, case, one, first, last in found:
         check_sums(case, one, first, last, name)
-        check_bytes(case, first, last, name)
 
 
 def check_sums(case: tuple, one: dict, first: dict, last: dict, name: str) -> None:
@@ -156,12 +163,12 @@ def check_sums(case: tuple, one: dict, first: dict, last: dict, name: str) -> No
     assert first["batches"] == math.ceil(EXAMPLES / size), name
 
 
-def check_bytes(case: tuple, first: dict, last: dict, name: str) -> None:
-    """Only flat clipping sends norms."""
-    way, park = case[5], case[7]
-    for stage in (first, last):
-        sent, batches = stage["bytes"], stage["batches"]
-        numbers = 2 * batches * math.ceil(EXAMPLES / batches)
-        assert sent.get("norms", 0) == (8 * numbers if way else 0), name
-        assert (sent.get("parked", 0) > 0) == (way == "offload" or park), name
-    assert first["bytes"]["activations"] == last["bytes"]["gradients"] > 0, name
+def test_only_flat_clipping_sends_norms(found: list[tuple[str, tuple, dict, dict, dict]]) -> None:
+    for name, case, _, first, last in found:
+        way, park = case[5], case[7]
+        for stage in (first, last):
+            sent, batches = stage["bytes"], stage["batches"]
+            numbers = 2 * batches * math.ceil(EXAMPLES / batches)
+            assert sent.get("norms", 0) == (8 * numbers if way else 0), name
+            assert (sent.get("parked", 0) > 0) == (way == "offload" or park), name
+        assert first["bytes"]["activations"] == last["bytes"]["gradients"] > 0, name
