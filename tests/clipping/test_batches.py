@@ -127,24 +127,10 @@ def sent(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return self.out(torch.tanh(self.first(h))[order.argsort()])
 
 
-def packed(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    """The tokens of texts that are sorted already, position after position."""
-    parts = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-    h = torch.tanh(self.first(parts.data))
-    back = nn.utils.rnn.PackedSequence(h, parts.batch_sizes)
-    return self.out(
-        nn.utils.rnn.pad_packed_sequence(back, batch_first=True, total_length=x.shape[1])[0].sum(1)
-    )
-
-
-@pytest.mark.parametrize("forward", [stacked, taken_apart, padded_again, sent, packed])
+@pytest.mark.parametrize("forward", [stacked, taken_apart, padded_again, sent])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_in_an_order_that_changes_nothing_at_first(forward: Callable[..., Tensor], engine: str) -> None:
-    sizes = (
-        ((2, 2, 2), (2, 2, 2), (3, 2, 1), (4, 1, 1))
-        if forward is packed
-        else ((2, 2, 2), (1, 2, 3), (2, 1, 3))
-    )
+    sizes = ((2, 2, 2), (1, 2, 3), (2, 1, 3))
     torch.manual_seed(0)
     batches = [rows(3, 4) | {"lengths": torch.tensor(given)} for given in sizes]
     exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
