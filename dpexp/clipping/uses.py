@@ -239,7 +239,8 @@ class Use:
         leaves = [value.leaf.detach().requires_grad_() for value in self.values]
         with torch.enable_grad(), self.in_autocast():
             y = self.formula.repeat(self, tuple(leaves), saved)
-        grads = torch.autograd.grad(y, leaves, gy.to(y.dtype).reshape(y.shape), allow_unused=True)
+        with numerics.full_precision("matmul", gy.device), numerics.full_precision("conv", gy.device):
+            grads = torch.autograd.grad(y, leaves, gy.to(y.dtype).reshape(y.shape), allow_unused=True)
         found: dict[str, Tensor] = {}
         for value, g in zip(self.values, grads, strict=True):
             if g is None:
