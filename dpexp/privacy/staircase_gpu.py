@@ -15,6 +15,8 @@ from dpexp.privacy.staircase import LAYER_BITS, LOW_BITS, SCALE_BITS, WIDTH_BITS
 
 # blocks of the cipher, 16 registers each, that one program computes
 BLOCKS = 128
+# programs whose numbers are compared before a device is trusted
+COMPARED = 64
 
 
 @triton.jit
@@ -167,8 +169,8 @@ def settle(key: bytes, places: Tensor, streams: Tensor, first: Tensor, second: T
 @cache
 def trusted(device: torch.device) -> bool:
     """Tell whether the kernels, compiled for this device, draw the numbers of their twins; asked once per process."""
-    # several programs, the last one with an edge; counters beyond 32 bits
-    count = 64 * BLOCKS + 48
+    # the last one has an edge; counters reach beyond 32 bits
+    count = COMPARED * BLOCKS + 48
     key = bytes(range(200, 232))
     counters = torch.arange((1 << 35) - 64, (1 << 35) - 64 + count, device=device)
     streams = torch.arange(count, device=device) // 16
