@@ -12,6 +12,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -197,12 +198,24 @@ def _add_in_batches(jobs: Iterable[_Job], secure: bool) -> None:
     """The same without the kernels, many small tensors at a time."""
     for (key, device), group in groupby(jobs, lambda job: (job.key, job.flat.device)):
         limit = _EXACT_BATCH if secure else _GPU_BATCH if device.type == "cuda" else _BATCH
-        for batch in _batches(group, limit):
-            pieces = [Piece(job.stream, start, part.numel()) for job, start, part in batch]
-            drawn = _exact_integers(key, pieces) if secure else integers(key, pieces, device)
-            for (job, _, part), noise in zip(batch, drawn, strict=True):
-                noisy = part.double().mul_(1 / job.grid).round_().add_(noise.to(device)).mul_(job.grid)
-                part.copy_(noisy if part.dtype == torch.float64 else noisy.float())
+        with _one_thread():
+            for batch in _batches(group, limit):
+                pieces = [Piece(job.stream, start, part.numel()) for job, start, part in batch]
+                drawn = _exact_integers(key, pieces) if secure else integers(key, pieces, device)
+                for (job, _, part), noise in zip(batch, drawn, strict=True):
+                    noisy = part.double().mul_(1 / job.grid).round_().add_(noise.to(device)).mul_(job.grid)
+                    part.copy_(noisy if part.dtype == torch.float64 else noisy.float())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Start no threads within operations: for hundreds of small ones that takes longer than it saves."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _exact_integers(key: bytes, pieces: Sequence[Piece]) -> Sequence[Tensor]:
