@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from dpexp.clipping.gradients import Outer
+from tests.triton_tests import compiles_for_a_gpu, interpret
 
 pytest.importorskip("triton", reason="torch was installed without Triton")
 
@@ -35,35 +32,17 @@ print("agreed")
 
 
 def test_interpreted_they_agree_with_float64():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "agreed" in done.stdout
+    interpret(INTERPRETED)
 
 
 @pytest.mark.parametrize("kernel", ["_ghost", "_outer"])
 @pytest.mark.parametrize(("dtype", "precision"), [("fp32", "ieee"), ("bf16", "tf32")])
 def test_they_compile_for_a_gpu(kernel: str, dtype: str, precision: str):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from dpexp.clipping.kernels import norms
 
-    function = getattr(norms, kernel)
+    kinds = {"a": f"*{dtype}", "g": f"*{dtype}", "out": "*fp32", "magnitudes": "*fp32"}
     constants = {"tile": norms.TILE, "depth": norms.DEPTH, "precision": precision}
-    kinds = {"a": f"*{dtype}", "g": f"*{dtype}", "out": "*fp32", "magnitudes": "*fp32"} | dict.fromkeys(
-        constants, "constexpr"
-    )
-    signature = {name: kinds.get(name, "i32") for name in function.arg_names}
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert "cubin" in compiled.asm
+    assert compiles_for_a_gpu(getattr(norms, kernel), kinds, constants)
 
 
 def test_a_cpu_is_never_offered_them():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests.triton_tests import compiles_for_a_gpu, interpret
 
 pytest.importorskip("triton", reason="torch was installed without Triton")
 
@@ -30,40 +28,24 @@ print("agreed")
 
 
 def test_interpreted_they_draw_the_numbers_of_their_twins():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "agreed" in done.stdout
+    interpret(INTERPRETED)
 
 
 @pytest.mark.parametrize("kernel", ["_first_turn", "_settle"])
 def test_they_compile_for_a_gpu(kernel: str):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from dpexp.privacy import staircase_gpu
 
-    function = getattr(staircase_gpu, kernel)
-    names = ("rounds", "layer_bits", "low_bits", "width_bits", "blocks")
-    constants = dict(zip(names, staircase_gpu.BITS, strict=True))
-    if kernel == "_settle":
-        constants |= {"total": 6627564.0, "scale_bits": 40}
     kinds = dict.fromkeys(("counters", "streams", "places"), "*i64") | {
         "numbers": "*fp64",
         "heights": "*fp64",
     }
-    kinds |= {"key": "*i32", "layers": "*i32", "sure": "*i8", "count": "i32"}
+    kinds |= {"key": "*i32", "layers": "*i32", "sure": "*i8"}
     kinds |= dict.fromkeys(("firsts", "seconds"), "*i32" if kernel == "_first_turn" else "*i64")
-    signature = {name: kinds.get(name, "constexpr") for name in function.arg_names}
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert "cubin" in compiled.asm
+    names = ("rounds", "layer_bits", "low_bits", "width_bits", "blocks")
+    constants = dict(zip(names, staircase_gpu.BITS, strict=True))
+    if kernel == "_settle":
+        constants |= {"total": 6627564.0, "scale_bits": 40}
+    assert compiles_for_a_gpu(getattr(staircase_gpu, kernel), kinds, constants)
 
 
 @pytest.mark.gpu
