@@ -148,9 +148,11 @@ def first_turn(key: bytes, counters: Tensor, streams: Tensor, out: Tensor) -> tu
     count, (layers, _) = len(counters), _tables(out.device)
     firsts, seconds = torch.empty(2, 8 * count, dtype=torch.int32, device=out.device)
     sure = torch.empty(8 * count, dtype=torch.int8, device=out.device)
-    _first_turn[(triton.cdiv(count, BLOCKS),)](
-        _words(key, out.device), counters, streams, layers, out, firsts, seconds, sure, count, *BITS
-    )
+    # Triton launches on the current device
+    with torch.cuda.device_of(out):
+        _first_turn[(triton.cdiv(count, BLOCKS),)](
+            _words(key, out.device), counters, streams, layers, out, firsts, seconds, sure, count, *BITS
+        )
     waiting = (sure == 0).nonzero().squeeze(1)
     return firsts[waiting].long() & MASK, seconds[waiting].long() & MASK, waiting
 
@@ -158,7 +160,9 @@ def first_turn(key: bytes, counters: Tensor, streams: Tensor, out: Tensor) -> tu
 def settle(key: bytes, places: Tensor, streams: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Draw as `dpexp.privacy.staircase.settle` does."""
     numbers = torch.empty(len(places), dtype=torch.float64, device=places.device)
-    if len(places):
+    if not len(places):
+        return numbers
+    with torch.cuda.device_of(numbers):
         _settle[(triton.cdiv(len(places), BLOCKS),)](
             _words(key, places.device), places, streams, first, second, *_tables(places.device), numbers, len(places),
             float(staircase.staircase().total), SCALE_BITS, *BITS,

@@ -107,9 +107,11 @@ def ghost_norms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     (B, T, d), p = a.shape, g.shape[2]
     tiles = triton.cdiv(T, TILE)
     sums, magnitudes = torch.empty(2, B, tiles * tiles, dtype=torch.float32, device=a.device)
-    _ghost[(B, tiles * tiles)](
-        a, g, sums, magnitudes, *a.stride(), *g.stride(), T, d, p, tiles, TILE, DEPTH, _precision(a)
-    )
+    # Triton launches on the current device
+    with torch.cuda.device_of(a):
+        _ghost[(B, tiles * tiles)](
+            a, g, sums, magnitudes, *a.stride(), *g.stride(), T, d, p, tiles, TILE, DEPTH, _precision(a)
+        )
     return sums.sum(1).clamp_(min=0), magnitudes.sum(1)
 
 
@@ -119,9 +121,10 @@ def outer_norms(a: Tensor, g: Tensor) -> Tensor:
     across = triton.cdiv(d, TILE)
     tiles = across * triton.cdiv(p, TILE)
     sums = torch.empty(B, tiles, dtype=torch.float32, device=a.device)
-    _outer[(B, tiles)](
-        a, g, sums, *a.stride(), *g.stride(), T, d, p, across, tiles, TILE, DEPTH, _precision(a)
-    )
+    with torch.cuda.device_of(a):
+        _outer[(B, tiles)](
+            a, g, sums, *a.stride(), *g.stride(), T, d, p, across, tiles, TILE, DEPTH, _precision(a)
+        )
     return sums.sum(1)
 
 
