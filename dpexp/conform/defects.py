@@ -291,8 +291,8 @@ def _(stack: ExitStack) -> None:
 # --------------------------------------------------------------------------------------------------- sampling, accounting
 @defect("twice the sampling rate that is accounted for")
 def _(stack: ExitStack) -> None:
-    def double(f: Any, self: PoissonSampler, n: int, q: float, key: bytes) -> None:
-        f(self, n, min(1.0, 2 * q), key)
+    def double(f: Any, self: PoissonSampler, n: int, q: float, key: bytes, *rest: Any) -> None:
+        f(self, n, min(1.0, 2 * q), key, *rest)
 
     _around(stack, PoissonSampler, "__init__", double)
 
@@ -321,7 +321,7 @@ def _(stack: ExitStack) -> None:
 
 @defect("samples from a seed that everybody knows")
 def _(stack: ExitStack) -> None:
-    _around(stack, PoissonSampler, "__init__", lambda f, self, n, q, key: f(self, n, q, b"0" * 32))
+    _around(stack, PoissonSampler, "__init__", lambda f, self, n, q, key, *r: f(self, n, q, b"0" * 32, *r))
 
 
 @defect("dropout from a seed that all steps share")
