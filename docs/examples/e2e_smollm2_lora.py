@@ -80,7 +80,7 @@ def record(trainer, before, seconds):
         "expected_batch": engine.plan.expected_batch_size, "delta": engine.plan.delta,
         "noise_multiplier": engine.plan.noise_multiplier, "epsilon": engine.ledger.epsilons(engine.plan.delta),
         "metrics": {"eval_loss_before": before} | trainer.evaluate(), "dev_rows": len(trainer.eval_dataset),
-        "seconds": round(seconds), "seeds": 1, "trials": 1,
+        "seconds": round(seconds),
         "versions": versions(), "git": git_state(), "command": command_line(),
     }  # fmt: skip
 

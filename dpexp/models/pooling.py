@@ -90,11 +90,13 @@ class PooledClassifier(PreTrainedModel):
     def forward(
         self, past_key_values: Any = None, labels: Tensor | None = None, **inputs: Any
     ) -> SequenceClassifierOutput:
-        """Logits `[B, classes]`; `labels` are not looked at. Prefix tuning looks for `past_key_values` by this name."""
+        """Logits `[B, classes]`; of `labels` `[B]` the mean loss. Prefix tuning looks for `past_key_values` by this name."""
         if past_key_values is not None:
             inputs["past_key_values"] = past_key_values
         logits = self.classifier(self.dropout(self.pooled(**inputs)))
-        return SequenceClassifierOutput(logits=logits)
+        # as Hugging Face's models give it, for evaluations
+        loss = None if labels is None else nn.functional.cross_entropy(logits.float(), labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 def encoder_arguments(config: Any) -> dict[str, bool]:
