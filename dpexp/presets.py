@@ -35,8 +35,14 @@ def beside_peft(peft: str, trainable: str) -> str:
     return trainable if peft == "full" else "all"
 
 
+def if_head(trainable: str, then: Any, otherwise: Any) -> Any:
+    """What suits a head that trains alone, or what suits everything else."""
+    return then if trainable == "head" else otherwise
+
+
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "own_batch": own_batch,
     "own_epochs": own_epochs,
     "beside_peft": beside_peft,
+    "if_head": if_head,
 }

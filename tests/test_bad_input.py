@@ -78,8 +78,16 @@ def test_the_sizes_of_a_scale_are_not_put_on_another_model() -> None:
 @pytest.mark.parametrize("peft", ["lora", "bitfit", "head"])
 def test_the_settings_for_own_data_go_with_any_way_to_fine_tune(peft: str) -> None:
     run = compose([*DECLARED, f"peft={peft}"])
-    assert run.model.trainable == "all"
-    assert compose(DECLARED).model.trainable == "bias"
+    assert (run.model.trainable, run.model.frozen_features, run.optim.lr) == ("all", False, 1e-3)
+
+
+def test_a_head_that_trains_alone_reads_features_that_are_computed_once() -> None:
+    run = compose(DECLARED)
+    assert (run.model.trainable, run.model.frozen_features, run.optim.lr) == ("head", True, 1e-2)
+    run = compose([*DECLARED, "model.trainable=bias"])
+    assert (run.model.frozen_features, run.optim.lr) == (False, 1e-3)
+    run = compose(["task=text_infilling", *DECLARED[1:]])
+    assert (run.model.trainable, run.model.pooling, run.optim.lr) == ("bias", "own", 1e-3)
 
 
 @pytest.mark.parametrize(
