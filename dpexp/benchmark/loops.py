@@ -2,13 +2,14 @@
 
 ``python -m dpexp.benchmark.loops results/examples/loops.json`` trains a small BERT on made-up rows by each of the three, in
 turns, on one thread. What is compared is a whole turn of the loop, from the beginning of one step to that of the next: reading,
-clipping, ledger, noise, optimiser, and what the loop does besides. The processor's time counts, which other programs disturb
-least.
+clipping, ledger, noise, optimiser, and what the loop does besides. All three draw the same batches, for batches differ in size
+and so in time. The processor's time counts, which other programs disturb least.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import statistics
 import sys
 import tempfile
@@ -86,7 +87,7 @@ def network(hidden: int, layers: int) -> nn.Module:
         return transformers.BertForSequenceClassification(config).train()
 
 
-def by_train(folder: Path, model: nn.Module, steps: int, begin: Callable[[], None]) -> None:
+def by_train(folder: Path, model: nn.Module, steps: int, begin: Callable[[], None], seed: int) -> None:
     """The loop of `dpexp.train`."""
     run, task = RunConfig(), Rows()
     run.clip.clip_norm, run.privacy.noise_multiplier, run.privacy.delta = CLIP, SIGMA, str(DELTA)
@@ -94,7 +95,7 @@ def by_train(folder: Path, model: nn.Module, steps: int, begin: Callable[[], Non
     run.runtime.physical_batch_size, run.runtime.device = str(PIECE), "cpu"
     run.runtime.checkpoint_every = run.runtime.eval_every = 0
     folder.mkdir()
-    keys, plan = open_keys(folder, None), build_plan(run, ROWS, steps)
+    keys, plan = open_keys(folder, seed), build_plan(run, ROWS, steps)
 
     class Timed(Trainer):
         def take_step(self, interrupts: Any) -> Any:
@@ -114,13 +115,13 @@ def by_train(folder: Path, model: nn.Module, steps: int, begin: Callable[[], Non
         trainer.train(progress)
 
 
-def by_engine(folder: Path, model: nn.Module, steps: int, begin: Callable[[], None]) -> None:
+def by_engine(folder: Path, model: nn.Module, steps: int, begin: Callable[[], None], seed: int) -> None:
     """A loop of one's own around `PrivacyEngine`."""
     task = Rows()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine = PrivacyEngine(
         model, optimizer, task.train, folder=folder, batch_size=BATCH, steps=steps, noise_multiplier=SIGMA, delta=DELTA,
-        clip_norm=CLIP, checkpoint_every=0,
+        clip_norm=CLIP, checkpoint_every=0, noise_seed=seed,
     )  # fmt: skip
     begin()
     for batch in engine.batches(task.collate, PIECE):
@@ -128,7 +129,7 @@ def by_engine(folder: Path, model: nn.Module, steps: int, begin: Callable[[], No
             begin()
 
 
-def by_trainer(folder: Path, model: nn.Module, steps: int, begin: Callable[[], None]) -> None:
+def by_trainer(folder: Path, model: nn.Module, steps: int, begin: Callable[[], None], seed: int) -> None:
     """Hugging Face's Trainer, private."""
 
     class Timed(private.Trainer):
@@ -144,7 +145,7 @@ def by_trainer(folder: Path, model: nn.Module, steps: int, begin: Callable[[], N
     rows = Dataset.from_list(
         [{name: value.tolist() for name, value in row.items()} for row in Rows().train]
     ).with_format("torch")
-    privacy = {"noise_multiplier": SIGMA, "delta": DELTA, "clip_norm": CLIP}
+    privacy = {"noise_multiplier": SIGMA, "delta": DELTA, "clip_norm": CLIP, "noise_seed": seed}
     Timed(model, arguments, train_dataset=rows, data_collator=Rows().collate, privacy=privacy).train()
 
 
@@ -155,22 +156,25 @@ def measure(hidden: int, layers: int, steps: int, rounds: int) -> list[dict[str,
     """Time every way in turns.
 
     Returns:
-        One row for each: the median of the processor's seconds for a step, and that as a multiple of `dpexp.train`'s.
+        One row for each: the median of the processor's seconds for a step, and the median of its multiples of what `dpexp.train`
+        takes for the same batch.
     """
     spent: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(rounds):
+    for seed in range(rounds):
         for name, way in WAYS.items():
             stamps: list[float] = []
             begin = partial(_stamp, stamps)
             with tempfile.TemporaryDirectory() as place:
-                way(Path(place, "run"), network(hidden, layers), steps, begin)
+                way(Path(place, "run"), network(hidden, layers), steps, begin, seed)
             # in the first steps the engine measures and looks
             spent[name] += [end - start for start, end in list(pairwise(stamps))[2:]]
-    medians = {name: statistics.median(times) for name, times in spent.items()}
     return [
-        {"way": name, "step_s": value, "relative": value / medians["dpexp.train"], "steps": len(spent[name])}
-        for name, value in medians.items()
-    ]
+        {
+            "way": name, "step_s": statistics.median(times), "steps": len(times),
+            "relative": statistics.median(map(operator.truediv, times, spent["dpexp.train"])),
+        }
+        for name, times in spent.items()
+    ]  # fmt: skip
 
 
 def _stamp(stamps: list[float]) -> None:
