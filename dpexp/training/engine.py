@@ -322,6 +322,7 @@ class PrivacyEngine:
                     if not self._steps.sharded:
                         self._watch.begin(batch, len(piece))
                     yield batch
+                    self._watch.end()
                     if self._loop is not loop:
                         raise UserError("another loop over engine.batches() was begun: keep to one of them")
                     if self._steps.piece is not None:
@@ -366,9 +367,11 @@ class PrivacyEngine:
         self._gradients.check()
         self._optimizer.check()
         try:
-            return self._steps.add(self._units.losses(losses))
+            taken = self._steps.add(self._units.losses(losses))
         finally:
             self._gradients.look()
+        self._watch.follow()
+        return taken
 
     def look_at_losses(self, losses: Losses, batch: Any) -> None:
         """Refuse a function of the loop's own whose losses go by their batch, which no gradient shows.

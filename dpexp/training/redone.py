@@ -53,7 +53,7 @@ class Redone:
         """
         trace = self.trace
         for name, buffer in trace.model.named_buffers():
-            if buffer in trace.private:
+            if buffer in trace.private or buffer in trace.before:
                 raise UserError(WRITTEN.format(name=name))
         try:
             trace.failure = trace.failure or self._failure(losses)

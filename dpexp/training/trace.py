@@ -110,7 +110,7 @@ class Trace(TorchFunctionMode):
         self.sizes: dict[Hashable, int] = {times: examples * times for times in sorted({1, rows_per_example})}
         self.failure = ""
         self.private = WeakIdKeyDictionary()
-        self._before, self._outside = before, outside
+        self.before, self._outside = before, outside
         named = [*model.named_parameters(), *model.named_buffers()]
         self._own = {_storage(tensor): name for name, tensor in named if type(tensor) in PLAIN}
         # of tensors without a place
@@ -147,23 +147,18 @@ class Trace(TorchFunctionMode):
         self._open.callback(register_module_forward_pre_hook(self._enter).remove)
         self._open.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         self._open.callback(self.model.register_forward_pre_hook(self._entered, with_kwargs=True).remove)
-        _push_mode(self)
-        self._open.callback(self._remove)
+        # below modes that the loop has entered: who leaves one takes the topmost off
+        _stack([self, *_unstacked()])
+        self._open.callback(lambda: _stack([mode for mode in _unstacked() if mode is not self]))
 
     def end(self) -> None:
         """Watch no longer."""
         self._open.close()
 
-    def _remove(self) -> None:
-        """Leave the stack of modes, wherever in it this one stands: the loop may have entered others and not left them yet."""
-        above = []
-        while (mode := _get_current_function_mode()) is not None:
-            _pop_mode()
-            if mode is self:
-                break
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
+    def follow(self) -> None:
+        """Watch on behind the losses: writes to the model, and what holds values of the batch when the next one begins."""
+        self._stop("the losses are there")
+        self.begin()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._inside += module is self.model
@@ -175,7 +170,7 @@ class Trace(TorchFunctionMode):
         for tensor in tensors_in((args, kwargs)):
             if tensor in self.numbers:
                 self.entering.append(self.numbers[tensor])
-            elif tensor in self._before and tensor not in self.rowed:
+            elif tensor in self.before and tensor not in self.rowed:
                 raise UserError(EARLIER.format(what="what enters the model depends"))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -192,34 +187,27 @@ class Trace(TorchFunctionMode):
                 self.rowed[tensor] = None
                 self._mark(tensor)
 
-    def _mark(self, tensor: Tensor | None) -> None:
+    def _mark(self, tensor: Any) -> None:
         """Remember that a tensor holds values of the batch."""
-        if tensor is not None and type(tensor) in PLAIN and _storage(tensor) not in self._own:
+        if type(tensor) in PLAIN and _storage(tensor) not in self._own:
             self.private[tensor] = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.failure:
-            return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._inside:
             return self._made_within(func, args, kwargs, given)
+        if self.failure:
+            return self._followed(func, args, kwargs, given)
         if not any(t in self.numbers or t in self.rowed or t in self._within for t in given):
             return self._of_earlier(func, args, kwargs, given)
-        private = name_of(func) not in SHAPES and any(t in self.private for t in given)
-        if private:
-            self._look_at_parameters(func, given)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
         opaque = func is torch.autograd.grad or any(type(t) not in PLAIN for t in given)
         before = [_version(t) for t in given]
         # what is written to is noted as it was
         line = None if opaque or not in_place(func) else self._tried(self._noted, func, args, kwargs, given)
-        result = func(*args, **kwargs)
+        result = self._followed(func, args, kwargs, given)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if private:
-            self._count_number(result)
-            for tensor in (*made, *([given[0], given[0]._base] if in_place(func) else ())):
-                self._mark(tensor)
         if opaque:
             self._have_rows(made)
         elif line is not None:
@@ -231,6 +219,19 @@ class Trace(TorchFunctionMode):
             if line is not None and name_of(func) == "mean" and made[0].numel():
                 self._scales("mean", given[0].numel() // made[0].numel(), 1)
             self._tried(self._add, line, made)
+        return result
+
+    def _followed(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        """Call a function, and remember which tensors and numbers hold values of the batch."""
+        private = name_of(func) not in SHAPES and any(t in self.private for t in given)
+        if private:
+            self._look_at_parameters(func, given)
+        result = func(*args, **kwargs)
+        if private:
+            self._count_number(result)
+            written = [given[0], given[0]._base] if in_place(func) else []
+            for tensor in (*tree_leaves(result), *written):
+                self._mark(tensor)
         return result
 
     def _made_within(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
@@ -251,8 +252,8 @@ class Trace(TorchFunctionMode):
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
         result = func(*args, **kwargs)
-        if name_of(func) not in SHAPES and any(t in self._before for t in given):
-            self._before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
+        if name_of(func) not in SHAPES and any(t in self.before for t in given):
+            self.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
         return result
 
     def _look_at_parameters(self, func: Any, given: list[Tensor]) -> None:
@@ -288,6 +289,8 @@ class Trace(TorchFunctionMode):
         numbers = [n for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
         counted = any(math.isclose(n, c) or math.isclose(n * c, 1) for n in numbers for c in self._counts)
         counted = counted or any(t.numel() == 1 and t in self._within for t in given)
+        # of one example alone they are its own
+        counted = counted and self.examples > 1
         if name.strip("_") in BROADCASTING and given[0].is_floating_point():
             for n in numbers:
                 self._scales(name, n, 0)
@@ -295,6 +298,8 @@ class Trace(TorchFunctionMode):
 
     def _scales(self, name: str, number: float, multiples: int) -> None:
         """Note where a number that goes by the batch stands in arithmetic, or a multiple of it in a mean."""
+        if self.examples == 1:
+            return
         for source, size in self.sizes.items():
             if size > 1 and number in (size, 1 / size):
                 self.scaled[len(self.lines), name, source, 1] = size
@@ -322,12 +327,15 @@ class Trace(TorchFunctionMode):
             if tensor in self.rowed:
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
-            elif tensor in self._before:
+            elif tensor in self.before:
                 self.old.add(self._count)
         return self.numbers[tensor]
 
     def _place(self, number: int, tensor: Tensor) -> None:
         """Find the dimension that is the batch, and how many rows each example has there."""
+        if self.examples == 1:
+            # no other could stand in its place
+            return
         fits = self.fits(tensor)
         if len(fits) > 1:
             raise ValueError(
@@ -354,6 +362,20 @@ class Trace(TorchFunctionMode):
         self.failure = self.failure or why
         self.held.clear()
         self.lines.clear()
+
+
+def _unstacked() -> list[Any]:
+    """Take all modes off their stack, and return them as they stood."""
+    found: list[Any] = []
+    while (mode := _get_current_function_mode()) is not None:
+        found.insert(0, mode)
+        _pop_mode()
+    return found
+
+
+def _stack(modes: Iterable[Any]) -> None:
+    for mode in modes:
+        _push_mode(mode)
 
 
 def slots_of(line: Line) -> list[Slot]:

@@ -35,6 +35,9 @@ NOTE = "losses were not looked at for values that mix examples (%s): engine.look
 class LossWatch:
     """Watches physical batches of a loop: the first until two have told something; the 16th, the 64th and so on.
 
+    Before each of the latter it watches the one before, too, which may have left something behind. One example alone mixes
+    nothing, and may meet what was left behind.
+
     Args:
         model: whose own forward is not looked into: the clipper does that.
         rows_per_example: rows that a batch may have of each example.
@@ -46,7 +49,7 @@ class LossWatch:
     def __init__(self, model: nn.Module, rows_per_example: int = 1):
         self.model, self.rows_per_example = model, rows_per_example
         self.outside = WeakIdKeyDictionary()
-        self._batches = self._tried = self._told = 0
+        self._batches = self._tried = self._told = self._alone = 0
         # see `Trace.scaled`
         self._scaled: dict[tuple[int, str, Hashable, int], int] = {}
         self._trace: Trace | None = None
@@ -60,7 +63,9 @@ class LossWatch:
         self.end()
         self._batches += 1
         self._trace = self._refused = None
-        if examples > 1 and (self._tried < PATIENCE or due(self._batches)):
+        self._alone += examples == 1
+        watched = self._tried if examples > 1 else self._alone
+        if watched < PATIENCE or due(self._batches) or due(self._batches + 1):
             self._trace = Trace(
                 self.model, batch, examples, self.rows_per_example, self._before, self.outside
             )
@@ -72,6 +77,11 @@ class LossWatch:
         if self._trace is not None:
             self._trace.end()
 
+    def follow(self) -> None:
+        """Watch what is done with the batch behind its losses."""
+        if self._trace is not None:
+            self._trace.follow()
+
     def check(self, losses: Tensor) -> None:
         """Look at what was watched.
 
@@ -80,19 +90,22 @@ class LossWatch:
         """
         if self._refused is not None:
             raise self._refused
-        trace, self._trace = self._trace, None
+        trace = self._trace
         if trace is None:
             return
         # who tries again after a refusal is watched again
         tried, self._tried = self._tried, 0
         try:
             told = Redone(trace).check(losses)
+            for place, size in trace.scaled.items():
+                if (first := self._scaled.setdefault(place, size)) != size:
+                    raise UserError(SIZED.format(name=place[1], first=first, second=size))
         except UserError as error:
-            self._refused = error
+            self._refused, self._trace = error, None
             raise
-        for place, size in trace.scaled.items():
-            if (first := self._scaled.setdefault(place, size)) != size:
-                raise UserError(SIZED.format(name=place[1], first=first, second=size))
+        if trace.examples == 1:
+            self._tried = tried
+            return
         self._told += told
         # what equals a number of the batch may be a constant: another batch tells
         sure = self._told > 1 and told and not trace.scaled

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -110,12 +111,54 @@ class RunningMean:
         return cross_entropy(found, y, reduction="none")
 
 
+@pytest.mark.parametrize("size", [4, 1])
 @pytest.mark.parametrize("where", ["before", "behind", "in place"])
-def test_what_an_earlier_batch_has_left_behind_is_refused(tmp_path, where):
+def test_what_an_earlier_batch_has_left_behind_is_refused(tmp_path, where, size):
     engine = make(tmp_path)
     with pytest.raises(UserError, match="an earlier batch has left behind"):
-        train(engine, 4, losses=RunningMean(where))
+        train(engine, size, losses=RunningMean(where))
     assert engine.ledger.steps_charged == 0
+
+
+def test_a_memory_that_is_used_once_it_is_full_is_refused_at_the_sixteenth_batch(tmp_path):
+    memory = deque(maxlen=5)
+
+    def losses(engine, batch):
+        found = engine.model(batch[0])
+        if len(memory) == 5:
+            found = found - torch.stack(tuple(memory)).mean(0)
+        memory.append(found.detach().mean(0))
+        return cross_entropy(found, batch[1], reduction="none")
+
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        train(engine, 8, losses=losses)
+    assert 0 < engine.steps_taken < engine.steps
+
+
+def test_what_is_left_behind_when_the_step_is_taken_is_refused(tmp_path):
+    centres, engine = [torch.zeros(3)], make(tmp_path)
+
+    def losses(engine, batch):
+        return cross_entropy(engine.model(batch[0]) - centres[-1], batch[1], reduction="none")
+
+    def after(batch):
+        with torch.no_grad():
+            centres.append(0.9 * centres[-1] + 0.1 * engine.model(batch[0]).mean(0))
+
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        train(engine, 4, losses=losses, after=after)
+    assert engine.ledger.steps_charged == 0
+
+
+def test_one_example_at_a_time_may_go_by_its_own_numbers(tmp_path, caplog):
+    def losses(engine, batch):
+        x, y = batch
+        scale = 1 / (1 + x.abs().mean().item()) / len(x)
+        return cross_entropy(engine.model(x - x.mean()), y, reduction="none") * scale
+
+    assert train(make(tmp_path, steps=3), 1, losses=losses).finished
+    assert "not looked at" not in caplog.text
 
 
 def test_an_example_of_an_earlier_batch_does_not_enter_the_model(tmp_path):
@@ -159,23 +202,29 @@ class Centred(nn.Module):
 def test_values_of_a_batch_that_are_written_to_the_model_are_refused(tmp_path, how):
     model = Centred()
 
-    def losses(engine, batch):
-        outputs = model(batch[0])
-        mean = outputs.detach().mean(0)
-        with torch.no_grad():
-            if how == "in place":
-                model.centre.lerp_(mean, 0.1)
-            elif how == "anew":
-                model.centre = 0.9 * model.centre + 0.1 * mean
-            elif how == "data":
-                model.centre.data = 0.9 * model.centre.data + 0.1 * mean
-            else:
-                model.body[3].bias.data += 0.1 * mean
-        return cross_entropy(outputs, batch[1], reduction="none")
+    def write(batch):
+        mean = model(batch[0]).detach().mean(0)
+        if how == "in place":
+            model.centre.lerp_(mean, 0.1)
+        elif how == "anew":
+            model.centre = 0.9 * model.centre + 0.1 * mean
+        elif how == "data":
+            model.centre.data = 0.9 * model.centre.data + 0.1 * mean
+        else:
+            model.body[3].bias.data += 0.1 * mean
 
+    def losses(engine, batch):
+        with torch.no_grad():
+            write(batch)
+        return losses_of(engine, batch)
+
+    refusal = r"writes values of its batch to (centre|body\.3\.bias) of the model"
     engine = make(tmp_path, model)
-    with pytest.raises(UserError, match=r"writes values of its batch to (centre|body\.3\.bias) of the model"):
+    with pytest.raises(UserError, match=refusal):
         train(engine, losses=losses)
+    # when the step is taken
+    with pytest.raises(UserError, match=refusal), torch.no_grad():
+        train(engine, losses=torch.enable_grad()(losses_of), after=write)
     assert engine.ledger.steps_charged == 0
 
 
