@@ -30,19 +30,19 @@ def own_epochs(num_examples: int | None, batch_size: float) -> float:
     return float(f"{STEPS * batch_size / max(num_examples or UNKNOWN, 1):.2g}")
 
 
-def beside_peft(peft: str, trainable: str) -> str:
-    """`model.trainable`: as given under peft=full; any other way to fine-tune says itself what trains."""
-    return trainable if peft == "full" else "all"
+def own_rate(num_examples: int | None) -> float:
+    """η of SGD on fixed features, N/10,000: the noise of such a run, and so the length of step that it bears, goes with 1/N."""
+    return (num_examples or UNKNOWN) / 10_000
 
 
-def if_head(trainable: str, then: Any, otherwise: Any) -> Any:
-    """What suits a head that trains alone, or what suits everything else."""
-    return then if trainable == "head" else otherwise
+def if_equal(value: Any, wanted: Any, then: Any, otherwise: Any) -> Any:
+    """What suits one choice, or what suits all others: `${if_equal:${peft.name},full,head,all}`."""
+    return then if value == wanted else otherwise
 
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "own_batch": own_batch,
     "own_epochs": own_epochs,
-    "beside_peft": beside_peft,
-    "if_head": if_head,
+    "own_rate": own_rate,
+    "if_equal": if_equal,
 }

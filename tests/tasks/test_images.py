@@ -188,6 +188,16 @@ def test_own_folders_need_no_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("chosen", "family", "rate"), [([], "scattering", 0.2), (["model=cnn_cifar"], "cnn", 1.0)]
+)
+def test_the_settings_for_own_images_suit_the_network(chosen: list[str], family: str, rate: float) -> None:
+    given = ["task=images", "scale=own", "clip=flat", "data.train=photos", "task.labels=[ape,wolf]"]
+    run = compose([*given, "data.num_examples=2000", *chosen])
+    assert (run.model.family, run.model.frozen_features) == (family, family == "scattering")
+    assert (run.optim.name, run.optim.lr, run.optim.batch_size, run.optim.epochs) == ("sgd", rate, 256, 38)
+
+
+@pytest.mark.parametrize(
     ("overrides", "says"),
     [
         (["task=images", "scale=small"], "not given: data.train"),
