@@ -1,10 +1,11 @@
 """``python -m dpexp.conform.kills``: private runs killed (SIGKILL) at random instants a hundred times: results/kills.
 
-Each run is begun in a process of its own and killed at a random time, up to twelve times, until it ends by itself. A third of
-them are trainings, a third audits (gradient canaries in the same trainer), and a third train a model that writes, and write
-texts at their end, in which they are killed too. In every fourth run one process of four computes slightly other sums, as a
-runtime that is not deterministic does: its steps may not reuse noise, and must be charged again. A log beside the run, written
-and synced as soon as a step's noise is drawn, says what was released; it is compared with the ledger.
+Each run is begun in a process of its own and killed, a random time after its start or after one of its first releases, up to
+twelve times, until it ends by itself. A third of them are trainings, a third audits (gradient canaries in the same trainer), and
+a third train a model that writes, and write texts at their end, in which they are killed too. In every fourth run one process of
+four computes slightly other sums, as a runtime that is not deterministic does: its steps may not reuse noise, and must be charged
+again. A log beside the run, written and synced as soon as a step's noise is drawn, says what was released; it is compared with
+the ledger.
 """
 
 from __future__ import annotations
@@ -179,12 +180,16 @@ def killed_run(
                 code = 0
             finally:
                 os._exit(code)
-        deadline = time.monotonic() + (rng.uniform(0.05, 0.7) * typical if kills < MOST else math.inf)
-        status = None
+        # behind a release, because on a busy machine a time alone would end most of them on the way to their first step
+        begun, after = _releases(folder), rng.randrange(4)
+        delay = rng.uniform(0, typical / rng.choice((2, STEPS))) if kills < MOST else math.inf
+        deadline, status = math.inf, None
         while status is None:
             done, found = os.waitpid(child, os.WNOHANG)
             if done:
                 status = found
+            elif deadline == math.inf and _releases(folder) >= begun + after:
+                deadline = time.monotonic() + delay
             elif time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
                 status = os.waitpid(child, 0)[1]
@@ -194,10 +199,16 @@ def killed_run(
             kills += 1
         elif os.WEXITSTATUS(status):
             raise RuntimeError(f"a process of run {seed} ended with status {os.WEXITSTATUS(status)}")
-    lines = {tuple(line.split()) for line in (folder / RELEASED).read_text().splitlines()}
+    lines = {tuple(line.split()) for line in (folder / RELEASED).read_text(encoding="utf-8").splitlines()}
     return json.loads((folder / END).read_text()) | {
         "kind": kind, "seed": seed, "kills": kills, "processes_with_other_sums": changed, "released": sorted(lines),
     }  # fmt: skip
+
+
+def _releases(folder: Path) -> int:
+    """How many a run has made so far, in all of its processes."""
+    log = folder / RELEASED
+    return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 def faults(run: dict[str, Any], whole: dict[str, Any], plan_event: Any) -> list[str]:
