@@ -14,7 +14,18 @@ from matplotlib.ticker import LogLocator
 
 from dpexp.benchmark.methods import ENGINE
 from dpexp.benchmark.render import note
-from dpexp.reproduce.documents import PART, Document, Rows, Section, Verdict, as_rows, grouped, number
+from dpexp.reproduce.documents import (
+    PART,
+    Document,
+    Rows,
+    Section,
+    Verdict,
+    as_rows,
+    grouped,
+    number,
+    page,
+    words_of,
+)
 from dpexp.reproduce.drawing import COLOURS, draw
 from dpexp.reproduce.paper import claims, paper_table, target_name
 from dpexp.reproduce.records import believed, code_problems
@@ -126,22 +137,13 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
         for cell in paper_table(target.paper, target.table)
     ])  # fmt: skip
     bounds = Section("As printed", (), _PAPER, printed, verdicts=tuple(_verdicts(target, rows)))
-    earlier = (
-        f" {sum(EARLIER in row['note'] for row in rows)} rows are of an earlier engine and decide nothing."
-        if rows
-        else ""
-    )
-    notes = (
-        "A printed bound holds, or not, for each network that both methods were measured on in one interleaved run; the paper's"
-        f" hardware is another. Drawn is the last measurement of each method.{earlier}",
-        "Speeds are examples/s relative to non-private training in the same interleaved run; a method that failed is a row.",
-    )
+    count = sum(EARLIER in row["note"] for row in rows)
+    earlier = f" {count} rows are of an earlier engine and decide nothing." if rows else ""
     drawn = _newest(rows)
     svg = draw(lambda axes: _bars(axes, drawn), 2, (4.6, 1 + 0.24 * len(drawn))) if drawn else ""
-    foot = "Regenerate: `python -m dpexp.report {name}` (or `make {name}`)."
-    return Document(
-        name, target.title, notes, (bounds, *blocks), (*COLUMNS, "row", "column", "paper"), svg, "not run", foot,
-        target.claim, _untold(rows),
+    columns, words = (*COLUMNS, "row", "column", "paper"), words_of("benchmarks") | vars(target)
+    return page(
+        name, (bounds, *blocks), columns, otherwise="not run", svg=svg, untold=_untold(rows), words=words, earlier=earlier
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from dpexp.reproduce import (
     accounting,
     benchmarks,
     communication,
-    complexity_tables,
     coverage,
     curves,
     exact,
@@ -25,6 +24,7 @@ from dpexp.reproduce import (
     tables,
     thresholds,
 )
+from dpexp.reproduce import complexity_tables as complexity
 from dpexp.reproduce import records as run_records
 from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import Document
@@ -32,11 +32,6 @@ from dpexp.reproduce.paper import PAPERS, short, target_name
 from dpexp.reproduce.records import Record
 
 GROUPS = ("all", "tables", "figures")
-# Names of the paper for pages that have their own.
-ALIASES = {
-    "complexity-bu": tuple(complexity_tables.PAGES), "table-bu-4": ("complexity-bu-table4",),
-    "table-bu-5": ("complexity-bu-table5",), "table-bu-8": ("complexity-bu-table8",), "table-bu-10": ("complexity-bu-table8",),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,37 +66,33 @@ class Context:
 
 
 Builder = Callable[[Context], Document]
-# arithmetic alone: their status needs no record
+# arithmetic alone: their status needs no record; a function has the name of its page
 EXACT: dict[str, Callable[[], Document]] = {
-    "accounting-li": accounting.document,
-    "noise-he": noise.noise_he,
-    "table-bu-2": exact.implementations_bu,
-    "table-bu-3": exact.modules_bu,
-    **complexity_tables.PAGES,
-    "communication-he": communication.communication_he,
-    "memory-li": exact.memory_li,
-    "memory-monir": exact.memory_monir,
-    "individual-monir": exact.individual_monir,
-    hyperparameters.NAME: hyperparameters.document,
-    "figure-he-6": figures.figure_he_6,
-    "figure-bu-7": figures.figure_bu_7,
-    "figure-li-3": figures.figure_li_3,
-    "figure-li-7": figures.figure_li_7,
-    "figure-monir-8": figures.figure_monir_8,
-    "figure-monir-10": figures.figure_monir_10,
-    "figure-monir-13": figures.figure_monir_13,
-    "figure-monir-14": figures.figure_monir_14,
-}
+    make.__name__.replace("_", "-"): make
+    for make in (
+        accounting.accounting_li, noise.noise_he, communication.communication_he, hyperparameters.hyperparameters,
+        complexity.complexity_bu_table4, complexity.complexity_bu_table5, complexity.complexity_bu_table8,
+        exact.table_bu_2, exact.table_bu_3, exact.memory_li, exact.memory_monir, exact.individual_monir,
+        figures.figure_he_6, figures.figure_bu_7, figures.figure_li_3, figures.figure_li_7, figures.figure_monir_8,
+        figures.figure_monir_10, figures.figure_monir_13, figures.figure_monir_14,
+    )
+}  # fmt: skip
+# Names of the paper for pages that have their own.
+ALIASES = {
+    "complexity-bu": tuple(name for name in EXACT if name.startswith("complexity-bu-")),
+    "table-bu-4": ("complexity-bu-table4",), "table-bu-5": ("complexity-bu-table5",),
+    "table-bu-8": ("complexity-bu-table8",), "table-bu-10": ("complexity-bu-table8",),
+}  # fmt: skip
 
 
 @cache
 def builders() -> dict[str, Builder]:
     """Name -> what makes it, in the order of the report: the papers, then the pages of this repository."""
-    found: dict[str, Builder] = {name: partial(_exact, make) for name, make in EXACT.items()}
-    found |= {target_name(*key): partial(_table, key) for key in tables.claims()}
-    found |= {name: partial(_measured, name) for name in benchmarks.targets()}
-    found |= {name: partial(_curves, name) for name in curves.targets()}
-    found |= {
+    found: dict[str, Builder] = {
+        **{name: partial(_exact, make) for name, make in EXACT.items()},
+        **{target_name(*key): partial(_table, key) for key in tables.claims()},
+        **{name: partial(_measured, name) for name in benchmarks.targets()},
+        **{name: partial(_curves, name) for name in curves.targets()},
         thresholds.NAME: lambda context: thresholds.document(context.records),
         league.NAME: lambda context: league.document(context.league),
         goals.NAME: lambda context: goals.document(context.benchmarks),
@@ -109,57 +100,6 @@ def builders() -> dict[str, Builder]:
         "coverage": _coverage,
     }
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
-
-
-def resolve(names: list[str]) -> list[str]:
-    """What is asked for as names of targets: groups, aliases and parts (``table-he-1`` is 1a and 1b) spelt out.
-
-    Raises:
-        UserError: an unknown name, with the close ones.
-    """
-    known = list(builders())
-    found: list[str] = []
-    for name in names:
-        if name in GROUPS:
-            found += [x for x in known if name == "all" or is_figure(x) == (name == "figures")]
-        elif name in known:
-            found.append(name)
-        elif name in ALIASES:
-            found += ALIASES[name]
-        elif parts := [x for x in known if x[:-1] == name and x[-1].isalpha()]:
-            found += parts
-        else:
-            raise UserError(
-                f"no report is called {name}{did_you_mean(name, [*known, *ALIASES, *GROUPS, 'report'])}"
-            )
-    return list(dict.fromkeys(found))
-
-
-def is_figure(name: str) -> bool:
-    """Does it go to ``results/figures``?"""
-    return name.startswith("figure-")
-
-
-def write(document: Document, results: Path) -> list[Path]:
-    """Markdown and CSV of a table; and SVG of a figure."""
-    folder = "figures" if is_figure(document.name) else "tables"
-    contents = {
-        f"{folder}/{document.name}.md": document.as_markdown(),
-        f"{folder}/{document.name}.csv": document.as_csv(),
-    }
-    # of a table too: pictures lie in one place
-    picture = f"figures/{document.name}.svg"
-    if document.svg:
-        contents[picture] = document.svg
-    else:
-        (results / picture).unlink(missing_ok=True)
-    written = []
-    for name, content in contents.items():
-        path = results / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode())
-        written.append(path)
-    return written
 
 
 def _exact(make: Callable[[], Document], context: Context) -> Document:
@@ -181,7 +121,8 @@ def _curves(name: str, context: Context) -> Document:
 def _coverage(context: Context) -> Document:
     wanted = coverage.targets() & builders().keys()
     statuses = {n: "exact" if n in EXACT else context.document(n).status for n in sorted(wanted)}
-    return coverage.document(statuses, [*context.records, *context.league], context.benchmarks)
+    evidence = coverage.Evidence(statuses, [*context.records, *context.league], context.benchmarks)
+    return coverage.document(evidence)
 
 
 def _order(name: str) -> tuple[int, str, int, str]:
@@ -190,3 +131,49 @@ def _order(name: str) -> tuple[int, str, int, str]:
     kind, _, rest = name.partition("-")
     digits = "".join(c for c in rest if c.isdigit())
     return paper, {"table": "0", "figure": "1"}.get(kind, "2"), int(digits or 0), name
+
+
+def resolve(names: list[str]) -> list[str]:
+    """What is asked for as names of targets: groups, aliases and parts (``table-he-1`` is 1a and 1b) spelt out.
+
+    Raises:
+        UserError: an unknown name, with the close ones.
+    """
+    known = list(builders())
+    meant = {
+        "all": known,
+        "tables": [name for name in known if not is_figure(name)],
+        "figures": [name for name in known if is_figure(name)],
+        **ALIASES,
+        **{name: (name,) for name in known},
+    }
+    found: list[str] = []
+    for name in names:
+        parts = meant.get(name) or [x for x in known if x[:-1] == name and x[-1].isalpha()]
+        if not parts:
+            raise UserError(f"no report is called {name}{did_you_mean(name, [*meant, 'report'])}")
+        found += parts
+    return list(dict.fromkeys(found))
+
+
+def is_figure(name: str) -> bool:
+    """Does it go to ``results/figures``?"""
+    return name.startswith("figure-")
+
+
+def write(document: Document, results: Path) -> list[Path]:
+    """Markdown and CSV of a table; and SVG of a figure."""
+    folder = "figures" if is_figure(document.name) else "tables"
+    # of a table too: pictures lie in one place
+    picture = results / f"figures/{document.name}.svg"
+    picture.unlink(missing_ok=True)
+    contents = {
+        results / f"{folder}/{document.name}.md": document.as_markdown(),
+        results / f"{folder}/{document.name}.csv": document.as_csv(),
+        picture: document.svg,
+    }
+    written = [path for path, content in contents.items() if content]
+    for path in written:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents[path].encode())
+    return written

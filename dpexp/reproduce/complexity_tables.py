@@ -4,7 +4,7 @@ docs/complexity.md has the derivations."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 
 from dpexp.complexity.architectures import build
@@ -18,7 +18,7 @@ from dpexp.complexity.formulas import (
     views,
 )
 from dpexp.complexity.shapes import layers_of
-from dpexp.reproduce.documents import REGENERATE, Document, Rows, Section, as_rows
+from dpexp.reproduce.documents import Document, Rows, Section, as_rows, block, page
 from dpexp.reproduce.paper import paper_table, printed
 
 NETWORKS = ("resnet18", "resnet34", "resnet50")
@@ -145,16 +145,10 @@ def table_8() -> Rows:
         for view, layers in views(_layers(name, **{kind: int(number)})).items():
             space = norm_space(layers)
             row = {
-                "network": name,
-                "input": size,
-                "layers": view,
-                "instantiation": str(space.instantiation),
-                "ghost": str(space.ghost),
-                "mixed": str(space.mixed),
-                "last instantiated": str(depth_threshold(layers)),
-                "non-DP / BK": f"{relative_speed(layers):.3f}",
-                "printed": printed_1(name) if "blocks" in view else "",
-            }
+                "network": name, "input": size, "layers": view, "instantiation": str(space.instantiation),
+                "ghost": str(space.ghost), "mixed": str(space.mixed), "last instantiated": str(depth_threshold(layers)),
+                "non-DP / BK": f"{relative_speed(layers):.3f}", "printed": printed_1(name) if "blocks" in view else "",
+            }  # fmt: skip
             for cost in costs(layers, BATCH):
                 for key in ("time", "space"):
                     row[f"{cost['implementation']} {key}"] = f"{cost[f'{key}_relative']:.3f}"
@@ -176,46 +170,25 @@ def _figure_layers(name: str, image: int) -> list[Layer]:
     return [layer for layer in _layers(name, image=image) if not layer.is_shortcut]
 
 
-def thresholds() -> Rows:
-    """The last layer that instantiates, of which section 3.3 speaks."""
-    columns = ("network", "image", "last layer that instantiates")
-    lines = (
-        (name, image, depth_threshold(_figure_layers(name, image)) or "none") for name, image in FIGURE_7
-    )
-    return as_rows(columns, lines)
+def depth_thresholds() -> dict[tuple[str, int], int | str]:
+    """(network, image) -> the last layer that instantiates, of which section 3.3 speaks; "none" where all take the ghost norm."""
+    return {key: depth_threshold(_figure_layers(*key)) or "none" for key in FIGURE_7}
 
 
 # Pages.
 
 
-def _page(
-    name: str, title: str, words: Sequence[str], rows: Rows, sections: Sequence[Section] = ()
-) -> Document:
-    """A page with all rows as one table, or with these sections."""
-    columns, foot = tuple(rows[0]), f"{REGENERATE} Derivations: docs/complexity.md."
-    shown = tuple(sections) or (Section("", (), columns, rows),)
-    return Document(f"complexity-bu-{name}", title, tuple(words), shown, columns, foot=foot)
-
-
-def page_4() -> Document:
+def complexity_bu_table4() -> Document:
     """Table 4."""
-    note = "Floats; `2.0e7 x 4` is four layers of 2.0 · 10⁷. A layer's norm takes the smaller of the two."
-    title = "Bu et al., Table 4: space of per-example norms, one 224 x 224 image"
-    return _page("table4", title, (note,), table_4())
+    return page("complexity-bu-table4", [block(table_4())])
 
 
-def page_5() -> Document:
+def complexity_bu_table5() -> Document:
     """Tables 2 and 5."""
-    return _page("table5", "Bu et al., Tables 2 and 5: one layer, as printed and as derived", (
-        "⟨a, b⟩: a where gradients are instantiated, b where the ghost norm is taken (2T² < pd). Modules of Table 3: 1 forward,"
-        " 2a output gradient, 2b parameter gradient, 3 ghost norm, 4 instantiation, 5 weighted sum. Empty: not printed.",
-        "Derived space is the sum of Table 3's modules, the weights and their gradient (2pd) among it. The printed column is no"
-        " such sum in any row: it leaves pd out, once without privacy and twice with it, and but for FastGradClip has BTd once"
-        " too often.",
-    ), table_5())  # fmt: skip
+    return page("complexity-bu-table5", [block(table_5())])
 
 
-def page_8() -> Document:
+def complexity_bu_table8() -> Document:
     """Whole networks."""
     rows = table_8()
     shown = tuple(key for key in rows[0] if not key.endswith((" time", " space")))
@@ -224,17 +197,4 @@ def page_8() -> Document:
         heading = f"{what.capitalize()} relative to non-DP, derived, B = {BATCH}"
         methods = (f"{x.name} {what}" for x in IMPLEMENTATIONS if x.name not in ("non-DP", "TF-Privacy"))
         sections.append(Section(heading, (), ("network", "layers", *methods), rows, in_csv=False))
-    words = (
-        "Bu et al. refer to such tables as 8 and 10, which are not in the text that we have; the column `printed` is the"
-        " complexity in Table 1. Instantiation, ghost and mixed are floats for one example, summed over layers, a tied weight"
-        " once for each use."
-    )
-    title = "Whole networks: space of per-example norms, and every implementation relative to non-DP"
-    return _page("table8", title, (words,), rows, sections)
-
-
-PAGES: dict[str, Callable[[], Document]] = {
-    "complexity-bu-table4": page_4,
-    "complexity-bu-table5": page_5,
-    "complexity-bu-table8": page_8,
-}
+    return page("complexity-bu-table8", sections, tuple(rows[0]))

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from dpexp.reproduce import curve_claims
-from dpexp.reproduce.documents import Document, Rows, Section, counted, grouped, not_run
+from dpexp.reproduce.documents import Document, Rows, Section, counted, grouped, not_run, page, words_of
 from dpexp.reproduce.drawing import draw, heat, style
 from dpexp.reproduce.fillings import measured, printed_factor
 from dpexp.reproduce.pairs import Finding, choose
@@ -50,14 +50,6 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 _COLUMNS["norms"] = ("run", "step", "group", "25%", "50%", "75%", "85%", "scale", "record")
 # layers in the second panel of a figure of norms
 MAX_LINES = 6
-_NOTES = {
-    "norms": ("Norms are computed on private data without noise: they are outside every guarantee.",),
-    "dev": (
-        "Drawn: for each model, way to clip and ε the configuration of the most seeds, then of the best mean; the line is the"
-        " mean of its seeds, the band their range.",
-    ),
-    "sweep": ("Drawn: the mean of the seeds, and their range.",),
-}
 
 
 def build(name: str, records: Sequence[Record]) -> Document:
@@ -75,10 +67,10 @@ def build(name: str, records: Sequence[Record]) -> Document:
                 svg = svg or _draw(target, _rows(target, _speaking(target, own)), tasks)
         sections += blocks or [_not_run(target, scale)]
     has_runs = any(section.rows for section in sections)
-    return Document(
-        name, target.title, _NOTES.get(target.kind, ()) if has_runs else (), tuple(sections), _COLUMNS[target.kind], svg,
-        "not run" if "paper" in target.commands else "not built", claim=target.claim,
-        untold="see the curves; no test" if has_runs else not_run(target.needs),
+    words = (words_of(target.kind) if has_runs else {}) | vars(target)
+    return page(
+        name, sections, _COLUMNS[target.kind], otherwise="not run" if "paper" in target.commands else "not built", svg=svg,
+        untold="see the curves; no test" if has_runs else not_run(target.needs), words=words,
     )  # fmt: skip
 
 

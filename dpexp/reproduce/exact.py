@@ -4,6 +4,7 @@ ratios of Li et al. (section 4.2), the memory model and the individual budgets o
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from dpexp.complexity.formulas import (
     IMPLEMENTATIONS,
@@ -16,7 +17,7 @@ from dpexp.complexity.formulas import (
 )
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
-from dpexp.reproduce.documents import Document, Rows, Section
+from dpexp.reproduce.documents import Document, Rows, block, page
 from dpexp.reproduce.paper import Cell, paper_table, printed
 
 # --- Bu et al., Tables 2 and 3 ---
@@ -25,31 +26,22 @@ _NAMES = {"Non-DP": "non-DP", "TF-privacy": "TF-Privacy", "BK (ours)": "BK"}
 _SCALABLE = "the paper's judgement: follows from the memory overhead, no number of its own"
 
 
-def modules_bu() -> Document:
+def table_bu_3() -> Document:
     """Table 3: cost of the six modules, printed and as our engine counts."""
     rows = []
     for cell in paper_table("bu2023", "3"):
         ours = term_sum((TIME if cell.row.startswith("Time") else SPACE)[cell.column.partition(" ")[0]])
         rows.append(_row(cell, ours.replace("BTd + BTp", "BT(p+d)")))
-    return _compared(
-        "table-bu-3", "Bu et al., Table 3: the six modules of a step, one layer", rows,
-        "Ours are the formulas that `dpexp explain` sums up; a test holds them against what torch counts.",
-    )  # fmt: skip
+    return _compared("table-bu-3", rows)
 
 
-def implementations_bu() -> Document:
+def table_bu_2() -> Document:
     """Table 2: what each implementation instantiates, stores and back-propagates, derived from its modules."""
     by_name = {x.name: x for x in IMPLEMENTATIONS}
     cells = paper_table("bu2023", "2")
     used = [by_name[name] for name in dict.fromkeys(_NAMES.get(cell.column, cell.column) for cell in cells)]
     rows = [_row(cell, *_property(cell.row, by_name[_NAMES.get(cell.column, cell.column)])) for cell in cells]
-    return _compared(
-        "table-bu-2", "Bu et al., Table 2: what each implementation does", rows,
-        "Ours follow from the sequence of modules that section 2.2 gives for each implementation (Table 3's numbers):"
-        f" {'; '.join(f'{x.name}: {x.modules[0]}' for x in used)}.",
-        "Where the two differ the derivation is in docs/complexity.md: FastGradClip's own modules are five products, not four;"
-        " BK's overhead is that of the ghost norm.",
-    )  # fmt: skip
+    return _compared("table-bu-2", rows, modules="; ".join(f"{x.name}: {x.modules[0]}" for x in used))
 
 
 def _property(row: str, implementation: Implementation) -> tuple[str, str]:
@@ -86,7 +78,7 @@ def memory_li() -> Document:
         "li2022", "text", "section 4.2, footnote 3", "per-example gradients of the embedding for ten examples"
     )
     saved = printed("li2022", "text", "section 4.2, GPT-2 embedding", "memory saved")
-    return _compared("memory-li", "Li et al., section 4.2: what ghost clipping saves", [
+    return _compared("memory-li", [
         _number_row("footnote 3", "GB for per-example gradients of the embedding, ten examples, fp32", for_ten, gigabytes,
                     f"10 · {V} · {p} floats"),
         _number_row("section 4.2", "pd / 2T² at T = 1024: the memory saved at least", saved, rounded,
@@ -122,8 +114,7 @@ def memory_monir() -> Document:
         _number_row("section 4.3", "mini-batch / per-layer clipping, b = 100, L = C", "2", ratio(100, 1, 1),
                     f"printed as double; for L = 100 C it is {large:.0f}"),
     ]  # fmt: skip
-    words = "L parameters, C floats of input, label and output of an example, batch b (Yousefpour et al.)."
-    return _compared("memory-monir", "Monir et al., section 4.3 and Figure 8: the memory model", rows, words)
+    return _compared("memory-monir", rows)
 
 
 MNIST = {"N": 60000, "B": 512, "epochs": 30, "delta": 1e-5, "C": 0.2}
@@ -161,11 +152,7 @@ def individual_monir() -> Document:
             rows.append(
                 _number_row(f"{kind}, group {group + 1}", "ε at the end", f"{target:.1f}", spent, note)
             )
-    return _compared(
-        "individual-monir", "Monir et al., section 6.2: the groups' budgets on MNIST", rows,
-        f"RDP, δ = 1e-5, T = {MNIST_STEPS} steps; scaling with q = 512/60000 and C = 0.2 (all inferred: the paper gives none of"
-        " them; with these the printed rates and thresholds come within 0.05 of the budgets of Table 9, case 1).",
-    )  # fmt: skip
+    return _compared("individual-monir", rows, steps=MNIST_STEPS)
 
 
 # --- Print beside ours ---
@@ -173,10 +160,9 @@ def individual_monir() -> Document:
 _COMPARED = ("row", "column", "paper", "ours", "agrees", "note")
 
 
-def _compared(name: str, title: str, rows: Rows, *words: str) -> Document:
+def _compared(name: str, rows: Rows, **values: Any) -> Document:
     counted = [row["agrees"] for row in rows if row["agrees"]]
-    verdict = f"**{counted.count('yes')} of {len(counted)} cells that can be compared agree.**"
-    return Document(name, title, (*words, verdict), (Section("", (), _COMPARED, rows),))
+    return page(name, [block(rows)], agree=counted.count("yes"), compared=len(counted), **values)
 
 
 def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:

@@ -1,21 +1,19 @@
 """Figures that are arithmetic: accounting (Li et al. 3 left, 7; He et al. 6; Monir et al. 10, 13, 14) and complexity
-(Bu et al. 7; Monir et al. 8)."""
+(Bu et al. 7; Monir et al. 8). What they say, and their axes, are in ``pages.yaml``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.reproduce import complexity_tables, exact, noise
-from dpexp.reproduce.documents import REGENERATE, Document, Rows, Section, Verdict, as_rows, grouped
+from dpexp.reproduce.documents import Document, Rows, Verdict, as_rows, block, grouped, page, words_of
 from dpexp.reproduce.drawing import draw
 from dpexp.reproduce.drawing import lines as draw_lines
-from dpexp.reproduce.paper import paper_table
+from dpexp.reproduce.paper import paper_table, settings_of_runs
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
 E2E = 42061
@@ -42,12 +40,7 @@ def figure_li_3() -> Document:
     rows = as_rows(("S", "q", "rate", "σ_eff"), lines)
     curves = [_numbers(own, "σ_eff") for own in _by(rows, "{S}").values()]
     falls = all(curve == sorted(curve, reverse=True) for curve in curves)
-    return _figure("figure-li-3", "Li et al., Figure 3 (left): effective noise multiplier", rows, (
-        "At a fixed number of updates S the effective noise multiplier falls as the batch grows.",
-        f"{_says(falls)}: σ/q {'falls' if falls else 'does not fall'} with q for every S",
-        f"ε = 3 under RDP; N = {E2E} (E2E) and δ = 1/(2N) are assumed, the caption gives neither. The right panel"
-        " (signal-to-noise ratio against the final loss) needs training runs.",
-    ), Axis("rate", "sampling rate q", 10), Axis("σ_eff", "effective noise multiplier σ/q", 10), lines="S = {S}")  # fmt: skip
+    return _figure("figure-li-3", rows, falls, falls="falls" if falls else "does not fall", N=E2E)
 
 
 def figure_li_7() -> Document:
@@ -58,49 +51,31 @@ def figure_li_7() -> Document:
         sigma = noise.plan_of(50000, rate * 50000, round(50 / rate), 1e-5, 3.0).noise_multiplier
         lines.append((f"2^{power}", f"{rate:.6g}", f"{sigma:.4g}", f"{10.34 * rate**0.5:.4g}"))
     rows = as_rows(("q", "rate", "σ", "square-root rule"), lines)
-    ys = {"actual (RDP)": "σ", "10.34 √q": "square-root rule"}
     below = [row["q"] for row in rows if float(row["square-root rule"]) < 0.9 * float(row["σ"])]
-    return _figure("figure-li-7", "Li et al., Figure 7: the square-root rule for σ", rows, (
-        "σ ≈ c√q underestimates the noise for small sampling rates.",
-        f"{_says(bool(below))}: by more than 10% at q = {', '.join(below) or 'no rate'}",
-        "ε = 3, δ = 1e-5, N = 50,000, E = 50 as in print; σ under RDP, c = 10.34 as printed.",
-    ), Axis("rate", "sampling rate q = B/N", 2), Axis(ys, "noise multiplier σ", 2))  # fmt: skip
+    return _figure("figure-li-7", rows, bool(below), below=", ".join(below) or "no rate")
 
 
 def figure_he_6() -> Document:
     """σ_new as the share r of the budget for quantiles grows."""
-    setting, layers, lines = noise.FINE_TUNING[0], noise.num_layers("RoBERTa-base"), []
+    setting = next(s for s in settings_of_runs("he2023") if s["model"] == "RoBERTa-base")
+    layers, lines = noise.num_layers(setting["model"]), []
     for target, budget in product((3, 8), BUDGETS):
-        plan = setting.plan(target, budget)
-        sigma, new = plan.sigma(0), plan.sigma_new(0)
-        added = f"{new / sigma - 1:.2%}"
+        plan = noise.plan_of_setting(setting, target, budget)
+        sigma, new, sigma_b = plan.sigma(0), plan.sigma_new(0), plan.sigma_b(0, layers)
         lines.append(
-            (target, f"{budget:g}", f"{sigma:.4g}", f"{new:.4g}", f"{plan.sigma_b(0, layers):.4g}", added)
+            (target, budget, f"{sigma:.4g}", f"{new:.4g}", f"{sigma_b:.4g}", f"{new / sigma - 1:.2%}")
         )
     rows = as_rows(("ε", "r", "σ", "σ_new", "σ_b", "noise added to gradients"), lines)
     growth = max(float(r["σ_new"]) / float(r["σ"]) - 1 for r in rows if float(r["r"]) <= 0.1)
-    return _figure("figure-he-6", "He et al., Figure 6: the price of quantiles, σ_new(r)", rows, (
-        "From r = 0.01% up, the share of the budget that pays for quantiles hardly matters.",
-        f"{_says(growth < 0.1)} for a part of the claim, as far as arithmetic goes and up to r = 10%: the gradient's noise grows"
-        f" by at most {growth:.1%}. Accuracies need the sweep"
-        " `python -m dpexp.train sweep=he2023_fig6 task=sst2 clip=adaptive_perlayer scale=small -m`",
-        "SST-2, RoBERTa-base (K = 102), B = 1024, E = 20; B is one of {512, 1024, 2048} in the paper.",
-    ), Axis("r", "share r of the budget for quantiles", 10), Axis("σ_new", "gradients' noise multiplier σ_new"),
-        lines="ε = {ε}")  # fmt: skip
+    return _figure("figure-he-6", rows, growth < 0.1, growth=growth)
 
 
 def figure_bu_7() -> Document:
     """Space of the norm, layer by layer."""
-    rows, depths = complexity_tables.figure_7(), complexity_tables.thresholds()
-    holds = all((d["last layer that instantiates"] == "none") == d["network"].startswith("vit") for d in depths)  # fmt: skip
-    said = "; ".join(f"{d['network']} at {d['image']}: {d['last layer that instantiates']}" for d in depths)
-    ys = {"ghost norm, 2T²": "ghost", "instantiation, pd": "instantiation"}
-    return _figure("figure-bu-7", "Bu et al., Figure 7: space of the per-example norm, layer by layer", rows, (
-        "Convolutional networks prefer instantiation at the first layers and the ghost norm below a depth;"
-        " transformers prefer the ghost norm everywhere.",
-        f"{_says(holds)}. Last layer that instantiates: {said}. The text says 9 at 224 (ResNet18) and 17 at 512; by the"
-        " paper's own rule it is 13 (T = 256 and 2T² = 131,072 in conv5_x)",
-    ), Axis("layer", "layer"), Axis(ys, "floats, one example", 10), panels="{network}, {image} x {image}")  # fmt: skip
+    depths = complexity_tables.depth_thresholds()
+    holds = all((depth == "none") == network.startswith("vit") for (network, _), depth in depths.items())
+    last = "; ".join(f"{network} at {image}: {depth}" for (network, image), depth in depths.items())
+    return _figure("figure-bu-7", complexity_tables.figure_7(), holds, last=last)
 
 
 def figure_monir_8() -> Document:
@@ -109,11 +84,7 @@ def figure_monir_8() -> Document:
     rows = as_rows(("b", *names), [(b, b + 2, 2 * b + 1) for b in (1, *range(10, 101, 10))])
     layer, batch = (rows[-1][name] for name in names)
     holds = [batch, layer] == [cell.value for cell in paper_table("monir2023", "figure8")]
-    return _figure("figure-monir-8", "Monir et al., Figure 8: memory against the batch", rows, (
-        "Mini-batch clipping needs twice the memory of per-layer clipping: 201 against 102 at b = 100.",
-        f"{_says(holds)}: {batch} against {layer}, bC + (1+b)L and bC + 2L with"
-        " L = C = 1 (the factor is two only there; table memory-monir)",
-    ), Axis("b", "batch b"), Axis({name: name for name in names}, "memory, units of L = C = 1"))  # fmt: skip
+    return _figure("figure-monir-8", rows, holds, batch=batch, layer=layer)
 
 
 def figure_monir_10() -> Document:
@@ -128,14 +99,17 @@ def figure_monir_10() -> Document:
     spent = {name: _numbers(own, "ε") for name, own in _by(rows, "{schedule}").items()}
     decays = [spent[schedule.name] for schedule in _DECAYS]
     holds = all(own[0] < spent["constant"][0] for own in decays) and spent["time"] == [*map(max, *decays)]
-    return _figure("figure-monir-10", "Monir et al., Figure 10: how the budget is spent over time", rows, (
-        "Decaying noise spends little at the beginning; time-based decay spends fastest of all.",
-        "cannot tell: the paper prints no decay rates, and with those chosen here the claim"
-        f" {'holds' if holds else 'does not hold'}. Drawn: σ_0 = 10 and σ = 8"
-        " as printed; k = 0.05 (time), 0.01 (exponential), 3 with period 100 and σ_end = 2 (polynomial) are defaults of a"
-        " public implementation of Yu et al. (2019)",
-        "MNIST, N = 60,000; B = 512 and δ = 1e-5 are assumed (section 6.2 needs them; figure-monir-13).",
-    ), Axis("epoch", "epoch"), Axis("ε", "ε (RDP, δ = 1e-5)"), lines="{schedule}")  # fmt: skip
+    return _figure("figure-monir-10", rows, then="holds" if holds else "does not hold")
+
+
+def figure_monir_13() -> Document:
+    """ε of the groups over the steps, by sampling."""
+    return _groups("sampling", "13")
+
+
+def figure_monir_14() -> Document:
+    """ε of the groups over the steps, by scaling."""
+    return _groups("scaling", "14")
 
 
 def _groups(kind: str, number: str) -> Document:
@@ -145,22 +119,8 @@ def _groups(kind: str, number: str) -> Document:
     ])  # fmt: skip
     last = [float(row["ε"]) for row in rows if row["step"] == str(exact.MNIST_STEPS)]
     spent = all(abs(value - target) < 0.05 for value, target in zip(last, exact.TARGETS, strict=True))
-    title = f"Monir et al., Figure {number}: budgets of the groups over time ({kind})"
-    return _figure(f"figure-monir-{number}", title, rows, (
-        "Every group spends its own budget, and all have spent it at the end of training.",
-        "cannot tell: B and T were fitted to the rates, thresholds and noise that the section prints, which in turn"
-        f" come from these budgets. With them the groups {'have' if spent else 'have not'} spent their own:"
-        f" {', '.join(f'{value:.2f}' for value in last)} at the last step for 1, 2, 3",
-        "MNIST, case 1, RDP, δ = 1e-5; B, T and C are inferred (table individual-monir).",
-    ), Axis("step", "step"), Axis("ε", "ε of the group"), lines="group {group}")  # fmt: skip
-
-
-figure_monir_13 = partial(_groups, "sampling", "13")
-figure_monir_14 = partial(_groups, "scaling", "14")
-
-
-def _says(holds: bool) -> str:
-    return SUPPORTS if holds else CONTRADICTS
+    said = {"have": "have" if spent else "have not", "last": ", ".join(f"{value:.2f}" for value in last)}
+    return _figure(f"figure-monir-{number}", rows, kind=kind, number=number, **said)
 
 
 def _numbers(rows: Rows, column: str) -> list[float]:
@@ -172,46 +132,28 @@ def _by(rows: Rows, form: str) -> dict[str, Rows]:
     return grouped(rows, lambda row: form.format(**row))
 
 
-class Axis(NamedTuple):
-    """A column, or several of which each has a line with a label; the name of the axis; its base where it is logarithmic."""
-
-    column: str | Mapping[str, str]
-    name: str
-    base: int = 0
-
-
-def _figure(
-    name: str, title: str, rows: Rows, words: tuple[str, ...], x: Axis, y: Axis, *, lines: str = "", panels: str = ""
-) -> Document:  # fmt: skip
-    """A figure of all rows.
-
-    Args:
-        words: the claim; what ours say about it, which begins with a verdict and has no last point; and notes.
-        x, y: its axes.
-        lines, panels: each text that the rows make of these forms has a line, or a panel, of its own.
-    """
+def _figure(name: str, rows: Rows, holds: bool = True, **values: Any) -> Document:
+    """A figure of all rows, drawn as ``pages.yaml`` says, where ``word`` is the verdict on a claim that holds or not."""
+    words = words_of(name)
+    (x, x_name, *x_base), (y, y_name, *y_base) = words["x"], words["y"]
+    columns, panels = y if isinstance(y, dict) else {}, _by(rows, words.get("panels", ""))
 
     def plot(axes: Any) -> None:
-        for axis, (panel, own) in zip(axes, pictures.items(), strict=True):
-            parts = _by(own, lines) if isinstance(y.column, str) else dict.fromkeys(y.column, own)
-            columns = {} if isinstance(y.column, str) else y.column
-            draw_lines(axis, [
-                (label, _numbers(part, str(x.column)), _numbers(part, columns.get(label, str(y.column))))
-                for label, part in parts.items()
-            ])  # fmt: skip
-            if x.base:
-                axis.set_xscale("log", base=x.base)
-            if y.base:
-                axis.set_yscale("log", base=y.base)
-            axis.set_xlabel(x.name)
-            axis.set_title(panel, fontsize=9)
-        axes[0].set_ylabel(y.name)
+        for axis, (title, own) in zip(axes, panels.items(), strict=True):
+            lines = {label: (own, column) for column, label in columns.items()} or {
+                label: (part, y) for label, part in _by(own, words.get("lines", "")).items()
+            }
+            series = [(label, _numbers(part, x), _numbers(part, column)) for label, (part, column) in lines.items()]  # fmt: skip
+            draw_lines(axis, series)
+            for base, scale in ((x_base, axis.set_xscale), (y_base, axis.set_yscale)):
+                if base:
+                    scale("log", base=base[0])
+            axis.set_xlabel(x_name)
+            axis.set_title(title, fontsize=9)
+        axes[0].set_ylabel(y_name)
 
-    pictures = _by(rows, panels)
-    svg = draw(plot, len(pictures), (3.6, 3.2) if panels else (5.0, 3.6))
-    claim, said, *notes = words
+    said = words["said"].format(word=SUPPORTS if holds else CONTRADICTS, **values)
     # in short: what follows the verdict, one sentence
     verdict = Verdict("", said, said.partition(": ")[2].partition(". ")[0])
-    section = Section("", (), tuple(rows[0]), rows, verdicts=(verdict,))
-    foot = f"Data: `results/figures/{{name}}.csv`. {REGENERATE}"
-    return Document(name, title, tuple(notes), (section,), svg=svg, foot=foot, claim=claim)
+    svg = draw(plot, len(panels), (3.6, 3.2) if len(panels) > 1 else (5.0, 3.6))
+    return page(name, [block(rows, verdicts=(verdict,))], svg=svg, **values)

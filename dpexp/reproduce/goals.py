@@ -11,7 +11,7 @@ import yaml
 
 from dpexp.benchmark.methods import LEAN
 from dpexp.reproduce.benchmarks import Measurement
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows, number
+from dpexp.reproduce.documents import Document, Rows, Section, as_rows, number, page
 from dpexp.reproduce.paper import paper_table, printed
 
 NAME = "efficiency"
@@ -23,6 +23,7 @@ COLUMNS = (
 _TABLE_1 = {
     "gpt2": "E2E, GPT2-large (774M)", "roberta": "QQP, RoBERTa-large (355M)", "vit": "CIFAR, BEiT-large (304M)",
 }  # fmt: skip
+_BLOCKS = {True: "with the C++ kernels", False: "pure torch, no compiler on the machine"}
 
 
 @cache
@@ -33,27 +34,14 @@ def _goals() -> Any:
 def document(records: Sequence[Measurement]) -> Document:
     """The page: a block with the native kernels and one without, methods of other libraries as they were measured beside."""
     sections = []
-    for kernels, native in (
-        ("with the C++ kernels", True),
-        ("pure torch, no compiler on the machine", False),
-    ):
+    for native, kernels in _BLOCKS.items():
         rows = [row for record in records for row in _rows(record, native)]
         command = f"python -m dpexp.bench native={str(native).lower()} threads=2 out=results/bench/NAME"
         said = () if rows else (f"Not run: `{command}`",)
         sections.append(Section(f"scale=small, {kernels}", said, COLUMNS if rows else (), rows, "small"))
     every = [row["goals"] for section in sections for row in section.rows if row["goals"]]
     met = f"{every.count('met')} of {len(every)} cells meet both goals." if every else "Not run."
-    words = (
-        "Time and peak memory relative to training without privacy, noise and optimiser included: the fastest steps of one"
-        " interleaved run, and what is added to the memory of a process at rest. The goals are for two CPU cores and fp32.",
-        f"**Our runs.** {met}",
-        "*Printed for the like*: the paper's own ratio for a larger network of the same kind on its GPU (He et al. Figure 1;"
-        " Bu et al. Table 1, a speed turned into a time). It says what was to be expected, not what is to be compared.",
-    )
-    title = "Speed and memory beside this project's goals"
-    return Document(
-        NAME, title, words, tuple(sections), COLUMNS, otherwise=f"small {len(every)}" if every else "not run"
-    )
+    return page(NAME, sections, COLUMNS, otherwise=f"small {len(every)}" if every else "not run", met=met)
 
 
 def _rows(measured: Measurement, native: bool) -> Rows:

@@ -10,10 +10,9 @@ from typing import Any
 import yaml
 
 from dpexp.config import compose
-from dpexp.reproduce.documents import Document, Section
+from dpexp.reproduce.documents import Document, Section, page
 from dpexp.reproduce.paper import FOLDER, Cell, paper_table
 
-NAME = "hyperparameters"
 COLUMNS = ("setting", "of", "printed", "preset", "agrees", "command")
 
 
@@ -22,7 +21,7 @@ def _reading() -> Any:
     return yaml.safe_load((FOLDER / "hyperparameters.yaml").read_text(encoding="utf-8"))
 
 
-def document() -> Document:
+def hyperparameters() -> Document:
     """One block for each table."""
     sections = []
     for name, presets in _reading()["presets"].items():
@@ -32,12 +31,8 @@ def document() -> Document:
             Section(f"{'He' if paper == 'he2023' else 'Li'} et al., Table {table}", (), COLUMNS, rows)
         )
     said = [row["agrees"] for section in sections for row in section.rows]
-    yes, told = said.count("yes"), said.count("yes") + said.count("no")
-    words = (
-        f"**{yes} of {told} cells that say something about a preset agree.** A set of values in print is the search of the"
-        " paper: a preset agrees where its value is in it. Which one was chosen is printed in bold, and lost in our copy."
-    )
-    return Document(NAME, "Hyper-parameters: printed, and in the presets", (words,), tuple(sections), COLUMNS)
+    told = [word for word in said if word in ("yes", "no")]
+    return page("hyperparameters", sections, COLUMNS, agree=told.count("yes"), compared=len(told))
 
 
 def _row(cell: Cell, presets: dict[str, str]) -> dict[str, str] | None:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from scipy import stats
 
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict, grouped, number
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, grouped, number, page, words_of
 from dpexp.reproduce.fillings import Filling, printed_factor
 from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
 from dpexp.reproduce.records import Record
@@ -32,11 +32,6 @@ COLUMNS = (
 # words of a command that do not say which method it is
 _FREE = ("seed", "trials", "privacy", "optim.lr")
 _ELSEWHERE = ("runtime", "data.", "tracker")
-_SHORT = (
-    "The runs are short, 59 to 98 steps at a constant learning rate: what helps a long training need not help there, and a"
-    " verdict is one on such runs alone. Each claim is tested by itself: among many, one in twenty is expected to be decided by"
-    " chance."
-)
 
 
 @dataclass(frozen=True)
@@ -66,22 +61,19 @@ class Entry:
 
     def runs(self, records: Sequence[Record]) -> dict[tuple[float, int], Record]:
         """(learning rate, seed) -> its record."""
-        found = {}
-        for record in records:
-            facts = record.facts
-            if (
-                facts["task"] == self.task
-                and facts.get("privacy.epsilon") == self.epsilon
-                and self._made(record)
-            ):
-                found[float(facts["optim.lr"]), int(facts["seed"])] = record
-        return found
+        own = (r for r in records if r.matches({"task": self.task, "privacy.epsilon": self.epsilon}))
+        return {
+            (float(record.facts["optim.lr"]), int(record.facts["seed"])): record
+            for record in own
+            if self._made(record)
+        }
 
     def _made(self, record: Record) -> bool:
         words = shlex.split(record.summary["command"])[3:]
         names = {word: word.partition("=")[0] for word in words if word != "-m"}
-        kept = {w for w, name in names.items() if name not in _FREE and not name.startswith(_ELSEWHERE)}
-        return kept == set(self.words)
+        return set(self.words) == {
+            word for word, name in names.items() if name not in _FREE and not name.startswith(_ELSEWHERE)
+        }
 
 
 @dataclass(frozen=True)
@@ -108,10 +100,7 @@ class Standing:
 @cache
 def listed() -> dict[str, Any]:
     """The content of ``league.yaml``."""
-    found: dict[str, Any] = yaml.safe_load(
-        (Path(__file__).parent / "league.yaml").read_text(encoding="utf-8")
-    )
-    return found
+    return dict(yaml.safe_load((Path(__file__).parent / "league.yaml").read_text(encoding="utf-8")))
 
 
 def entries(task: str) -> Iterator[Entry]:
@@ -168,36 +157,28 @@ def standings(task: str, records: Sequence[Record]) -> list[Standing]:
 
 def document(records: Sequence[Record]) -> Document:
     """Ranks over all that is complete, what the runs say of published claims, and a block for each task."""
-    said = listed()
-    reference = next(iter(said["methods"]))
+    said, words = listed(), words_of(NAME)
+    reference, *_ = said["methods"]
     found = {task: standings(task, records) for task in said["tasks"]}
     rows = {task: _rows(own, reference) for task, own in found.items()}
     columns = tuple(column.format(reference) for column in COLUMNS)
     sections: list[Section] = []
     if ranked := _complete(rows):
         sections += [_ranks(ranked, reference), _claims([one for own in found.values() for one in own])]
-    for task, settings in said["tasks"].items():
-        total = len(list(entries(task)))
-        done = f"All runs: `{said['settings']} {settings['settings']}`. {len(rows[task])} of {total} rows are complete."
-        if len(rows[task]) < total:
-            done += (
-                f" The rest: `python scripts/league.py {task} > list.txt`, then"
-                " `python scripts/run_queue.py list.txt --fork --keep --to league`, twice."
-            )
-        sections.append(Section(f"scale=small, {settings['words']}", (done,), columns, rows[task], "small"))
+    for task, asked in said["tasks"].items():
+        complete, total, settings = (
+            len(rows[task]),
+            len(list(entries(task))),
+            f"{said['settings']} {asked['settings']}",
+        )
+        done = words["block"].format(settings=settings, complete=complete, total=total)
+        done += f" {words['rest'].format(task=task)}" if complete < total else ""
+        sections.append(Section(f"scale=small, {asked['words']}", (done,), columns, rows[task], "small"))
     count = sum(map(len, found.values()))
-    words = (
-        f"{len(said['methods'])} methods, each at ε = {' and '.join(f'{b:g}' for b in said['budgets'])} with three learning rates"
-        " or more tried (*lr tried*): seed 0 tries each, and the best on dev is trained again with three other seeds, which alone"
-        " are shown. Adam is behind every method. *ε with tuning*: what the trials of a row and the run itself cost together;"
-        " that a reader picks among methods is not in it.",
-        "*Interval*: Student's t over three seeds. *p*: Welch's t, two-sided, against"
-        f" {reference}; Holm's correction over the methods of one task and budget. The finite dev set has an error of its own"
-        " (*dev error*), which is common to all methods of a task and which no test here knows of.",
-    )
-    status = f"small {count} rows" if count else "not run"
-    title = "The league: methods under one budget"
-    return Document(NAME, title, words, tuple(sections), columns, otherwise=status)
+    return page(
+        NAME, sections, columns, otherwise=f"small {count} rows" if count else "not run",
+        methods=len(said["methods"]), budgets=" and ".join(f"{b:g}" for b in said["budgets"]), reference=reference,
+    )  # fmt: skip
 
 
 def _complete(rows: Mapping[str, Rows]) -> dict[tuple[str, str], Rows]:
@@ -268,12 +249,9 @@ def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
         counts = (ranks.count(1), said.count("better"), said.count("worse"))
         cells = (method, f"{mean_std(ranks)[0]:.1f}", *(f"{count} of {len(own)}" for count in counts))
         table.append(dict(zip(columns, cells, strict=True)))
-    words = (
-        f"Over {', '.join(f'{task} at ε = {epsilon}' for task, epsilon in ranked)}; 1 is the best of {len(table)}. *better*,"
-        " *worse*: after Holm's correction. Ranks order the means, however close they are: the blocks below say which differences"
-        " are real."
-    )
     table.sort(key=lambda row: float(row["mean rank"]))
+    cases = ", ".join(f"{task} at ε = {epsilon}" for task, epsilon in ranked)
+    words = words_of(NAME)["ranks"].format(cases=cases, methods=len(table))
     return Section("Ranks", (words,), columns, table, "small")
 
 
@@ -281,20 +259,19 @@ def _claims(found: Sequence[Standing]) -> Section:
     """What the seeds say of each published claim."""
     choices = {(s.entry.task, s.entry.epsilon, s.entry.method): s.choice for s in found}
     cases = [(task, float(epsilon)) for task in listed()["tasks"] for epsilon in listed()["budgets"]]
-    paragraphs: list[str] = []
+    paragraphs: list[str] = [words_of(NAME)["claims"]]
     verdicts: list[Verdict] = []
     for claim in listed()["claims"]:
+        sides, margin = (claim["left"], claim["right"]), float(claim.get("margin", 0))
         pairs: list[Pair] = []
-        for case in cases:
-            names = [name for name in (claim["left"], claim["right"]) if (*case, name) in choices]
-            if len(names) == 2:
-                left, right = ((name, choices[*case, name]) for name in names)
-                what, margin = f"{case[0]}, ε = {case[1]:g}", float(claim.get("margin", 0))
-                pairs.append(compared(what, left, right, claim["expect"], margin))
+        for task, epsilon in cases:
+            if all((task, epsilon, name) in choices for name in sides):
+                left, right = ((name, choices[task, epsilon, name]) for name in sides)
+                pairs.append(compared(f"{task}, ε = {epsilon:g}", left, right, claim["expect"], margin))
         some = f"{len(pairs)} of {len(cases)} tasks and budgets, "
         finding = Finding(pairs, f"{some if len(pairs) < len(cases) else ''}short runs")
         words = f"{claim['source']}: {claim['says']}"
         first, *others = finding.paragraphs
         paragraphs += [f"{words}. {first}", *others]
         verdicts.append(finding.verdict(words))
-    return Section("Published claims", (_SHORT, *paragraphs), scale="small", verdicts=tuple(verdicts))
+    return Section("Published claims", tuple(paragraphs), scale="small", verdicts=tuple(verdicts))

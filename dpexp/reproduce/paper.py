@@ -55,6 +55,13 @@ def claims(by: str) -> dict[tuple[str, str], dict[str, Any]]:
     return found
 
 
+@cache
+def settings_of_runs(paper: str) -> list[dict[str, Any]]:
+    """The settings of a paper's private runs, "li2022" or "he2023", from ``settings.yaml``; see its header."""
+    found: dict[str, list[dict[str, Any]]] = yaml.safe_load((FOLDER / "settings.yaml").read_text("utf-8"))
+    return found[paper]
+
+
 @dataclass(frozen=True)
 class Cell:
     """One printed cell.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-from dpexp.reproduce.documents import Document, Section, grouped, number
+from dpexp.reproduce.documents import Document, Section, grouped, number, page
 from dpexp.reproduce.records import Record
 
 COLUMNS = (
@@ -13,11 +13,6 @@ COLUMNS = (
     "accuracy", "other metrics", "seed", "trials", "sampling", "hardware", "data", "record",
 )  # fmt: skip
 _SORTED = ("task", "scale", "model", "trainable", "target ε", "clip", "lr", "seed")
-_INTRODUCTION = (
-    "Made by `make tables` from the records in `results/runs`. Metrics on the public dev set, accuracy in percent, "
-    "after the last step; one row is one run with one seed. *trials*: configurations tried for this task and model before "
-    "this one was chosen; ε excludes them."
-)
 
 
 def document(records: Sequence[Record]) -> Document:
@@ -28,9 +23,7 @@ def document(records: Sequence[Record]) -> Document:
         Section(f"{task}, scale={scale}", (), COLUMNS[2:], rows, scale)
         for (task, scale), rows in blocks.items()
     )
-    return Document(
-        "runs", "Training runs", (_INTRODUCTION,), tuple(sections), COLUMNS, otherwise="measured", foot=""
-    )
+    return page("runs", sections, COLUMNS, otherwise="measured")
 
 
 def _row(record: Record) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dpexp.reproduce import cells, miniature
 from dpexp.reproduce.cells import FACTS, Slot
-from dpexp.reproduce.documents import Document, Section, grouped, not_run
+from dpexp.reproduce.documents import Document, Section, grouped, not_run, page, words_of
 from dpexp.reproduce.drawing import draw, heat
 from dpexp.reproduce.fillings import Filling, columns, described
 from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
@@ -34,14 +34,6 @@ _WITH = {
     # as long as the same ε lasts
     "schedule": ("schedule.", "optim.steps", "optim.epochs"),
 }
-_WORDS = (
-    "Ours: mean ± standard deviation over n seeds. Of several configurations the best mean comes first, those of one seed last:"
-    " chosen on the data that it is shown for, it is optimistic. *dev error*: the standard error that a dev set of this size has"
-    " by itself, which no test here knows of. Every block has one scale; the difference is ours minus paper, and at"
-    " scale=small it compares another model and another length of training. ε under the record's accountant, δ of its"
-    " guarantee; hyper-parameter search is not paid for (the record says how many configurations were tried)."
-)
-_FOOT = "Regenerate: `python -m dpexp.report {name}` (or `make {name}`); with `RUN=1 SCALE=small` the missing cells are run."
 Filled = tuple[Slot, list[Filling]]
 
 
@@ -113,19 +105,16 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
         *filter(None, (_block(claim, claim.slots(printed, *block), *block, records) for block in blocks)),
     )
     runnable = claim.miniature or any(section.commands for section in sections)
-    return Document(
+    return page(
         target_name(paper, table),
-        claim.title,
-        notes=() if printed else (claim.note,),
-        sections=sections,
-        columns=COLUMNS,
-        svg=_heat_map(claim.heat, printed, sections) if claim.heat else "",
+        sections,
+        COLUMNS,
         otherwise="not run" if runnable or cells.has_presets(paper, table) else "not built",
-        foot=f"{_WORDS}\n\n{_FOOT}" if printed else _FOOT,
-        claim=claim.claim,
+        svg=_heat_map(claim.heat, printed, sections) if claim.heat else "",
         untold="beside the printed numbers, without a test"
         if any(section.done for section in sections)
         else not_run(claim.needs),
+        words=(words_of("cells") if printed else words_of("picture") | {"notes": [claim.note]}) | vars(claim),
     )
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
-from operator import itemgetter
+from itertools import combinations
 from typing import Any
 
-from dpexp.reproduce.documents import Document, Rows, Section
+from dpexp.reproduce.documents import Document, Rows, Section, page
 from dpexp.reproduce.drawing import draw, style
 from dpexp.reproduce.fillings import Filling, columns, measured, most_seeds
 from dpexp.reproduce.pairs import Choice, Pair, compared
@@ -27,9 +26,8 @@ NOISE: dict[str, dict[str, Any]] = {
 }
 WHERE = {
     "task": "sst2", "scale": "small", "model": "minilm", "model.frozen_features": True, "optim.name": "adam",
-    "optim.batch_size": 1024, "optim.epochs": 1, "optim.lr": LR,
+    "optim.batch_size": 1024, "optim.epochs": 1, "optim.lr": LR, "clip": ("flat", "adaptive_flat"),
 }  # fmt: skip
-CLIPS = ("flat", "adaptive_flat")
 _COMMON = (
     "task=sst2 scale=small peft=head model.trainable=all model.pooling=mean model.head=linear,unbiased model.frozen_features=true"
     f" model.dropout=0 optim.batch_size=1024 optim.epochs=1 optim.lr={LR:g} seed=0,1,2 -m"
@@ -42,52 +40,50 @@ COMMANDS = tuple(
 COLUMNS = (
     "head", "noise", "threshold", "ours", "n", "dev error", "loss", "configuration", "ε", "δ", "accountant", "hardware", "record",
 )  # fmt: skip
-# in the place of a threshold that is fixed
+# in the place of a threshold that is fixed; the largest of all
 ADAPTIVE = math.inf
-_Runs = Mapping[tuple[str, str, float], Filling]
+# of one head: (noise, C) -> its configuration
+Grid = Mapping[tuple[str, float], Filling]
 
 
 def document(records: Sequence[Record]) -> Document:
     """A block and a panel for each head."""
-    found = _fillings(records)
-    sections = []
-    for head, named in HEADS.items():
-        own = {key: filling for key, filling in found.items() if key[0] == head}
-        if own:
-            said = "\n".join(f"- {pair}" for pair in _pairs(head, own))
-            sections.append(Section(f"a head {named}", (said,) if said else (), COLUMNS, _rows(own), "small"))
+    grids = {head: own for head in HEADS if (own := grid(records, head))}
+    sections = [
+        Section(f"a head {HEADS[head]}", _said(own), COLUMNS, _rows(head, own), "small")
+        for head, own in grids.items()
+    ]
     todo = "Not run: " + ", ".join(f"`{command}`" for command in COMMANDS)
-    words = (
-        "How much of what privacy costs is the noise, and how much is the clipping before it? A head on frozen features of"
-        f" MiniLM, SST-2, one epoch, Adam at a learning rate of {LR:g}, ε = 3 or the same steps without noise. *adaptive*: one"
-        " threshold for all that follows the 75% quantile of the norms.",
-        "Loss: of the dev set, the mean over seeds. A gradient that is always clipped to one length makes the head ever surer of"
-        " itself: accuracy alone does not show it.",
-    )
-    svg = draw(lambda axes: _plot(axes, found), len(sections), (4.4, 3.6)) if sections else ""
-    count = sum(len(filling.records) for filling in found.values())
-    shown = tuple(sections) or (Section("", (todo,), scale="small", commands=COMMANDS),)
-    title = "Thresholds: what clipping costs and what noise costs, SST-2"
-    return Document(NAME, title, words, shown, COLUMNS, svg, f"small {count} runs" if count else "not run")
+    count = sum(len(filling.records) for own in grids.values() for filling in own.values())
+    return page(
+        NAME, sections or [Section("", (todo,), scale="small", commands=COMMANDS)], COLUMNS,
+        otherwise=f"small {count} runs" if count else "not run",
+        svg=draw(lambda axes: _plot(axes, grids), len(grids), (4.4, 3.6)) if grids else "", lr=LR,
+    )  # fmt: skip
 
 
-def _fillings(records: Sequence[Record]) -> _Runs:
-    """(head, noise, C) -> the configuration of the most seeds."""
-    found: dict[tuple[str, str, float], Filling] = {}
-    for (noise, where), head in product(NOISE.items(), HEADS):
-        wanted = {**WHERE, **where, "model.head": head, "clip": CLIPS}
-        own = most_seeds(measured((r for r in records if r.matches(wanted)), "accuracy"), _threshold)
-        found |= {(head, noise, threshold): filling for threshold, filling in own.items()}
-    return found
+def grid(records: Sequence[Record], head: str) -> Grid:
+    """The configuration of the most seeds at each noise and threshold, sorted."""
+    found = {}
+    for noise, where in NOISE.items():
+        own = [record for record in records if record.matches({**WHERE, **where, "model.head": head})]
+        found |= {
+            (noise, c): filling for c, filling in most_seeds(measured(own, "accuracy"), _threshold).items()
+        }
+    return dict(sorted(found.items()))
 
 
 def _threshold(facts: Mapping[str, Any]) -> float:
     return float(facts["clip.clip_norm"]) if facts["clip"] == "flat" else ADAPTIVE
 
 
-def _rows(found: _Runs) -> Rows:
+def _named(threshold: float) -> str:
+    return "adaptive" if threshold == ADAPTIVE else f"C = {threshold:g}"
+
+
+def _rows(head: str, found: Grid) -> Rows:
     rows: Rows = []
-    for (head, noise, threshold), filling in sorted(found.items(), key=itemgetter(0)):
+    for (noise, threshold), filling in found.items():
         losses = [value for r in filling.records if (value := r.metric("loss")) is not None]
         named = {"head": head, "noise": noise, "threshold": _named(threshold)}
         loss = f"{mean_std(losses)[0]:.3f}" if losses else ""
@@ -95,36 +91,32 @@ def _rows(found: _Runs) -> Rows:
     return rows
 
 
-def _named(threshold: float) -> str:
-    return "adaptive" if threshold == ADAPTIVE else f"C = {threshold:g}"
+def _said(found: Grid) -> tuple[str, ...]:
+    lines = [f"- {pair}" for noise in NOISE for pair in _pairs(noise, found)]
+    return ("\n".join(lines),) if lines else ()
 
 
-def _fixed(found: _Runs, head: str, noise: str) -> list[float]:
-    return sorted(c for h, n, c in found if (h, n) == (head, noise) and c != ADAPTIVE)
+def _pairs(noise: str, found: Grid) -> Iterator[Pair]:
+    """The smallest threshold beside the largest and the adaptive one."""
+    fixed = [c for n, c in found if n == noise and c != ADAPTIVE]
+    ends = list(dict.fromkeys((*fixed[:1], *fixed[-1:])))
+    sides = [*combinations(ends, 2), *((ADAPTIVE, c) for c in ends if (noise, ADAPTIVE) in found)]
+    for side in sides:
+        left, right = ((_named(c), Choice(found[noise, c])) for c in side)
+        yield compared(noise, left, right, "greater")
 
 
-def _pairs(head: str, found: _Runs) -> Iterator[Pair]:
-    """The smallest threshold beside the largest and the adaptive one, under noise and without it."""
-    for noise in NOISE:
-        ends = list(dict.fromkeys((fixed[0], fixed[-1]))) if (fixed := _fixed(found, head, noise)) else []
-        sides = [(ends[0], ends[1])] if len(ends) > 1 else []
-        sides += [(ADAPTIVE, threshold) for threshold in ends if (head, noise, ADAPTIVE) in found]
-        for side in sides:
-            left, right = ((_named(c), Choice(found[head, noise, c])) for c in side)
-            yield compared(noise, left, right, "greater")
-
-
-def _plot(axes: Any, found: _Runs) -> None:
-    heads = [head for head in HEADS if any(key[0] == head for key in found)]
-    for axis, head in zip(axes, heads, strict=True):
+def _plot(axes: Any, grids: Mapping[str, Grid]) -> None:
+    for axis, (head, found) in zip(axes, grids.items(), strict=True):
         for number, noise in enumerate(NOISE):
             looks = style(number)
-            if fixed := _fixed(found, head, noise):
-                shown = [found[head, noise, c] for c in fixed]
-                y = [float(f"{filling.mean:.2f}") for filling in shown]
-                error = [float(f"{filling.std or 0:.2f}") for filling in shown]
-                axis.errorbar(fixed, y, yerr=error, markersize=4, capsize=2, label=noise, **looks)
-            if adaptive := found.get((head, noise, ADAPTIVE)):
+            own = {c: filling for (n, c), filling in found.items() if n == noise}
+            adaptive = own.pop(ADAPTIVE, None)
+            if own:
+                y = [float(f"{filling.mean:.2f}") for filling in own.values()]
+                error = [float(f"{filling.std or 0:.2f}") for filling in own.values()]
+                axis.errorbar([*own], y, yerr=error, markersize=4, capsize=2, label=noise, **looks)
+            if adaptive:
                 height, label = float(f"{adaptive.mean:.2f}"), f"{noise}, adaptive"
                 axis.axhline(height, color=looks["color"], linestyle="--", linewidth=1, label=label)
         axis.set_xscale("log")

@@ -106,23 +106,23 @@ def test_statuses_follow_from_records(matrix: list[dict[str, str]]):
 
 
 def test_a_pointer_to_nothing_is_not_built():
-    assert not coverage._exists("conf:clip/nosuch", {})
-    assert not coverage._exists("test:clipping/test_layers.py::test_no_such_thing", {})
-    assert not coverage._exists("test:clipping/nosuch.py::test_linear", {})
-    assert not coverage._exists("target:table-he-99", {})
-    assert coverage._exists("test:clipping/test_layers.py::test_linear", {})
-    assert coverage._exists("conf:clip/flat", {})
+    assert not coverage.Evidence({}).has("conf:clip/nosuch")
+    assert not coverage.Evidence({}).has("test:clipping/test_layers.py::test_no_such_thing")
+    assert not coverage.Evidence({}).has("test:clipping/nosuch.py::test_linear")
+    assert not coverage.Evidence({}).has("target:table-he-99")
+    assert coverage.Evidence({}).has("test:clipping/test_layers.py::test_linear")
+    assert coverage.Evidence({}).has("conf:clip/flat")
 
 
 def test_a_row_names_what_is_there_or_says_that_it_is_missing():
-    kinds = {"conf", "glob", "bench", "test", "target"}
-    known = dict.fromkeys(catalogue.builders(), "")
+    kinds = {"conf", "bench", "test", "target"}
+    known = coverage.Evidence(dict.fromkeys(catalogue.builders(), ""))
     for row in coverage.listed():
         needs = row["needs"].split()
         if needs not in (["missing"], ["diagram"], ["this"]):
             assert needs, row["name"]
             assert {need.partition(":")[0] for need in needs} <= kinds, row["name"]
-            assert [need for need in needs if not coverage._exists(need, known)] == [], row["name"]
+            assert [need for need in needs if not known.has(need)] == [], row["name"]
 
 
 def test_every_selector_names_settings_that_records_have():

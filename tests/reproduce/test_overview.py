@@ -72,7 +72,7 @@ def test_a_printed_value_admits(printed: str, accepted: list | None):
 
 
 def test_presets_have_the_printed_hyper_parameters():
-    rows = hyperparameters.document().rows
+    rows = hyperparameters.hyperparameters().rows
     told = [row for row in rows if row["agrees"] in ("yes", "no")]
     assert len(told) > 120
     # Rates and thresholds of fixed per-layer clipping are given as equivalents of flat clipping's.

@@ -163,10 +163,7 @@ def test_li_table_2_prints_the_epsilons_of_lora_for_every_method():
 
 
 def test_epsilon_columns_of_li_are_those_that_the_accounting_reproduces():
-    found = {}
-    for printed in accounting.printed_rows():
-        for target, values in zip((3, 8), printed.values, strict=True):
-            found[printed.table, printed.row, target] = values
+    found = {(line.table, line.row, line.target): line.printed for line in accounting.lines()}
     rows = (("≈ ε (Gaussian DP + CLT)", 0), ("≈ ε (Compose tradeoff func.)", 1))
     one, two, three = (numbers("li2022", table) for table in "123")
     columns = (("Gaussian DP + CLT", 0), ("Compose tradeoff func.", 1))

@@ -60,7 +60,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> list[Document]:
         "hostile", "A <b>title</b> & more", ("<script>alert(1)</script> `a < b`",), (Section("x"),)
     )
     return [
-        exact.modules_bu(),
+        exact.table_bu_3(),
         figures.figure_monir_8(),
         figures.figure_monir_13(),
         build("he2023", "1b", records),

@@ -61,4 +61,4 @@ def test_without_records_it_has_its_commands() -> None:
 
 @pytest.mark.parametrize("command", thresholds.COMMANDS)
 def test_its_commands_make_records_that_it_takes(command: str) -> None:
-    assert len(thresholds._fillings([made_by(command)])) == 1
+    assert len(thresholds.grid([made_by(command)], "linear")) == 1
