@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dpexp.reproduce import league, records  # noqa: E402
+from dpexp.reproduce.paper import listed  # noqa: E402
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("task", nargs="+", choices=tuple(league.listed()["tasks"]))
+    parser.add_argument("task", nargs="+", choices=tuple(listed("league")["tasks"]))
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "league")
     given = parser.parse_args()
     kept = records.load(given.results)

@@ -1,6 +1,6 @@
-"""The ε columns of Li et al. (2022), Tables 1, 2, 3, 7 and 8, beside ours.
+"""The noise of He et al., and the ε columns of Li et al. (2022), Tables 1, 2, 3, 7 and 8, beside ours.
 
-Their σ spends ε = 3 or 8 under RDP (their Appendix B); the columns say what the same σ costs under the
+The σ of Li et al. spends ε = 3 or 8 under RDP (their Appendix B); the columns say what the same σ costs under the
 central limit theorem of Gaussian DP and under numerically composed tradeoff functions. Settings that the
 paper states are used as stated, the others are those that come closest to all printed values of a data set
 at once; every row says which (``results/paper/settings.yaml``)."""
@@ -11,14 +11,81 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+import transformers
+
+from dpexp.benchmark.workloads import workload_named
+from dpexp.clipping.groups import build_groups
+from dpexp.complexity.architectures import PUBLISHED, build, quiet
+from dpexp.models.trainable import set_trainable
 from dpexp.privacy.accountants import epsilon, prv_bounds
 from dpexp.privacy.events import releases
-from dpexp.privacy.plan import Plan
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows, grouped, page
-from dpexp.reproduce.noise import plan_of
-from dpexp.reproduce.paper import paper_table, settings_of_runs
+from dpexp.privacy.plan import Plan, make_plan
+from dpexp.reproduce.documents import Document, Rows, Section, as_rows, block, grouped, page
+from dpexp.reproduce.paper import listed, paper_table
+
+# The noise of He et al.: σ, σ_b and σ_new of every setting (Algorithm 1, Proposition 3.1).
+
+_NOISE = (
+    "tables", "task", "model", "trains", "ε", "N", "B", "E", "steps", "δ", "r", "K", "σ", "σ_b", "σ_new", "not stated",
+)  # fmt: skip
+
+
+@cache
+def num_layers(model: str, trainable: str = "all") -> int:
+    """K of per-layer clipping: modules that own a trainable parameter."""
+    with torch.device("meta"), quiet():
+        if model == "WRN16-4":
+            network = workload_named("wrn").parts("full").model()
+        elif model.startswith("RoBERTa"):
+            _, sizes = PUBLISHED[model.lower()]
+            network = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**sizes))
+        else:
+            network = build(model.lower().replace("-", "")).model
+    set_trainable(network, trainable)
+    return len(build_groups(network, "layer"))
+
+
+@cache
+def plan_of(
+    num_examples: int, batch_size: float, steps: int, delta: str | float, target: float, budget: float = 0.0
+) -> Plan:
+    """The plan that spends ε = ``target`` under RDP; ``budget`` is r, the share that pays for quantiles."""
+    return make_plan(
+        num_examples=num_examples,
+        expected_batch_size=batch_size,
+        steps=steps,
+        delta=delta,
+        epsilon=target,
+        quantile_budget=budget,
+    )
+
+
+def plan_of_setting(setting: dict[str, Any], target: float, budget: float | None = None) -> Plan:
+    """The plan of an entry of ``settings.yaml`` that spends a target ε; ``budget`` in the place of its own r."""
+    # rounded as the trainer rounds them
+    steps = round(setting["E"] * setting["N"] / setting["B"])
+    share = setting["r"] if budget is None else budget
+    return plan_of(setting["N"], setting["B"], steps, setting["δ"], float(target), share)
+
+
+def noise_he() -> Document:
+    """σ, σ_b and σ_new of every setting of He et al., a row for each ε."""
+    lines = []
+    for s in listed("settings")["he2023"]:
+        layers = num_layers(s["model"], s["trains"])
+        for target in s["ε"]:
+            plan = plan_of_setting(s, target)
+            lines.append((
+                *(s[name] for name in _NOISE[:4]), target, s["N"], s["B"], s["E"], plan.steps, f"{plan.delta:.3g}", s["r"],
+                layers, f"{plan.sigma(0):.4f}", f"{plan.sigma_b(0, layers):.2f}", f"{plan.sigma_new(0):.4f}", s.get("open", ""),
+            ))  # fmt: skip
+    return page("noise-he", [block(as_rows(_NOISE, lines))])
+
+
+# The ε columns of Li et al.
 
 COLUMNS = (
     "paper", "table", "row", "target ε", "printed CLT", "our CLT", "difference CLT", "printed composed", "our composed",
@@ -53,12 +120,12 @@ class Line(NamedTuple):
 
 def lines() -> Iterator[Line]:
     """Every printed pair with each of its settings."""
-    for listed in settings_of_runs("li2022"):
-        for target, printed in _printed(listed["table"], listed["of"]).items():
-            for tried in listed["tried"]:
+    for row in listed("settings")["li2022"]:
+        for target, printed in _printed(row["table"], row["of"]).items():
+            for tried in row["tried"]:
                 run = Run(**{name: tried[name] for name in Run._fields if name in tried})
                 note = tried.get("note", "")
-                yield Line(listed["table"], listed["row"], target, printed, run, tried["source"], note)
+                yield Line(row["table"], row["row"], target, printed, run, tried["source"], note)
 
 
 def _printed(table: str, of: str) -> dict[float, Pair]:

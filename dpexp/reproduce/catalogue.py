@@ -11,16 +11,13 @@ from dpexp.errors import UserError, did_you_mean
 from dpexp.reproduce import (
     accounting,
     benchmarks,
-    communication,
     coverage,
     curves,
     exact,
     figures,
-    goals,
     hyperparameters,
     league,
-    noise,
-    runs,
+    overview,
     tables,
     thresholds,
 )
@@ -70,7 +67,7 @@ Builder = Callable[[Context], Document]
 EXACT: dict[str, Callable[[], Document]] = {
     make.__name__.replace("_", "-"): make
     for make in (
-        accounting.accounting_li, noise.noise_he, communication.communication_he, hyperparameters.hyperparameters,
+        accounting.accounting_li, accounting.noise_he, exact.communication_he, hyperparameters.hyperparameters,
         complexity.complexity_bu_table4, complexity.complexity_bu_table5, complexity.complexity_bu_table8,
         exact.table_bu_2, exact.table_bu_3, exact.memory_li, exact.memory_monir, exact.individual_monir,
         figures.figure_he_6, figures.figure_bu_7, figures.figure_li_3, figures.figure_li_7, figures.figure_monir_8,
@@ -95,8 +92,8 @@ def builders() -> dict[str, Builder]:
         **{name: partial(_curves, name) for name in curves.targets()},
         thresholds.NAME: lambda context: thresholds.document(context.records),
         league.NAME: lambda context: league.document(context.league),
-        goals.NAME: lambda context: goals.document(context.benchmarks),
-        "runs": lambda context: runs.document(context.records),
+        benchmarks.EFFICIENCY: lambda context: benchmarks.efficiency(context.benchmarks),
+        "runs": lambda context: overview.runs(context.records),
         "coverage": _coverage,
     }
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))

@@ -8,8 +8,8 @@ a record's own configuration stands beside every number instead.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import Any
@@ -41,6 +41,8 @@ TRAINING = ("train", "training")
 # of several that a cell names, the first is its method
 METHODS = ("schedule", "individual", "optim", "clip")
 SEEDS = "0,1,2"
+# in this order
+SHOWN = ("small", "paper")
 
 
 @dataclass(frozen=True)
@@ -74,55 +76,110 @@ class Slot:
         return measured((record for record in records if record.matches(where)), self.metric)
 
 
-def slot(
-    cell: Cell,
-    scale: str,
-    stand_ins: Mapping[str, Any] | None = None,
-    task: str = "",
-    same_runs: Sequence[str] = (),
-    added: Sequence[str] = (),
-) -> Slot:
-    """The cell at a scale.
+@dataclass(frozen=True)
+class Claim:
+    """One entry of ``claims.yaml``; see its header."""
 
-    Args:
-        cell: of a paper.
-        scale: "paper" or "small".
-        stand_ins: for scale small: setting -> {printed value: value there, or null where it has no stand-in}. A setting that
-            is listed selects, and a value that is not listed has no stand-in. "=" stands for itself (or all values do),
-            "*": whatever the task names.
-        task: for scale small: another data set that stands in for the cell's, with settings of its own; "" for the cell's.
-        same_runs: tables that print the same runs: where its own has no preset for the cell, one of theirs makes it.
-        added: words that its command has at scale paper besides.
-    """
-    said = _said(cell)
-    reasons = [_not_ours(cell, said)]
-    if said.get("formulation") == "infilling":
-        said["task"] = f"{said.get('task', '')}_infilling"
-    left_out: set[str] = set()
-    if scale != "paper":
-        # for the printed ε and the length of a small run
-        left_out.update(LEFT_TO_THE_TASK, NOISE if "epsilon" in said else ())
-        for name, values in (stand_ins or {}).items():
-            if name not in said:
-                continue
-            there = "=" if values == "=" else values.get(said[name])
-            if there is None:
-                reasons.append(f"no stand-in for {name}={said[name]} at scale={scale}")
-            elif there != "*":
-                said[name] = said[name] if there == "=" else str(there)
-                left_out.discard(name)
-    said["task"] = task or said.get("task", "")
-    chosen = {name: value for name, value in said.items() if name in FACTS and name not in left_out and value}
-    if said.get("split") in TRAINING:
-        reasons.append("not measured: accuracy on the training set is private, and no record releases it")
-    unknown = [
-        f"{name}={chosen[name]}" for name in GROUPS if name in chosen and not _choice(name, chosen[name])
-    ]
-    if unknown:
-        reasons.append(f"not built: {', '.join(unknown)}")
-    reason = next(filter(None, reasons), "")
-    todo = "" if reason else command(cell, scale, chosen, same_runs, added)
-    return Slot(cell, scale, _where(said, chosen, scale), metric_of(cell), reason, todo)
+    title: str = ""
+    claim: str = ""
+    compare: Sequence[Mapping[str, Any]] = ()
+    stand_ins: Mapping[str, Any] = field(default_factory=dict)
+    instead: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    miniature: Sequence[Mapping[str, Any]] = ()
+    heat: Sequence[str] = ()
+    note: str = ""
+    unstated: str = ""
+    same_runs: Sequence[str] = ()
+    tuned: Sequence[Mapping[str, Any]] = ()
+    audits: bool = False
+    needs: str = ""
+
+    @property
+    def filled_with(self) -> str:
+        """The task of the block whose commands fill the table at scale=small; "" for the cells' own."""
+        return next(iter(self.instead), "")
+
+    @property
+    def blocks(self) -> Iterator[tuple[str, str]]:
+        """(scale, task that stands in for the cells' own, or "") of every block."""
+        for scale in SHOWN:
+            yield scale, ""
+            yield from ((scale, task) for task in (self.instead if scale == "small" else ()))
+
+    def slot(self, cell: Cell, scale: str, task: str = "") -> Slot:
+        """A cell in a block."""
+        said = _said(cell)
+        reasons = [_not_ours(cell, said)]
+        if said.get("formulation") == "infilling":
+            said["task"] = f"{said.get('task', '')}_infilling"
+        left_out: set[str] = set()
+        if scale != "paper":
+            # for the printed ε and the length of a small run
+            left_out.update(LEFT_TO_THE_TASK, NOISE if "epsilon" in said else ())
+            for name, values in self.stand_ins.items():
+                if name not in said:
+                    continue
+                there = "=" if values == "=" else values.get(said[name])
+                if there is None:
+                    reasons.append(f"no stand-in for {name}={said[name]} at scale={scale}")
+                elif there != "*":
+                    said[name] = said[name] if there == "=" else str(there)
+                    left_out.discard(name)
+        said["task"] = task or said.get("task", "")
+        chosen = {
+            name: value for name, value in said.items() if name in FACTS and name not in left_out and value
+        }
+        if said.get("split") in TRAINING:
+            reasons.append("not measured: accuracy on the training set is private, and no record releases it")
+        unknown = [
+            f"{name}={chosen[name]}" for name in GROUPS if name in chosen and not _choice(name, chosen[name])
+        ]
+        if unknown:
+            reasons.append(f"not built: {', '.join(unknown)}")
+        reason = next(filter(None, reasons), "")
+        where = {**_where(said, chosen, scale), **self.instead.get(task, {})}
+        return Slot(
+            cell, scale, where, metric_of(cell), reason, "" if reason else self._command(cell, scale, chosen)
+        )
+
+    def _command(self, cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
+        """What fills the cell with three seeds: a preset where there is one for its row, else the settings one by one."""
+        plain = chosen.get("clip") == "nonprivate"
+        covered = {"epsilon", "delta"} if plain else set()
+        noise = next((name for name in NOISE if name in chosen), "")
+        overrides: list[str] = []
+        added: list[str] = []
+        preset, named = "", tuple[str, ...]()
+        if scale == "paper":
+            added = [word for one in self.tuned if cell.has(one["where"]) for word in shlex.split(one["add"])]
+            preset, named = _preset(cell, chosen, (cell.table, *self.same_runs))
+        if preset:
+            overrides.append(f"experiment={preset}")
+            covered |= {*named, "delta", "peft", "init", "schedule", "individual", "optim", noise}
+            if preset.endswith(tuple(chosen[name] for name in METHODS if name in chosen)):
+                covered.add("clip")
+        elif noise:
+            overrides.append("privacy=noise")
+        if noise:
+            # it comes out
+            covered.add("epsilon")
+        if "epochs" in chosen and (noise or _has_steps(chosen.get("task", ""), scale)):
+            # its length is given in epochs
+            overrides.append("optim.steps=null")
+        overrides += [
+            f"{name if name in GROUPS else FACTS[name]}={value}"
+            for name, value in chosen.items()
+            if name not in covered and (name, value) != ("peft", "full")
+        ]
+        overrides += ["privacy=none"] if plain else []
+        overrides += [f"scale={scale}"] if scale != "paper" else []
+        program = "train"
+        if cell.settings.get("metric") == EXPOSURE:
+            program, overrides = "audit", [f"method={EXPOSURE}", *overrides]
+            if not any(word.startswith("repetitions=") for word in added):
+                overrides.append(f"repetitions=[{cell.settings['repetitions']}]")
+        words = [*overrides, *added, f"seed={SEEDS}", "-m"]
+        return f"python -m dpexp.{program} " + " ".join(map(shlex.quote, words))
 
 
 def _said(cell: Cell) -> dict[str, str]:
@@ -172,45 +229,6 @@ def metric_of(cell: Cell) -> str:
     return name
 
 
-def command(
-    cell: Cell, scale: str, chosen: Mapping[str, str], same_runs: Sequence[str], added: Sequence[str]
-) -> str:
-    """What fills the cell with three seeds: a preset where there is one for its row, else the settings one by one."""
-    overrides = []
-    added = added if scale == "paper" else ()
-    plain = chosen.get("clip") == "nonprivate"
-    covered = {"epsilon", "delta"} if plain else set()
-    noise = next((name for name in NOISE if name in chosen), "")
-    preset, named = _preset(cell, chosen, (cell.table, *same_runs)) if scale == "paper" else ("", ())
-    if preset:
-        overrides.append(f"experiment={preset}")
-        covered |= {*named, "delta", "peft", "init", "schedule", "individual", "optim", noise}
-        if preset.endswith(tuple(chosen[name] for name in METHODS if name in chosen)):
-            covered.add("clip")
-    elif noise:
-        overrides.append("privacy=noise")
-    if noise:
-        # it comes out
-        covered.add("epsilon")
-    if "epochs" in chosen and (noise or _has_steps(chosen.get("task", ""), scale)):
-        # its length is given in epochs
-        overrides.append("optim.steps=null")
-    overrides += [
-        f"{name if name in GROUPS else FACTS[name]}={value}"
-        for name, value in chosen.items()
-        if name not in covered and (name, value) != ("peft", "full")
-    ]
-    overrides += ["privacy=none"] if plain else []
-    overrides += [f"scale={scale}"] if scale != "paper" else []
-    program = "train"
-    if cell.settings.get("metric") == EXPOSURE:
-        program, overrides = "audit", [f"method={EXPOSURE}", *overrides]
-        if not any(word.startswith("repetitions=") for word in added):
-            overrides.append(f"repetitions=[{cell.settings['repetitions']}]")
-    words = [*overrides, *added, f"seed={SEEDS}", "-m"]
-    return f"python -m dpexp.{program} " + " ".join(shlex.quote(word) for word in words)
-
-
 @cache
 def _choice(group: str, name: str) -> dict[str, Any]:
     """A file of conf/, {} where there is none."""
@@ -247,7 +265,7 @@ def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> tup
 def has_presets(paper: str, table: str) -> bool:
     """Can a row of it be run, even where no single cell is one run (a gain is the difference of two)?"""
     stem, folder = f"{paper}_{numbered(table)}", conf_dir() / "experiment"
-    return (folder / f"{stem}.yaml").is_file() or any(folder.glob(f"{stem}_*.yaml"))
+    return any(any(folder.glob(name)) for name in (f"{stem}.yaml", f"{stem}_*.yaml"))
 
 
 def _not_ours(cell: Cell, said: Mapping[str, str]) -> str:

@@ -52,27 +52,21 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
     grids: dict[str, dict[float, Filling]] = {}
     for filling in measured(records, "accuracy"):
         record = filling.record
-        rest = sorted(((key, value) for key, value in record.science.items() if key != name), key=str)
-        grids.setdefault(str(rest), {})[float(record.facts[name])] = filling
+        grids.setdefault(record.without({name}), {})[float(record.facts[name])] = filling
     pairs, tasks = [], set()
     for grid in (grid for grid in grids.values() if len(grid) > 2):
         record = next(iter(grid.values())).record
         text = record.facts["task"] == "sst2"
         means = {q: filling.mean for q, filling in grid.items() if text or 0.3 <= q <= 0.9}
         if text:
-            high, low, expect, margin = min(means, key=lambda q: abs(q - 0.9)), min(means), "greater", 0.0
+            high, low = min(means, key=lambda q: abs(q - 0.9)), min(means)
         else:
-            high, low, expect, margin = (
-                max(means, key=means.__getitem__),
-                min(means, key=means.__getitem__),
-                "close",
-                MARGIN,
-            )
+            high, low = (end(means, key=means.__getitem__) for end in (max, min))
         if high == low:
             continue
         what = f"{record.facts['task']}, {_budget(record)}, {described(record)}"
         left, right = ((f"quantile {q:g}", Choice(grid[q], len(means))) for q in (high, low))
-        pairs.append(compared(what, left, right, expect, margin))
+        pairs.append(compared(what, left, right, *(("greater", 0.0) if text else ("close", MARGIN))))
         tasks.add(record.facts["task"])
     part = f"the one about {next(iter(tasks))}" if len(tasks) == 1 else ""
     return Finding(pairs, part)

@@ -13,11 +13,11 @@ from operator import itemgetter
 from typing import Any
 
 from dpexp.reproduce import curve_claims
-from dpexp.reproduce.documents import Document, Rows, Section, counted, grouped, not_run, page, words_of
+from dpexp.reproduce.documents import Document, Rows, Section, counted, grouped, not_run, page
 from dpexp.reproduce.drawing import draw, heat, style
 from dpexp.reproduce.fillings import measured, printed_factor
 from dpexp.reproduce.pairs import Finding, choose
-from dpexp.reproduce.paper import as_number, claims, target_name
+from dpexp.reproduce.paper import as_number, claims, listed, target_name
 from dpexp.reproduce.records import Record, by_configuration
 
 
@@ -67,7 +67,7 @@ def build(name: str, records: Sequence[Record]) -> Document:
                 svg = svg or _draw(target, _rows(target, _speaking(target, own)), tasks)
         sections += blocks or [_not_run(target, scale)]
     has_runs = any(section.rows for section in sections)
-    words = (words_of(target.kind) if has_runs else {}) | vars(target)
+    words = (listed("pages")[target.kind] if has_runs else {}) | vars(target)
     return page(
         name, sections, _COLUMNS[target.kind], otherwise="not run" if "paper" in target.commands else "not built", svg=svg,
         untold="see the curves; no test" if has_runs else not_run(target.needs), words=words,

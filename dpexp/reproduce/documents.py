@@ -9,13 +9,9 @@ import csv
 import io
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from dpexp.reproduce.paper import PAPERS, short
+from dpexp.reproduce.paper import PAPERS, listed, short
 from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
 
 Rows = list[dict[str, str]]
@@ -164,13 +160,6 @@ class Document:
         return text.getvalue()
 
 
-@cache
-def words_of(name: str) -> dict[str, Any]:
-    """What ``pages.yaml`` has for a page; see its header."""
-    pages = yaml.safe_load((Path(__file__).parent / "pages.yaml").read_text(encoding="utf-8"))
-    return dict(pages[name])
-
-
 def page(
     name: str, sections: Iterable[Section], columns: tuple[str, ...] = (), *, otherwise: str = "exact", svg: str = "",
     untold: str = "", words: Mapping[str, Any] | None = None, **values: Any,
@@ -182,7 +171,7 @@ def page(
         words: title, claim, notes and foot; those that ``pages.yaml`` has for the name, if they are left out.
         values: what ``{name}`` in its title and notes stands for.
     """
-    words = words_of(name) if words is None else words
+    words = listed("pages")[name] if words is None else words
     title, *notes = (text.format(**values) for text in (words["title"], *words.get("notes", ())))
     foot, claim = words.get("foot", REGENERATE), words.get("claim", "")
     shown = name, title, tuple(notes), tuple(sections), columns, svg, otherwise, foot, claim, untold

@@ -1,5 +1,6 @@
 """Printed numbers beside what arithmetic alone gives: the modules and implementations of Bu et al. (Tables 2, 3), the memory
-ratios of Li et al. (section 4.2), the memory model and the individual budgets of Monir et al. (sections 4.3, 6.2)."""
+ratios of Li et al. (section 4.2), the pipeline of He et al. (section 4), the memory model and the individual budgets of Monir et
+al. (sections 4.3, 6.2)."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from dpexp.complexity.formulas import (
     Terms,
     term_sum,
 )
+from dpexp.complexity.pipeline import WAYS, Assumptions, cost
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
-from dpexp.reproduce.documents import Document, Rows, block, page
+from dpexp.reproduce.documents import Document, Rows, as_rows, block, page
 from dpexp.reproduce.paper import Cell, paper_table, printed
 
 # --- Bu et al., Tables 2 and 3 ---
@@ -65,7 +67,7 @@ def _property(row: str, implementation: Implementation) -> tuple[str, str]:
     }.get(row, ("", _SCALABLE))
 
 
-# --- Li et al., section 4.2; Monir et al., sections 4.3 and 6.2 ---
+# --- Li et al., section 4.2; Monir et al., section 4.3 ---
 
 
 def memory_li() -> Document:
@@ -116,6 +118,46 @@ def memory_monir() -> Document:
     ]  # fmt: skip
     return _compared("memory-monir", rows)
 
+
+# --- He et al., section 4: the model of `dpexp.complexity.pipeline` at its size, and what they claim in words ---
+
+EPOCHS, SAMSUM = 5, 14_732
+DEVICES = (16, 64, 256, 512)
+# of each of WAYS
+CLAIMS = (
+    "no extra communication (section 4, App. C.1)",
+    "(i) 'costly since it forces devices to be idle'",
+    "(ii) 'costly due to slow CPU-GPU data transfer'",
+    "(iii) 'costly due to performing the extra round of backpropagation'",
+    "'does not bypass the complications in the subsequent gradient rescaling step'",
+)
+_CLIPPING = (
+    "clipping", "devices", "MB to a neighbour", "KB of norms", "GB to the host and back", "MB of sums to replicas", "waits",
+    "step, s", "step / per device", "He et al. say",
+)  # fmt: skip
+
+
+def communication_he() -> Document:
+    """Section 4 of He et al.: per-device clipping beside flat clipping in its four ways, for each number of devices."""
+    a, lines = Assumptions(), []
+    for devices in DEVICES:
+        base = cost("per device", devices, a).seconds
+        for way, claim in zip(WAYS, CLAIMS, strict=True):
+            one = cost(way, devices, a)
+            lines.append((
+                way, devices, f"{one.between / 1e6:.0f}", f"{one.norms / 1e3:.2f}", f"{one.host / 1e9:.1f}",
+                f"{one.sums / 1e6:.0f}", one.waits, f"{one.seconds:.1f}", f"{one.seconds / base:.3f}", claim,
+            ))  # fmt: skip
+    steps = round(EPOCHS * SAMSUM / a.batch)
+    return page(
+        "communication-he", [block(as_rows(_CLIPPING, lines))], a=a, billions=a.parameters / 1e9, tflops=a.flops / 1e12,
+        between=a.between / 1e9, to_host=a.to_host / 1e9, latency=a.latency * 1e6, epochs=EPOCHS, examples=SAMSUM, steps=steps,
+        hours=steps * cost("per device", a.stages, a).seconds / 3600,
+        full=2 * a.batch * a.parameters / a.stages * a.gradient / 1e12,
+    )  # fmt: skip
+
+
+# --- Monir et al., section 6.2 ---
 
 MNIST = {"N": 60000, "B": 512, "epochs": 30, "delta": 1e-5, "C": 0.2}
 TARGETS = (1.0, 2.0, 3.0)

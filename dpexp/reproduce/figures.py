@@ -9,11 +9,11 @@ from typing import Any
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
-from dpexp.reproduce import complexity_tables, exact, noise
-from dpexp.reproduce.documents import Document, Rows, Verdict, as_rows, block, grouped, page, words_of
+from dpexp.reproduce import accounting, complexity_tables, exact
+from dpexp.reproduce.documents import Document, Rows, Verdict, as_rows, block, grouped, page
 from dpexp.reproduce.drawing import draw
 from dpexp.reproduce.drawing import lines as draw_lines
-from dpexp.reproduce.paper import paper_table, settings_of_runs
+from dpexp.reproduce.paper import listed, paper_table
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
 E2E = 42061
@@ -35,7 +35,7 @@ def figure_li_3() -> Document:
     lines = []
     for steps, power in product(STEPS, range(-10, 1)):
         rate = 2.0**power
-        sigma = noise.plan_of(E2E, rate * E2E, steps, 1 / (2 * E2E), 3.0).noise_multiplier
+        sigma = accounting.plan_of(E2E, rate * E2E, steps, 1 / (2 * E2E), 3.0).noise_multiplier
         lines.append((steps, f"2^{power}", f"{rate:.6g}", f"{sigma / rate:.4g}"))
     rows = as_rows(("S", "q", "rate", "σ_eff"), lines)
     curves = [_numbers(own, "σ_eff") for own in _by(rows, "{S}").values()]
@@ -48,7 +48,7 @@ def figure_li_7() -> Document:
     lines = []
     for power in range(-12, 1):
         rate = 2.0**power
-        sigma = noise.plan_of(50000, rate * 50000, round(50 / rate), 1e-5, 3.0).noise_multiplier
+        sigma = accounting.plan_of(50000, rate * 50000, round(50 / rate), 1e-5, 3.0).noise_multiplier
         lines.append((f"2^{power}", f"{rate:.6g}", f"{sigma:.4g}", f"{10.34 * rate**0.5:.4g}"))
     rows = as_rows(("q", "rate", "σ", "square-root rule"), lines)
     below = [row["q"] for row in rows if float(row["square-root rule"]) < 0.9 * float(row["σ"])]
@@ -57,10 +57,10 @@ def figure_li_7() -> Document:
 
 def figure_he_6() -> Document:
     """σ_new as the share r of the budget for quantiles grows."""
-    setting = next(s for s in settings_of_runs("he2023") if s["model"] == "RoBERTa-base")
-    layers, lines = noise.num_layers(setting["model"]), []
+    setting = next(s for s in listed("settings")["he2023"] if s["model"] == "RoBERTa-base")
+    layers, lines = accounting.num_layers(setting["model"]), []
     for target, budget in product((3, 8), BUDGETS):
-        plan = noise.plan_of_setting(setting, target, budget)
+        plan = accounting.plan_of_setting(setting, target, budget)
         sigma, new, sigma_b = plan.sigma(0), plan.sigma_new(0), plan.sigma_b(0, layers)
         lines.append(
             (target, budget, f"{sigma:.4g}", f"{new:.4g}", f"{sigma_b:.4g}", f"{new / sigma - 1:.2%}")
@@ -119,8 +119,10 @@ def _groups(kind: str, number: str) -> Document:
     ])  # fmt: skip
     last = [float(row["ε"]) for row in rows if row["step"] == str(exact.MNIST_STEPS)]
     spent = all(abs(value - target) < 0.05 for value, target in zip(last, exact.TARGETS, strict=True))
-    said = {"have": "have" if spent else "have not", "last": ", ".join(f"{value:.2f}" for value in last)}
-    return _figure(f"figure-monir-{number}", rows, kind=kind, number=number, **said)
+    return _figure(
+        f"figure-monir-{number}", rows, kind=kind, number=number, have="have" if spent else "have not",
+        last=", ".join(f"{value:.2f}" for value in last),
+    )  # fmt: skip
 
 
 def _numbers(rows: Rows, column: str) -> list[float]:
@@ -134,7 +136,7 @@ def _by(rows: Rows, form: str) -> dict[str, Rows]:
 
 def _figure(name: str, rows: Rows, holds: bool = True, **values: Any) -> Document:
     """A figure of all rows, drawn as ``pages.yaml`` says, where ``word`` is the verdict on a claim that holds or not."""
-    words = words_of(name)
+    words = listed("pages")[name]
     (x, x_name, *x_base), (y, y_name, *y_base) = words["x"], words["y"]
     columns, panels = y if isinstance(y, dict) else {}, _by(rows, words.get("panels", ""))
 

@@ -7,24 +7,17 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-import yaml
-
 from dpexp.config import compose
 from dpexp.reproduce.documents import Document, Section, page
-from dpexp.reproduce.paper import FOLDER, Cell, paper_table
+from dpexp.reproduce.paper import Cell, listed, paper_table
 
 COLUMNS = ("setting", "of", "printed", "preset", "agrees", "command")
-
-
-@cache
-def _reading() -> Any:
-    return yaml.safe_load((FOLDER / "hyperparameters.yaml").read_text(encoding="utf-8"))
 
 
 def hyperparameters() -> Document:
     """One block for each table."""
     sections = []
-    for name, presets in _reading()["presets"].items():
+    for name, presets in listed("hyperparameters")["presets"].items():
         paper, _, table = name.partition("_")
         rows = [row for cell in paper_table(paper, table) if (row := _row(cell, presets))]
         sections.append(
@@ -36,7 +29,7 @@ def hyperparameters() -> Document:
 
 
 def _row(cell: Cell, presets: dict[str, str]) -> dict[str, str] | None:
-    settings = _reading()["settings"].items()
+    settings = listed("hyperparameters")["settings"].items()
     setting = next((path for word, path in settings if cell.row.lower().startswith(word)), None)
     if setting is None or not cell.value:
         return None
@@ -74,7 +67,7 @@ def values(printed: str) -> list[Any] | None:
         return [float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)]
     except ValueError:
         pass
-    words = _reading()["words"].get(text, text)
+    words = listed("hyperparameters")["words"].get(text, text)
     return [words] if re.fullmatch(r"[a-z0-9_]+", words) else None
 
 

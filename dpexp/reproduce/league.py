@@ -9,17 +9,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import itemgetter
-from pathlib import Path
-from typing import Any
 
-import yaml
 from scipy import stats
 
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict, grouped, number, page, words_of
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, grouped, number, page
 from dpexp.reproduce.fillings import Filling, printed_factor
 from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
+from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import LEVEL, compare, holm, mean_std
 
@@ -97,15 +94,9 @@ class Standing:
         return Choice(self.filling, 1, at_the_edge("lr", self.rate, self.tried))
 
 
-@cache
-def listed() -> dict[str, Any]:
-    """The content of ``league.yaml``."""
-    return dict(yaml.safe_load((Path(__file__).parent / "league.yaml").read_text(encoding="utf-8")))
-
-
 def entries(task: str) -> Iterator[Entry]:
     """Every method on a task, first at the first budget."""
-    said = listed()
+    said = listed(NAME)
     own = said["tasks"][task]
     for epsilon in said["budgets"]:
         for method, settings in said["methods"].items():
@@ -117,7 +108,7 @@ def entries(task: str) -> Iterator[Entry]:
 
 def commands(task: str, records: Sequence[Record]) -> list[str]:
     """What is still to run: each rate with the tuning seed; where those have records, the best one with the other seeds."""
-    said, found = listed(), []
+    said, found = listed(NAME), []
     first = said["tuning_seed"]
     for entry in entries(task):
         runs = entry.runs(records)
@@ -131,7 +122,7 @@ def commands(task: str, records: Sequence[Record]) -> list[str]:
 
 def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[float, tuple[float, ...]]:
     """The learning rate that was best with the tuning seed, 0 before each of the list has been tried; and all that were."""
-    said = listed()
+    said = listed(NAME)
     scores = {
         rate: record.metric(said["metric"]) or 0.0
         for (rate, seed), record in runs.items()
@@ -143,7 +134,7 @@ def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[
 
 def standings(task: str, records: Sequence[Record]) -> list[Standing]:
     """The entries of a task that are complete: every rate tried, every seed run."""
-    said, found = listed(), []
+    said, found = listed(NAME), []
     factor = printed_factor(said["metric"])
     for entry in entries(task):
         runs = entry.runs(records)
@@ -157,7 +148,7 @@ def standings(task: str, records: Sequence[Record]) -> list[Standing]:
 
 def document(records: Sequence[Record]) -> Document:
     """Ranks over all that is complete, what the runs say of published claims, and a block for each task."""
-    said, words = listed(), words_of(NAME)
+    said, words = listed(NAME), listed("pages")[NAME]
     reference, *_ = said["methods"]
     found = {task: standings(task, records) for task in said["tasks"]}
     rows = {task: _rows(own, reference) for task, own in found.items()}
@@ -188,7 +179,7 @@ def _complete(rows: Mapping[str, Rows]) -> dict[tuple[str, str], Rows]:
         for task in rows
         for epsilon, own in grouped(rows[task], itemgetter("ε")).items()
     )
-    return {key: own for key, own in blocks if len(own) == len(listed()["methods"])}
+    return {key: own for key, own in blocks if len(own) == len(listed(NAME)["methods"])}
 
 
 def _rows(found: Sequence[Standing], reference: str) -> Rows:
@@ -242,7 +233,7 @@ def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
     """The mean rank of each method over tasks and budgets."""
     table: Rows = []
     columns = tuple(column.format(reference) for column in RANKS)
-    for method in listed()["methods"]:
+    for method in listed(NAME)["methods"]:
         own = [row for rows in ranked.values() for row in rows if row["method"] == method]
         ranks = [int(row["rank"]) for row in own]
         said = [row.get(f"beside {reference}", "") for row in own]
@@ -251,17 +242,17 @@ def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
         table.append(dict(zip(columns, cells, strict=True)))
     table.sort(key=lambda row: float(row["mean rank"]))
     cases = ", ".join(f"{task} at ε = {epsilon}" for task, epsilon in ranked)
-    words = words_of(NAME)["ranks"].format(cases=cases, methods=len(table))
+    words = listed("pages")[NAME]["ranks"].format(cases=cases, methods=len(table))
     return Section("Ranks", (words,), columns, table, "small")
 
 
 def _claims(found: Sequence[Standing]) -> Section:
     """What the seeds say of each published claim."""
     choices = {(s.entry.task, s.entry.epsilon, s.entry.method): s.choice for s in found}
-    cases = [(task, float(epsilon)) for task in listed()["tasks"] for epsilon in listed()["budgets"]]
-    paragraphs: list[str] = [words_of(NAME)["claims"]]
+    cases = [(task, float(epsilon)) for task in listed(NAME)["tasks"] for epsilon in listed(NAME)["budgets"]]
+    paragraphs: list[str] = [listed("pages")[NAME]["claims"]]
     verdicts: list[Verdict] = []
-    for claim in listed()["claims"]:
+    for claim in listed(NAME)["claims"]:
         sides, margin = (claim["left"], claim["right"]), float(claim.get("margin", 0))
         pairs: list[Pair] = []
         for task, epsilon in cases:

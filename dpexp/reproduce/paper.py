@@ -45,21 +45,21 @@ def numbered(table: str) -> str:
 
 
 @cache
-def claims(by: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """(paper, table) -> its entry in ``claims.yaml``, of those that are tested by "cells", "curves" or "bench"."""
-    found = {}
-    for name, entry in yaml.safe_load((FOLDER / "claims.yaml").read_text(encoding="utf-8")).items():
-        paper, _, table = name.partition("_")
-        if entry.pop("by", "cells") == by:
-            found[paper, table.removeprefix("table")] = entry
-    return found
+def listed(name: str) -> Any:
+    """The content of a YAML file of ``results/paper`` ("claims", "settings") or of this package ("pages", "league")."""
+    places = (folder / f"{name}.yaml" for folder in (FOLDER, Path(__file__).parent))
+    return yaml.safe_load(next(place for place in places if place.is_file()).read_text(encoding="utf-8"))
 
 
 @cache
-def settings_of_runs(paper: str) -> list[dict[str, Any]]:
-    """The settings of a paper's private runs, "li2022" or "he2023", from ``settings.yaml``; see its header."""
-    found: dict[str, list[dict[str, Any]]] = yaml.safe_load((FOLDER / "settings.yaml").read_text("utf-8"))
-    return found[paper]
+def claims(by: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """(paper, table) -> its entry in ``claims.yaml``, of those that are tested by "cells", "curves" or "bench"."""
+    found = {}
+    for name, entry in listed("claims").items():
+        paper, _, table = name.partition("_")
+        if entry.get("by", "cells") == by:
+            found[paper, table.removeprefix("table")] = {k: v for k, v in entry.items() if k != "by"}
+    return found
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -86,7 +86,12 @@ class Record:
     @cached_property
     def configuration(self) -> str:
         """Equal for records that differ in the seed, or in where they were computed, alone."""
-        return json.dumps(self.science, sort_keys=True, default=str)
+        return self.without()
+
+    def without(self, names: Collection[str] = (), prefixes: tuple[str, ...] = ()) -> str:
+        """Equal for records that differ in these settings too, or in those whose names begin so."""
+        kept = {k: v for k, v in self.science.items() if k not in names and not k.startswith(prefixes)}
+        return json.dumps(kept, sort_keys=True, default=str)
 
     def metric(self, name: str) -> float | None:
         """A metric by its name, None where the run did not measure it."""

@@ -3,9 +3,9 @@ table and figure, filters, and the coverage matrix. It fetches nothing."""
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from html import escape
 from operator import itemgetter
 from pathlib import Path
 from string import Template
@@ -15,7 +15,7 @@ from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.coverage import STATUSES
 from dpexp.reproduce.documents import WORDS, Document, Rows, Section, counted, grouped
 from dpexp.reproduce.pairs import SELECTED
-from dpexp.reproduce.paper import PAPERS, short
+from dpexp.reproduce.paper import PAPERS, listed, short
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL
 
@@ -30,21 +30,6 @@ _FOLDED, _LISTED = 24, 2
 # columns of a table with a line for each printed cell
 _BESIDE = {"row", "column", "paper", "ours"}
 _DECIDED = {"supports": "supported", "contradicts": "contradicted", "supports and contradicts": "mixed"}
-_OURS = (
-    "*ours*: the difference that the claim is about, in the metric's unit (points of accuracy, where no other is named), with its"
-    " 95% interval over n seeds, of the comparison that decides; or the ratio that it bounds, and the machine. That two methods"
-    " are alike is supported too where a setting tells no methods apart: whether it does, the claims about fixed per-layer"
-    " clipping say (He et al., Tables 1 and 11). *evidence*: the scale, and how many of the printed"
-    " cells have runs; what of the claim decides, where it is not all of it; *recomputed*: arithmetic, no run."
-)
-_LEADERS = (
-    "Best first for each task and ε; a click on a column sorts. *gap to non-private*: the best run without privacy of the same"
-    " model and trained part, minus this one."
-)
-_PICTURE = (
-    "Filled: of each way to clip the configuration of the best mean on dev, with the standard deviation over its seeds; those at"
-    " one ε stand side by side. Open circles: the papers' numbers, with larger models and longer training."
-)
 
 
 def write(context: Context) -> Path:
@@ -64,59 +49,50 @@ def page(documents: Sequence[Document], records: Sequence[Record] = ()) -> str:
     ordered: list[Document] = []
     for paper, title in (*SHORT.items(), ("", "This repository")):
         own = [document for document in documents if document.paper == paper]
-        links = "".join(f'<li><a href="#{d.name}">{_text(_short_title(d))}</a></li>' for d in own)
-        menu += f'<li class="paper" data-paper="{paper}"><span>{_text(title)}</span><ul>{links}</ul></li>'
+        # "Table 2: adaptive per-layer …" of "He et al., Table 2: …"
+        names = {d.name: d.title.partition(" et al., ")[2] or d.title for d in own}
+        links = "".join(f'<li><a href="#{name}">{escape(said)}</a></li>' for name, said in names.items())
+        menu += f'<li class="paper" data-paper="{paper}"><span>{escape(title)}</span><ul>{links}</ul></li>'
         ordered += own
+    papers, scales = (
+        "".join(f'<option value="{value}">{escape(label)}</option>' for value, label in options.items())
+        for options in (SHORT, {scale: scale for scale in SCALES})
+    )
+    parts = "".join(f'<div class="first">{part}</div>\n' for part in _first(ordered, records))
+    articles = "".join(map(_article, ordered))
     return Template(frame).substitute(
-        style=style, script=script, menu=menu, papers=_options(SHORT.items()), scales=_options((s, s) for s in SCALES),
-        first=_first(ordered, records), articles="".join(map(_article, ordered)),
-    )  # fmt: skip
+        style=style, script=script, menu=menu, papers=papers, scales=scales, first=parts, articles=articles
+    )
 
 
-def _first(documents: Sequence[Document], records: Sequence[Record]) -> str:
+def _first(documents: Sequence[Document], records: Sequence[Record]) -> Iterator[str]:
     """Verdicts, accuracy against ε, and the table of all runs."""
-    parts = []
+    words = listed("pages")["report"]
     if claims := overview.verdicts(documents):
         told = [row for row in claims if row["verdict"] != CANNOT_TELL]
         untold = [row for row in claims if row["verdict"] == CANNOT_TELL]
-        said = ", ".join(
-            f"{len(own)} {_DECIDED[word]}{_by_arithmetic(own)}"
-            for word, own in grouped(told, itemgetter("verdict")).items()
-        )
+        said = []
+        for verdict, own in grouped(told, itemgetter("verdict")).items():
+            recomputed = sum(row["evidence"].startswith(overview.RECOMPUTED) for row in own)
+            more = f" ({recomputed} of them by arithmetic)" if recomputed else ""
+            said.append(f"{len(own)} {_DECIDED[verdict]}{more}")
         why = f"{len(untold)} claims that our runs cannot tell about, and why"
-        others = _fold(why, _table("Other claims", overview.VERDICTS, untold, cards=True)) if untold else ""
-        parts.append(
-            f"<h2>{len(claims)} claims: {_text(said)}, {len(untold)} open</h2><p>{_inline(_OURS)}</p>"
-            f"{_table('Claims', overview.VERDICTS, told, cards=True) if told else ''}{others}"
+        yield (
+            f"<h2>{len(claims)} claims: {escape(', '.join(said))}, {len(untold)} open</h2><p>{_inline(words['verdicts'])}</p>"
+            + (_table("Claims", overview.VERDICTS, told, cards=True) if told else "")
+            + (_fold(why, _table("Other claims", overview.VERDICTS, untold, cards=True)) if untold else "")
         )
     if svg := overview.accuracy_against_epsilon(records):
         picture = _svg(svg, "accuracy", "Accuracy against epsilon for each task")
-        parts.append(f"<h2>Accuracy against ε</h2><p>{_inline(_PICTURE)}</p><figure>{picture}</figure>")
+        yield f"<h2>Accuracy against ε</h2><p>{_inline(words['picture'])}</p><figure>{picture}</figure>"
     if records:
         found = overview.leaders(records)
-        table = _table("All runs", overview.LEADERS, found, sortable=True)
-        parts.append(
-            f"<h2>All {len(found)} configurations</h2><p>{_inline(_LEADERS)}</p>{_fold(f'{len(found)} rows', table)}"
-        )
-    return "".join(f'<div class="first">{part}</div>\n' for part in parts)
-
-
-def _by_arithmetic(claims: Rows) -> str:
-    count = sum(row["evidence"].startswith(overview.RECOMPUTED) for row in claims)
-    return f" ({count} of them by arithmetic)" if count else ""
-
-
-def _options(pairs: Iterable[tuple[str, str]]) -> str:
-    return "".join(f'<option value="{value}">{_text(label)}</option>' for value, label in pairs)
+        table = _fold(f"{len(found)} rows", _table("All runs", overview.LEADERS, found, sortable=True))
+        yield f"<h2>All {len(found)} configurations</h2><p>{_inline(words['runs'])}</p>{table}"
 
 
 def _fold(summary: str, content: str, kind: str = "") -> str:
     return f"<details{kind}><summary>{summary}</summary>{content}</details>"
-
-
-def _short_title(document: Document) -> str:
-    """ "Table 2: adaptive per-layer …" of "He et al., Table 2: …"."""
-    return document.title.partition(" et al., ")[2] or document.title
 
 
 def _article(document: Document) -> str:
@@ -129,16 +105,16 @@ def _article(document: Document) -> str:
     sections = "".join(_section(section, section is printed) for section in document.sections)
     stem = f"{'figures' if catalogue.is_figure(document.name) else 'tables'}/{document.name}"
     files = f'<p class="files">Files: <a href="{stem}.md">Markdown</a>, <a href="{stem}.csv">CSV</a></p>'
-    status = f'<span class="status {_class(document.status)}">{_text(document.status)}</span>'
+    status = f'<span class="status {_class(document.status)}">{escape(document.status)}</span>'
     return (
         f'<article id="{document.name}" data-paper="{document.paper}" data-scale="{scales}">'
-        f"<h2>{_text(document.title)} {status}</h2>{words}{figure}{sections}{files}</article>\n"
+        f"<h2>{escape(document.title)} {status}</h2>{words}{figure}{sections}{files}</article>\n"
     )
 
 
 def _section(section: Section, printed: bool) -> str:
     """A block; the layout of the paper where it has runs, and in the first block (``printed``) without any too."""
-    heading = f"<h3>{_text(section.heading)}</h3>" if section.heading else ""
+    heading = f"<h3>{escape(section.heading)}</h3>" if section.heading else ""
     # at the top of the page, for all
     words = "".join(_paragraph(text) for text in section.paragraphs if text != SELECTED)
     label, rows = section.heading or "Table", section.rows
@@ -180,11 +156,11 @@ def _to_run(rows: Rows) -> str:
     texts = dict.fromkeys(left)
     commands = [text.removeprefix("not run: ") for text in texts if text.startswith("not run")]
     reasons = [text for text in texts if not text.startswith("not run")]
-    listed = "".join(f"<li>{_inline(text)}</li>" for text in (*commands, *reasons))
+    items = "".join(f"<li>{_inline(text)}</li>" for text in (*commands, *reasons))
     why = f", {counted(len(reasons), 'reason')}" if reasons else ""
     return _fold(
         f"{counted(len(left), 'cell')} without a run: {counted(len(commands), 'command')}{why}",
-        f"<ul>{listed}</ul>",
+        f"<ul>{items}</ul>",
         ' class="todo"',
     )
 
@@ -198,14 +174,14 @@ def _table(
     head = ""
     for column in shown:
         hidden = ' class="p"' if column in _PROVENANCE else ""
-        name = f"<button>{_text(column)}</button>" if sortable else _text(column)
+        name = f"<button>{escape(column)}</button>" if sortable else escape(column)
         head += f'<th scope="col"{hidden}{mark}>{name}</th>'
     body = "".join(
         f"<tr>{''.join(_cell(column, row.get(column, '')) for column in shown)}</tr>" for row in rows
     )
     kind = "scroll cards" if cards else "scroll"
     return (
-        f'<div class="{kind}" role="region" aria-label="{_text(label)}" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="{kind}" role="region" aria-label="{escape(label)}" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
@@ -217,9 +193,9 @@ def _cell(column: str, text: str) -> str:
         more = f" +{len(others)}" if others else ""
         return f'<td class="p">{_record_link(first)}{more}</td>'
     if column in ("status", "verdict"):
-        return f'<td><span class="status {_class(text)}">{_text(text)}</span></td>'
+        return f'<td><span class="status {_class(text)}">{escape(text)}</span></td>'
     if column == "where" and text in catalogue.builders():
-        return f'<td><a href="#{_text(text)}">{_text(text)}</a></td>'
+        return f'<td><a href="#{escape(text)}">{escape(text)}</a></td>'
     todo = text.startswith(("not run", "not built", "no stand-in"))
     kind = "todo" if todo else "p" if column in _PROVENANCE else "long" if len(text) > 48 else ""
     shown = "<br>".join(_inline(line) for line in text.split("\n"))
@@ -229,7 +205,7 @@ def _cell(column: str, text: str) -> str:
 def _record_link(text: str) -> str:
     stem = Path(text).stem
     shown = re.search(r"seed\d+$", stem)
-    return f'<a href="{_text(text.removeprefix("results/"))}">{_text(shown[0] if shown else stem)}</a>'
+    return f'<a href="{escape(text.removeprefix("results/"))}">{escape(shown[0] if shown else stem)}</a>'
 
 
 def _class(status: str) -> str:
@@ -252,9 +228,9 @@ def _inline(text: str) -> str:
     shown = []
     for number, part in enumerate(parts):
         if number % 2 and number < len(parts) - 1:
-            shown.append(f"<code>{_text(part)}</code>")
+            shown.append(f"<code>{escape(part)}</code>")
         else:
-            marked = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", _text(part))
+            marked = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escape(part))
             shown.append(re.sub(r"(?<![*\w])\*([^*\s][^*]*)\*(?![*\w])", r"<em>\1</em>", marked))
     return "".join(shown)
 
@@ -265,8 +241,4 @@ def _svg(text: str, name: str, title: str) -> str:
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{_text(title)}"', 1)
-
-
-def _text(text: str) -> str:
-    return html.escape(text, quote=True)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)

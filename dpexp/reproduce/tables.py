@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from dpexp.reproduce import cells, miniature
-from dpexp.reproduce.cells import FACTS, Slot
-from dpexp.reproduce.documents import Document, Section, grouped, not_run, page, words_of
+from dpexp.reproduce.cells import FACTS, Claim, Slot
+from dpexp.reproduce.documents import Document, Section, grouped, not_run, page
 from dpexp.reproduce.drawing import draw, heat
 from dpexp.reproduce.fillings import Filling, columns, described
 from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
-from dpexp.reproduce.paper import Cell, as_number, numbered, paper_table, paper_tables, target_name
+from dpexp.reproduce.paper import Cell, as_number, listed, numbered, paper_table, paper_tables, target_name
 from dpexp.reproduce.paper import claims as paper_claims
 from dpexp.reproduce.records import Record
 
@@ -24,7 +21,6 @@ COLUMNS = (
     "row", "column", "paper", "ours", "n", "dev error", "difference", "scale", "configuration", "ε", "δ", "accountant",
     "sampling", "hardware", "record",
 )  # fmt: skip
-SHOWN = ("small", "paper")
 # of each method its own, as in the papers
 _TUNED = ("optim.lr", "optim.lr_schedule", "optim.warmup_ratio")
 _WITH = {
@@ -35,46 +31,6 @@ _WITH = {
     "schedule": ("schedule.", "optim.steps", "optim.epochs"),
 }
 Filled = tuple[Slot, list[Filling]]
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One entry of ``claims.yaml``; see its header."""
-
-    title: str
-    claim: str
-    compare: Sequence[Mapping[str, Any]] = ()
-    stand_ins: Mapping[str, Any] = field(default_factory=dict)
-    instead: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    miniature: Sequence[Mapping[str, Any]] = ()
-    heat: Sequence[str] = ()
-    note: str = ""
-    unstated: str = ""
-    same_runs: Sequence[str] = ()
-    tuned: Sequence[Mapping[str, Any]] = ()
-    audits: bool = False
-    needs: str = ""
-
-    @property
-    def filled_with(self) -> str:
-        """The task of the block whose commands fill the table at scale=small; "" for the cells' own."""
-        return next(iter(self.instead), "")
-
-    @property
-    def blocks(self) -> Iterator[tuple[str, str]]:
-        """(scale, task that stands in for the cells' own, or "") of every block."""
-        for scale in SHOWN:
-            yield scale, ""
-            yield from ((scale, task) for task in (self.instead if scale == "small" else ()))
-
-    def slots(self, printed: Sequence[Cell], scale: str, task: str) -> list[Slot]:
-        """The cells of a block."""
-        more, found = self.instead.get(task, {}), []
-        for cell in printed:
-            added = [word for one in self.tuned if cell.has(one["where"]) for word in shlex.split(one["add"])]
-            slot = cells.slot(cell, scale, self.stand_ins, task, self.same_runs, added)
-            found.append(replace(slot, where={**slot.where, **more}))
-        return found
 
 
 @cache
@@ -102,7 +58,13 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
     blocks = claim.blocks if printed else ()
     sections = (
         *(miniature.build(asked, records) for asked in claim.miniature),
-        *filter(None, (_block(claim, claim.slots(printed, *block), *block, records) for block in blocks)),
+        *filter(
+            None,
+            (
+                _block(claim, [claim.slot(cell, *block) for cell in printed], *block, records)
+                for block in blocks
+            ),
+        ),
     )
     runnable = claim.miniature or any(section.commands for section in sections)
     return page(
@@ -114,7 +76,8 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
         untold="beside the printed numbers, without a test"
         if any(section.done for section in sections)
         else not_run(claim.needs),
-        words=(words_of("cells") if printed else words_of("picture") | {"notes": [claim.note]}) | vars(claim),
+        words=(listed("pages")["cells"] if printed else listed("pages")["picture"] | {"notes": [claim.note]})
+        | vars(claim),
     )
 
 
@@ -271,8 +234,7 @@ def _context(record: Record, varied: Sequence[str]) -> str:
     """All that may change a result but what is compared, and what is tuned for each method."""
     apart = {*_TUNED, *(FACTS[name] for name in varied), *varied}
     prefixes = ("clip.", *(prefix for name in varied for prefix in _WITH.get(name, ())))
-    kept = {k: v for k, v in record.science.items() if k not in apart and not k.startswith(prefixes)}
-    return json.dumps(kept, sort_keys=True, default=str)
+    return record.without(apart, prefixes)
 
 
 def _rest(cell: Cell, varied: Sequence[str]) -> tuple[tuple[str, str], ...]:

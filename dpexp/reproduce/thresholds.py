@@ -64,7 +64,7 @@ def document(records: Sequence[Record]) -> Document:
 
 def grid(records: Sequence[Record], head: str) -> Grid:
     """The configuration of the most seeds at each noise and threshold, sorted."""
-    found = {}
+    found: dict[tuple[str, float], Filling] = {}
     for noise, where in NOISE.items():
         own = [record for record in records if record.matches({**WHERE, **where, "model.head": head})]
         found |= {

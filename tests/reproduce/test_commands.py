@@ -25,7 +25,11 @@ CHANCE = {"10", "12"}
 def _slots() -> list[Slot]:
     found = []
     for key, claim in tables.claims().items():
-        found += [slot for slot in claim.slots(tables.printed_cells(*key), "paper", "") if slot.command]
+        found += [
+            slot
+            for slot in [claim.slot(cell, "paper") for cell in tables.printed_cells(*key)]
+            if slot.command
+        ]
     return found
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dpexp.complexity.pipeline import Assumptions, cost
-from dpexp.reproduce.communication import communication_he
+from dpexp.reproduce.exact import communication_he
 
 SMALL = Assumptions(
     stages=2, layers=4, width=16, rank=2, batch=8, tokens=7, microbatch=4, activation=8, gradient=8

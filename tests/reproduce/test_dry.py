@@ -29,7 +29,7 @@ OTHERS = {"model=roberta_large", "model=gpt2_medium", "model=dialogpt_medium"}
 def commands() -> set[tuple[str, ...]]:
     found = set()
     for key, claim in tables.claims().items():
-        for slot in claim.slots(tables.printed_cells(*key), "paper", ""):
+        for slot in [claim.slot(cell, "paper") for cell in tables.printed_cells(*key)]:
             if " dpexp.train " in slot.command:
                 words = [word for word in shlex.split(slot.command)[3:] if word != "-m"]
                 found.add(tuple(word for word in words if not VALUES.match(word)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dpexp.benchmark.methods import ENGINE
-from dpexp.reproduce import benchmarks, goals
+from dpexp.reproduce import benchmarks
 from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import Document
 
@@ -37,7 +37,9 @@ def _record(*rows: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 def _build(*records: dict[str, Any]) -> Document:
-    return goals.document([Measurement(f"{number}.json", record) for number, record in enumerate(records)])
+    return benchmarks.efficiency(
+        [Measurement(f"{number}.json", record) for number, record in enumerate(records)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,9 @@ def test_a_library_has_its_numbers_and_no_goal():
 
 
 def test_the_papers_ratio_stands_beside_the_like_of_its_network():
-    assert goals.for_the_like("gpt2", "auto/flat") == "1.20 (GPT2-large, Bu et al.)"  # 1 / 0.83
-    assert goals.for_the_like("gpt2", "auto/layer") == "below 1.18 (GPT-2, He et al.)"  # 1 / (1 - 15%)
-    assert goals.for_the_like("mlp", "auto/flat") == ""
+    assert benchmarks.for_the_like("gpt2", "auto/flat") == "1.20 (GPT2-large, Bu et al.)"  # 1 / 0.83
+    assert benchmarks.for_the_like("gpt2", "auto/layer") == "below 1.18 (GPT-2, He et al.)"  # 1 / (1 - 15%)
+    assert benchmarks.for_the_like("mlp", "auto/flat") == ""
 
 
 @pytest.mark.parametrize("target", ["table-bu-1", "figure-li-5"])

@@ -13,6 +13,7 @@ from dpexp.config import compose
 from dpexp.privacy.schedules import Schedule
 from dpexp.reproduce import league
 from dpexp.reproduce.league import Entry
+from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record, load
 from tests.reproduce.samples import summary, write
 
@@ -49,9 +50,9 @@ def _first(method: str) -> Entry:
 
 
 def test_every_method_is_a_run_that_can_be_composed() -> None:
-    tasks = list(league.listed()["tasks"])
-    assert len(league.listed()["methods"]) >= 15
-    for number, method in enumerate(league.listed()["methods"]):
+    tasks = list(listed("league")["tasks"])
+    assert len(listed("league")["methods"]) >= 15
+    for number, method in enumerate(listed("league")["methods"]):
         task = tasks[number % len(tasks)]
         entry = next(entry for entry in league.entries(task) if entry.method == method)
         run = compose([*entry.words, "privacy=eps1", "optim.lr=0.004", "seed=1", "trials=3"])
@@ -63,7 +64,7 @@ def test_every_method_is_a_run_that_can_be_composed() -> None:
         )
 
 
-@pytest.mark.parametrize("task", league.listed()["tasks"])
+@pytest.mark.parametrize("task", listed("league")["tasks"])
 def test_the_noise_of_every_decay_falls_to_a_third(task: str) -> None:
     for method in ("time", "exponential", "polynomial", "convergence_rate"):
         entry = next(entry for entry in league.entries(task) if entry.method == method)
@@ -75,8 +76,8 @@ def test_the_noise_of_every_decay_falls_to_a_third(task: str) -> None:
 
 
 def test_every_claim_is_about_methods_that_there_are() -> None:
-    methods = league.listed()["methods"]
-    for claim in league.listed()["claims"]:
+    methods = listed("league")["methods"]
+    for claim in listed("league")["claims"]:
         assert {claim["left"], claim["right"]} <= methods.keys()
 
 

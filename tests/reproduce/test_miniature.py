@@ -10,8 +10,9 @@ import pytest
 
 from dpexp.audit import AuditConfig
 from dpexp.config import RunConfig, compose
-from dpexp.reproduce import catalogue, cells, tables
+from dpexp.reproduce import catalogue, tables
 from dpexp.reproduce.catalogue import Context
+from dpexp.reproduce.cells import Claim
 from dpexp.reproduce.documents import Document
 from dpexp.reproduce.paper import paper_table
 from dpexp.reproduce.records import Record, agrees, load
@@ -191,7 +192,7 @@ def test_what_a_command_composes_is_what_its_cell_selects(key: tuple[str, str]):
     """At paper scale, for one cell of each row: the preset or the settings make the run that the table looks for."""
     rows = {}
     for cell in tables.printed_cells(*key):
-        slot = tables.claims()[key].slots([cell], "paper", "")[0]
+        slot = tables.claims()[key].slot(cell, "paper")
         if slot.command:
             rows.setdefault(cell.row, slot)
     for slot in list(rows.values())[:4]:
@@ -216,7 +217,7 @@ def test_what_a_command_composes_is_what_its_cell_selects(key: tuple[str, str]):
 
 def test_shares_are_printed_times_100():
     (cell,) = [c for c in paper_table("li2022", "2") if c.row == "BLEU, ε = 3" and c.column == "full"]
-    slot = cells.slot(cell, "small", {"model": {"gpt2": "*"}})
+    slot = Claim(stand_ins={"model": {"gpt2": "*"}}).slot(cell, "small")
     run = summary("flat", task="e2e", model="smollm2", epsilon=3.0, delta="half_over_n")
     run["metrics"] = {"bleu": 0.7, "bleu_test": 0.61}
     (filling,) = slot.fillings([Record("x.json", run)])
@@ -248,4 +249,4 @@ def test_a_schedule_is_compared_with_constant_noise_at_the_same_epsilon(tmp_path
 
 def test_a_gain_in_points_is_no_run():
     (cell,) = [c for c in paper_table("monir2023", "figure12") if c.unit == "points"]
-    assert cells.slot(cell, "small").reason.startswith("no run of its own")
+    assert Claim().slot(cell, "small").reason.startswith("no run of its own")

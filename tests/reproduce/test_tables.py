@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpexp.reproduce import cells, fillings, pairs, tables
+from dpexp.reproduce.cells import Claim
 from dpexp.reproduce.documents import Document
 from dpexp.reproduce.paper import Cell, paper_table
 from dpexp.reproduce.records import Record, load
@@ -111,7 +112,7 @@ def test_a_learning_rate_of_its_own_is_allowed(tmp_path: Path):
 
 
 def test_a_missing_cell_shows_a_command_that_composes():
-    for scale in tables.SHOWN:
+    for scale in cells.SHOWN:
         for command in tables.build("he2023", "1b", []).commands(scale)[::3]:
             words = shlex.split(command)
             assert words[:3] == ["python", "-m", "dpexp.train"]
@@ -123,7 +124,7 @@ def test_a_missing_cell_shows_a_command_that_composes():
 def test_the_command_of_a_cell_makes_records_that_fill_it():
     """Selector and command say the same: what the command composes is what the selector looks for."""
     for cell in paper_table("he2023", "12")[3::6]:
-        slot = cells.slot(cell, "paper")
+        slot = Claim().slot(cell, "paper")
         run = run_of(slot.command)
         made = {"task": run.task.name, "model": run.model.name, "clip": run.clip.name, "privacy.epsilon": run.privacy.epsilon,
                 "privacy.delta": run.privacy.delta, "optim.epochs": run.optim.epochs, "scale": run.scale.name}  # fmt: skip
@@ -146,7 +147,7 @@ def test_the_command_of_a_cell_makes_records_that_fill_it():
     ],
 )
 def test_a_cell_that_no_run_fills_says_why(settings: dict[str, str], reason: str):
-    slot = cells.slot(_cell(**settings), "paper")
+    slot = Claim().slot(_cell(**settings), "paper")
     assert slot.reason.startswith(reason)
     assert slot.command == ""
     assert slot.fillings([]) == []
@@ -154,20 +155,19 @@ def test_a_cell_that_no_run_fills_says_why(settings: dict[str, str], reason: str
 
 def test_stand_ins():
     cell = _cell(task="sst2", clip="flat", metric="accuracy", model="roberta_base", epochs="20", lr="0.001")
-    assert set(cells.slot(cell, "small").where) == {"task", "clip", "scale"}
-    named = cells.slot(
-        cell, "small", {"model": {"roberta_base": "*"}, "epochs": {"20": "2"}, "lr": "="}
-    ).where
+    assert set(Claim().slot(cell, "small").where) == {"task", "clip", "scale"}
+    stand_ins = {"model": {"roberta_base": "*"}, "epochs": {"20": "2"}, "lr": "="}
+    named = Claim(stand_ins=stand_ins).slot(cell, "small").where
     assert (named["optim.epochs"], named["optim.lr"], "model" in named) == ("2", "0.001", False)
     assert (
         "no stand-in for model=roberta_base"
-        in cells.slot(cell, "small", {"model": {"roberta_large": "*"}}).reason
+        in Claim(stand_ins={"model": {"roberta_large": "*"}}).slot(cell, "small").reason
     )
-    assert cells.slot(cell, "paper", {"epochs": {"20": "2"}}).where["optim.epochs"] == "20"
+    assert Claim(stand_ins={"epochs": {"20": "2"}}).slot(cell, "paper").where["optim.epochs"] == "20"
 
 
 def test_a_non_private_cell_asks_for_no_epsilon():
-    slot = cells.slot(_cell(task="sst2", clip="nonprivate", metric="accuracy", delta="1e-5"), "paper")
+    slot = Claim().slot(_cell(task="sst2", clip="nonprivate", metric="accuracy", delta="1e-5"), "paper")
     assert slot.where["privacy.epsilon"] is None
     assert "privacy.delta" not in slot.where
     assert "privacy=none" in slot.command
@@ -185,7 +185,8 @@ def test_every_claim_has_a_transcription_and_every_comparison_finds_its_cells():
 def test_a_search_at_fixed_epochs_has_commands_of_fixed_epochs():
     """E2E at scale=small counts steps: with them, a small batch would see fewer examples."""
     cells_ = paper_table("li2022", "figure2")
-    for slot in tables.claims()["li2022", "figure2"].slots(cells_, "small", "")[::9]:
+    for cell in cells_[::9]:
+        slot = tables.claims()["li2022", "figure2"].slot(cell, "small")
         run = run_of(slot.command)
         assert (run.optim.steps, run.optim.epochs) == (None, 1.0)
 
@@ -237,7 +238,7 @@ def test_a_search_that_is_not_finished_forbids_a_verdict_against_its_side(tmp_pa
 def test_a_cell_of_random_weights_is_another_than_that_of_the_pretrained_model():
     """Table 7 of Li et al., full and retrain: their records differ in model.retrain alone, and each fills its own cell."""
     printed = {cell.row: cell for cell in paper_table("li2022", "7") if cell.column == "BLEU"}
-    full, retrain = (cells.slot(printed[f"{row}, ε = 3"], "paper") for row in ("full", "retrain"))
+    full, retrain = (Claim().slot(printed[f"{row}, ε = 3"], "paper") for row in ("full", "retrain"))
     assert "experiment=li2022_table7_e2e_gpt2_retrain " in retrain.command
     runs = []
     for again in (False, True):
@@ -263,7 +264,7 @@ def test_the_two_dev_sets_of_mnli_have_the_names_that_runs_give_them():
     one = Record("a.json", run)
     one.summary["metrics"] = {"accuracy": 0.82, "accuracy_mismatched": 0.83}
     for column, value in (("MNLI-m", 82.0), ("MNLI-mm", 83.0)):
-        slot = cells.slot(row[f"ε = 3, {column}"], "paper")
+        slot = Claim().slot(row[f"ε = 3, {column}"], "paper")
         assert [f.values for f in slot.fillings([one])] == [(pytest.approx(value),)]
 
 
