@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache, lru_cache
 from typing import Any
 
@@ -28,8 +29,8 @@ _VALUE = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
 
 def composed(config_name: str, overrides: Sequence[str], schema: type) -> DictConfig:
     """What Hydra composes from a primary configuration, whose schema is registered, without Hydra's own settings."""
-    values = [override for override in overrides if _VALUE.match(override)]
-    choices = tuple(override for override in overrides if not _VALUE.match(override))
+    values = [override for override in overrides if _is_a_value(override, schema)]
+    choices = tuple(override for override in overrides if not _is_a_value(override, schema))
     own_folder = any(choice.startswith("hydra.") for choice in choices)
     chosen = _chosen.__wrapped__ if own_folder else _chosen
     cfg = copy.deepcopy(chosen(config_name, choices, schema, _newest()))
@@ -40,7 +41,14 @@ def composed(config_name: str, overrides: Sequence[str], schema: type) -> DictCo
     return cfg
 
 
-@lru_cache(maxsize=128)
+def _is_a_value(override: str, schema: type) -> bool:
+    """Does it set something, as ``optim.lr=1`` and ``seed=1`` do, and chooses no file of a group?"""
+    name, equals, _ = override.partition("=")
+    own = (field.name for field in fields(schema))
+    return bool(_VALUE.match(override)) or bool(equals and name in own and not (conf_dir() / name).is_dir())
+
+
+@lru_cache(maxsize=512)
 def _chosen(config_name: str, choices: tuple[str, ...], schema: type, newest: int) -> DictConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
         return hydra.compose(config_name, overrides=list(choices))
