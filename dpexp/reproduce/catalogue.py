@@ -41,7 +41,8 @@ class Context:
     def document(self, name: str) -> Document:
         """A target's document, built once."""
         if name not in self.built:
-            self.built[name] = builders()[name](self)
+            make, needs = builders()[name]
+            self.built[name] = make(getattr(self, needs)) if needs else make()
         return self.built[name]
 
     @cached_property
@@ -61,8 +62,16 @@ class Context:
     def benchmarks(self) -> list[Measurement]:
         return benchmarks.load(self.results / "bench")
 
+    @cached_property
+    def evidence(self) -> coverage.Evidence:
+        """What the matrix is made from, the status of other documents among it."""
+        wanted = sorted(coverage.targets() & builders().keys())
+        statuses = {name: "exact" if name in EXACT else self.document(name).status for name in wanted}
+        return coverage.Evidence(statuses, [*self.records, *self.league], self.benchmarks)
 
-Builder = Callable[[Context], Document]
+
+# a function, and what it takes of a context; "" for nothing
+Builder = tuple[Callable[..., Document], str]
 # arithmetic alone: their status needs no record; a function has the name of its page
 EXACT: dict[str, Callable[[], Document]] = {
     make.__name__.replace("_", "-"): make
@@ -86,40 +95,20 @@ ALIASES = {
 def builders() -> dict[str, Builder]:
     """Name -> what makes it, in the order of the report: the papers, then the pages of this repository."""
     found: dict[str, Builder] = {
-        **{name: partial(_exact, make) for name, make in EXACT.items()},
-        **{target_name(*key): partial(_table, key) for key in tables.claims()},
-        **{name: partial(_measured, name) for name in benchmarks.targets()},
-        **{name: partial(_curves, name) for name in curves.targets()},
-        thresholds.NAME: lambda context: thresholds.document(context.records),
-        league.NAME: lambda context: league.document(context.league),
-        benchmarks.EFFICIENCY: lambda context: benchmarks.efficiency(context.benchmarks),
-        "runs": lambda context: overview.runs(context.records),
-        "coverage": _coverage,
+        **{name: (make, "") for name, make in EXACT.items()},
+        **{
+            target_name(*key): (partial(tables.build, *key), "audits" if claim.audits else "records")
+            for key, claim in tables.claims().items()
+        },
+        **{name: (partial(benchmarks.build, name), "benchmarks") for name in benchmarks.targets()},
+        **{name: (partial(curves.build, name), "records") for name in curves.targets()},
+        thresholds.NAME: (thresholds.document, "records"),
+        league.NAME: (league.document, "league"),
+        benchmarks.EFFICIENCY: (benchmarks.efficiency, "benchmarks"),
+        "runs": (overview.runs, "records"),
+        "coverage": (coverage.document, "evidence"),
     }
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
-
-
-def _exact(make: Callable[[], Document], context: Context) -> Document:
-    return make()
-
-
-def _table(key: tuple[str, str], context: Context) -> Document:
-    return tables.build(*key, context.audits if tables.claims()[key].audits else context.records)
-
-
-def _measured(name: str, context: Context) -> Document:
-    return benchmarks.build(name, context.benchmarks)
-
-
-def _curves(name: str, context: Context) -> Document:
-    return curves.build(name, context.records)
-
-
-def _coverage(context: Context) -> Document:
-    wanted = coverage.targets() & builders().keys()
-    statuses = {n: "exact" if n in EXACT else context.document(n).status for n in sorted(wanted)}
-    evidence = coverage.Evidence(statuses, [*context.records, *context.league], context.benchmarks)
-    return coverage.document(evidence)
 
 
 def _order(name: str) -> tuple[int, str, int, str]:

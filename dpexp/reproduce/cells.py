@@ -163,8 +163,9 @@ class Claim:
         if noise:
             # it comes out
             covered.add("epsilon")
-        if "epochs" in chosen and (noise or _has_steps(chosen.get("task", ""), scale)):
-            # its length is given in epochs
+        at_scale = _choice(f"task_at_scale/{chosen.get('task', '')}", scale).get("optim") or {}
+        if "epochs" in chosen and (noise or at_scale.get("steps")):
+            # the length of the cell is given in epochs
             overrides.append("optim.steps=null")
         overrides += [
             f"{name if name in GROUPS else FACTS[name]}={value}"
@@ -234,11 +235,6 @@ def _choice(group: str, name: str) -> dict[str, Any]:
     """A file of conf/, {} where there is none."""
     path = conf_dir() / group / f"{name}.yaml"
     return (yaml.safe_load(path.read_text(encoding="utf-8")) or {"": None}) if path.is_file() else {}
-
-
-def _has_steps(task: str, scale: str) -> bool:
-    """Does the task give the length of its runs at this scale in steps?"""
-    return bool((_choice(f"task_at_scale/{task}", scale).get("optim") or {}).get("steps"))
 
 
 def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> tuple[str, tuple[str, ...]]:

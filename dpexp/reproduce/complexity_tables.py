@@ -3,6 +3,7 @@ docs/complexity.md has the derivations."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
@@ -95,11 +96,8 @@ def table_4() -> Rows:
             ("complete", ("", "", ""), every, "with shortcut convolutions"),
         ):
             space = norm_space(layers)
-            sums = (
-                f"{space.ghost / 1e6:.1f}M",
-                f"{space.instantiation / 1e6:.2f}M",
-                f"{space.mixed / 1e6:.2f}M",
-            )
+            large, *others = space.ghost / 1e6, space.instantiation / 1e6, space.mixed / 1e6
+            sums = f"{large:.1f}M", *(f"{value:.2f}M" for value in others)
             pairs = [text for pair in zip(totals, sums, strict=True) for text in pair]
             lines.append((name, stage, *pairs, note))
     columns = (f"{whose} {what}" for what in ("2T²", "pd", "mixed") for whose in ("printed", "our"))
@@ -108,33 +106,24 @@ def table_4() -> Rows:
 
 def _powers(values: Iterable[int], printed: str) -> str:
     """Two digits and a power of ten, equal values counted, in the printed order as far as it goes."""
-    counted = Counter(_power(value) for value in values)
+    # "2.0e7" of 20000000
+    texts = (re.sub(r"e\+0?", "e", f"{value:.1e}") if value >= 10 else str(value) for value in values)
+    counted = Counter(texts)
     shown = [f"{value} x {count}" for value, count in counted.items()]
     order = printed.split(", ")
     return ", ".join(sorted(shown, key=lambda x: order.index(x) if x in order else -1))
 
 
-def _power(value: int) -> str:
-    mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return str(value) if value < 10 else f"{mantissa}e{int(exponent)}"
-
-
 def table_5() -> Rows:
     """Every implementation: its modules, and the printed and derived formulas of one layer."""
-    columns = (
-        "implementation",
-        "modules",
-        "printed time",
-        "derived time",
-        "printed space",
-        "derived space",
-        "note",
-    )
-    return as_rows(columns, [
-        (x.name, x.ways[0] if len(x.ways) == 1 else f"⟨{', '.join(x.ways)}⟩", x.printed_time or "", x.time, x.printed_space or "",
-         x.space, x.note)
-        for x in IMPLEMENTATIONS
-    ])  # fmt: skip
+    rows: Rows = []
+    for x in IMPLEMENTATIONS:
+        modules = x.ways[0] if len(x.ways) == 1 else f"⟨{', '.join(x.ways)}⟩"
+        rows.append({
+            "implementation": x.name, "modules": modules, "printed time": str(x.printed_time or ""), "derived time": str(x.time),
+            "printed space": str(x.printed_space or ""), "derived space": str(x.space), "note": x.note,
+        })  # fmt: skip
+    return rows
 
 
 def table_8() -> Rows:

@@ -213,9 +213,7 @@ def number(value: float | None, form: str = ".2f") -> str:
 
 def _table(columns: Sequence[str], rows: Rows) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(_cell(row.get(column, "")) for column in columns) + " |" for row in rows]
+    for row in rows:
+        cells = (row.get(column, "").replace("|", "\\|").replace("\n", " ") for column in columns)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
