@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from scipy import stats
@@ -13,7 +14,7 @@ from dpexp.reproduce.documents import grouped
 from dpexp.reproduce.fillings import Filling, described, measured
 from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, choose, compared
 from dpexp.reproduce.records import Record, by_configuration
-from dpexp.reproduce.statistics import CANNOT_TELL, LEVEL, Comparison, compare, judge
+from dpexp.reproduce.statistics import LEVEL, Comparison, compare
 
 # points of accuracy: "the gap is closed"
 MARGIN = 1.0
@@ -102,8 +103,7 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
             continue
         factors = {layer: _factor([seed[layer] for seed in seeds]) for layer in layers}
         low, high = min(layers, key=factors.__getitem__), max(layers, key=factors.__getitem__)
-        apart = math.log(factors[high] / factors[low]), -math.inf, math.inf
-        result = Comparison(*apart, None, None, CANNOT_TELL)
+        result = Comparison(math.log(factors[high] / factors[low]))
         if len(seeds) > 1:
             centred = [
                 [seed[layer] - fmean(seed[name] for name in layers) for seed in seeds] for layer in layers
@@ -112,7 +112,7 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
             p_against = max(_within(own, math.log(SAME_FACTOR)) for own in centred)
             # a difference too small to speak of
             p_for = 1.0 if p_against < LEVEL or math.isnan(p_for) else p_for
-            result = Comparison(*apart, p_for, p_against, judge(p_for, p_against))
+            result = replace(result, p_for=p_for, p_against=p_against)
         pairs.append(Pair(
             f"{said}, log of the last median over the first (factors {factors[high]:.2f} and {factors[low]:.2f})",
             (Side(high, len(seeds)), Side(low, len(seeds))),

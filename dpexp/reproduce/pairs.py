@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dpexp.reproduce.documents import PART, Verdict
 from dpexp.reproduce.fillings import Filling, described
-from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, LEVEL, Comparison, compare, judge, overall
+from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, LEVEL, Comparison, compare, overall
 
 SELECTED = (
     "Where a side is the best of several configurations, it was picked by the dev metric, seeds that are compared here among"
@@ -112,21 +112,20 @@ class Pair:
         """
         left, right = (bool(side.unfinished) for side in self.sides)
         if (left and right) or (self.close and (left or right)):
-            return replace(self.result, p_for=None, p_against=None, verdict=CANNOT_TELL)
-        p_for = 1.0 if right else self.result.p_for
-        p_against = 1.0 if left else self.result.p_against
-        if self.result.p_for is None or p_for is None or p_against is None:
+            return replace(self.result, p_for=None, p_against=None)
+        if self.result.p_for is None:
             return self.result
-        return replace(self.result, p_for=p_for, p_against=p_against, verdict=judge(p_for, p_against))
+        p_for, p_against = 1.0 if right else self.result.p_for, 1.0 if left else self.result.p_against
+        return replace(self.result, p_for=p_for, p_against=p_against)
 
     def __str__(self) -> str:
         """Difference, interval, p-values and verdict."""
         result = self.result
         interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
         p = (
-            ""
-            if result.p_for is None
-            else f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it"
+            f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it"
+            if result.p_for is not None
+            else ""
         )
         unfinished = "".join(
             f"; the search of {side.name} is not finished: {side.unfinished}"

@@ -32,15 +32,20 @@ class Comparison:
         low, high: 95% confidence interval; infinite where a side has fewer than two seeds, or none has a spread.
         p_for: p-value of "the claim is false", small where the seeds support it; None where there is no test.
         p_against: p-value of "the claim is true", small where they contradict it.
-        verdict: of this pair alone, at level 0.05.
     """
 
     difference: float
-    low: float
-    high: float
-    p_for: float | None
-    p_against: float | None
-    verdict: str
+    low: float = -math.inf
+    high: float = math.inf
+    p_for: float | None = None
+    p_against: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Of this pair alone, at level 0.05."""
+        if self.p_for is None or self.p_against is None:
+            return CANNOT_TELL
+        return SUPPORTS if self.p_for < LEVEL else CONTRADICTS if self.p_against < LEVEL else CANNOT_TELL
 
 
 def compare(
@@ -67,7 +72,7 @@ def compare(
     error = math.sqrt(sum(parts))
     if None in stds or error == 0.0:
         # one value, or values that all agree: there is no spread to compare with
-        return Comparison(difference, -math.inf, math.inf, None, None, CANNOT_TELL)
+        return Comparison(difference)
     freedom = sum(parts) ** 2 / sum(p**2 / (len(own) - 1) for p, own in zip(parts, samples, strict=True))
     half = float(distributions.t.ppf(1 - LEVEL / 2, freedom)) * error
 
@@ -85,13 +90,7 @@ def compare(
     else:
         bound = -margin if expect == "at_least" else 0.0
         p_for, p_against = above(bound), below(bound)
-    low, high = difference - half, difference + half
-    return Comparison(difference, low, high, p_for, p_against, judge(p_for, p_against))
-
-
-def judge(p_for: float, p_against: float) -> str:
-    """The verdict of one pair at level 0.05."""
-    return SUPPORTS if p_for < LEVEL else CONTRADICTS if p_against < LEVEL else CANNOT_TELL
+    return Comparison(difference, difference - half, difference + half, p_for, p_against)
 
 
 def overall(comparisons: Sequence[Comparison]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -55,59 +55,45 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
         records: committed ones.
     """
     claim, printed = claims()[paper, table], printed_cells(paper, table)
-    blocks = claim.blocks if printed else ()
-    sections = (
-        *(miniature.build(asked, records) for asked in claim.miniature),
-        *filter(
-            None,
-            (
-                _block(claim, [claim.slot(cell, *block) for cell in printed], *block, records)
-                for block in blocks
-            ),
-        ),
-    )
+    sections = [miniature.build(asked, records) for asked in claim.miniature]
+    for scale, task in claim.blocks if printed else ():
+        slots = [claim.slot(cell, scale, task) for cell in printed]
+        filled = [(slot, slot.fillings(records)) for slot in slots]
+        if block := _block(claim, scale, task, filled):
+            sections.append(block)
     runnable = claim.miniature or any(section.commands for section in sections)
+    measured = any(section.done for section in sections)
+    pages = listed("pages")
+    words = pages["cells"] if printed else pages["picture"] | {"notes": [claim.note]}
     return page(
-        target_name(paper, table),
-        sections,
-        COLUMNS,
+        target_name(paper, table), sections, COLUMNS, words=words | vars(claim),
         otherwise="not run" if runnable or cells.has_presets(paper, table) else "not built",
         svg=_heat_map(claim.heat, printed, sections) if claim.heat else "",
-        untold="beside the printed numbers, without a test"
-        if any(section.done for section in sections)
-        else not_run(claim.needs),
-        words=(listed("pages")["cells"] if printed else listed("pages")["picture"] | {"notes": [claim.note]})
-        | vars(claim),
-    )
+        untold="beside the printed numbers, without a test" if measured else not_run(claim.needs),
+    )  # fmt: skip
 
 
-def _block(
-    claim: Claim, slots: Sequence[Slot], scale: str, task: str, records: Sequence[Record]
-) -> Section | None:
+def _block(claim: Claim, scale: str, task: str, filled: Sequence[Filled]) -> Section | None:
     """The block of a scale; ``task``: on data that stand in for the cells' own, then only where there are runs or should be."""
-    filled = [(slot, slot.fillings(records)) for slot in slots]
-    done, total = sum(bool(own) for _, own in filled), sum(not slot.reason for slot in slots)
+    done, total = sum(bool(own) for _, own in filled), sum(not slot.reason for slot, _ in filled)
     heading = f"scale=small, on {task} instead" if task else f"scale={scale}"
     to_fill = scale == "paper" or task == claim.filled_with
     if not done and not to_fill:
         if task:
             return None
         # its data are not for everybody; another block has the commands for those that stand in
-        command = next((slot.command for slot in slots if slot.command), "")
+        command = next((slot.command for slot, _ in filled if slot.command), "")
         return Section(heading, (f"Not run; with the data set itself: `{command}`, …",), scale=scale)
-    found = Finding([*_pairs(claim, filled)], _part(claim, filled), claim.unstated)
+    found = _finding(claim, filled)
     shown = [(slot, own) for slot, own in filled if own or task in ("", claim.filled_with)]
     lacking = dict.fromkeys(slot.command for slot, own in filled if slot.command and not own)
+    words = (*_notes(claim, scale, task, filled), *(found.paragraphs if claim.compare else ()))
     return Section(
-        heading,
-        (*_notes(claim, scale, task, filled), *(found.paragraphs if claim.compare else ())),
-        COLUMNS,
-        [row for slot, own in shown for row in _rows(slot, own, task)],
-        scale,
+        heading, words, COLUMNS, [row for slot, own in shown for row in _rows(slot, own, task)], scale,
         done=f"{scale} {done}/{total}{f' on {task}' if task else ''}" if done else "",
         verdicts=(found.verdict(heading),) if claim.compare and done else (),
         commands=tuple(lacking) if to_fill else (),
-    )
+    )  # fmt: skip
 
 
 def _notes(claim: Claim, scale: str, task: str, filled: Sequence[Filled]) -> tuple[str, ...]:
@@ -172,24 +158,30 @@ def _last_number(name: str) -> float:
     return math.inf if number is None else number
 
 
-# Comparisons: pairs of cells that differ in what left and right say, over records that agree in everything else.
-
-
-def _pairs(claim: Claim, filled: Sequence[Filled]) -> Iterator[Pair]:
-    for rule, (slot, own), (partner, others) in _printed_pairs(claim, filled):
-        varied = _varied(rule)
-        right = _best_of_each(others, varied)
-        for context, chosen in _best_of_each(own, varied).items():
-            if other := right.get(context):
-                common, left, partner_name = _apart(slot.cell, partner.cell)
-                what = f"{common}, {described(chosen.filling.record)}"
-                yield compared(
-                    what,
-                    (left, chosen),
-                    (partner_name, other),
-                    rule["expect"],
-                    float(rule.get("margin", 0.0)),
-                )
+def _finding(claim: Claim, filled: Sequence[Filled]) -> Finding:
+    """What the seeds of a block say: cells that differ in what left and right say, over records that agree in the rest."""
+    pairs: list[Pair] = []
+    # of every two such cells: do both have records?
+    asked: list[bool] = []
+    for rule in claim.compare:
+        varied = tuple({**rule["left"], **rule["right"]})
+        runnable = [(slot, own) for slot, own in filled if not slot.reason]
+        partners = {
+            _rest(slot.cell, varied): (slot, own) for slot, own in runnable if slot.cell.has(rule["right"])
+        }
+        for slot, own in runnable:
+            if not slot.cell.has(rule["left"]) or _rest(slot.cell, varied) not in partners:
+                continue
+            partner, others = partners[_rest(slot.cell, varied)]
+            asked.append(bool(own and others))
+            common, *names = _apart(slot.cell, partner.cell)
+            left, right = _best_of_each(own, varied), _best_of_each(others, varied)
+            for context in (context for context in left if context in right):
+                what = f"{common}, {described(left[context].filling.record)}"
+                one, two = zip(names, (left[context], right[context]), strict=True)
+                pairs.append(compared(what, one, two, rule["expect"], float(rule.get("margin", 0.0))))
+    part = "" if all(asked) else f"{sum(asked)} of {len(asked)} comparisons in print"
+    return Finding(pairs, part, claim.unstated)
 
 
 def _apart(one: Cell, two: Cell) -> tuple[str, str, str]:
@@ -199,29 +191,6 @@ def _apart(one: Cell, two: Cell) -> tuple[str, str, str]:
     left, right = one.row.split(", "), two.row.split(", ")
     first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
     return one.column, ", ".join(left[first:]), ", ".join(right[first:])
-
-
-def _printed_pairs(
-    claim: Claim, filled: Sequence[Filled]
-) -> Iterator[tuple[Mapping[str, Any], Filled, Filled]]:
-    """(rule, left, right): every two cells of the block that the claim is about."""
-    for rule in claim.compare:
-        rest = _varied(rule)
-        partners = {_rest(one[0].cell, rest): one for one in filled if one[0].cell.has(rule["right"])}
-        for one in filled:
-            partner = partners.get(_rest(one[0].cell, rest)) if one[0].cell.has(rule["left"]) else None
-            if partner is not None and not one[0].reason and not partner[0].reason:
-                yield rule, one, partner
-
-
-def _varied(rule: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple({**rule["left"], **rule["right"]})
-
-
-def _part(claim: Claim, filled: Sequence[Filled]) -> str:
-    """Which part of the claim has records, in words; "" where it is all of it."""
-    asked = [bool(own and others) for _, (_, own), (_, others) in _printed_pairs(claim, filled)]
-    return "" if all(asked) else f"{sum(asked)} of {len(asked)} comparisons in print"
 
 
 def _best_of_each(fillings: Sequence[Filling], varied: Sequence[str]) -> dict[str, Choice]:
