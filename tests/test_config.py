@@ -8,7 +8,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from dpexp import config
+from dpexp import composing, config
 from dpexp.config import compose, conf_dir, signature, to_dict
 from dpexp.declared import declared_num_examples
 from dpexp.privacy.accountants import epsilon
@@ -247,3 +247,12 @@ def test_mappings_take_new_entries():
 
 
 # Which settings are the same run
+
+
+def test_jobs_that_differ_in_numbers_share_one_composition():
+    """A grid over seeds composes its choices once; a job of it gets its own numbers all the same."""
+    found = [compose(["task=mnist", "clip=flat", "scale=demo", "seed=1", "optim.lr=0.5"])]
+    before = composing._chosen.cache_info().misses
+    found.append(compose(["task=mnist", "clip=flat", "scale=demo", "seed=2", "trials=3", "optim.lr=0.25"]))
+    assert composing._chosen.cache_info().misses == before
+    assert [(run.seed, run.trials, run.optim.lr) for run in found] == [(1, 1, 0.5), (2, 3, 0.25)]

@@ -154,7 +154,7 @@ def _changes(records: Sequence[Record]) -> Iterator[tuple[str, list[dict[str, fl
 
 def _log_changes(record: Record) -> dict[str, float]:
     """In the order of the network; layers without gradient left out."""
-    kept = record.summary.get("curves", {}).get("norms") or {}
+    kept = record.logged("norms")
     points = kept.get("points", [])
     if len(points) < 2:
         return {}

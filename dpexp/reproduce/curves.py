@@ -105,7 +105,7 @@ def _tasks(target: Curves, records: Sequence[Record]) -> list[tuple[str, ...]]:
 def _rows(target: Curves, records: Sequence[Record]) -> Rows:
     """Of all records; of one seed for each configuration where norms of all layers would make too many."""
     if target.kind == "norms":
-        kept = [record for record in records if record.summary.get("curves", {}).get("norms")]
+        kept = [record for record in records if record.logged("norms")]
         records = [group[0] for group in by_configuration(kept)]
     rows: Rows = []
     for record, label in zip(records, _labels(records, target), strict=True):
@@ -131,13 +131,13 @@ def _dev(record: Record, target: Curves) -> Rows:
     return [
         {"epoch": f"{point['step'] / steps * epochs:.3g}", "seconds": f"{point.get('time_s', 0):.4g}",
          "value": f"{printed_factor(target.metric) * point['dev'][target.metric]:.4g}"}
-        for point in record.summary.get("curves", {}).get("dev", [])
+        for point in record.logged("dev")
         if target.metric in point["dev"]
     ]  # fmt: skip
 
 
 def _norms(record: Record, target: Curves) -> Rows:
-    kept = record.summary["curves"]["norms"]
+    kept = record.logged("norms")
     return [
         {"step": str(point["step"]), "group": group}
         | {f"{q:.0%}": f"{value:.4g}" for q, value in zip(kept["quantiles"], values, strict=True)}
@@ -194,7 +194,7 @@ def _speaking(target: Curves, records: Sequence[Record]) -> Sequence[Record]:
     """Of runs over time those of the configuration that speaks for each model, way to clip and ε; of others all."""
     if target.kind != "dev":
         return records
-    curved = (record for record in records if len(record.summary.get("curves", {}).get("dev", [])) > 1)
+    curved = (record for record in records if len(record.logged("dev")) > 1)
     tried = grouped(measured(curved, target.metric), lambda filling: _label(filling.record, target.x))
     return [record for fillings in tried.values() for record in choose(fillings).filling.records]
 

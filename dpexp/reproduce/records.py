@@ -98,6 +98,10 @@ class Record:
         value = self.summary.get("metrics", {}).get(name)
         return None if value is None else float(value)
 
+    def logged(self, what: str) -> Any:
+        """What it kept of its way: "dev", a list of points, or "norms"; {} where it kept none."""
+        return self.summary.get("curves", {}).get(what) or {}
+
     def matches(self, where: Mapping[str, Any]) -> bool:
         """Does every fact agree? A tuple or list means any of its values.
 
