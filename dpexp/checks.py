@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -47,6 +48,8 @@ _FRACTION = (
 
 # generators and tensors count no further
 _WHOLE = 2**63
+# of any number, with some room below and above
+_LEAST_FLOAT, _MOST_FLOAT = 1e-30, 1e30
 # of thresholds, which are squared in float32; the first is dpexp.clipping.rules.SMALLEST
 _LEAST, _MOST = 1e-12, 1e18
 # some runtimes crash with many more
@@ -60,7 +63,8 @@ def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> No
         run: the settings.
         given: those that a command typed, which have to do something.
     """
-    problems = [
+    # what the other checks compute with
+    problems = list(_values(run)) or [
         *_missing(run),
         *_words(run),
         *_numbers(run),
@@ -152,9 +156,26 @@ def _words(run: RunConfig) -> Iterator[str]:
     for key, choices in CHOICES.items():
         if (value := _get(run, key)) not in choices:
             yield f"{key}={value} is not a choice{did_you_mean(str(value), choices)}"
+    if not re.fullmatch(r"\w[\w.-]*", run.task.name):
+        yield f"task.name={run.task.name} is a folder of the runs: give one word of letters, digits, _, - and dots"
     size = run.runtime.physical_batch_size
     if size != "auto" and not (size.isdecimal() and int(size) > 0):
         yield f"runtime.physical_batch_size={size}: give auto or a number of examples"
+
+
+def _values(run: RunConfig) -> Iterator[str]:
+    """Whatever the setting: numbers that 32 bits hold, and no lists within lists."""
+    for key, value in flattened(asdict(run)):
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, list | dict) and not key.startswith("model.config."):
+                yield f"{key}={value} holds another list: give words or numbers"
+            elif isinstance(part, float) and not math.isfinite(part):
+                yield f"{key}={value} is not a finite number"
+            elif isinstance(part, float) and part and not _LEAST_FLOAT <= abs(part) <= _MOST_FLOAT:
+                yield f"{key}={value} must be 0 or between {_LEAST_FLOAT:g} and {_MOST_FLOAT:g} in size, as 32-bit numbers are"
+            # which is hashed
+            elif isinstance(part, int) and abs(part) >= _WHOLE and key != "privacy.noise_seed":
+                yield f"{key}={value} is too large: give a whole number below 2^63"
 
 
 def _numbers(run: RunConfig) -> Iterator[str]:
@@ -166,18 +187,14 @@ def _numbers(run: RunConfig) -> Iterator[str]:
     for keys, words, holds in ranges:
         for key in keys:
             value = _get(run, key)
-            if value is not None and not math.isfinite(value):
-                yield f"{key}={value} is not a finite number"
-            elif value is not None and not holds(value):
+            if value is not None and not holds(value):
                 yield f"{key}={value} must be {words}"
-    for key, value in flattened(asdict(run)):
-        # which is hashed
-        if isinstance(value, int) and abs(value) >= _WHOLE and key != "privacy.noise_seed":
-            yield f"{key}={value} is too large: give a whole number below 2^63"
     for key in ("clip.clip_norm", "clip.init_threshold", "clip.threshold_floor"):
         value = _get(run, key)
-        if value is not None and math.isfinite(value) and value > 0 and not _LEAST <= value <= _MOST:
+        if value is not None and value > 0 and not _LEAST <= value <= _MOST:
             yield f"{key}={value:g} must be between {_LEAST:g} and {_MOST:g}: it is squared in 32-bit numbers"
+    if 0 < run.optim.batch_size < 1:
+        yield f"optim.batch_size={run.optim.batch_size:g} must be 1 or more: it is a number of {run.unit.name}s"
     if run.runtime.threads is not None and run.runtime.threads > _THREADS:
         yield f"runtime.threads={run.runtime.threads} must be at most {_THREADS}: more than the processor's cores never helps"
     if len(run.optim.betas) != 2 or not all(0 <= beta < 1 for beta in run.optim.betas):

@@ -25,6 +25,7 @@ from dpexp.models import build_model, build_tokenizer
 from dpexp.models.images import FAMILIES, OWN_FAMILIES
 from dpexp.models.networks import check_config
 from dpexp.models.sources import hub_unreachable, locate
+from dpexp.privacy.caveats import pointless
 from dpexp.privacy.keys import open_keys
 from dpexp.record import Metrics
 from dpexp.schemas import DataConfig, ModelConfig, UnitConfig
@@ -171,7 +172,8 @@ def plan(run: RunConfig) -> str:
     if made is None:
         return f"{length}, no privacy"
     said = "" if run.privacy.epsilon is None else f", ε = {run.privacy.epsilon:g}"
-    return f"{length}, noise multiplier {made.noise_multiplier:.4f}{said}, δ = {made.delta:.3g}"
+    notes = "".join(f"; {sentence}" for sentence in pointless(made))
+    return f"{length}, noise multiplier {made.noise_multiplier:.4f}{said}, δ = {made.delta:.3g}{notes}"
 
 
 def one_step(run: RunConfig) -> str:

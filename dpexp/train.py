@@ -18,6 +18,7 @@ from dpexp.durable import write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
+from dpexp.privacy.caveats import pointless
 from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
 from dpexp.sweeps import Result
 from dpexp.tasks import build_task
@@ -256,6 +257,7 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
             f"privacy: noise multiplier {plan.noise_multiplier:.4f}, delta {plan.delta:.3g}, {plan.sampling} sampling, "
             f"{trainer.num_groups} clipping groups"
         )
+        lines += [f"note: {sentence}" for sentence in pointless(plan)]
         if plan.budgets is not None:
             lines += [
                 f"  group {g + 1}: {size} examples, ε {target:g}, sampling rate {rate:.4g}, thresholds × {scale:.4g}"

@@ -29,8 +29,15 @@ DECLARED = [*OWN, "data.num_examples=100", "task.labels=[a,b]"]
 
 SETTINGS = [
     ([*DEMO, "seed=12345678901234567890123"], "seed=12345678901234567890123 is too large"),
-    ([*DEMO, "clip.clip_norm=1e300"], "must be between 1e-12 and 1e+18"),
-    ([*DEMO, "clip.clip_norm=1e-300"], "must be between 1e-12 and 1e+18"),
+    ([*DEMO, "clip.clip_norm=1e20"], "must be between 1e-12 and 1e+18"),
+    ([*DEMO, "clip.clip_norm=1e-20"], "must be between 1e-12 and 1e+18"),
+    ([*DEMO, "optim.lr=1e300"], "must be 0 or between 1e-30 and 1e+30"),
+    ([*DEMO, "optim=disk", "optim.kappa=1e-300"], "must be 0 or between 1e-30 and 1e+30"),
+    ([*DEMO, "optim=doppler", "optim.filter_a=[nan]"], "filter_a=[nan] is not a finite number"),
+    ([*DEMO, "optim=doppler", "optim.filter_b=[[1]]"], "filter_b=[[1]] holds another list"),
+    ([*DEMO, "task.labels=[[1]]"], "holds another list: give words or numbers"),
+    ([*DEMO, "optim.batch_size=0.5"], "optim.batch_size=0.5 must be 1 or more"),
+    ([*DEMO, "task.name=../x"], "task.name=../x is a folder of the runs"),
     ([*DEMO, "runtime.threads=1000000"], "runtime.threads=1000000 must be at most"),
     ([*DEMO, "optim.learning_rate=1"], "did you mean optim.lr?"),
     ([*DEMO, "learning_rate=1"], "did you mean optim.lr?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,8 +12,8 @@ if TYPE_CHECKING:
 MEANINGLESS = 20.0
 
 
-def too_weak(plan: Plan) -> list[str]:
-    """What was asked for and protects nobody; each a sentence."""
+def pointless(plan: Plan) -> list[str]:
+    """What was asked for and protects nobody, or lets nothing be learnt; each a sentence."""
     found: list[str] = []
     if plan.noise_multiplier == 0:
         found.append("noise_multiplier = 0 adds no noise: epsilon is infinite, and nobody is protected.")
@@ -24,7 +25,21 @@ def too_weak(plan: Plan) -> list[str]:
         found.append(
             f"epsilon = {plan.target_epsilon:g} bounds next to nothing: an attacker may be sure about nearly everybody."
         )
+    if 0 < _signal(plan) < 1:
+        found.append(
+            f"With a noise multiplier of {plan.noise_multiplier:.3g} nothing can be learnt: all steps together move the weights "
+            "further by noise than they could by gradients. Choose a larger epsilon, larger batches or more data."
+        )
     return found
+
+
+def _signal(plan: Plan) -> float:
+    """How many times further than noise the steps can move the weights, if all clipped gradients of all steps were one vector C."""
+    if plan.noise_multiplier == 0:
+        return math.inf
+    batch = plan.sample_rate * plan.num_examples
+    kinds = plan.kinds(plan.steps)
+    return batch / plan.noise_multiplier * math.sqrt(sum(n * (growth / factor) ** 2 for factor, growth, n in kinds))
 
 
 def caveats(plan: Plan) -> list[str]:
@@ -44,7 +59,7 @@ def caveats(plan: Plan) -> list[str]:
         found.append(
             "Epsilon is a central limit approximation (gdp), which under-estimates: it is not a guarantee."
         )
-    found += too_weak(plan)
+    found += pointless(plan)
     if plan.schedule.adaptive:
         found.append(
             f"The noise followed the training (schedule={plan.schedule.name}): the noise multiplier is that of the budget. "

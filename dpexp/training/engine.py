@@ -23,7 +23,7 @@ from dpexp.clipping.given import check_losses
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.parallel.replicas import ranks_of, silent, unwrapped
-from dpexp.privacy.caveats import too_weak
+from dpexp.privacy.caveats import pointless
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.plan import make_plan
@@ -171,7 +171,7 @@ class PrivacyEngine:
             quantile_budget=given.quantile_budget if adaptive else 0.0,
             schedule=checked_schedule(schedule),
         )
-        for sentence in too_weak(self.plan):
+        for sentence in pointless(self.plan):
             warnings.warn(sentence, stacklevel=2)
         self._run = RunConfig(
             clip=ClipConfig(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import ACCOUNTANTS, epsilon
-from dpexp.privacy.caveats import caveats, too_weak
+from dpexp.privacy.caveats import caveats, pointless
 from dpexp.privacy.plan import Plan, make_plan, resolve_delta
 
 E2E = {"num_examples": 42061, "expected_batch_size": 1024, "steps": 410, "delta": "half_over_n"}
@@ -126,8 +126,20 @@ def test_what_is_not_a_guarantee_says_so():
     assert "central limit" in caveats(plan(accountant="gdp", allow_clt=True))[0]
     assert "1/N" in caveats(plan(delta=1e-3))[0]
     huge = plan(noise_multiplier=None, epsilon=1e6)
-    assert too_weak(huge) == caveats(huge)
+    assert pointless(huge) == caveats(huge)
     assert "epsilon = 1e+06 bounds next to nothing" in caveats(huge)[0]
+
+
+def test_noise_that_drowns_whatever_all_examples_say_is_told():
+    (said,) = pointless(plan(noise_multiplier=None, epsilon=1e-7))
+    assert said in caveats(plan(noise_multiplier=None, epsilon=1e-7))
+    assert "nothing can be learnt" in said
+    # 410 batches of 1024 that all say the same move the weights by 410·1024·C, their noise by √410·σ·C
+    drowns = 1024 * math.sqrt(410)
+    assert pointless(plan(noise_multiplier=1.01 * drowns)) != []
+    assert pointless(plan(noise_multiplier=0.99 * drowns)) == []
+    decays = {"name": "time", "decay_rate": 0.1}
+    assert pointless(plan(noise_multiplier=1.01 * drowns, schedule=decays)) == []
 
 
 @pytest.mark.parametrize(
