@@ -13,12 +13,14 @@ from typing import Any
 from dpexp.errors import UserError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
+UNUSABLE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG,
+}  # fmt: skip
 
 
 def disk_error(error: Exception) -> UserError | None:
-    """Say what a full disk, or a place that can't be written, means for a person; None of any other error."""
-    if not isinstance(error, OSError) or error.errno not in FULL | UNWRITABLE:
+    """Say what a full disk, or a place that can't be used, means for a person; None of any other error."""
+    if not isinstance(error, OSError) or error.errno not in FULL | UNUSABLE:
         return None
     if error.errno in FULL:
         return UserError(

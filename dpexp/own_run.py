@@ -198,7 +198,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file that are complete; a torn last one is what a crash leaves."""
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             value = json.loads(line)
         except ValueError:
@@ -209,7 +209,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _settings(folder: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        found = yaml.safe_load((folder / "config.yaml").read_bytes())
     except (OSError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -52,10 +52,10 @@ class Metrics:
         if not self.writes or not self.path.exists():
             return
         kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_bytes().splitlines():
             try:
                 if json.loads(line)["step"] <= step:
-                    kept.append(line)
+                    kept.append(line.decode())
             except (ValueError, KeyError, TypeError):
                 # torn by a crash
                 continue
@@ -204,7 +204,7 @@ def failures(run: "RunConfig", folder: Path) -> Iterator[None]:
 
 def _failed(run: "RunConfig", folder: Path, error: Exception) -> dict[str, Any]:
     ledger = folder / "ledger.jsonl"
-    charged = len(ledger.read_text(encoding="utf-8").splitlines()) if ledger.exists() else 0
+    charged = len(ledger.read_bytes().splitlines()) if ledger.exists() else 0
     keys = ("delta", "accountant", "noise_multiplier", "sigma_new", "sigma_b", "sample_rate")
     note = f"the run failed; its {charged} steps are paid for, and the ledger in its folder holds them"
     return _summary(

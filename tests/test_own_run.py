@@ -31,7 +31,8 @@ def _run(folder: Path, *, key: bytes = b"k" * 32, charges: int = STEPS) -> Path:
         )
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text + '{"step": 6, "lo')  # torn by a crash
+    # torn by a crash
+    (folder / "metrics.jsonl").write_bytes(text.encode() + b'\xff\xfe garbled\n{"step": 6, "lo')
     (folder / "summary.json").write_text(json.dumps({"privacy": {"delta": DELTA}, "task": "mnist"}))
     return folder
 

@@ -300,6 +300,8 @@ def test_metrics_after_the_resumed_step_and_torn_lines_are_dropped(tmp_path):
         metrics.write(step, {"lr": 0.1})
     with open(metrics.path, "a") as file:
         file.write('{"step": 4, "l')
+    with open(metrics.path, "ab") as file:
+        file.write(b"\xff\xfe garbled\n")
     metrics.resume_at(2)
     assert [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()] == [1, 2]
 
@@ -348,6 +350,13 @@ def test_a_strict_release_keeps_times_and_sizes_to_itself(tmp_path):
         raise UserError("row 7 says hello")
     assert "UserError" in (failed := (tmp_path / "summary.json").read_text())
     assert "hello" not in failed
+
+
+def test_a_damaged_ledger_does_not_hide_what_failed(tmp_path):
+    (tmp_path / "ledger.jsonl").write_bytes(b"\xff\xfe garbled\n")
+    with pytest.raises(UserError, match="the ledger is damaged"), record.failures(RunConfig(), tmp_path):
+        raise UserError("the ledger is damaged")
+    assert "its 1 steps are paid for" in (tmp_path / "summary.json").read_text()
 
 
 def test_what_a_task_says_of_its_data_goes_with_the_model_unless_it_was_counted():

@@ -98,7 +98,7 @@ def read_groups(file: str | Path, num_examples: int, number: int) -> NDArray[np.
     Raises `UserError` with the line for what is no such number, and for a file of another length.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").split()
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"individual.groups={file} cannot be read: {error}") from None
     if len(lines) != num_examples:

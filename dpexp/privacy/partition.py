@@ -75,7 +75,7 @@ def read_budgets(file: str | Path, num_examples: int) -> NDArray[np.float64]:
     Raises `UserError` with the line for what is no positive number, and for a file of another length.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").split()
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"individual.budgets={file} cannot be read: {error}") from None
     if len(lines) != num_examples:

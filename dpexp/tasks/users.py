@@ -139,7 +139,7 @@ def _names(run: RunConfig, rows: int) -> Sequence[Hashable]:
     if unit.file is not None:
         where = f"unit.file={unit.file}"
         try:
-            names = Path(unit.file).expanduser().read_text(encoding="utf-8").splitlines()
+            names = Path(unit.file).expanduser().read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{where} cannot be read: {error}") from None
     else:

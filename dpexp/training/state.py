@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.thresholds import FixedThresholds
-from dpexp.durable import FULL, UNWRITABLE, flush_file, flush_folder, make_folder, write_json
+from dpexp.durable import FULL, UNUSABLE, flush_file, flush_folder, make_folder, write_json
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.parallel.sharded import like, write_into
@@ -35,7 +35,7 @@ FOLDER_SETTING = "runtime.runs_dir, or folder= of PrivacyEngine"
 
 @contextlib.contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full disk, or one that can't be written, into one clear error."""
+    """Turn a full disk, or a folder that can't be used, into one clear error."""
     try:
         yield
     except OSError as error:
@@ -44,9 +44,9 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 f"the disk is full: could not write to {folder}. The last checkpoint there is still good: "
                 "free some space and run the same command again to go on"
             ) from error
-        if error.errno in UNWRITABLE:
+        if error.errno in UNUSABLE and Path(error.filename or folder).is_relative_to(folder):
             raise UserError(
-                f"cannot write to {error.filename or folder} ({error.strerror}): choose another folder with {FOLDER_SETTING}"
+                f"cannot use {error.filename or folder} ({error.strerror}): choose another folder with {FOLDER_SETTING}"
             ) from error
         raise
 

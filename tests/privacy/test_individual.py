@@ -142,6 +142,9 @@ def test_groups_from_a_file(tmp_path):
     file = tmp_path / "groups.txt"
     file.write_text("1\n3\n2\n1\n")
     assert read_groups(file, 4, 3).tolist() == [0, 2, 1, 0]
+    # as some editors save it
+    file.write_text("1\n3\n2\n1\n", encoding="utf-8-sig")
+    assert read_groups(file, 4, 3).tolist() == [0, 2, 1, 0]
     with pytest.raises(UserError, match="has 4 lines for 5 training examples"):
         read_groups(file, 5, 3)
     with pytest.raises(UserError, match="line 2: '3' is not a group from 1 to 2"):

@@ -98,6 +98,8 @@ def test_account_understands_groups():
 
 
 def test_a_file_of_budgets(tmp_path):
+    (tmp_path / "b.txt").write_text("1\n2.5\n", encoding="utf-8-sig")
+    assert read_budgets(tmp_path / "b.txt", 2).tolist() == [1.0, 2.5]
     (tmp_path / "b.txt").write_text("1\n2.5\nx\n")
     with pytest.raises(UserError, match="line 3: 'x' is not a positive number"):
         read_budgets(tmp_path / "b.txt", 3)

@@ -89,8 +89,14 @@ def test_a_full_disk_or_a_crash_at_any_instant_leaves_the_last_checkpoint(tmp_pa
 def test_other_os_errors_are_not_called_a_full_disk(tmp_path):
     with pytest.raises(FileNotFoundError), state.disk_errors(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "gone")
-    with pytest.raises(UserError, match="cannot write"), state.disk_errors(tmp_path):
+    with pytest.raises(UserError, match=r"cannot use .*runtime\.runs_dir"), state.disk_errors(tmp_path):
         raise PermissionError(errno.EACCES, "denied")
+    with pytest.raises(UserError, match=r"cannot use .*runtime\.runs_dir"), state.disk_errors(tmp_path):
+        (tmp_path / "latest.json").mkdir()
+        (tmp_path / "latest.json").read_text()
+    # another folder for the run would not help
+    with pytest.raises(PermissionError), state.disk_errors(tmp_path / "run"):
+        raise PermissionError(errno.EACCES, "denied", str(tmp_path / "a file of the data"))
 
 
 def test_model_state_is_what_trains_and_the_buffers(tmp_path):
