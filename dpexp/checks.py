@@ -31,6 +31,7 @@ _POSITIVE = (
     "search.objective_clip", "search.raise_by", "search.candidates", "search.window", "search.tries", "search.angle_high",
     "search.angle_low",
     "data.num_examples", "unit.num_users", "unit.rows", "runtime.eval_batch_size", "runtime.threads",
+    "runtime.microbatch", "runtime.stages",
     "engine.memory_cap_mib", "trials",
 )  # fmt: skip
 _NOT_NEGATIVE = (
@@ -52,8 +53,21 @@ _WHOLE = 2**63
 _LEAST_FLOAT, _MOST_FLOAT = 1e-30, 1e30
 # of thresholds, which are squared in float32; the first is dpexp.clipping.rules.SMALLEST
 _LEAST, _MOST = 1e-12, 1e18
-# some runtimes crash with many more
-_THREADS = 1024
+# some runtimes crash with many more threads; of what a step does for each of its examples, it would not end
+_AT_MOST = {
+    "runtime.threads": 1024,
+    **dict.fromkeys(
+        (
+            "clip.projections",
+            "clip.local_epochs",
+            "search.candidates",
+            "search.tries",
+            "task.augmentations",
+            "unit.rows",
+        ),
+        10_000,
+    ),
+}
 
 
 def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -195,8 +209,9 @@ def _numbers(run: RunConfig) -> Iterator[str]:
             yield f"{key}={value:g} must be between {_LEAST:g} and {_MOST:g}: it is squared in 32-bit numbers"
     if 0 < run.optim.batch_size < 1:
         yield f"optim.batch_size={run.optim.batch_size:g} must be 1 or more: it is a number of {run.unit.name}s"
-    if run.runtime.threads is not None and run.runtime.threads > _THREADS:
-        yield f"runtime.threads={run.runtime.threads} must be at most {_THREADS}: more than the processor's cores never helps"
+    for key, most in _AT_MOST.items():
+        if (value := _get(run, key)) is not None and value > most:
+            yield f"{key}={value} must be at most {most}"
     if len(run.optim.betas) != 2 or not all(0 <= beta < 1 for beta in run.optim.betas):
         yield f"optim.betas={run.optim.betas} must be two numbers in [0, 1)"
     if not 0 < run.optim.kappa <= 1:

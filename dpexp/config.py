@@ -34,7 +34,7 @@ from dpexp import presets, sweeps
 from dpexp.checks import check
 from dpexp.composing import VERSION_BASE, composed
 from dpexp.declared import declared_num_examples
-from dpexp.durable import disk_error, flattened
+from dpexp.durable import disk_error, flattened, memory_error
 from dpexp.errors import INTERRUPTED, UserError, did_you_mean
 from dpexp.schemas import RunConfig
 from dpexp.settings import group_help, groups_asked
@@ -190,7 +190,7 @@ def hydra_entry(
                 of_grid = current.mode == RunMode.MULTIRUN
                 return function(resolve(cfg, overrides, schema, config_name, of_grid))
             except Exception as error:
-                told = error if isinstance(error, UserError) else disk_error(error)
+                told = error if isinstance(error, UserError) else disk_error(error) or memory_error(error)
                 # The other jobs go on; Hydra raises the first failure at the end.
                 if current.mode == RunMode.MULTIRUN:
                     reason = str(told or f"{type(error).__name__}: {error}")
@@ -314,6 +314,8 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
         return UserError(f"{where}: {name}: {lines[1]}")
     if match := re.match(r"Error merging override (.+)", text):
         reason = str(error.__cause__).splitlines()[0]
+        if reason.endswith("is not Optional"):
+            return UserError(f"{match[1]}: this setting needs a value; leave it out for the usual one")
         for kind, words in (
             ("Float", "a number: write it out, such as 0.004"),
             ("Integer", "a whole number: write it out, such as 10000"),

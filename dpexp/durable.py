@@ -29,6 +29,21 @@ def disk_error(error: Exception) -> UserError | None:
     return UserError(f"{error.filename}: {error.strerror}: choose a place that can be read and written")
 
 
+def memory_error(error: Exception) -> UserError | None:
+    """Say what too little memory means for a person; None of any other error."""
+    # of Python and numpy, of torch on a GPU, and of torch on the host
+    if not (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+    ):
+        return None
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    return UserError(
+        f"out of memory ({said}): lower runtime.physical_batch_size or runtime.eval_batch_size, or the size of what is trained"
+    )
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file as a whole: after a crash it holds the old text or the new one, never a part."""
     temporary = path.with_name(path.name + ".tmp")

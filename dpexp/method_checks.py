@@ -103,6 +103,11 @@ def _search(run: RunConfig) -> Iterator[str]:
         yield f"{name} weighs gradients by noise that is the same on every coordinate: leave clip.allocation=global"
     if run.accountant.name != "rdp" and search.name != "hyfreedp":
         yield f"{name} moves its budget under a Rényi filter: use accountant=rdp"
+    if search.name == "noisybtls" and not (search.backtrack > 0 and search.angle_low <= search.angle_high):
+        yield (
+            f"search.backtrack={search.backtrack} must be above 0, and search.angle_low={search.angle_low} at most "
+            f"search.angle_high={search.angle_high}"
+        )
     optim = run.optim
     if (
         optim.name != "sgd"
@@ -189,8 +194,8 @@ def _analysis(run: RunConfig) -> Iterator[str]:
     if not run.analysis.output_specific_every:
         return
     what = "analysis.output_specific_every"
-    if not 0 < run.analysis.rounding <= 1:
-        yield f"analysis.rounding={run.analysis.rounding} must be above 0 and at most 1"
+    if not 1e-4 <= run.analysis.rounding <= 1:
+        yield f"analysis.rounding={run.analysis.rounding} must be between 0.0001 and 1"
     if run.privacy.release == "strict":
         yield f"{what} looks at the norms of all examples, which privacy.release=strict withholds: leave it at 0"
     if (

@@ -1,8 +1,12 @@
 """Bad input gets one clear sentence, from a composed configuration and from a command."""
 
+import dataclasses
+import operator
+import typing
+
 import pytest
 
-from dpexp.checks import TRIALS_LAWS
+from dpexp.checks import TRIALS_LAWS, check
 from dpexp.config import RunConfig, compose, run_folder, to_dict
 from dpexp.durable import flattened
 from dpexp.errors import INTERRUPTED, UserError
@@ -33,6 +37,7 @@ MISTAKES = {
     # values that can't be
     "optim.lr=abc": "optim.lr=abc is not a number: write it out, such as 0.004",
     "optim.lr=[1": "cannot read 'optim.lr=[1'",
+    "optim.lr=null": "optim.lr=null: this setting needs a value",
     "optim.lr=-1": "optim.lr=-1.0 must be above 0",
     "optim.lr=nan": "optim.lr=nan is not a finite number",
     "optim.lr=inf": "optim.lr=inf is not a finite number",
@@ -167,6 +172,72 @@ def test_everything_that_is_missing_is_one_message():
     assert "\n" not in str(raised.value)
 
 
+# of each kind of setting, what nobody can mean or what is close to a mistake
+NAN, INF = float("nan"), float("inf")
+WRONG = {
+    "list[str]": ([], ["a"], ["a", "a"], [""], ["../x", "ü"], [["a"]], [{"a": 1}]),
+    "list[float]": (
+        [],
+        [NAN],
+        [-1.0],
+        [1.0, 2.0, 3.0],
+        [0.0, 0.0],
+        [INF, 1.0],
+        [[1.0]],
+        [{"a": 1}],
+        [1e300, 1e300],
+    ),
+    "dict": ({}, {"x": 1}, {"x": NAN}, {"name": NAN}, {"name": "step", "period": "a"}, {"name": ["a"]}),
+    "float": (-1.0, 0.0, 1e-300, 1e-12, 1e300, NAN, INF),
+    "int": (-1, 0, 10**12, 2**63),
+    "bool": (False, True),
+    "str": ("nonsense", "", "../x", "1.5", "a b", "/"),
+}
+# under which most settings are read
+CONTEXTS = (
+    "clip=adaptive_flat optim=adam",
+    "clip=adaclip optim=sgd unit=user unit.size=2",
+    "clip=embedding optim=doppler schedule=step schedule.decay_rate=0.5 schedule.period=1",
+    "clip=fedavg unit=user unit.size=2 optim=sgd",
+    "clip=flat search=noisybtls optim=sgd",
+    "clip=flat privacy=none individual=sampling optim=disk",
+    "clip=microbatch peft=lora schedule=validation tracker=wandb",
+    "clip=norm_perlayer runtime=pipeline optim=adadp",
+)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_every_setting_takes_any_value_or_says_why_not(context):
+    """Whatever stands in a setting, the checks say so or pass: none of them breaks over it."""
+    run = compose(["task=sst2", "scale=demo", *context.split()], of_grid=True)
+    refused = 0
+    for key, kind in _fields(RunConfig):
+        group, _, name = key.rpartition(".")
+        holder = operator.attrgetter(group)(run) if group else run
+        values = WRONG[next(word for word in WRONG if word in str(kind))]
+        before = getattr(holder, name)
+        for value in [*values, None] if type(None) in typing.get_args(kind) else values:
+            setattr(holder, name, value)
+            try:
+                check(run)
+            except UserError:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"{key}={value}: {error!r}") from error
+        setattr(holder, name, before)
+    assert refused > 400
+    check(run)
+
+
+def _fields(schema, prefix=""):
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _fields(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, hints[field.name]
+
+
 def test_several_mistakes_are_listed_together():
     with pytest.raises(UserError) as raised:
         compose([*JOB, "optim.lr=-1", "optim.steps=3", "privacy.delta=2"])
@@ -196,6 +267,8 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path, content, words):
 SCRIPT = """
 import errno
 import sys
+import numpy
+import torch
 from dpexp.config import RunConfig, hydra_entry, run_folder
 from dpexp.errors import UserError
 
@@ -208,6 +281,10 @@ def main(run: RunConfig) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "results.csv")
     if run.seed == 15:
         raise KeyboardInterrupt
+    if run.seed == 16:
+        torch.empty(10**15)
+    if run.seed == 17:
+        numpy.empty(10**15)
     print("folder", run_folder(run), run.clip.name)
 
 main()
@@ -235,8 +312,18 @@ def test_a_run_leaves_nothing_of_hydras_behind(tmp_path):
         (),
         (*JOB, "seed=13"),
         (*JOB, "seed=14"),
+        (*JOB, "seed=16"),
+        (*JOB, "seed=17"),
     ],
-    ids=["choice", "key", "missing", "from the job", "a full disk"],
+    ids=[
+        "choice",
+        "key",
+        "missing",
+        "from the job",
+        "a full disk",
+        "no memory for torch",
+        "no memory for numpy",
+    ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, arguments):
     done = call(tmp_path, *arguments)

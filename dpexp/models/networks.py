@@ -147,6 +147,11 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier", **
             f"{source.location}: {len(random)} tensors below the head are not in the checkpoint or have another shape "
             f"there, {random[0]} for one, and would stay random; correct model.config, or ask for a random network"
         )
+    if broken := [name for name, value in network.named_parameters() if not value.isfinite().all()]:
+        raise UserError(
+            f"{source.location}: {len(broken)} tensors hold NaN or infinity, {broken[0]} for one: the checkpoint is damaged, or "
+            "of a run that diverged; take another one"
+        )
     drawn = {*loaded["missing_keys"], *mismatched}
     network.drawn_parameters = [name for name, _ in network.named_parameters() if name in drawn]
     return network

@@ -235,7 +235,10 @@ def not_found(setting: str, location: str, reason: str | None, error: Exception)
     """
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(location).is_dir():
-        return UserError(f"{setting}={location}: the files in this folder can't be read: {first_line}")
+        return UserError(
+            f"{setting}={location}: the files in this folder can't be read: {first_line}. Put whole copies there (files of a "
+            "hundred bytes are pointers of Git LFS: `git lfs pull`)"
+        )
     why = f"it can't be reached ({reason}), and its cache has no copy" if reason else first_line
     return UserError(
         f"{setting}={location} could not be loaded. Tried: a local folder (there is none); the hub: {why}. "

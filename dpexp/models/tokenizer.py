@@ -113,7 +113,8 @@ def _from_pretrained(location: str, config: Any, setting: str, gguf: str | None 
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # The library makes an empty tokenizer of a folder in which it does not find the files it looks for.
         raise UserError(
-            f"{setting}={location}: no vocabulary for a {config.model_type} model was found there"
+            f"{setting}={location}: no vocabulary for a {config.model_type} model was found there: put the tokenizer's files "
+            "there, or name another place with model.tokenizer"
         )
     return tokenizer
 

@@ -34,12 +34,16 @@ def pointless(plan: Plan) -> list[str]:
 
 
 def _signal(plan: Plan) -> float:
-    """How many times further than noise the steps can move the weights, if all clipped gradients of all steps were one vector C."""
+    """How many times further than noise the steps can move the weights, if all their clipped gradients were one vector."""
     if plan.noise_multiplier == 0:
         return math.inf
     batch = plan.sample_rate * plan.num_examples
     kinds = plan.kinds(plan.steps)
-    return batch / plan.noise_multiplier * math.sqrt(sum(n * (growth / factor) ** 2 for factor, growth, n in kinds))
+    return (
+        batch
+        / plan.noise_multiplier
+        * math.sqrt(sum(n * (growth / factor) ** 2 for factor, growth, n in kinds))
+    )
 
 
 def caveats(plan: Plan) -> list[str]:

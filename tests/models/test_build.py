@@ -1,6 +1,7 @@
 """Networks: reproducible from the seed, whole or refused, and fitted to their tokenizer."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from dpexp.errors import UserError
@@ -181,6 +183,10 @@ def test_a_saved_model(tmp_path: Path) -> None:
     assert new == {"classifier.out_proj.weight"}  # only what has another shape is drawn; biases begin at zero
     with pytest.raises(UserError, match=r"tensors below the head .* would stay random"):
         build(ModelConfig(family="hf", id=str(tmp_path), config={"num_hidden_layers": 3}))
+    diverged = {name: value * math.nan for name, value in saved.model.state_dict().items()}
+    save_file(diverged, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="tensors hold NaN or infinity"):
+        build(here)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match="the files in this folder can't be read"):
         build(here)

@@ -91,8 +91,8 @@ def test_other_os_errors_are_not_called_a_full_disk(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "gone")
     with pytest.raises(UserError, match=r"cannot use .*runtime\.runs_dir"), state.disk_errors(tmp_path):
         raise PermissionError(errno.EACCES, "denied")
+    (tmp_path / "latest.json").mkdir()
     with pytest.raises(UserError, match=r"cannot use .*runtime\.runs_dir"), state.disk_errors(tmp_path):
-        (tmp_path / "latest.json").mkdir()
         (tmp_path / "latest.json").read_text()
     # another folder for the run would not help
     with pytest.raises(PermissionError), state.disk_errors(tmp_path / "run"):
