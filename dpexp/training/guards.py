@@ -137,6 +137,10 @@ class GradientGuard:
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
+# that may hold NaN, and can be asked whether they do
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def _moved(optimizer: torch.optim.Optimizer) -> set[int]:
     """Which parameters an optimizer moves."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -145,6 +149,12 @@ def _moved(optimizer: torch.optim.Optimizer) -> set[int]:
 def _rates(groups: Sequence[dict[str, Any]]) -> str:
     """The learning rates that an optimizer was made with, before a scheduler moved them."""
     return ", ".join(f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups if "lr" in group)
+
+
+def _finite(parameter: nn.Parameter) -> bool:
+    """Whether what this process holds of a parameter is numbers."""
+    local = getattr(parameter, "to_local", lambda: parameter)()
+    return local.is_meta or bool(local.isfinite().all())
 
 
 def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
@@ -157,6 +167,11 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
         raise UserError(
             f"{missing[0]} is trainable, and not in the optimizer ({len(missing)} such parameters): its share of the noise would "
             "be paid for nothing. Give it to the optimizer, or freeze it with requires_grad_(False)"
+        )
+    if broken := [name for name, p in model.named_parameters() if p.dtype in FLOATS and not _finite(p)]:
+        raise UserError(
+            f"{len(broken)} tensors of the model hold NaN or infinity, {broken[0]} for one: nothing can be learnt from "
+            "there, and every step would be charged. Load its weights again"
         )
     if odd := [group["lr"] for group in optimizer.param_groups if not math.isfinite(group.get("lr", 0.0))]:
         raise UserError(

@@ -23,6 +23,13 @@ from tests.training.own_loop import (
 )
 
 
+def diverged(model):
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("inf")
+        model[0].bias[:] = float("nan")
+    return model
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(data())
@@ -46,6 +53,10 @@ class StreamOfKnownLength(Stream):
         ),
         (lambda model: {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         (lambda model: {"optimizer": adam_of(*model.requires_grad_(False).parameters())}, "nothing to train"),
+        (
+            lambda model: {"optimizer": adam_of(*diverged(model).parameters())},
+            "2 tensors of .* infinity, 0.weight for one",
+        ),
         (lambda model: {"rule": "none"}, "clips nothing"),
         (lambda model: {"epochs": 1}, "either epochs or steps"),
         (lambda model: {"epsilon": 1.0}, "either epsilon or noise_multiplier"),
