@@ -24,6 +24,12 @@ EXAMPLES, TIMES = 8, 4
 # largest difference of numbers that are taken to be equal, relative to the largest of them
 ROUNDING = 1e-4
 
+OTHERWISE = (
+    "collate_fn makes something else of the same examples and the same random numbers: it keeps something of earlier batches, or "
+    "has a generator of its own, whose numbers go by the place in the batch and are no secret. Let it keep nothing, and draw from "
+    "torch, numpy or random (seed=None): they are seeded from the run's key for every batch"
+)
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -79,29 +85,38 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
         Whether anything could be compared.
 
     Raises:
-        UserError: a row of the batch depends on several examples.
+        UserError: a row of the batch depends on several examples, or on what was collated before.
     """
     units = min(len(examples) // rows_per_unit, max(2, EXAMPLES // rows_per_unit))
     few = list(examples[: units * rows_per_unit])
     compared = False
     with _generators_kept():
+        try:
+            first, again = (_seeded(collate_fn, few, 0) for _ in range(2))
+        except Exception:
+            return False
+        if len(first) != len(again) or not all(map(_equal, first, again)):
+            raise UserError(OTHERWISE)
         for seed in range(TIMES if units > 1 else 0):
             try:
                 # neighbours, mirror images and halves are all apart
                 kept = [(i // rows_per_unit).bit_count() % 2 == seed % 2 for i in range(len(few))]
                 changed = [r if k else tree_map(_changed, r) for r, k in zip(few, kept, strict=True)]
                 pair = [_seeded(collate_fn, rows, seed) for rows in (few, changed)]
-                verdicts = [_mixed(a, b, sum(kept), len(few)) for a, b in zip(*pair, strict=True)]
+                lost = [
+                    gone for a, b in zip(*pair, strict=True) if (gone := _lost(a, b, len(few))) is not None
+                ]
             except Exception:
                 # a collate function that does not take these, or changes what it takes
                 return compared
-            if any(verdicts):
+            # a row is one example's in all tensors: others, like negatives from the batch, are lost with other examples
+            if lost and int(torch.stack(lost).any(0).sum()) > len(few) - sum(kept):
                 raise UserError(
                     "collate_fn mixes examples: what it makes of one changes when others of its batch do (mixup, CutMix, a mean "
                     "over the batch). An example would then move the gradients of others, and clipping bounds nothing. Make each "
                     "row of its own example alone, with public numbers"
                 )
-            compared = compared or False in verdicts
+            compared = compared or bool(lost)
             if not compared:
                 # texts and labels alone
                 return False
@@ -165,16 +180,20 @@ def _seeded(collate_fn: Collate, examples: list[Any], seed: int) -> list[Tensor]
     return tensors_in(collate_fn(copy.deepcopy(examples)))
 
 
-def _mixed(a: Tensor, b: Tensor, kept: int, count: int) -> bool | None:
-    """Whether fewer rows are found again than examples were kept; None where nothing has changed, or rows are not known."""
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), ROUNDING, equal_nan=True)
+
+
+def _lost(a: Tensor, b: Tensor, count: int) -> Tensor | None:
+    """``[count]``: which rows are not found again, in whatever order; None where nothing has changed, or rows are not known."""
     if a.shape != b.shape or not a.dim() or not len(a) or len(a) % count:
         return None
     a, b = (t.detach().double().reshape(count, -1) for t in (a, b))
     allowed = ROUNDING * torch.maximum(a.abs(), 1e-3 * a.abs().amax(0))
     if bool((a - b).abs().le(allowed).all()):
         return None
-    lost = [bool(((row - b).abs() > limit).any(1).all()) for row, limit in zip(a, allowed, strict=True)]
-    return count - sum(lost) < kept
+    rows = zip(a, allowed, strict=True)
+    return torch.tensor([bool(((row - b).abs() > limit).any(1).all()) for row, limit in rows])
 
 
 def _changed(leaf: Any) -> Any:

@@ -102,16 +102,17 @@ class Redone:
         try:
             whole = self._again(number)[0]
             ((axis, _),) = self.trace.fits(whole)
-            others = [self._other(number, kept) for kept in self._halves()]
+            halves = self._halves()
+            others = [self._other(number, kept) for kept in halves]
             first, *rest = [t.movedim(axis, 0).reshape(self.examples, -1) for t in (whole, *others)]
         except Exception:
             # nothing that has rows, or that could be done again
             return True
-        mixed = self._unlike(first, rest[0]) & self._unlike(first, rest[1])
-        for row in first[mixed]:
+        changed = [self._unlike(first, other) for other in rest]
+        for row in first[changed[0] & changed[1]]:
             if all(self._unlike(row.expand_as(other), other).all() for other in rest):
                 raise UserError(ENTERED)
-        return not mixed.any()
+        return not any(bool(here[kept].any()) for here, kept in zip(changed, halves, strict=True))
 
     def _refuse_others(self, number: int, what: str) -> None:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""

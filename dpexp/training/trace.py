@@ -54,6 +54,11 @@ WRITTEN = (
     "the loop writes values of its batch to {name} of the model, without noise. This voids any guarantee: leave it out, or make "
     "it of public data"
 )
+REPEATED = (
+    "the loop takes rows of its batch by an index in which some stand twice (a bootstrap, classes made equally frequent): their "
+    "examples have two losses each, and move the clipped sum by twice the threshold. Leave it out: in a Poisson sample every "
+    "example stands once"
+)
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,7 @@ class Trace(TorchFunctionMode):
             return self._followed(func, args, kwargs, given)
         if not any(t in self.numbers or t in self.rowed or t in self._within for t in given):
             return self._of_earlier(func, args, kwargs, given)
+        self._refuse_repeats(func, args)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
         opaque = func is torch.autograd.grad or any(type(t) not in PLAIN for t in given)
         before = [_version(t) for t in given]
@@ -255,6 +261,17 @@ class Trace(TorchFunctionMode):
         if name_of(func) not in SHAPES and any(t in self.before for t in given):
             self.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
         return result
+
+    def _refuse_repeats(self, func: Any, args: Any) -> None:
+        """Refuse a batch of as many rows, of which some are taken twice: their examples would have two shares of the sum."""
+        if name_of(func) not in ("__getitem__", "index_select") or args[0] not in self.private:
+            return
+        rows, index = len(args[0]) if args[0].dim() else 0, args[-1]
+        index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+        along = name_of(func) == "__getitem__" or args[1] == 0
+        takes = along and rows == self.examples and isinstance(index, Tensor) and index.shape == (rows,)
+        if takes and index.dtype != torch.bool and len(index.unique()) < rows:
+            raise UserError(REPEATED)
 
     def _look_at_parameters(self, func: Any, given: list[Tensor]) -> None:
         """Refuse values of the batch that are written to the model, and note parameters of others that it goes through."""

@@ -39,8 +39,8 @@ def losses_of(engine, batch):
     return nn.functional.cross_entropy(engine.model(batch[0]), batch[1], reduction="none")
 
 
-def train(engine, size=8, steps=None, losses=losses_of, after=lambda batch: None):
-    for batch in engine.batches(physical_batch_size=size, steps=steps):
+def train(engine, size=8, steps=None, losses=losses_of, after=lambda batch: None, **options):
+    for batch in engine.batches(physical_batch_size=size, steps=steps, **options):
         engine.step(losses(engine, batch))
         after(batch)
     return engine

@@ -174,6 +174,29 @@ def test_an_example_of_an_earlier_batch_does_not_enter_the_model(tmp_path):
         train(make(tmp_path), 4, losses=losses)
 
 
+@pytest.mark.parametrize("take", [lambda t, i: t[i], lambda t, i: t.index_select(0, i)])
+def test_a_batch_in_which_an_example_stands_twice_is_refused(tmp_path, take):
+    engine = make(tmp_path)
+
+    def losses(engine, batch):
+        drawn = torch.randint(len(batch[0]), (len(batch[0]),))
+        return cross_entropy(engine.model(take(batch[0], drawn)), take(batch[1], drawn), reduction="none")
+
+    with pytest.raises(UserError, match="some stand twice"):
+        train(engine, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
+def test_losses_in_another_order_than_the_models_rows_are_called_that(tmp_path):
+    def losses(engine, batch):
+        order = torch.randperm(len(batch[0]))
+        found = cross_entropy(engine.model(batch[0][order]), batch[1][order], reduction="none")
+        return found[order.argsort()]
+
+    with pytest.raises(UserError, match="give the losses in the model's order"):
+        train(make(tmp_path), losses=losses)
+
+
 def test_what_is_kept_for_the_eye_is_nobodys_business(tmp_path):
     seen, zero = [], None
 
@@ -356,11 +379,44 @@ def scaled(rows):
     return x / x.abs().max(), y
 
 
-@pytest.mark.parametrize("collate_fn", [mixing, sometimes, pasted, scaled])
+def with_negatives(rows):
+    # of the example before: whole rows, and those of others
+    x, y = default_collate(rows)
+    return x, y, x.roll(1, 0)
+
+
+@pytest.mark.parametrize("collate_fn", [mixing, sometimes, pasted, scaled, with_negatives])
 def test_a_collate_function_that_mixes_is_refused(tmp_path, collate_fn):
     engine = make(tmp_path)
     with pytest.raises(UserError, match="collate_fn mixes examples"):
         next(engine.batches(collate_fn, 20))
+    assert engine.ledger.steps_charged == 0
+
+
+class Remembering:
+    """Keeps rows, or a running mean; or has a generator of its own."""
+
+    def __init__(self, what):
+        self.what, self.kept, self.own = what, [], torch.Generator().manual_seed(0)
+
+    def __call__(self, rows):
+        if self.what == "buffer":
+            self.kept = [*self.kept, *rows][-40:]
+            return default_collate(random.sample(self.kept, len(rows)))
+        x, y = default_collate(rows)
+        if self.what == "own generator":
+            return x + torch.randn(x.shape, generator=self.own), y
+        found = x - sum(self.kept)
+        self.kept.append(0.1 * x.mean(0))
+        return found, y
+
+
+@pytest.mark.parametrize("size", [20, 1])
+@pytest.mark.parametrize("what", ["buffer", "mean", "own generator"])
+def test_a_collate_function_keeps_nothing_and_draws_in_secret(tmp_path, what, size):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="something else of the same examples and the same random numbers"):
+        train(engine, size, losses=losses_of, collate_fn=Remembering(what))
     assert engine.ledger.steps_charged == 0
 
 
