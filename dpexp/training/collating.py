@@ -26,7 +26,7 @@ ROUNDING = 1e-4
 
 OTHERWISE = (
     "collate_fn makes something else of the same examples and the same random numbers: it keeps something of earlier batches, or "
-    "has a generator of its own, whose numbers go by the place in the batch and are no secret. Let it keep nothing, and draw from "
+    "has a generator of its own, whose numbers go by the place in the batch and are no secret. Keep nothing, and draw from "
     "torch, numpy or random (seed=None): they are seeded from the run's key for every batch"
 )
 
