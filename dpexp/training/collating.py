@@ -97,10 +97,12 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
             return False
         if len(first) != len(again) or not all(map(_equal, first, again)):
             raise UserError(OTHERWISE)
-        for seed in range(TIMES if units > 1 else 0):
+        # neighbours, mirror images and halves are all apart; and each example alone, which may stand there twice
+        unit = [i // rows_per_unit for i in range(len(few))]
+        splits = [[u.bit_count() % 2 == seed % 2 for u in unit] for seed in range(TIMES)]
+        splits += [[u != alone for u in unit] for alone in range(units)]
+        for seed, kept in enumerate(splits if units > 1 else []):
             try:
-                # neighbours, mirror images and halves are all apart
-                kept = [(i // rows_per_unit).bit_count() % 2 == seed % 2 for i in range(len(few))]
                 changed = [r if k else tree_map(_changed, r) for r, k in zip(few, kept, strict=True)]
                 pair = [_seeded(collate_fn, rows, seed) for rows in (few, changed)]
                 lost = [
@@ -113,8 +115,8 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
             if lost and int(torch.stack(lost).any(0).sum()) > len(few) - sum(kept):
                 raise UserError(
                     "collate_fn mixes examples: what it makes of one changes when others of its batch do (mixup, CutMix, a mean "
-                    "over the batch). An example would then move the gradients of others, and clipping bounds nothing. Make each "
-                    "row of its own example alone, with public numbers"
+                    "over the batch), or one stands there twice. An example would then move more than its own clipped gradient. "
+                    "Make each row of its own example alone, with public numbers"
                 )
             compared = compared or bool(lost)
             if not compared:
@@ -185,15 +187,20 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _lost(a: Tensor, b: Tensor, count: int) -> Tensor | None:
-    """``[count]``: which rows are not found again, in whatever order; None where nothing has changed, or rows are not known."""
-    if a.shape != b.shape or not a.dim() or not len(a) or len(a) % count:
+    """``[count]``: which rows are not found again, in whatever order; None where nothing has changed, or it has other rows."""
+    if a.shape != b.shape or not a.numel():
         return None
-    a, b = (t.detach().double().reshape(count, -1) for t in (a, b))
+    by_row = a.dim() > 0 and len(a) % count == 0
+    a, b = (t.detach().double().reshape(count if by_row else len(t) if t.dim() else 1, -1) for t in (a, b))
     allowed = ROUNDING * torch.maximum(a.abs(), 1e-3 * a.abs().amax(0))
     if bool((a - b).abs().le(allowed).all()):
         return None
     rows = zip(a, allowed, strict=True)
-    return torch.tensor([bool(((row - b).abs() > limit).any(1).all()) for row, limit in rows])
+    lost = torch.tensor([bool(((row - b).abs() > limit).any(1).all()) for row, limit in rows])
+    if by_row:
+        return lost
+    # a number of the whole batch; of rows end to end those of other examples are found again
+    return lost.new_ones(count) if bool(lost.all()) else None
 
 
 def _changed(leaf: Any) -> Any:

@@ -385,7 +385,24 @@ def with_negatives(rows):
     return x, y, x.roll(1, 0)
 
 
-@pytest.mark.parametrize("collate_fn", [mixing, sometimes, pasted, scaled, with_negatives])
+def with_mean(rows):
+    x, y = default_collate(rows)
+    return x, y, x.mean(0)
+
+
+def with_scale(rows):
+    x, y = default_collate(rows)
+    return x, y, x.std()
+
+
+def balanced(rows):
+    rare = [row for row in rows if row[1] == rows[0][1]]
+    return default_collate((3 * rare + [row for row in rows if row[1] != rows[0][1]])[: len(rows)])
+
+
+@pytest.mark.parametrize(
+    "collate_fn", [mixing, sometimes, pasted, scaled, with_negatives, with_mean, with_scale, balanced]
+)
 def test_a_collate_function_that_mixes_is_refused(tmp_path, collate_fn):
     engine = make(tmp_path)
     with pytest.raises(UserError, match="collate_fn mixes examples"):
