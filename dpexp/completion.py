@@ -30,7 +30,7 @@ compdef _dpexp dpexp""",
 complete -c dpexp -f -a '(dpexp completion words (commandline -cp) 2>/dev/null)'""",
 }
 # commands with settings of the form KEY=VALUE
-FILES = ("account", "audit", "bench", "conform", "explain", "pate", "train")
+FILES = ("account", "audit", "bench", "conform", "explain", "pate", "predict", "train")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 # of `dpexp COMMAND`
 COMMANDS = {
     "train": "train, evaluate, write a record; -m for grids",
+    "predict": "what the model of a finished run says of new rows: a CSV file",
     "account": "ε of a noise multiplier under every accountant, or the noise for an ε",
     "report": "tables and figures beside the papers'; report run FOLDER shows a run of your own",
     "explain": "how each layer of a model is clipped, and what every implementation costs",

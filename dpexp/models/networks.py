@@ -107,7 +107,7 @@ def random_network(config: Any, head: str = "classifier", **arguments: Any) -> n
         UserError: the library can't make a classifier of this config.
     """
     try:
-        return _auto_class(head).from_config(config, dtype=torch.float32, **arguments)
+        return auto_class(head).from_config(config, dtype=torch.float32, **arguments)
     except (ValueError, TypeError, KeyError, AssertionError, ZeroDivisionError, RuntimeError) as error:
         raise UserError(
             f"no {head.replace('_', ' ')} can be made of this {config.model_type} config: {_first_line(error)}"
@@ -124,7 +124,7 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier", **
     """
     with hub() as reason, _no_bar_of_gguf(source):
         try:
-            network, loaded = _auto_class(head).from_pretrained(
+            network, loaded = auto_class(head).from_pretrained(
                 source.location,
                 config=config,
                 dtype=torch.float32,
@@ -214,7 +214,7 @@ def forget_quantization(network: Any) -> None:
         del network.config.quantization_config
 
 
-def _auto_class(head: str) -> Any:
+def auto_class(head: str) -> Any:
     import transformers
 
     return getattr(transformers, HEADS[head])

@@ -227,7 +227,7 @@ class TextClassification(Task):
         labels = batch["labels"]
         if len(labels) == 0:
             return torch.zeros(0, device=labels.device)
-        return _cross_entropy(self._logits(model, batch), labels)
+        return _cross_entropy(self.logits(model, batch), labels)
 
     def evaluate(
         self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
@@ -278,10 +278,11 @@ class TextClassification(Task):
         self, model: nn.Module, device: torch.device, examples: list[Example]
     ) -> tuple[np.ndarray, np.ndarray]:
         batch = {name: tensor.to(device) for name, tensor in self.collate(examples).items()}
-        logits = self._logits(model, batch)
+        logits = self.logits(model, batch)
         return logits.argmax(-1).cpu().numpy(), _cross_entropy(logits, batch["labels"]).cpu().numpy()
 
-    def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """`[B, K]` of a collated batch."""
         output = model(**{name: tensor for name, tensor in batch.items() if name != "labels"})
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits

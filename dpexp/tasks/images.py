@@ -133,7 +133,7 @@ class ImageClassification(Task):
         labels = batch["labels"]
         if len(labels) == 0:
             return torch.zeros(0, device=labels.device)
-        logits = self._logits(model, batch["pixel_values"])
+        logits = self.logits(model, batch)
         copies = len(logits) // len(labels)
         losses = _cross_entropy(logits, labels.repeat_interleave(copies))
         return losses.view(len(labels), copies).mean(1)
@@ -160,8 +160,9 @@ class ImageClassification(Task):
 
                 def measure(where: slice) -> tuple[np.ndarray, np.ndarray]:
                     batch = self.collate([self.dev[i] for i in range(where.start, where.stop)])
-                    logits = self._logits(model, batch["pixel_values"].to(device))
-                    found = _cross_entropy(logits, batch["labels"].to(device))
+                    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                    logits = self.logits(model, batch)
+                    found = _cross_entropy(logits, batch["labels"])
                     return logits.argmax(1).cpu().numpy(), found.cpu().numpy()
 
                 batches = [slice(at, min(at + batch_size, total)) for at in range(0, total, batch_size)]
@@ -178,8 +179,9 @@ class ImageClassification(Task):
         """All images are of one size: 1."""
         return 1
 
-    def _logits(self, model: nn.Module, pixels: Tensor) -> Tensor:
-        """`[rows, classes]`, of images scaled to what the network wants to see, each by itself."""
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """`[rows, classes]` of a batch, whose images are scaled to what the network wants to see, each by itself."""
+        pixels = batch["pixel_values"]
         if (size := self.inputs.size) and pixels.shape[2:] != (size, size):
             shrinks = size < min(pixels.shape[2:])
             pixels = F.interpolate(

@@ -266,7 +266,7 @@ class TextInfilling(TextClassification):
     ) -> TokenTable:
         return tokenize_template(self.pieces, tokenizer, texts, pairs, max_length)
 
-    def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """The logits of the label words at the mask, `[B, K]`."""
         inputs = {name: t for name, t in batch.items() if name not in ("labels", "mask_positions")}
         at_mask = batch["mask_positions"][:, None, None]
