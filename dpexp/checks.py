@@ -63,6 +63,7 @@ _AT_MOST = {
             "search.candidates",
             "search.tries",
             "task.augmentations",
+            "task.image_size",
             "unit.rows",
         ),
         10_000,
@@ -358,6 +359,10 @@ def _generation(run: RunConfig) -> Iterator[str]:
     settings = run.task.generation
     if settings.top_p is not None and not 0 < settings.top_p <= 1:
         yield f"task.generation.top_p={settings.top_p} must be above 0 and at most 1"
+    if unknown := [split for split in settings.splits if split not in ("dev", "test")]:
+        yield f"task.generation.splits={list(settings.splits)} has {unknown[0]}: text is generated for dev and test alone"
+    if not -100 <= settings.length_penalty <= 100:
+        yield f"task.generation.length_penalty={settings.length_penalty:g} must be a power between -100 and 100"
     if settings.candidates == 1:
         yield "task.generation.candidates=1 leaves nothing to choose from: give 2 or more (ConvAI2 has 20), or 0"
     if settings.shots and run.optim.steps != 0:

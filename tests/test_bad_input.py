@@ -17,6 +17,7 @@ from dpexp.tasks.tables import find_tables
 
 ROOT = Path(__file__).parents[1]
 DEMO = ["task=sst2", "scale=demo", "clip=flat"]
+TEXTS = ["task=e2e", "scale=demo", "clip=flat"]
 OWN = [
     "task=text_classification",
     "scale=own",
@@ -41,6 +42,9 @@ SETTINGS = [
     ([*DEMO, "runtime=pipeline", "runtime.microbatch=0"], "runtime.microbatch=0 must be above 0"),
     ([*DEMO, "optim=sgd", "search=noisybtls", "search.backtrack=0"], "search.backtrack=0.0 must be above 0"),
     ([*DEMO, "analysis.output_specific_every=1", "analysis.rounding=1e-9"], "must be between 0.0001 and 1"),
+    ([*TEXTS, "task.generation.splits=[train]"], "text is generated for dev and test alone"),
+    ([*TEXTS, "task.generation.length_penalty=1e18"], "must be a power between -100 and 100"),
+    (["task=mnist", "scale=demo", "task.image_size=1000000000"], "must be at most 10000"),
     ([*DEMO, "task.name=../x"], "task.name=../x is a folder of the runs"),
     ([*DEMO, "runtime.threads=1000000"], "runtime.threads=1000000 must be at most"),
     ([*DEMO, "optim.learning_rate=1"], "did you mean optim.lr?"),

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dpexp.config import RunConfig, _keys
+from dpexp.schemas import CHOICES
+from dpexp.usage import conf_dir, groups_of
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 METHODS = sorted(path for path in (DOCS / "methods").glob("*.md") if path.name != "index.md")
@@ -52,3 +56,54 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" in target or target.startswith(("#", "mailto:")):
             continue
         assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "results" / "README.md"])
+# GROUP.SETTING=VALUE, and GROUP=CHOICE
+_SETTING = re.compile(r"(?<![\w.\"/(-])([a-z_]+(?:\.[a-z_]+)*)=([\w.]*)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_settings_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    keys, groups = set(_keys(RunConfig)), groups_of("train")
+    of_groups = {key.partition(".")[0] for key in keys}
+    code = [*re.findall(r"`([^`\n]+)`", text), *re.findall(r"```(?:bash)?\n(.*?)```", text, re.S)]
+    for key, value in [found for part in code for found in _SETTING.findall(part)]:
+        if "." in key and key.partition(".")[0] in of_groups:
+            assert key in keys or any(key.startswith(f"{mapping}.") for mapping in keys), (
+                f"{key} is no setting"
+            )
+            assert key not in CHOICES or not value.isalpha() or value in CHOICES[key], (
+                f"{key}={value} is no choice"
+            )
+        elif key in groups and re.fullmatch(r"[a-z]\w*", value) and value not in ("mine", key):
+            assert (conf_dir() / key / f"{value}.yaml").is_file(), f"{key}={value} is no choice"
+
+
+def test_pages_that_code_names_exist() -> None:
+    for folder in ("conf", "dpexp", "tests", "scripts"):
+        for file in (ROOT / folder).rglob("*.*"):
+            if file.suffix in (".py", ".yaml") and file.name != "test_record.py":
+                for name in re.findall(r"\bdocs/[\w/]+\.md", file.read_text(encoding="utf-8")):
+                    assert (ROOT / name).is_file(), f"{file.relative_to(ROOT)} names {name}"
+
+
+def test_the_cost_of_several_processes_is_that_of_its_record() -> None:
+    rows = re.findall(
+        r"^\| (\w+) \| ([\w, ]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|", _text("results/ranks/cost.md"), re.M
+    )
+    ratios = {(runtime, clipping): float(ratio) for runtime, clipping, ratio in rows}
+    flat = [
+        ratio for (runtime, clipping), ratio in ratios.items() if runtime == "pipeline" and "flat" in clipping
+    ]
+    wanted = [
+        *(ratios[runtime, clipping] for runtime in ("ddp", "fsdp") for clipping in ("layer", "flat")),
+        ratios["pipeline", "device"], min(flat), max(flat),
+    ]  # fmt: skip
+    said = _text("docs/many_processes.md").split("million\nparameters: ")[1].split("flat clipping.")[0]
+    assert [float(number) for number in re.findall(r"\d\.\d+", said)] == pytest.approx(wanted, abs=0.006)
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ polynomial   (1 - e)·(1 - t/period)^k + e, e = σ_end/σ_0, k > 0     from t = 
 ===========  =====================================================  ====================================================
 
 Those of section 3.1.3, which follow from how fast the loss falls; s = t·N/B is the number of steps so far, and κ the
-condition number M/μ of a loss that is M-smooth and μ-PL (derived in ``docs/methods/noise_over_time.md``):
+condition number M/μ of a loss that is M-smooth and μ-PL (derived in ``docs/methods/convergence_rate.md``):
 
 ======================  ===========================  ====================================================================
 convergence_rate        (1 - 1/κ)^(s/4)              Hong et al. 2022: the least upper bound of the excess risk

@@ -284,7 +284,7 @@ def excess_risk(sigmas):
 
 
 def risk_bound(sigmas):
-    """ERUB: a step multiplies the excess by at most 1 - 1/κ and adds d·σ²/(2M) (docs/methods/noise_over_time.md)."""
+    """ERUB: a step multiplies the excess by at most 1 - 1/κ and adds d·σ²/(2M) (docs/methods/convergence_rate.md)."""
     excess = 0.5 * QUADRATIC.sum()
     for sigma in sigmas:
         excess = (1 - 1 / CONDITION) * excess + 12 * sigma**2 / 2
