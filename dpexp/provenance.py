@@ -68,7 +68,11 @@ def _is_code(path: str) -> bool:
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, text=True, timeout=20, check=False
+            ["git", "--no-optional-locks", "-C", str(_PACKAGE), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -65,7 +65,9 @@ def _call(
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # no destructors of a forked interpreter
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # no destructors of a forked interpreter, and never back into the caller's code
+            os._exit(status)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,15 @@ def repository(monkeypatch, tmp_path):
     monkeypatch.setattr(provenance, "_PACKAGE", tmp_path / "dpexp")
     assert provenance.git_state()["dirty"] is False
     return tmp_path
+
+
+def test_asking_git_takes_no_lock_that_a_commit_beside_it_would_meet(repository):
+    index = repository / ".git" / "index"
+    # a file that was only touched: git would note in its index that it is the same
+    os.utime(repository / "dpexp" / "a.py", (1, 1))
+    before = index.read_bytes()
+    assert provenance.git_state()["dirty"] is False
+    assert index.read_bytes() == before
 
 
 @pytest.mark.parametrize(
