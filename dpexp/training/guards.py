@@ -12,6 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpexp.errors import UserError
 
+TOUCHED = (
+    "the gradient of {name} {what} in the middle of a batch: leave out zero_grad(), loss.backward(), clip_grad_norm_() and a "
+    "GradScaler. engine.step(losses) does all of it"
+)
+
 
 class GuardedOptimizer:
     """An optimiser that steps when the engine says so, and raises when anyone else does, with this optimiser or another one.
@@ -127,10 +132,7 @@ class GradientGuard:
             if before == now:
                 continue
             what = "was set to None" if now is None else "was written to"
-            raise UserError(
-                f"the gradient of {name} {what} in the middle of a batch: leave out zero_grad(), loss.backward() and "
-                "clip_grad_norm_(). engine.step(losses) does all of it"
-            )
+            raise UserError(TOUCHED.format(name=name, what=what))
 
     def _present(self) -> list[tuple[int, int] | None]:
         grads = (p.grad for p in self.parameters.values())

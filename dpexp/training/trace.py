@@ -24,6 +24,7 @@ from dpexp.clipping.dataflow import FEW, in_place, tensors_in
 from dpexp.clipping.following import Followed
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.errors import UserError
+from dpexp.training.guards import TOUCHED
 
 # functions that are written down for one batch
 LONGEST = 5000
@@ -152,6 +153,11 @@ class Trace(TorchFunctionMode):
         self._open.callback(register_module_forward_pre_hook(self._enter).remove)
         self._open.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         self._open.callback(self.model.register_forward_pre_hook(self._entered, with_kwargs=True).remove)
+        # also as p.grad.data, which has no version
+        parameters = self.model.named_parameters()
+        self._sums = {
+            _storage(p.grad): name for name, p in parameters if p.grad is not None and p.grad.numel()
+        }
         # below modes that the loop has entered: who leaves one takes the topmost off
         _stack([self, *_unstacked()])
         self._open.callback(lambda: _stack([mode for mode in _unstacked() if mode is not self]))
@@ -202,6 +208,8 @@ class Trace(TorchFunctionMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._inside:
             return self._made_within(func, args, kwargs, given)
+        if given and in_place(func) and (name := self._sums.get(_storage(given[0]))) is not None:
+            raise UserError(TOUCHED.format(name=name, what="was written to"))
         if self.failure:
             return self._followed(func, args, kwargs, given)
         if not any(t in self.numbers or t in self.rowed or t in self._within for t in given):

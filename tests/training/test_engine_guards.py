@@ -78,20 +78,37 @@ def test_a_gradient_scaler_is_refused(tmp_path):
         scaler.step(engine._optimizer.optimizer)
 
 
-@pytest.mark.parametrize("what", ["zero_grad", "clip", "add"])
-def test_gradients_are_the_engines_while_a_batch_is_summed(tmp_path, what):
+def doubled_as_data(engine):
+    # without a trace in the gradient's version
+    for parameter in engine.model.parameters():
+        parameter.grad.data.mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda engine: engine._optimizer.optimizer.zero_grad(),
+        lambda engine: nn.utils.clip_grad_norm_(engine.model.parameters(), 1e-3),
+        lambda engine: next(engine.model.parameters()).grad.add_(1.0),
+        doubled_as_data,
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_gradients_are_the_engines_while_a_batch_is_summed(tmp_path, touch, before):
     engine = make(tmp_path)
-    parameters = list(engine.model.parameters())
     loop = engine.batches(physical_batch_size=4)
     engine.step(losses_of(engine, next(loop)))
-    if what == "zero_grad":
-        engine._optimizer.optimizer.zero_grad()
-    elif what == "clip":
-        nn.utils.clip_grad_norm_(parameters, 1e-3)
-    else:
-        parameters[0].grad.add_(1.0)
+
+    def goes_on():
+        if before:
+            touch(engine)
+        losses = losses_of(engine, next(loop))
+        if not before:
+            touch(engine)
+        engine.step(losses)
+
     with pytest.raises(UserError, match="in the middle of a batch"):
-        engine.step(losses_of(engine, next(loop)))
+        goes_on()
 
 
 def test_zero_grad_before_every_batch_of_one_piece_does_no_harm(tmp_path):
