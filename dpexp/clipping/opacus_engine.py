@@ -65,6 +65,8 @@ class OpacusBackend(Backend):
             raise UserError(f"Opacus refuses this model: {error}. Use another engine") from error
         # of the batch that is in the model
         self.rows: int | None = None
+        # whether a table of the last forward was given more rows than the model asked for
+        self.expanded = False
         # of forward passes that wait for their backward
         self.graphs: list[weakref.ref[_Graph]] = []
         for module in model.modules():
@@ -82,6 +84,7 @@ class OpacusBackend(Backend):
         ids = args[0] if args else None
         if self.rows is None or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
             return None
+        self.expanded = self.expanded or self.rows > 1
         return (ids.expand(self.rows, -1), *args[1:])
 
     def enter(
@@ -92,6 +95,7 @@ class OpacusBackend(Backend):
         The library looks at this forward pass and at our backward pass, not at gradients that the loss itself asks for.
         """
         self.wrapper.enable_hooks()
+        self.expanded = False
         self.nodes = -torch._C._autograd._get_sequence_nr()
         self.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
         if self.graphs and not any(graph() for graph in self.graphs):
@@ -218,8 +222,11 @@ class OpacusBackend(Backend):
         if isinstance(error, UserError | torch.OutOfMemoryError):
             return None
         message = (str(error).splitlines() or [type(error).__name__])[0]
-        # Its hooks make of each layer's output a view that may not be written to.
-        own = direction == "backward" or "custom Function" in message
+        # Its hooks make of each layer's output a view that may not be written to; and a model that gives each example its rows of
+        # a table by itself has too many of them.
+        own = (
+            direction == "backward" or "custom Function" in message or (self.expanded and "Sizes" in message)
+        )
         names = {id(module): name for name, module in self.model.named_modules()}
         layer: nn.Module = self.model
         trace = error.__traceback__

@@ -48,6 +48,25 @@ def test_the_error_says_where_and_what_else_to_take():
         model(torch.randn(2, 3))
 
 
+class Prompted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.head = nn.Embedding(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        prompts = self.prompt(torch.arange(3)[None]).repeat(len(x), 1, 1)
+        return self.head(torch.cat([prompts, x[:, None]], 1).mean(1))
+
+
+def test_a_model_that_gives_each_example_its_rows_of_a_table_is_refused():
+    model = Prompted()
+    attach(model, engine="opacus")
+    with pytest.raises(
+        UserError, match=r"Opacus fails in the forward pass, .*Sizes of tensors.*engine='auto'"
+    ):
+        model(torch.randn(2, 4))
+
+
 def test_an_error_of_the_models_own_stays_what_it_is():
     model = nn.Sequential(nn.Linear(3, 4))
     attach(model, engine="opacus")
