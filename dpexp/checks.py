@@ -90,6 +90,7 @@ def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> No
         *_model(run),
         *_data(run),
         *_generation(run),
+        *_images(run),
         *_parallel(run),
         *given_for_nothing(run, given),
     ]
@@ -370,6 +371,13 @@ def _generation(run: RunConfig) -> Iterator[str]:
             f"task.generation.shots={settings.shots} puts training pairs into the prompt as they are, which is not private "
             "and no training: set optim.epochs=null optim.steps=0"
         )
+
+
+def _images(run: RunConfig) -> Iterator[str]:
+    for name in ("mean", "std"):
+        values = list(getattr(run.task, name))
+        if run.task.kind == "image_classification" and len(values) not in (0, 1, run.task.channels):
+            yield f"task.{name}={values} must be {run.task.channels} numbers, one for each of task.channels, or one for all"
 
 
 def _undeclared(run: RunConfig) -> Iterator[str]:

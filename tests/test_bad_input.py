@@ -45,6 +45,10 @@ SETTINGS = [
     ([*TEXTS, "task.generation.splits=[train]"], "text is generated for dev and test alone"),
     ([*TEXTS, "task.generation.length_penalty=1e18"], "must be a power between -100 and 100"),
     (["task=mnist", "scale=demo", "task.image_size=1000000000"], "must be at most 10000"),
+    (
+        ["task=mnist", "scale=demo", "task.mean=[0.1,0.2,0.3]"],
+        "must be 1 numbers, one for each of task.channels",
+    ),
     ([*DEMO, "task.name=../x"], "task.name=../x is a folder of the runs"),
     ([*DEMO, "runtime.threads=1000000"], "runtime.threads=1000000 must be at most"),
     ([*DEMO, "optim.learning_rate=1"], "did you mean optim.lr?"),
