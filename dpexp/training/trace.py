@@ -135,6 +135,7 @@ class Trace(TorchFunctionMode):
         self._counts: list[float] = []
         self._within = WeakIdKeyDictionary()
         self._count = self._inside = self._bytes = 0
+        self._of_batch = True
         self.table = ""
         self._open = ExitStack()
         self._have_rows(tensors_in(batch))
@@ -176,9 +177,15 @@ class Trace(TorchFunctionMode):
 
     def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the loop has made of its batch, or kept of an earlier one, and gives to the model."""
-        if self._inside > 1 or self.failure:
+        if self._inside > 1:
             return
-        for tensor in tensors_in((args, kwargs)):
+        entering = list(tensors_in((args, kwargs)))
+        # before the losses all that comes out counts as the batch's, behind them what it was made of: a generator is trained on
+        # what the model says of its own pictures
+        self._of_batch = not self.failure or any(tensor in self.private for tensor in entering)
+        if self.failure:
+            return
+        for tensor in entering:
             if tensor in self.numbers:
                 self.entering.append(self.numbers[tensor])
             elif tensor in self.before and tensor not in self.rowed:
@@ -186,7 +193,8 @@ class Trace(TorchFunctionMode):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.model:
-            self._have_rows(tensors_in(output, depth=1))
+            if self._of_batch:
+                self._have_rows(tensors_in(output, depth=1))
             self._inside -= 1
 
     def _have_rows(self, tensors: Iterable[Tensor]) -> None:
