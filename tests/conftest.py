@@ -79,7 +79,8 @@ def freeze_imports():
 def numbers_of(name):
     """Inside, keys, salts and random numbers that this process draws are a function of a name, not of what ran before.
 
-    A statistic does not fail by an unlucky draw. A process that a test starts draws its own.
+    A statistic does not fail by an unlucky draw. A process that a test starts draws its own; a forked one goes on with these, but
+    each rank of torchrun in each of its lives with others: a second life would else take the first one's addresses for its own.
     """
 
     def drawn(what, size):
@@ -88,7 +89,8 @@ def numbers_of(name):
     count = itertools.count()
 
     def token_bytes(nbytes=None):
-        return drawn(next(count), 32 if nbytes is None else nbytes)
+        lives = [os.environ[key] for key in ("RANK", "TORCHELASTIC_RESTART_COUNT") if key in os.environ]
+        return drawn(" ".join([str(next(count)), *lives]), 32 if nbytes is None else nbytes)
 
     generators = [(random.seed, random.getstate, random.setstate)]
     # who has not imported them draws nothing from them
