@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -168,7 +169,14 @@ def read_rows(run: RunConfig, data: Path, place: Path) -> tuple[Task, list[dict[
         train=str(made), text=TEXT, label=LABEL, text_pair=PAIR if columns_of(task, run.data).text_pair else None,
         cache=str(place / "cache"), max_length=run.data.max_length,
     )  # fmt: skip
-    return build_task(asked, mine, "own", build_tokenizer(run.model, scale=run.scale.name), run.seed), rows
+    tokenizer = build_tokenizer(run.model, scale=run.scale.name)
+    try:
+        return build_task(asked, mine, "own", tokenizer, run.seed), rows
+    except UserError as error:
+        # an image is known to its owner by its own name
+        links = {str(path): str(path.readlink()) for path in made.rglob("*") if path.is_symlink()}
+        said = re.sub("|".join(map(re.escape, links)) or "(?!)", lambda found: links[found[0]], str(error))
+        raise UserError(said.replace(str(made), str(data))) from error
 
 
 def _texts(run: RunConfig, data: Path, place: Path) -> tuple[list[dict[str, str]], Path]:
@@ -251,7 +259,12 @@ def _answers(
     for at in range(0, rows, batch_size):
         chosen = order[at : at + batch_size]
         batch = {name: x.to(device) for name, x in task.collate([task.train[row] for row in chosen]).items()}
-        shares[chosen] = task.logits(model, batch).double().softmax(1).cpu().numpy()
+        logits = task.logits(model, batch)
+        if logits.shape[1] != shares.shape[1]:
+            raise UserError(
+                f"labels: {shares.shape[1]} classes, and the model knows {logits.shape[1]}: name them all, sorted"
+            )
+        shares[chosen] = logits.double().softmax(1).cpu().numpy()
     names = [task.labels[best] for best in shares.argmax(1)]
     columns = [f"P({label})" for label in task.labels]
     return ["prediction", *columns], [

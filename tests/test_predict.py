@@ -99,6 +99,9 @@ def test_images_are_classified_as_dev_was(tmp_path, model):
     )
     (one,) = predicted(folder, found[-1]["file"])
     assert one == found[-1]
+    (tmp_path / "dev" / "torn.png").write_bytes(b"no picture")
+    with pytest.raises(UserError, match=f"{tmp_path}/dev/torn.png"):
+        predicted(folder, tmp_path / "dev")
 
 
 def test_texts_are_written_as_on_dev(tmp_path):
@@ -136,6 +139,8 @@ def test_bad_input_is_said_in_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"labels=\[...\]"):
         predicted(folder, rows)
     assert len(predicted(folder, rows, labels=LABELS)) == 40
+    with pytest.raises(UserError, match="3 classes, and the model knows 2"):
+        predicted(folder, rows, labels=[*LABELS, "fair"])
     with pytest.raises(UserError, match="no finished run"):
         predicted(tmp_path, rows)
     with pytest.raises(UserError, match="no such file"):
