@@ -26,7 +26,7 @@ from rich.console import Console
 from torch import nn
 
 from dpexp.config import hydra_entry
-from dpexp.durable import write_atomic
+from dpexp.durable import make_folder, write_atomic
 from dpexp.errors import UserError
 from dpexp.models import adapters, build_model, build_tokenizer
 from dpexp.models.networks import auto_class
@@ -93,6 +93,8 @@ def predict(arguments: PredictArguments, out: Path) -> int:
     run.task.labels = arguments.labels or run.task.labels or list(run.task.label_words)
     if not data.exists():
         raise UserError(f"data={data}: no such file or folder")
+    # before the work, not behind it
+    make_folder(out.parent, "out")
     device = choose_device(arguments.device)
     with tempfile.TemporaryDirectory() as place:
         task, rows = read_rows(run, data, Path(place))
@@ -102,10 +104,7 @@ def predict(arguments: PredictArguments, out: Path) -> int:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*rows[0], *header])
     writer.writerows([*row.values(), *answer] for row, answer in zip(rows, answers, strict=True))
-    try:
-        write_atomic(out, text.getvalue())
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror}); name another file") from error
+    write_atomic(out, text.getvalue())
     return len(rows)
 
 
@@ -154,7 +153,7 @@ def read_rows(run: RunConfig, data: Path, place: Path) -> tuple[Task, list[dict[
             "training (sorted)"
         )
     rows, made = (
-        _images(data, place, task.labels) if task.kind == "image_classification" else _texts(run, data, place)
+        _images(data, place, task.labels) if kind == "image_classification" else _texts(run, data, place)
     )
     plain = TaskConfig()
     asked = replace(task, **{name: getattr(plain, name) for name in OF_THE_DATA}, overlong="cut")

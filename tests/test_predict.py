@@ -148,5 +148,8 @@ def test_bad_input_is_said_in_a_sentence(tmp_path):
     (tmp_path / "other.csv").write_text("text\nfine\n")
     with pytest.raises(UserError, match="review"):
         predicted(folder, tmp_path / "other.csv", labels=LABELS)
+    (tmp_path / "none.csv").write_text("review\n")
+    with pytest.raises(UserError, match=r"none\.csv"):
+        predicted(folder, tmp_path / "none.csv", labels=LABELS)
     with pytest.raises(UserError, match="batch_size=0"):
         predicted(folder, rows, labels=LABELS, batch_size=0)

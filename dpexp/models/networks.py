@@ -215,6 +215,7 @@ def forget_quantization(network: Any) -> None:
 
 
 def auto_class(head: str) -> Any:
+    """Return the class of transformers that makes and reads networks with this head, a key of `HEADS`."""
     import transformers
 
     return getattr(transformers, HEADS[head])
