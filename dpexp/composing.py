@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache, lru_cache
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, _utils
@@ -50,7 +52,9 @@ def _is_a_value(override: str, schema: type) -> bool:
 
 @lru_cache(maxsize=512)
 def _chosen(config_name: str, choices: tuple[str, ...], schema: type, newest: int) -> DictConfig:
-    with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+    # inside of a job Hydra is there
+    there = GlobalHydra.instance().is_initialized()
+    with nullcontext() if there else hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
         return hydra.compose(config_name, overrides=list(choices))
 
 

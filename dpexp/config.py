@@ -123,6 +123,27 @@ def resolve(
     return settings
 
 
+def _borrowed_rate(settings: Any, overrides: Sequence[str], config_name: str, schema: type) -> str:
+    """A sentence where the command chooses an optimiser and leaves it the learning rate of another one; else nothing."""
+    keys = {override.partition("=")[0] for override in overrides}
+    if "optim" not in keys or "optim.lr" in keys or not isinstance(settings, RunConfig):
+        return ""
+    kept = [override for override in overrides if not override.startswith(("optim=", "optim."))]
+    usual, chosen = composed(config_name, kept, schema).optim, settings.optim
+    if usual.lr != chosen.lr or _length_of_steps(usual) == _length_of_steps(chosen):
+        return ""
+    return (
+        f"optim={chosen.name} begins with the learning rate of optim={usual.name}, {chosen.lr:g}: a step of the one is not as "
+        "long as a step of the other. Give optim.lr=… too"
+    )
+
+
+def _length_of_steps(optim: Any) -> str:
+    """The optimiser whose steps are as long as those of this one."""
+    name = optim.base if optim.name in ("disk", "doppler") else optim.name
+    return "adam" if name in ("adamw", "adam_bc", "adamw_bc") else name
+
+
 def _forget_sizes_of_another_model(cfg: DictConfig, given: Mapping[str, str]) -> None:
     """Leave a model that the command line chose as its own file describes it: a scale's `model.config` is meant for its own."""
     file = conf_dir() / "model" / f"{given.get('model')}.yaml"
@@ -188,7 +209,10 @@ def hydra_entry(
             overrides = list(current.overrides.task)
             try:
                 of_grid = current.mode == RunMode.MULTIRUN
-                return function(resolve(cfg, overrides, schema, config_name, of_grid))
+                settings = resolve(cfg, overrides, schema, config_name, of_grid)
+                if note := _borrowed_rate(settings, overrides, config_name, schema):
+                    print(f"note: {note}", file=sys.stderr)
+                return function(settings)
             except Exception as error:
                 told = error if isinstance(error, UserError) else disk_error(error) or memory_error(error)
                 # The other jobs go on; Hydra raises the first failure at the end.

@@ -333,6 +333,22 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, arguments):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (("task=mnist", "optim=adam"), "optim=adam begins with the learning rate of optim=sgd, 1:"),
+        (("task=sst2", "optim=doppler"), "optim=doppler begins with the learning rate of optim=adam"),
+        (("task=sst2", "optim=doppler", "optim.base=adamw"), ""),
+        (("task=sst2", "optim=adam_bc"), ""),
+        (("task=mnist", "optim=adam", "optim.lr=0.01"), ""),
+    ],
+)
+def test_an_optimiser_with_the_learning_rate_of_another_one_is_noted(tmp_path, words, noted):
+    done = call(tmp_path, *words, "clip=flat")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"note: {noted}") if noted else not done.stderr
+
+
 def test_a_multirun_gives_each_job_its_folder_and_outlives_a_failed_one(tmp_path):
     done = call(tmp_path, "task=sst2", "clip=flat,perlayer", "seed=13,1", "-m")
     folders = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("folder")]
