@@ -40,13 +40,15 @@ from dpexp.tasks.target_loss import example_losses
 
 # in the place of a workload; RANKS@4: four processes
 RANKS = "ranks"
+# alone: every process computes the same share for itself and sends nothing, which tells what privacy costs from what processes do
 METHODS = {
+    "alone": ("nonprivate", "layer", "flat"),
     "ddp": ("nonprivate", "layer", "flat"),
     "fsdp": ("nonprivate", "layer", "flat"),
     "pipeline": ("nonprivate", "device", *(f"flat, {way}" for way in WAYS)),
 }
 SIZES = {
-    "full": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 2048, "length": 64, "examples": 8, "microbatch": 4},
+    "full": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 2048, "length": 128, "examples": 32, "microbatch": 8},
     "tiny": {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 50, "length": 8, "examples": 4, "microbatch": 2},
 }  # fmt: skip
 CLIP_NORM, RATE = 0.1, 1e-3
@@ -58,7 +60,7 @@ def measure_ranks(
     """Start processes on this machine, let all ways take turns in them, and compare.
 
     Args:
-        size: a key of `SIZES`: GPT-2 with untied embeddings, all parameters trained.
+        size: a key of `SIZES`: GPT-2 with untied embeddings, all parameters trained; ``examples`` of each process.
         rounds: turns of every way; the first one is not counted.
         steps: in a turn.
         processes: how many; as many stages in the pipeline.
@@ -125,7 +127,11 @@ class Way:
             self.sums = self._pipeline(model, batch, size, groups)
         else:
             share = {name: rows[ranks.rank :: ranks.size] for name, rows in batch.items()}
-            self.sums = self._replicas(model, share) if runtime == "ddp" else self._shards(model, share)
+            self.sums = (
+                self._shards(model, share)
+                if runtime == "fsdp"
+                else self._replicas(model, share, alone=runtime == "alone")
+            )
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=RATE)
 
@@ -141,9 +147,11 @@ class Way:
         self.noise_s = time.perf_counter() - begun
         self.optimizer.step()
 
-    def _replicas(self, model: nn.Module, share: dict[str, Tensor]) -> Callable[[], None]:
+    def _replicas(self, model: nn.Module, share: dict[str, Tensor], alone: bool) -> Callable[[], None]:
         self.model = model
         if self.method == "nonprivate":
+            if alone:
+                return lambda: _losses(model, share).sum().backward()
             wrapped = DistributedDataParallel(model)
 
             # the reducer calls all_reduce by itself otherwise, where nobody counts
@@ -154,7 +162,8 @@ class Way:
 
         def sums() -> None:
             clipper.backward(_losses(model, share))
-            self.ranks.sum_([p.grad for p in model.parameters() if p.grad is not None])
+            if not alone:
+                self.ranks.sum_([p.grad for p in model.parameters() if p.grad is not None])
 
         return sums
 

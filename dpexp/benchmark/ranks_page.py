@@ -41,9 +41,9 @@ def ranks_page(rows: list[dict[str, Any]]) -> str:
         "",
         f"Made by `python -m dpexp.bench bench=ranks`: GPT-2 of {first['parameters']:,} parameters, all trained, on "
         f"{first['processes']} processes of one core each. A step is forward, backward, clipping, sums over processes, noise and "
-        "SGD. Ratios are to the same runtime without privacy (DistributedDataParallel, `fully_shard`, a 1F1B pipeline), medians "
-        "of turns. The processor's time is that of the slowest process; other programs disturb it least. Bytes are what all "
-        "processes hand to others in one step.",
+        "SGD. Ratios are to the same runtime without privacy (each process alone with its share, DistributedDataParallel, "
+        "`fully_shard`, a 1F1B pipeline), medians of turns. The processor's time is that of the slowest process; other programs "
+        "disturb it least. Bytes are what all processes hand to others in one step.",
         "",
         "| runtime | clipping | step, s | noise, s | wall time ratio | without noise | processor time ratio | bytes in a step |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

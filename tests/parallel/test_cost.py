@@ -20,6 +20,7 @@ def rows(tmp_path_factory):
 
 def test_clipping_by_layer_or_device_sends_nothing_more(rows):
     sent = {(row["runtime"], row["method"]): row["bytes"] for row in rows}
+    assert not any(sent["alone", method] for method in METHODS["alone"])
     parameters, groups = rows[0]["parameters"], SIZES["tiny"]["n_layer"] + 1
     for method in METHODS["ddp"]:
         # each process gives the sums of all parameters, in float32
