@@ -8,7 +8,7 @@ VENV := $(or $(VIRTUAL_ENV),.venv)
 JOBS ?= 2
 TESTS ?= tests
 SCALE ?= small
-LOWEST ?= tests/clipping tests/privacy tests/training tests/integrations
+LOWEST ?= tests/test_torch_versions.py tests/clipping tests/privacy tests/training tests/integrations
 # `make tables figures report` is one process, which computes every number once.
 WITH_PAGE := $(filter report,$(MAKECMDGOALS))
 FILL := $(if $(RUN),--run --scale $(SCALE))

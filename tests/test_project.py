@@ -15,7 +15,6 @@ import pytest
 from omegaconf import OmegaConf
 
 import dpexp
-from dpexp import clipping
 
 ROOT = Path(dpexp.__file__).resolve().parents[1]
 TARGETS = ("help", "setup", "demo", "test", "check", "tables")
@@ -95,14 +94,6 @@ def test_the_lowest_versions_are_the_bounds(project):
         assert f">={lowest.pop(requirement.name)}" in str(requirement.specifier)
     assert not lowest
     assert "scripts/lowest.py" in make("-n", "test-lowest")
-
-
-def test_an_older_torch_is_refused_with_one_sentence(project):
-    assert "torch>=" + ".".join(map(str, clipping.LOWEST_TORCH)) in project["dependencies"]
-    for version in ("2.11.0", "2.15.0+cu130", "2.12.0a0+git1234567", "3.0.0"):
-        clipping.refuse_untested(version)
-    with pytest.raises(ImportError, match=r"this is torch 2\.8\.0\+cu128: pip install 'torch>=2\.11'"):
-        clipping.refuse_untested("2.8.0+cu128")
 
 
 def test_constraints_are_versions_and_nothing_else():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.choice import Methods
-from dpexp.clipping.distributed import LateSum, summed_in
+from dpexp.clipping.distributed import LateSum
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.gradients import Lookup, Tied, instantiated, merge, numerics
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
@@ -30,6 +30,7 @@ from dpexp.clipping.survey import LATE, Survey
 from dpexp.clipping.taps import Visit
 from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
+from dpexp.torch_versions import gradient_dtype
 
 # factors, and which examples are finite (None if all are)
 Bounded = tuple[Tensor, Tensor | None]
@@ -315,7 +316,7 @@ class Step:
 
     def _add(self, name: str, value: Tensor) -> None:
         held = self.sums.get(name)
-        dtype = summed_in(self.params[name])
+        dtype = gradient_dtype(self.params[name])
         if isinstance(held, LateSum):
             held = held.tensor(dtype)
         value = value.to(dtype)

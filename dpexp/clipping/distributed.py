@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dpexp.clipping.gradients import PerExampleGradient
 from dpexp.clipping.sharding import Shards
 from dpexp.errors import UserError
+from dpexp.torch_versions import gradient_dtype
 
 
 @dataclass
@@ -78,12 +79,7 @@ def deliver(
             param.grad += value
 
 
-def summed_in(param: nn.Parameter) -> torch.dtype:
-    """The dtype of a parameter's clipped sum: its own, unless its ``grad_dtype`` says another one."""
-    return param.grad_dtype or param.dtype
-
-
 def _tensor(value: Tensor | LateSum | None, param: nn.Parameter) -> Tensor:
     if value is None:
-        return torch.zeros_like(param, dtype=summed_in(param))
-    return value.tensor(summed_in(param)) if isinstance(value, LateSum) else value
+        return torch.zeros_like(param, dtype=gradient_dtype(param))
+    return value.tensor(gradient_dtype(param)) if isinstance(value, LateSum) else value

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
+from dpexp.torch_versions import check_fully_shard
 
 WAY_OUT = "shard the plain module with torch.distributed.fsdp.fully_shard (blocks first, then the whole model), then attach"
 
@@ -31,7 +32,7 @@ def shards_of(model: nn.Module) -> Shards | None:
     """Return what `fully_shard` has made of a model; None where nothing is sharded.
 
     Raises:
-        UserError: it is sharded in another way, or in part.
+        UserError: it is sharded in another way, or in part; or torch is too old for it.
     """
     for name, module in model.named_modules():
         kinds = {c.__name__: c.__module__ for c in type(module).__mro__}
@@ -65,6 +66,7 @@ def shards_of(model: nn.Module) -> Shards | None:
         raise UserError(
             f"{alone} is not sharded, and other parts are: call fully_shard(model) on the whole model too, after its blocks"
         )
+    check_fully_shard()
     return Shards(model, modules, trained)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.parallel.shards import is_sharded, part_here
+from dpexp.torch_versions import check_fully_shard
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -27,9 +28,13 @@ def shard(model: nn.Module) -> nn.Module:
     """Shard a model over all ranks, block by block, and let FSDP add gradients up instead of averaging them.
 
     Shared weights must not lie in two blocks; an embedding that is also the head lies outside of them.
+
+    Raises:
+        UserError: torch is too old for it.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
+    check_fully_shard()
     for block in blocks_of(model):
         fully_shard(block)
     fully_shard(model)

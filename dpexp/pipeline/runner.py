@@ -20,6 +20,7 @@ from dpexp.pipeline.parking import parked
 from dpexp.pipeline.split import base_of
 from dpexp.pipeline.stage import ClippedStage
 from dpexp.pipeline.traffic import Traffic
+from dpexp.torch_versions import check_pipelining
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 INTERLEAVED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
@@ -27,7 +28,7 @@ Batch = dict[str, Tensor]
 
 
 def check_schedule(name: str) -> None:
-    """Refuse a schedule that is not known, or not exact here.
+    """Refuse a schedule that is not known, or not exact here, and any where torch is too old for it.
 
     Raises:
         UserError: says which to take.
@@ -39,6 +40,7 @@ def check_schedule(name: str) -> None:
         )
     if name not in SCHEDULES:
         raise UserError(f"runtime.schedule={name} is not known; choose {' or '.join(SCHEDULES)}")
+    check_pipelining()
 
 
 @dataclass

@@ -33,6 +33,7 @@ from dpexp.parallel.shards import is_sharded
 from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
+from dpexp.torch_versions import check_wide_gradients
 from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
 from dpexp.training.release import Release
@@ -383,6 +384,7 @@ def refuse_narrow(parameters: Sequence[Tensor], clipper: Any) -> None:
         and clipper.engine.name != "opacus"
         and not any(map(is_sharded, parameters))
     ):
+        check_wide_gradients(parameters[0].dtype)
         return
     raise UserError(
         f"trained weights of {parameters[0].dtype}, whose clipped sums would be rounded to 16 bits before they hold noise: "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dpexp.clipping import attach
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.errors import UserError
+from tests.versions import INSTALLED
 
 B, T, D = 5, 4, 6
 
@@ -478,6 +479,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_models_of_transformers_are_not_refused(kind: str, side: str) -> None:
     import transformers
 
+    if kind == "Mixtral" and INSTALLED < (2, 9):
+        pytest.skip("transformers asks torch 2.8 for a product of experts that it has on GPUs alone")
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}Model")(
         getattr(transformers, f"{kind}Config")(**MODELS[kind])

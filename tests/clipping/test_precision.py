@@ -17,9 +17,12 @@ from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Pulle
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.rounding import IN_COMPANY
 from dpexp.errors import UserError
+from dpexp.torch_versions import float32_settings
 from tests.clipping.cancelling import KINDS, PATTERNS, Case, Terms, case, terms
+from tests.versions import needs_torch
 
 ALLOWED = 1e-6
+MATMUL = float32_settings()["matmul", "cpu"][0]
 PRECISIONS = ("float32", "medium", "bfloat16", "float16", "float64")
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 sizes = st.sampled_from([(2, 6, 5), (8, 6, 5), (40, 6, 5), (64, 24, 16), (256, 8, 8)])
@@ -203,13 +206,12 @@ def test_a_reused_dense_layer_is_summed_use_by_use():
 @pytest.mark.parametrize("operation", ["matmul", "conv"])
 def test_products_are_full_float32_and_the_setting_comes_back(precision: str, expected: str, operation: str):
     """A convolution too: that of one example is a matrix product, and follows its setting."""
-    setting = torch.backends.mkldnn.matmul
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         with numerics.full_precision(operation, torch.device("cpu")):
-            assert setting.fp32_precision == "ieee"
-        assert setting.fp32_precision == expected
+            assert MATMUL.fp32_precision == "ieee"
+        assert MATMUL.fp32_precision == expected
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
@@ -258,6 +260,7 @@ def test_thresholds_that_norms_cannot_be_held_against_are_refused(clip_norm: flo
         clipper.backward(model(torch.ones(2, 2)).sum(1))
 
 
+@needs_torch(2, 10)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
 def test_the_share_of_an_example_is_not_rounded_to_16_bits(engine: str, dtype: torch.dtype):
@@ -312,7 +315,7 @@ def test_what_goes_back_through_a_derived_weight_is_multiplied_in_full(engine: s
     class Noted(Derived):
         def forward(self, x: Tensor) -> Tensor:
             weight = self.up @ self.down
-            weight.register_hook(lambda _: seen.append(torch.backends.mkldnn.matmul.fp32_precision))
+            weight.register_hook(lambda _: seen.append(MATMUL.fp32_precision))
             return nn.functional.linear(x, weight)
 
     with multiplied_as("medium"):

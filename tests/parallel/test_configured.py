@@ -17,6 +17,7 @@ from dpexp.training.stages import StageTrainer
 from tests.commands import called
 from tests.parallel.pool import run_ranks
 from tests.pipeline.test_training import SMALL, numbered_noise, trained
+from tests.versions import needs_torch
 
 DYING = Path(__file__).with_name("dying.py")
 DIGITS = [
@@ -84,6 +85,7 @@ def three_legs(ranks: Ranks, folder: Path) -> list[str]:
     return told
 
 
+@needs_torch(2, 15)
 def test_a_run_goes_through_all_runtimes(tmp_path: Path) -> None:
     """DDP, FSDP2, a pipeline, one process: each takes a step, with Adam's moments and the thresholds of the one before."""
     (tmp_path / "ranks").mkdir()

@@ -16,6 +16,9 @@ from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 from tests.parallel.cases import MODELS, Case, check_same, dataset, losses, made, run, whole
 from tests.parallel.pool import run_ranks
+from tests.versions import needs_torch
+
+pytestmark = needs_torch(2, 15)
 
 CASES = [
     Case("mlp", "flat"),

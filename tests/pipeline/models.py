@@ -15,7 +15,7 @@ def language_model(kind: str, lora: bool, dtype: torch.dtype = torch.float64) ->
     tied = {"tie_word_embeddings": lora, "bos_token_id": None, "eos_token_id": None}
     if kind == "gpt2":
         small = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
-        dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         model: nn.Module = GPT2LMHeadModel(GPT2Config(**small, **dropout, use_cache=False, **tied))
     else:
         small = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}

@@ -21,6 +21,9 @@ from dpexp.pipeline.split import keep_stage
 from dpexp.tasks.target_loss import example_losses
 from tests.parallel.pool import run_ranks
 from tests.pipeline.models import batch_of, language_model
+from tests.versions import needs_torch
+
+pytestmark = needs_torch(2, 14)
 
 EXAMPLES = 8
 

@@ -17,6 +17,9 @@ from dpexp.parallel.shards import is_sharded
 from dpexp.training import release, stages
 from dpexp.training.stages import refuse_unstaged
 from tests.parallel.pool import run_ranks
+from tests.versions import needs_torch
+
+pytestmark = needs_torch(2, 14)
 
 SMALL = [
     "task=e2e", "scale=demo", "model=gpt2_tiny", "optim=sgd", "optim.lr=0.1", "optim.steps=2", "optim.epochs=null",

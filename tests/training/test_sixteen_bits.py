@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
 from dpexp.training.release import Release
+from tests.versions import needs_torch
 
 EXAMPLES, SIZE = 1500, 128
 LOW = [torch.bfloat16, torch.float16]
@@ -54,6 +55,7 @@ def sums_of_a_step(folder, monkeypatch, x, number):
     return seen[0].double(), model.weight
 
 
+@needs_torch(2, 10)
 @pytest.mark.parametrize("dtype", LOW)
 def test_one_example_moves_the_sum_that_is_noised_by_its_threshold(tmp_path, monkeypatch, dtype):
     """Rounded to 8 bits, the sum of 1500 examples would move by more than 2 C."""
@@ -80,6 +82,10 @@ def engine_of(model, folder, **changes):
 def test_what_sums_in_16_bits_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"trained weights of .*bfloat16, whose clipped sums would be"):
         engine_of(nn.Linear(SIZE, 1).bfloat16(), tmp_path / "opacus", engine="opacus")
+
+
+@needs_torch(2, 10)
+def test_weights_that_were_made_16_bits_wide_under_the_engine_are_refused(tmp_path):
     model = Dot(torch.bfloat16)
     engine = engine_of(model, tmp_path / "by hand")
     batches = engine.batches()

@@ -8,24 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from dpexp.torch_versions import float32_settings
 
 # numbers that float32 may add one after the other, see `squared_norms` and `product_into`
 LONGEST_RUN = 1 << 9
 # outputs below which a CPU's matrix product adds up a whole run in one register
 NARROW = 8
 _REDUCED = ("tf32", "bf16")
-# torch's settings for the bits that float32 is multiplied with; on a CPU the convolution of one example is a matrix product
-_backends: Any = torch.backends
-_PRECISION: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("matmul", "cpu"): (_backends.mkldnn.matmul,),
-    ("conv", "cpu"): (_backends.mkldnn.conv, _backends.mkldnn.matmul),
-    ("matmul", "cuda"): (_backends.cuda.matmul,),
-    ("conv", "cuda"): (_backends.cudnn.conv,),
-}
+_PRECISION = float32_settings()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
