@@ -94,6 +94,11 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     ranks.agree("the configuration", settings)
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     ranks.once(lambda: write_atomic(folder / "config.yaml", text))
+    if run.runtime.parallel == "fsdp" and not all(ranks.gather((folder / "config.yaml").exists())):
+        raise UserError(
+            f"not all processes see {folder}, and with runtime=fsdp each writes its part of a checkpoint there: choose a folder "
+            "that all machines see with runtime.runs_dir, or runtime=ddp, of which rank 0 alone writes"
+        )
     # gradients of confident examples underflow, which makes a CPU a hundred times slower
     torch.set_flush_denormal(True)
     device = choose_device(run.runtime.device)

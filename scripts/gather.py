@@ -4,7 +4,8 @@ Usage: python scripts/gather.py FOLDER [...]
 
 Each folder holds runs (`runtime.runs_dir`), as a machine has left them or as they were copied from it. A finished run is kept as
 `scripts/keep_record.py` keeps it; one that is not finished, or whose code is in no commit, is named and left. Two machines that
-finished the same run (settings and seed) are told apart by their numbers: where these differ, nothing of that run is kept.
+finished the same run (settings and seed) are told apart by their numbers: where these differ, or are not those of a record
+that is kept already, nothing of that run is kept.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from keep_record import keep
+import keep_record
 
 
 def finished(folder: Path) -> dict[str, list[Path]]:
@@ -46,14 +47,17 @@ def gather(folders: list[Path]) -> tuple[list[Path], list[str]]:
     """Keep every run that is finished, once.
 
     Returns:
-        the records; the names of the runs that two machines have finished with different results.
+        the records; the names of the runs that have several results.
     """
     runs: dict[str, list[Path]] = {}
     for folder in folders:
         for name, paths in finished(folder).items():
             runs.setdefault(name, []).extend(paths)
+    for path in (keep_record.RESULTS / "runs").glob("*.json"):
+        if (name := name_of(json.loads(path.read_text(encoding="utf-8")))) in runs:
+            runs[name].append(path)
     odd = [name for name, paths in runs.items() if any(results_of(p) != results_of(paths[0]) for p in paths)]
-    return [keep(paths[0]) for name, paths in runs.items() if name not in odd], odd
+    return [keep_record.keep(paths[0]) for name, paths in runs.items() if name not in odd], odd
 
 
 if __name__ == "__main__":

@@ -34,6 +34,16 @@ def shards_of(model: nn.Module) -> Shards | None:
     Raises:
         UserError: it is sharded in another way, or in part; or torch is too old for it.
     """
+    parts = parts_of(model)
+    return None if parts is None else Shards(model, *parts)
+
+
+def parts_of(model: nn.Module) -> tuple[list[Any], dict[str, nn.Parameter]] | None:
+    """Return the modules that `fully_shard` was called on, and what trains, by name; None where nothing is sharded.
+
+    Raises:
+        UserError: it is sharded in another way, or in part; or torch is too old for it.
+    """
     for name, module in model.named_modules():
         kinds = {c.__name__: c.__module__ for c in type(module).__mro__}
         where = name or "the model"
@@ -67,7 +77,7 @@ def shards_of(model: nn.Module) -> Shards | None:
             f"{alone} is not sharded, and other parts are: call fully_shard(model) on the whole model too, after its blocks"
         )
     check_fully_shard()
-    return Shards(model, modules, trained)
+    return modules, trained
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

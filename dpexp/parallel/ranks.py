@@ -110,23 +110,27 @@ class Ranks:
         return result
 
     def first(self, function: Callable[[], T]) -> T:
-        """Run a function on rank 0, and then on the others: they find what it has downloaded, or kept in a cache."""
-        if not self.several:
-            return function()
-        early = function() if self.writes else None
-        self.once(lambda: None)
-        return early if self.writes else function()  # type: ignore[return-value]
+        """Run a function on rank 0, and then on the others: they find what it has downloaded, or kept in a cache.
+
+        Raises:
+            UserError: what it raised on rank 0; see `once`.
+        """
+        found: list[T] = []
+        self.once(lambda: found.append(function()))
+        return found[0] if self.writes else function()
 
     def agree(self, what: str, value: Any) -> None:
-        """Raise `UserError` on all ranks unless they all give an equal value; of a dict, the first odd entry is named."""
+        """Raise `UserError` on all ranks unless they all give an equal value; of dicts, the first odd entry is named."""
         found = self.gather(value)
         odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
         if odd is None:
             return
         theirs, ours = found[odd], found[0]
-        if isinstance(ours, dict):
-            name = next(name for name in ours | theirs if ours.get(name) != theirs.get(name))
-            what, theirs, ours = f"{what} ({name})", theirs.get(name), ours.get(name)
+        names = []
+        while isinstance(ours, dict) and isinstance(theirs, dict):
+            names.append(next(name for name in ours | theirs if ours.get(name) != theirs.get(name)))
+            theirs, ours = theirs.get(names[-1]), ours.get(names[-1])
+        what += f" ({'.'.join(names)})" if names else ""
         raise UserError(
             f"{what} of rank {odd} differs from that of rank 0: {_short(theirs)}, and not {_short(ours)}. All processes of a run "
             "must be started with the same program, settings, data and libraries"

@@ -401,7 +401,7 @@ class PrivacyEngine:
         return self.ledger.epsilon(self.plan.delta, accountant)
 
     def save(self, folder: str | Path | None = None) -> None:
-        """Write a checkpoint, to the run's folder unless another one is given.
+        """Write a checkpoint, to the run's folder unless another one is given; of several processes, all call this.
 
         Raises:
             UserError: the engine is closed, the folder cannot be made, or the disk is full.
@@ -420,7 +420,7 @@ class PrivacyEngine:
             state.save_together(folder, checkpoint, self.ranks)
 
     def load(self, folder: str | Path | None = None) -> None:
-        """Go on from a checkpoint of this run: its last one, or that in another folder.
+        """Go on from a checkpoint of this run: its last one, or that in another folder; of several processes, all call this.
 
         Raises:
             UserError: there is none, it is damaged or of another run, the ledger has lost steps that it stands on, or the engine

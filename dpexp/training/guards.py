@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dpexp.clipping.sharding import parts_of
 from dpexp.errors import UserError
 
 TOUCHED = (
@@ -161,6 +162,12 @@ def _finite(parameter: nn.Parameter) -> bool:
 
 def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
     """Refuse an optimiser of other parameters than the trained ones, and what cannot work on a noisy gradient alone."""
+    if isinstance(model, nn.DataParallel):
+        raise UserError(
+            "the model is wrapped in DataParallel: give the plain module, and start a process for each GPU with torchrun"
+        )
+    # before there is a folder, which the same run with another model would have to leave
+    parts_of(model)
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     moved = _moved(optimizer)
     if not trained:
@@ -200,10 +207,3 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
         raise UserError(
             "the scheduler moves the learning rate of another optimizer than the one given here: make it of this one"
         )
-    for kind in (
-        nn.DataParallel,
-        nn.parallel.DistributedDataParallel,
-        torch.distributed.fsdp.FullyShardedDataParallel,
-    ):
-        if isinstance(model, kind):
-            raise UserError(f"the model is wrapped in {kind.__name__}: give the plain module, on one device")

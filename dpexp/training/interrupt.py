@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM end a run between two of its atoms, never inside one."""
+"""Ctrl-C and SIGTERM end a run between two of its atoms, never inside one.
+
+A handler that somebody else has set stays. That of submitit lets SIGTERM pass: on Slurm it comes before a job is preempted, and
+one that ended by itself then would not be queued again.
+"""
 
 import signal
 import threading
@@ -10,9 +14,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def end_like_ctrl_c() -> None:
     """Let SIGTERM raise KeyboardInterrupt too, so that it ends a run with the same words wherever it arrives."""
-    # elsewhere Python delivers no signals
-    if threading.current_thread() is threading.main_thread():
+    if signal.SIGTERM in _free():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _free() -> list[signal.Signals]:
+    """The signals that nobody else handles."""
+    # elsewhere Python delivers none
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    known = {number: signal.getsignal(number) for number in SIGNALS}
+    return [n for n, before in known.items() if before is signal.default_int_handler or not callable(before)]
 
 
 class Interrupts:
@@ -26,9 +38,7 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupts":
-        # elsewhere Python delivers no signals
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._handle) for number in _free()}
         return self
 
     def __exit__(

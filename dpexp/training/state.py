@@ -250,12 +250,27 @@ def save_together(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
     parts = folder / f"state-{checkpoint.step}.parts"
     ranks.once(lambda: shutil.rmtree(parts, ignore_errors=True))
     save(tensors, checkpoint_id=str(parts), process_group=ranks.control)
-    # the pointer moves once all parts are on the disk
+    # the pointer moves once all parts are on the disk, where the next rank 0 finds them
+    ranks.once(lambda: _refuse_missing(parts))
     ranks.once(lambda: flush_folder(parts))
     rest = replace(
         checkpoint, model={}, optimizer={**checkpoint.optimizer, "state": states}, parts=parts.name
     )
     ranks.once(lambda: save_checkpoint(folder, rest))
+
+
+def _refuse_missing(parts: Path) -> None:
+    """Raise `UserError` where a part that another rank has written cannot be seen from here."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    stored = FileSystemReader(str(parts)).read_metadata().storage_data.values()
+    if unseen := sorted(
+        {about.relative_path for about in stored if not (parts / about.relative_path).exists()}
+    ):
+        raise UserError(
+            f"a checkpoint is not complete: rank 0 cannot see {unseen[0]} of another rank in {parts}; the one before is good. "
+            f"All machines must see one folder under one name: choose it with {FOLDER_SETTING}"
+        )
 
 
 def read_together(

@@ -286,6 +286,7 @@ class Steps:
     def _take(self) -> bool:
         """Points 3 to 5. False where the sums are not those that this attempt was charged for: nothing is done then."""
         step, counts = self.taken, None
+        self._refuse_ways_apart(step)
         self._sum_over_ranks()
         if self.release is None:
             if self.loss_scale != 1.0:
@@ -360,12 +361,28 @@ class Steps:
             self.replicas.sum_(self.gradients)
         self.sums.sum_(self.ranks)
 
+    def _refuse_ways_apart(self, step: int) -> None:
+        """Raise `UserError` where ranks would move by one sum in several ways: from then on they would train several models."""
+        if not self.ranks.several:
+            return
+        plain = (bool, int, float, str, tuple)
+        settings = {
+            f"{name} of group {number}": str(value)
+            for number, group in enumerate(getattr(self._mover, "param_groups", ()))
+            for name, value in group.items()
+            if isinstance(value, plain) or (name != "params" and isinstance(value, Tensor))
+        }
+        self.ranks.agree(f"the optimizer in step {step}", settings)
+
     def _of_all_ranks(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         """How many ranks, and on which machines, decides the order of additions: it makes a step what it is, to the last bit."""
         if not self.ranks.several:
             return facts
         if self._told is None or self._told[0] != facts:
-            self._told = facts, {"ranks": self.ranks.gather(dict(facts))}
+            everyone = self.ranks.gather(dict(facts))
+            # the machines may differ, and what runs on them may not
+            self.ranks.agree("the program", {name: facts.get(name) for name in ("code", "torch")})
+            self._told = facts, {"ranks": everyone}
         return self._told[1]
 
     def _no_sums(self) -> Sums:

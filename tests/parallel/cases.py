@@ -96,7 +96,8 @@ MODELS = {"mlp": mlp, "gpt2": gpt2, "llama": llama, "vit": vit, "bert": bert, "n
 TARGETS = {
     "gpt2": ["c_attn", "c_proj"],
     "llama": ["q_proj", "v_proj"],
-    "vit": ["query", "value"],
+    # what older and newer versions of transformers call them
+    "vit": r".*\.(query|value|q_proj|v_proj)",
     "mlp": ["0", "2"],
 }
 

@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from dpexp.config import compose
+from dpexp.training import interrupt
 from tests.reproduce.samples import summary
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -37,6 +40,55 @@ def test_the_batch_script_is_a_script_and_its_settings_exist():
     assert compose([*settings, "task=sst2", "clip=flat"]).runtime.parallel == "ddp"
 
 
+@pytest.mark.parametrize(
+    ("ending", "turns", "requeued", "status"),
+    [(0, 0, False, 0), (1, 0, True, 0), (1, 19, True, 0), (1, 20, False, 1)],
+)
+def test_a_job_asks_for_another_turn_and_not_for_ever(tmp_path, ending, turns, requeued, status):
+    """With programs of Slurm that write down how they were called."""
+    programs = {
+        "srun": f'echo "$@ $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > run; exit {ending}',
+        "scontrol": 'echo "$@" >> asked',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64",
+        "SLURM_GPUS_ON_NODE": "8", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(turns),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(CLUSTER / "train.sbatch"), "task=sst2"], cwd=tmp_path, env=given, check=False
+    )
+    assert done.returncode == status
+    assert ("requeue 7" in (tmp_path / "asked").read_text()) == requeued
+    # before Slurm ends it by force
+    text = (CLUSTER / "train.sbatch").read_text(encoding="utf-8")
+    warned = re.search(r"--signal=TERM@(\d+)", text)
+    assert warned is not None
+    assert 30 < int((tmp_path / "run").read_text().split()[-1]) < int(warned[1])
+
+
+def test_signals_that_submitit_handles_stay_with_it():
+    """It lets SIGTERM pass: a job that ends by itself before it is preempted is not queued again."""
+
+    def passed(*_):
+        pass
+
+    before = signal.signal(signal.SIGTERM, passed)
+    try:
+        interrupt.end_like_ctrl_c()
+        with interrupt.Interrupts():
+            assert signal.getsignal(signal.SIGTERM) is passed
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        interrupt.end_like_ctrl_c()
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_the_kubernetes_manifest_is_consistent():
     service, job = yaml.safe_load_all((CLUSTER / "train.yaml").read_text(encoding="utf-8"))
     assert (service["kind"], job["kind"], job["apiVersion"]) == ("Service", "Job", "batch/v1")
@@ -51,6 +103,8 @@ def test_the_kubernetes_manifest_is_consistent():
     assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
     assert service["spec"]["clusterIP"] == "None"
     assert pod["subdomain"] == service["metadata"]["name"]
+    (patience,) = (int(e["value"]) for e in container["env"] if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert 30 < patience < pod["terminationGracePeriodSeconds"]
     assert int(options["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
     run = compose(settings_of(container["args"]))
@@ -95,5 +149,13 @@ def test_records_of_machines_are_gathered_once(gather, tmp_path, capsys):
     assert len(odd) == 1
     assert "seed 1" in odd[0]
     told = capsys.readouterr().out
+    # a machine that comes later
+    place("three", 0, 0.81)
+    place("three", 2, 0.5)
+    before = kept[0].read_text(encoding="utf-8")
+    later, odd = gather.gather([tmp_path / "three"])
+    assert [json.loads(path.read_text(encoding="utf-8"))["seed"] for path in later] == [2]
+    assert "seed 0" in odd[0]
+    assert kept[0].read_text(encoding="utf-8") == before
     assert "seed3/summary.json is failed" in told
     assert "its code is in no commit" in told

@@ -1,6 +1,7 @@
 """`dpexp.train` on several processes: under torchrun, with a rank that dies, and one run that goes through all runtimes."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from dpexp import train
 from dpexp.config import compose, run_folder
+from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.training import release
 from dpexp.training.loop import Trainer
@@ -36,6 +38,21 @@ def charged_in(folder: Path) -> list[tuple[int, int]]:
 def whole_run(ranks: Ranks, folder: Path) -> None:
     release.add_gaussian_ = numbered_noise()
     train.run_together(compose([*DIGITS, "runtime=ddp", f"runtime.runs_dir={folder}"]), ranks)
+
+
+def each_to_its_own_disk(ranks: Ranks, folder: Path) -> str:
+    place = folder / f"machine {ranks.rank}"
+    place.mkdir()
+    os.chdir(place)
+    with pytest.raises(UserError) as caught:
+        train.run_together(compose([*DIGITS, "runtime=fsdp", "runtime.runs_dir=runs"]), ranks)
+    return str(caught.value)
+
+
+def test_a_folder_that_not_all_machines_see_is_refused_before_anything_is_charged(tmp_path: Path) -> None:
+    for told in run_ranks(2, tmp_path, each_to_its_own_disk, tmp_path):
+        assert "not all processes see runs/mnist" in told
+    assert not list(tmp_path.rglob("ledger.jsonl"))
 
 
 def test_torchrun_starts_all_ranks_again_when_one_dies(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.training import release
 from dpexp.training.batching import physical_batches
+from tests.parallel import everything
 from tests.parallel.cases import Case, NumberedNoise, check_same, dataset, losses, made, run
 from tests.parallel.pool import run_ranks
 from tests.training.tiny import make_trainer, tiny_run, train, weights
@@ -28,6 +29,12 @@ CASES = [
     Case("vit", "layer", engine="ghost"),
     Case("llama", "adaptive", "lora", pieces=3),
 ]  # fmt: skip
+
+
+def test_every_case_of_the_long_test_can_be_made():
+    """Names of layers change with the versions of transformers."""
+    for case in {Case(c.model, peft=c.peft) for c in everything.cases()}:
+        assert any(p.requires_grad for p in made(case).parameters()), case
 
 
 def wrapped(model):
@@ -90,35 +97,51 @@ def refusals(ranks: Ranks, folder: Path):
         with pytest.raises(UserError) as caught:
             run(Case(), folder / f"refused-{number}", **change)
         told.append(str(caught.value))
-    # one folder is one run, also of several processes
+    # a rank that has another version
+    hash_of, provenance.code_hash = provenance.code_hash, lambda: f"version {ranks.rank}"
+    try:
+        with pytest.raises(UserError) as caught:
+            run(Case(), folder / "older")
+        told.append(str(caught.value))
+    finally:
+        provenance.code_hash = hash_of
     from dpexp import PrivacyEngine
 
-    def opened():
+    def opened(name):
         model = made(Case())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         return PrivacyEngine(
-            model,
-            optimizer,
-            dataset("mlp"),
-            folder=folder / "held",
-            batch_size=9,
-            steps=3,
-            noise_multiplier=1.0,
-            delta=1e-3,
-        )
+            model, optimizer, dataset("mlp"), folder=folder / name, batch_size=9, steps=3, noise_multiplier=1.0, delta=1e-3
+        )  # fmt: skip
 
-    with opened(), pytest.raises(UserError, match="in use"):
-        opened()
+    # a learning rate that follows what a rank alone knows
+    with opened("apart") as engine:
+        try:
+            for batch in engine.batches():
+                engine.step(losses(Case(), engine.model, batch))
+                engine._optimizer.optimizer.param_groups[0]["lr"] /= 1 + ranks.rank
+        except UserError as error:
+            told.append(str(error))
+    # one folder is one run, also of several processes
+    with opened("held"), pytest.raises(UserError, match="in use"):
+        opened("held")
     return told
 
 
 def test_processes_that_differ_are_refused(tmp_path: Path):
-    for rank, (clip_norm, data) in enumerate(run_ranks(2, tmp_path, refusals, tmp_path)):
+    for rank, (clip_norm, data, code, rate) in enumerate(run_ranks(2, tmp_path, refusals, tmp_path)):
         assert (
             "what is trained on what (clip_norm) of rank 1 differs from that of rank 0: 1.5, and not 0.5"
             in clip_norm
         )
         assert "what is trained on what (data) of rank 1 differs" in data, rank
+        assert "the optimizer in step 1 (lr of group 0) of rank 1 differs" in rate
+        assert (
+            "the program (code) of rank 1 differs from that of rank 0: version 1, and not version 0" in code
+        )
+    for folder, charged in (("apart", 1), ("older", 0)):
+        ledger = tmp_path / folder / "ledger.jsonl"
+        assert len(ledger.read_text().splitlines() if ledger.exists() else []) == charged
 
 
 def configured(ranks: Ranks, folder: Path, private: bool):

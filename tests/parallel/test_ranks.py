@@ -43,10 +43,13 @@ def talk(ranks: Ranks):
         "failed": refusal(lambda: ranks.once(fail)),
         "agree": refusal(lambda: ranks.agree("the data", "abc")),
         "differ": refusal(lambda: ranks.agree("the data", f"{ranks.rank} of it")),
+        "nested": refusal(lambda: ranks.agree("settings", {"seed": 1, "optim": {"lr": 0.1 + ranks.rank}})),
         "any": [ranks.any(ranks.rank == 1), ranks.any(False)],
         "sums": [tensor.tolist() for tensor in sums],
         "large": [tensor.unique().tolist() for tensor in large],
         "copied": copied.unique().tolist(),
+        "first": ranks.first(lambda: f"done by {ranks.rank}"),
+        "failed first": refusal(lambda: ranks.first(fail)),
     }
 
 
@@ -56,12 +59,19 @@ def test_what_ranks_tell_each_other(tmp_path: Path):
     assert [first["writes"], second["writes"]] == [True, False]
     assert first["failed"] == (UserError, "the disk is full")
     assert second["failed"] == (ToldElsewhere, "rank 0: the disk is full")
+    assert first["failed first"] == first["failed"]
+    assert second["failed first"] == second["failed"]
+    assert [first["first"], second["first"]] == ["done by 0", "done by 1"]
     for found in (first, second):
         assert found["broadcast"] == {"from": 0}
         assert found["gather"] == [0, 1]
         assert found["once"] == "done by 0"
         assert found["agree"] is None
         assert "the data of rank 1 differs from that of rank 0" in found["differ"][1]
+        assert (
+            "settings (optim.lr) of rank 1 differs from that of rank 0: 1.1, and not 0.1."
+            in found["nested"][1]
+        )
         assert found["any"] == [True, False]
         assert found["sums"] == [[[3.0, 3.0]] * 3, [3.0] * 4, [[3.0, 3.0]] * 5]
         assert found["large"] == [[3.0], [6.0]]
