@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
 from dpexp.training import release
 from tests.commands import called
+from tests.parallel import slurm
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -203,6 +205,33 @@ def test_a_job_of_several_tasks_is_one_run_of_several_processes(tmp_path):
     assert len((tmp_path / "grid" / sweeps.FILE).read_text().splitlines()) == 1
     (summary,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("summary.json"))
     assert (summary["status"], summary["details"]["processes"]) == ("finished", 2)
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_goes_on_where_it_was_when_its_time_is_over(tmp_path):
+    """Two tasks, and programs in the place of Slurm's: SIGTERM ends nothing, SIGUSR2 asks for another turn."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    settings = [
+        "task=mnist", "scale=demo", "model=cnn_small", "clip=perlayer", "optim.steps=200", "optim.epochs=null",
+        "optim.batch_size=24", "runtime=ddp", "runtime.threads=1", "runtime.physical_batch_size=16", "runtime.runs_dir=runs",
+        "runtime.checkpoint_every=20", "hydra.sweep.dir=grid", "hydra/launcher=slurm_nodes", "hydra.launcher.partition=any",
+        "hydra.launcher.tasks_per_node=2", "hydra.launcher.gpus_per_node=null", "-m",
+    ]  # fmt: skip
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    given = os.environ | slurm.install(tmp_path / "slurm") | paths
+    sweep = subprocess.Popen([sys.executable, "-m", "dpexp.train", *settings], cwd=tmp_path, env=given)
+    for number, least in ((signal.SIGTERM, 25), (signal.SIGUSR2, 60)):
+        while sum(map(charged, (tmp_path / "runs").glob("*/*/seed0"))) < least:
+            assert sweep.poll() is None
+            time.sleep(0.05)
+        for pid in (tmp_path / "slurm" / "101.pids").read_text().split():
+            os.kill(int(pid), number)
+    assert sweep.wait(timeout=600) == 0
+    assert (tmp_path / "slurm" / "101.turns").read_text() == "2"
+    assert "'requeue': ''" in (tmp_path / "slurm" / "101.job").read_text()
+    (folder,) = (tmp_path / "runs").glob("*/*/seed0")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["details"]["processes"], charged(folder)) == ("finished", 2, 200)
 
 
 @pytest.mark.parametrize("release", ["normal", "strict"])

@@ -135,6 +135,8 @@ def continued(
         found = generate(
             input_ids=input_ids.to(device),
             attention_mask=mask.to(device),
+            # a sharded model is held whole here: other processes write other texts, of other lengths, and wait for none of ours
+            synced_gpus=False,
             generation_config=Settings(
                 max_new_tokens=settings.max_target,
                 **(
@@ -170,7 +172,9 @@ def weights_hash(model: nn.Module) -> str:
     # not of state_dict(), which would make a sharded model give up what it has gathered
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        # a copy: what numpy has looked at cannot be freed, and a sharded model must free what it has gathered
+        here = tensor.detach().to("cpu", copy=True)
+        digest.update(here.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -1,8 +1,10 @@
 """Models that `fully_shard` has cut: sums, weights, noise and checkpoints are those of one process."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,10 +12,13 @@ from torch import nn
 from dpexp.clipping import attach
 from dpexp.clipping.loop import LOOPED
 from dpexp.errors import UserError
-from dpexp.parallel import Ranks
-from dpexp.parallel.sharded import blocks_of, filled, shard, skeleton_of
+from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel.sharded import blocks_of, filled, held_whole, shard, skeleton_of
+from dpexp.parallel.sharing import sharing
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
+from dpexp.schemas import GenerationConfig
+from dpexp.tasks.decoding import Context, Written, decode
 from tests.parallel.cases import MODELS, Case, check_same, dataset, losses, made, run, whole
 from tests.parallel.pool import run_ranks
 from tests.versions import needs_torch
@@ -228,6 +233,55 @@ def test_a_run_moves_between_one_process_and_shards(tmp_path: Path):
         assert torch.equal(gathered[name], parameter)
 
 
+def each_to_its_own_disk(ranks: Ranks, folder: Path, wrap):
+    place = folder / f"machine {ranks.rank}"
+    place.mkdir(parents=True)
+    os.chdir(place)
+    try:
+        return run(Case(), Path("run"), wrap, steps=1)["charged"]
+    except UserError as error:
+        return str(error)
+
+
+def test_a_sharded_run_in_a_folder_of_each_machine_is_refused_before_the_first_step(tmp_path: Path):
+    """The next rank 0 would not find the parts; a model that is whole is written by rank 0."""
+    for told in run_ranks(2, tmp_path, each_to_its_own_disk, tmp_path / "sharded", shard):
+        assert "rank 0 cannot see __1_0.distcp of another rank in run/checkpoint/state-0.parts" in told
+    assert not (tmp_path / "sharded" / "machine 0" / "run" / "ledger.jsonl").exists()
+    assert run_ranks(2, tmp_path, each_to_its_own_disk, tmp_path / "whole", None) == [1, 1]
+
+
+class Letters:
+    """As much of a tokenizer as decoding asks for."""
+
+    pad_token_id = bos_token_id = eos_token_id = 0
+
+    def batch_decode(self, rows: torch.Tensor, **_: object) -> list[str]:
+        return ["".join(chr(97 + token) for token in row if token) for row in rows.tolist()]
+
+
+def written(ranks: Ranks, wrap=None) -> list[Written]:
+    model = made(Case("gpt2")).eval()
+    model = wrap(model) if wrap is not None else model
+    contexts = [Context("", [], np.array([i + 1], dtype=np.int32)) for i in range(5)]
+    settings = GenerationConfig(max_target=4, num_beams=2)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a text waits for those of other processes, which may be shorter")
+
+    held = held_whole(model) if wrap is not None else nullcontext()
+    with sharing(ranks), held, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", refuse)
+        return decode(model, torch.device("cpu"), Letters(), contexts, settings, rows=2)
+
+
+def test_a_sharded_model_writes_what_one_process_writes(tmp_path: Path):
+    """Five texts on two ranks: in the last round one rank has nothing to write."""
+    alone = written(ALONE)
+    assert len({text.text for text in alone}) > 1
+    assert run_ranks(2, tmp_path, written, shard) == [alone, alone]
+
+
 class Centred(nn.Linear):
     """Less the mean over one dimension, under no_grad."""
 
@@ -263,7 +317,7 @@ def test_with_as_many_tokens_as_examples_shards_are_looked_at_too(tmp_path: Path
     assert "mixes examples" in mixed
 
 
-def refused(ranks: Ranks):
+def refused(ranks: Ranks, folder: Path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -297,11 +351,20 @@ def refused(ranks: Ranks):
         __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
     refuse("fsdp1", FullyShardedDataParallel(nn.Linear(2, 2)))
+
+    def split(model: nn.Module) -> nn.Module:
+        return parallelize_module(model, mesh, {"0": ColwiseParallel()})
+
+    for name, wrap in (("fsdp1", FullyShardedDataParallel), ("tensor parallel", split)):
+        with pytest.raises(UserError) as caught:
+            run(Case(), folder / "engine", wrap)
+        assert str(caught.value) == told[name]
     return told
 
 
 def test_other_ways_of_sharding_are_refused_by_name(tmp_path: Path):
-    told = run_ranks(2, tmp_path, refused)[0]
+    told = run_ranks(2, tmp_path, refused, tmp_path)[0]
+    assert not (tmp_path / "engine").exists()
     assert "tensor parallelism" in told["tensor parallel"]
     assert "fully_shard(model) on the whole model too" in told["in part"]
     assert "engine='auto'" in told["opacus"]
