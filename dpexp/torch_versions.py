@@ -62,14 +62,14 @@ class _CudnnBits:
 def float32_settings() -> dict[tuple[str, str], tuple[Any, ...]]:
     """torch's settings for the bits that float32 is multiplied with, by operation and device; each has a ``fp32_precision``.
 
-    On a CPU the convolution of one example is a matrix product.
+    On a CPU the convolution of one example is a matrix product; cuDNN's recurrent layers go with its convolutions.
     """
     if hasattr(_backends.mkldnn, "matmul"):
         return {
             ("matmul", "cpu"): (_backends.mkldnn.matmul,),
             ("conv", "cpu"): (_backends.mkldnn.conv, _backends.mkldnn.matmul),
             ("matmul", "cuda"): (_backends.cuda.matmul,),
-            ("conv", "cuda"): (_backends.cudnn.conv,),
+            ("conv", "cuda"): (_backends.cudnn.conv, _backends.cudnn.rnn),
         }
     return _settings_of_torch_2_8()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dpexp.clipping.engines import ENGINES
 from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Pulled, Tied, merge, numerics
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.rounding import IN_COMPANY
+from dpexp.clipping.independence import replay
 from dpexp.errors import UserError
 from dpexp.torch_versions import float32_settings
 from tests.clipping.cancelling import KINDS, PATTERNS, Case, Terms, case, terms
@@ -215,6 +217,39 @@ def test_products_are_full_float32_and_the_setting_comes_back(precision: str, ex
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def all_settings() -> list[str]:
+    return [setting.fp32_precision for settings in float32_settings().values() for setting in settings]
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_a_replay_is_in_full_float32_and_the_settings_come_back(precision: str):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    settings = all_settings()
+    try:
+        with replay._full_precision():
+            assert not {"tf32", "bf16"} & set(all_settings())
+        assert all_settings() == settings
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@needs_torch(2, 9)
+@pytest.mark.parametrize("name", ["cuda.matmul", "mkldnn.matmul", "cudnn.conv"])
+def test_settings_by_their_newer_names_are_no_error(name: str):
+    """torch refuses to tell by its older names what was set by the newer ones."""
+    setting = attrgetter(name)(torch.backends)
+    before = setting.fp32_precision
+    setting.fp32_precision = "tf32"
+    try:
+        with replay._full_precision():
+            assert setting.fp32_precision == "ieee"
+        assert setting.fp32_precision == "tf32"
+    finally:
+        setting.fp32_precision = before
 
 
 @pytest.mark.parametrize("rule", ["abadi", "automatic"])

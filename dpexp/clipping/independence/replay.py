@@ -25,6 +25,7 @@ from dpexp.clipping.independence.arguments import Inputs, changed, copied
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places, outputs
 from dpexp.clipping.sharding import is_shard
+from dpexp.torch_versions import float32_settings
 
 # every module has these; children and buffers are treated by name, and parameters are never copied
 COMMON = frozenset(nn.Module().__dict__) - {"training"}
@@ -231,10 +232,7 @@ def _is_common(key: str) -> bool:
 @contextmanager
 def _full_precision() -> Iterator[None]:
     """Without TF32 and bfloat16 products, whose rounding hides what a replay looks for, or looks like it."""
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        with full_precision("conv", torch.device("cpu")):
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+    with ExitStack() as inside:
+        for operation, device in float32_settings():
+            inside.enter_context(full_precision(operation, torch.device(device)))
+        yield
