@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def read(folder: Path) -> OwnRun:
 
 
 def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
-    """Write ``index.html`` and its pictures. Returns the page.
+    """Write ``index.html`` and its pictures, as SVG for the page and as PNG for elsewhere. Returns the page.
 
     Args:
         runs: at least one.
@@ -166,8 +166,8 @@ def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from error
     if released:
-        for name in PRIVATE:
-            (out / f"{name}.svg").unlink(missing_ok=True)
+        for name, kind in product(PRIVATE, ("svg", "png")):
+            (out / f"{name}.{kind}").unlink(missing_ok=True)
     style = shipped("reproduce").joinpath("site.css").read_text(encoding="utf-8")
     title = html.escape(" and ".join(run.name for run in runs))
     page = out / "index.html"
@@ -236,7 +236,8 @@ def _figures(runs: list[OwnRun], out: Path) -> Iterator[tuple[str, str]]:
         if not series:
             continue
         log = name in ("thresholds", "norms")
-        (out / f"{name}.svg").write_text(draw(partial(_plot, series, log)), encoding="utf-8")
+        picture = draw(partial(_plot, series, log), png=out / f"{name}.png")
+        (out / f"{name}.svg").write_text(picture, encoding="utf-8")
         yield (
             name,
             f'<section>\n<h2>{html.escape(what)}</h2>\n<img src="{name}.svg" alt="{html.escape(what)}">\n</section>',

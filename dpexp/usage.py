@@ -107,12 +107,15 @@ def _header(config_name: str) -> list[str]:
 
 
 def _summary(group: str) -> str:
-    """The choices of a group; where there are very many, how many there are of each family."""
+    """The choices of a group; where there are very many, families and how many there are of each."""
     names = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
     if len(names) <= MOST_LISTED:
         return ", ".join(names)
     families = Counter(name.partition("_")[0] for name in names)
-    some = ", ".join(f"{family}_... ({count})" for family, count in families.items())
+    alone = {name.partition("_")[0]: name for name in names}
+    some = ", ".join(
+        f"{family}_... ({count})" if count > 1 else alone[family] for family, count in families.items()
+    )
     return f"{len(names)} files in conf/{group}: {some}; for example {names[0]}"
 
 

@@ -198,6 +198,7 @@ def test_the_help_names_the_model_the_optimiser_the_usual_settings_and_examples(
         assert part in text
     assert text.count("python -m dpexp.train") >= 4, "three examples and the usage"
     assert "files in conf/experiment: bu2023_... (" in text
+    assert ", minilm, " in text, "the name of a choice that has no family"
     assert len(text) < 6000
 
 

@@ -53,6 +53,7 @@ def test_a_run_is_a_page_with_its_pictures(tmp_path: Path) -> None:
     for name in ("epsilon", "thresholds", "loss", "norms"):
         assert f'src="{name}.svg"' in page
         assert (folder / "report" / f"{name}.svg").read_text().startswith("<?xml")
+        assert (folder / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("not private: computed") == 4  # heading and description of two pictures
     assert "unfinished" in page
 
@@ -63,7 +64,7 @@ def test_what_is_not_private_can_be_left_out(tmp_path: Path) -> None:
     main([str(folder), "--released"])
     page = (folder / "report" / "index.html").read_text()
     assert "not private" not in page
-    assert not [name for name in PRIVATE if (folder / "report" / f"{name}.svg").exists()]
+    assert not [name for name in PRIVATE for _ in (folder / "report").glob(f"{name}.*")]
 
 
 def test_runs_stand_beside_each_other(tmp_path: Path) -> None:
@@ -94,4 +95,4 @@ def test_of_a_run_that_a_filter_ended_the_budget_is_shown_and_nothing_else(tmp_p
     page = (folder / "report" / "index.html").read_text()
     assert "<tr><th>ε (rdp)</th><td>7.7500</td></tr>" in page
     assert "ε (pld)" not in page
-    assert not (folder / "report" / "epsilon.png").exists()
+    assert not list((folder / "report").glob("epsilon.*"))

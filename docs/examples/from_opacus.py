@@ -1,5 +1,7 @@
 """What Opacus and fastDP call by other names: one function for each row of docs/from_opacus.md, which the tests run."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,6 +39,15 @@ def make_private(folder):
 def make_private_with_epsilon(folder):
     engine = train(prepare(folder, noise_multiplier=None, epsilon=3.0, delta=1e-3, epochs=2))
     assert engine.epsilon() <= 3.0
+    return engine
+
+
+def epoch_loop(folder):
+    engine = prepare(folder, batch_size=16, epochs=2)  # 25 steps
+    for _ in range(2):
+        for features, labels in engine.batches(steps=math.ceil(engine.steps / 2)):  # so many, then it ends
+            engine.step(F.cross_entropy(engine.model(features), labels, reduction="none"))
+        print(engine.epsilon())
     return engine
 
 

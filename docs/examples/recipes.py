@@ -1,6 +1,7 @@
 """A training loop's usual wishes, each as a private loop: one function for each row of docs/recipes.md, which the tests run."""
 
 import copy
+import math
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,9 @@ def prepare(folder, model, *tensors, **settings):
 
 
 def epochs(folder):
-    engine = prepare(folder, network(), epochs=2, steps=None)
+    engine = prepare(folder, network(), batch_size=16, epochs=2, steps=None)  # 25 steps
     for epoch in range(2):
-        for features, labels in engine.batches(steps=engine.steps // 2):  # so many steps, then the loop ends
+        for features, labels in engine.batches(steps=math.ceil(engine.steps / 2)):  # so many, then it ends
             engine.step(F.cross_entropy(engine.model(features), labels, reduction="none"))
         engine.model.eval()
         with torch.no_grad():

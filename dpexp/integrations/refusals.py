@@ -1,9 +1,15 @@
 """Arguments of Hugging Face's Trainer that private training does not bear, each with the reason and the way out."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from dpexp.errors import UserError, did_you_mean
+
+# a label that is no target
+IGNORED = -100
 
 _WHOLE = (
     "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "
@@ -166,6 +172,44 @@ def refuse_overrides(trainer: Any, plain: type, private: type) -> None:
             f"a batch of {trainer.expected_batch} (per_device_train_batch_size · gradient_accumulation_steps · processes) "
             f"is more than the {len(trainer.train_dataset)} rows of train_dataset: make it smaller"
         )
+
+
+def outside(model: Any, batch: Any) -> str | None:
+    """Say in one sentence which number of a collated batch the model has no place for.
+
+    Asked only where a step has failed: to look at every batch would make a GPU wait, whose own word comes late and names nothing.
+
+    Args:
+        model: one of Hugging Face's, PEFT's too.
+        batch: as it was collated, before it went to the device.
+
+    Returns:
+        The sentence; None where every number has a place, or that cannot be told.
+    """
+    try:
+        head, table = model.get_output_embeddings(), model.get_input_embeddings()
+        classes = model.config.num_labels if head is None else len(head.weight)
+        tokens, longest = len(table.weight), getattr(model.config, "max_position_embeddings", math.inf)
+    except (AttributeError, NotImplementedError):
+        return None
+    ways = {
+        "labels": (classes, "number the classes from 0, and make the model with num_labels="),
+        "input_ids": (
+            tokens,
+            "use the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))",
+        ),
+    }
+    for name, (places, way) in ways.items():
+        numbers = batch.get(name)
+        if not isinstance(numbers, Tensor) or numbers.is_floating_point():
+            continue
+        wrong = numbers[(numbers < 0) | (numbers >= places)]
+        wrong = wrong[wrong != IGNORED] if name == "labels" else wrong
+        if len(wrong):
+            return f"{name} of the training data hold {int(wrong[0])}, and the model knows 0 to {places - 1}: {way}"
+        if name == "input_ids" and numbers.shape[-1] > longest:
+            return f"a row has {numbers.shape[-1]} tokens, and the model has places for {longest}: truncate the rows"
+    return None
 
 
 def _same(one: Any, other: Any) -> bool:

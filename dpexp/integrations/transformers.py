@@ -38,12 +38,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dpexp.durable import read_json
 from dpexp.errors import UserError
-from dpexp.integrations.refusals import check_privacy, refuse_arguments, refuse_overrides
+from dpexp.integrations.refusals import IGNORED, check_privacy, outside, refuse_arguments, refuse_overrides
 from dpexp.training.engine import PrivacyEngine
 from dpexp.training.own_losses import first_rows, look_at_losses
 
-# a label that is no target
-IGNORED = -100
 # computed from private rows without noise
 NOT_PRIVATE = ("loss", "train_loss", "total_flos")
 
@@ -156,13 +154,18 @@ class Trainer(transformers.Trainer):
         model.train()
         size = self.args.per_device_train_batch_size
         for batch in self.engine.batches(self._collate, size, length=self._length, steps=1):
-            inputs = self._prepare_inputs(batch)
-            if self._unknown_losses:
-                self._look_at_losses(inputs)
-            with self.compute_loss_context_manager():
-                # not DistributedDataParallel around it: the engine adds up over processes, once for each sample
-                losses = self.per_example_losses(self.model, inputs)
-            self.engine.step(losses)
+            try:
+                inputs = self._prepare_inputs(batch)
+                if self._unknown_losses:
+                    self._look_at_losses(inputs)
+                with self.compute_loss_context_manager():
+                    # not DistributedDataParallel around it: the engine adds up over processes, once for each sample
+                    losses = self.per_example_losses(self.model, inputs)
+                self.engine.step(losses)
+            except (IndexError, RuntimeError) as error:
+                if (sentence := outside(self.model, batch)) is None:
+                    raise
+                raise UserError(sentence) from error
         mean = self.engine.private_loss / self.expected_batch if self.show_losses else 0.0
         return torch.as_tensor(mean, device=self.args.device, dtype=torch.float32)
 

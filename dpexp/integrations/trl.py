@@ -13,7 +13,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
-    raise ModuleNotFoundError("dpexp.integrations.trl is for TRL: pip install trl", name="trl") from None
+    raise ModuleNotFoundError(
+        "dpexp.integrations.trl is for TRL: pip install 'dpexp[sft]'", name="trl"
+    ) from None
 
 from dpexp.integrations.transformers import Trainer
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -33,13 +34,19 @@ _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")
 
 
-def draw(plot: Callable[[Any], None], panels: int = 1, size: tuple[float, float] = (5.0, 3.6)) -> str:
+def draw(
+    plot: Callable[[Any], None],
+    panels: int = 1,
+    size: tuple[float, float] = (5.0, 3.6),
+    png: Path | None = None,
+) -> str:
     """Return the picture as SVG text.
 
     Args:
         plot: takes an array of axes, ``[panels]``.
         panels: beside each other.
         size: of each, in inches.
+        png: where the same picture is written in pixels, for slides and documents that take no SVG.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(size[0] * panels, size[1]), layout="constrained")
@@ -47,6 +54,8 @@ def draw(plot: Callable[[Any], None], panels: int = 1, size: tuple[float, float]
         plot(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata=_NO_METADATA)
+        if png is not None:
+            figure.savefig(png, dpi=160)
     return _slim(text.getvalue())
 
 

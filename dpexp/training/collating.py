@@ -56,12 +56,12 @@ class Collation:
             alone: whether there never are several.
 
         Raises:
-            UserError: it mixes examples; or it puts them in another order, where that matters.
+            UserError: it mixes examples; it puts them in another order, where that matters; or it does not pad, and has to.
         """
         if collate_fn == self._known or not self.looks:
-            return collate_fn(examples)
+            return _batch_of(collate_fn, examples)
         refuse_mixing(collate_fn, examples, len(examples) // units)
-        batch = collate_fn(examples)
+        batch = _batch_of(collate_fn, examples)
         if (token := padding_token(collate_fn, examples, batch)) is not None:
             self.clipper.pads_with(token)
         if self.ordered:
@@ -69,6 +69,21 @@ class Collation:
         if len(examples) > 1 and (units > 1 or alone):
             self._known = collate_fn
         return batch
+
+
+def _batch_of(collate_fn: Collate, examples: list[Any]) -> Any:
+    """The batch; what a collate function of a library cannot stack gets a sentence, one of the loop's own its own words."""
+    try:
+        return collate_fn(examples)
+    except (RuntimeError, ValueError) as error:
+        if not str(getattr(collate_fn, "__module__", "")).startswith(("torch.", "transformers.")):
+            raise
+        name = getattr(collate_fn, "__name__", type(collate_fn).__name__)
+        raise UserError(
+            f"{name} cannot put {len(examples)} examples into one batch, mostly because their lengths differ ({error}): give a "
+            "collate function that pads, as collate_fn= of engine.batches() or data_collator= of a Trainer, such as "
+            "transformers.DataCollatorWithPadding(tokenizer) or, with a label for each token, DataCollatorForTokenClassification"
+        ) from error
 
 
 def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: int = 1) -> bool:

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Number
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -394,8 +395,12 @@ class PrivacyEngine:
         """ε of everything released so far, at the plan's δ, computed from the ledger.
 
         Raises:
-            UserError: the accountant is none, or gives no bound (``gdp``).
+            UserError: the accountant is none (a δ, say), or gives no bound (``gdp``).
         """
+        if isinstance(accountant, Number):
+            raise UserError(
+                f"epsilon({accountant}): δ is the plan's, {self.plan.delta:g}, as PrivacyEngine(delta=...) says; leave it out"
+            )
         accountant = accountant or self.plan.accountant
         check_accountant(accountant, allow_clt=False)
         return self.ledger.epsilon(self.plan.delta, accountant)

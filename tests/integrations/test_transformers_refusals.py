@@ -1,5 +1,8 @@
 """Hugging Face's Trainer, private: a loss for every row, whatever the head, and what is refused by name."""
 
+import importlib
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -213,3 +216,47 @@ def test_private_rows_are_not_evaluated_on(tmp_path, given):
         Trainer(network("classifier"), args, train_dataset=data, eval_dataset=other, privacy=PRIVACY)
     with pytest.raises(UserError, match="eval_dataset is train_dataset"):
         Trainer(network("classifier"), args, train_dataset=data, eval_dataset=given(data), privacy=PRIVACY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "says"),
+    [
+        ("classifier", {"labels": 3}, "labels of the training data hold 3, and the model knows 0 to 2: number the classes"),
+        ("causal", {"labels": [-100, 1, VOCABULARY]}, "labels of the training data hold 40, and the model knows 0 to 39"),
+        ("classifier", {"input_ids": [1, VOCABULARY, 2]}, "input_ids of the training data hold 40, .*tokenizer"),
+        ("causal", {"input_ids": [1] * 17, "labels": [1] * 17}, "a row has 17 tokens, .*places for 16: truncate"),
+    ],
+)  # fmt: skip
+def test_numbers_that_the_model_has_no_place_for_are_named(tmp_path, kind, row, says):
+    trainer = make(tmp_path, kind, max_steps=4)
+    wrong = {"input_ids": [1, 2, 3], "labels": rows(kind)[0]["labels"]} | row
+    trainer.train_dataset = Dataset.from_list([wrong] * 48)
+    with pytest.raises(UserError, match=says):
+        trainer.train()
+    assert trainer.engine.ledger.steps_charged == 0
+
+
+def test_an_error_of_another_kind_keeps_its_own_words(tmp_path):
+    class Own(Trainer):
+        def per_example_losses(self, model, inputs):
+            raise IndexError("my own mistake")
+
+    with pytest.raises(IndexError, match="my own mistake"):
+        make(tmp_path, trainer=Own, max_steps=1).train()
+
+
+def test_rows_of_several_lengths_need_a_collator_that_pads(tmp_path):
+    trainer = make(tmp_path, max_steps=4)
+    trainer.data_collator = transformers.default_data_collator
+    with pytest.raises(
+        UserError, match=r"default_data_collator cannot .*lengths differ.*DataCollatorWithPadding"
+    ):
+        trainer.train()
+    assert trainer.engine.ledger.steps_charged == 0
+
+
+def test_without_trl_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, "dpexp.integrations.trl", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dpexp\[sft\]'"):
+        importlib.import_module("dpexp.integrations.trl")

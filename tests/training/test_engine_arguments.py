@@ -243,6 +243,26 @@ def test_a_bare_tensor_or_array_is_hashed(tmp_path):
             make(tmp_path / str(number), dataset=plain + 1)
 
 
+def test_examples_that_cannot_be_stacked_need_a_collate_function_that_pads(tmp_path):
+    rows = [(torch.ones(3 + i % 4, dtype=torch.long), i % 3) for i in range(60)]
+    engine = make(tmp_path, dataset=rows)
+    with pytest.raises(
+        UserError, match=r"default_collate cannot .*lengths differ.*collate_fn= of engine\.batches"
+    ):
+        next(engine.batches())
+
+    def own(examples):
+        raise ValueError("my own mistake")
+
+    with pytest.raises(ValueError, match=r"^my own mistake$"):
+        next(engine.batches(own))
+
+
+def test_a_delta_in_the_place_of_the_accountant_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"δ is the plan's, 0\.001, as PrivacyEngine\(delta=\.\.\.\) says"):
+        make(tmp_path).epsilon(1e-5)
+
+
 def test_a_size_in_the_place_of_the_collate_function_is_named(tmp_path):
     engine = make(tmp_path)
     with pytest.raises(UserError, match="physical_batch_size=64"):

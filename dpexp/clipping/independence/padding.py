@@ -14,8 +14,9 @@ from dpexp.clipping.independence.arguments import Inputs, changed, positional_na
 from dpexp.clipping.independence.replay import Replay
 
 FIXED = (
-    "Pad every batch to one length and say so: task.pad_to in a configuration, fixed_length=True of PrivacyEngine or attach in "
-    "code (every step then costs as much as the longest allowed text)"
+    "Leave padding out (a mean over each text's own tokens, a mask), or pad every batch to one length and say so: "
+    "task.pad_to in a configuration, fixed_length=True of PrivacyEngine or attach in code (every step then costs as much as "
+    "the longest allowed text)"
 )
 
 # names under which models take what says where padding is
