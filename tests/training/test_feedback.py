@@ -36,9 +36,11 @@ SMALL = {"num_examples": 60, "expected_batch_size": 20, "delta": 1e-3, "steps": 
 def divergence(q, sigma, order):
     """Of one Poisson-sampled Gaussian, by quadrature of its definition."""
     x = np.linspace(-12 * sigma, 12 * sigma + order, 40_001)
-    ratio = 1 - q + q * np.exp((2 * x - 1) / (2 * sigma**2))
-    density = np.exp(-(x**2) / (2 * sigma**2)) / (sigma * math.sqrt(2 * math.pi))
-    return math.log(np.trapezoid(density * ratio**order, x)) / (order - 1)
+    ratio = np.logaddexp(math.log(1 - q), math.log(q) + (2 * x - 1) / (2 * sigma**2))
+    # in logarithms: of little noise the powers are beyond the largest number
+    values = order * ratio - x**2 / (2 * sigma**2) - math.log(sigma * math.sqrt(2 * math.pi))
+    peak = values.max()
+    return (peak + math.log(np.trapezoid(np.exp(values - peak), x))) / (order - 1)
 
 
 def release_of(schedule):
