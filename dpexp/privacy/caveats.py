@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan
 
+# fewer expected draws of an example than this, over a whole run, teach nothing
+DRAWS = 0.01
 # an ε above which the odds of any attacker may rise by more than 10⁸
 MEANINGLESS = 20.0
 
@@ -30,6 +32,13 @@ def pointless(plan: Plan) -> list[str]:
             f"With a noise multiplier of {plan.noise_multiplier:.3g} nothing can be learnt: all steps together move the weights "
             "further by noise than they could by gradients. Choose a larger epsilon, larger batches or more data."
         )
+    for value, rate in zip(plan.budgets.epsilons, plan.budgets.rates, strict=True) if plan.budgets else ():
+        if rate * plan.steps < DRAWS:
+            found.append(
+                f"The group with a budget of {value:g} is in effect left out: at the noise that the others need, the "
+                f"{plan.accountant} accountant allows it a sampling rate of {rate:.2g}. Choose budgets that are nearer to each "
+                "other, more steps, or individual=scaling."
+            )
     return found
 
 

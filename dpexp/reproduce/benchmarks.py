@@ -14,6 +14,7 @@ from matplotlib.ticker import LogLocator
 
 from dpexp.benchmark.methods import ENGINE, LEAN
 from dpexp.benchmark.render import note
+from dpexp.reproduce import complexity_tables
 from dpexp.reproduce.documents import (
     PART,
     Document,
@@ -104,6 +105,7 @@ class Measured:
     workloads: Mapping[str, str]
     preset: str
     bounds: Sequence[Mapping[str, Any]]
+    arithmetic: str = ""
 
 
 @cache
@@ -135,7 +137,10 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
         (cell.row, cell.column, f"{cell.value} {cell.unit}".strip() or "-", cell.conditions)
         for cell in paper_table(target.paper, target.table)
     ])  # fmt: skip
-    bounds = Section("As printed", (), _PAPER, printed, verdicts=tuple(_verdicts(target, rows)))
+    verdicts = _verdicts(target, rows)
+    if target.arithmetic:
+        verdicts.append(getattr(complexity_tables, target.arithmetic)())
+    bounds = Section("As printed", (), _PAPER, printed, verdicts=tuple(verdicts))
     count = sum(EARLIER in row["note"] for row in rows)
     earlier = f" {count} rows are of an earlier engine and decide nothing." if rows else ""
     drawn = _newest(rows)

@@ -11,13 +11,19 @@ from statistics import fmean
 from scipy import stats
 
 from dpexp.reproduce.documents import grouped
-from dpexp.reproduce.fillings import Filling, described, measured
-from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, choose, compared
+from dpexp.reproduce.fillings import Filling, budget, described, measured, method
+from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, best_of_each, compared
 from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import LEVEL, Comparison, compare
 
 # points of accuracy: "the gap is closed"
 MARGIN = 1.0
+# Millions of parameters of pretrained models.
+SIZES = {
+    "minilm": 23, "distilbert": 66, "distilroberta": 82, "mpnet": 109, "bert_base": 110, "roberta_base": 125,
+    "bert_large": 340, "roberta_large": 355,
+}  # fmt: skip
+_WHICH_MODEL = ("model", "model.name", "model.id", "model.family", "model.architecture", "runtime.precision")
 # two layers whose norms change by factors closer than this move together
 SAME_FACTOR = 1.1
 
@@ -26,19 +32,21 @@ def adaptive_closes_the_gap(records: Sequence[Record]) -> Finding:
     """He et al., Figure 3: after the last step, adaptive per-layer is not worse than flat, and fixed per-layer is.
 
     Args:
-        records: of one task and scale.
+        records: of one task and scale; those of one network and length are compared.
     """
     pairs = []
-    for budget, own in sorted(grouped(records, _budget).items()):
+    for spent, own in sorted(grouped(records, budget).items()):
         tried = grouped(measured(own, "accuracy"), lambda filling: filling.record.summary["clip"])
-        best = {clip: choose(fillings) for clip, fillings in tried.items()}
+        best = {clip: best_of_each(fillings, {"clip"}, ("clip.",)) for clip, fillings in tried.items()}
         for left, right, expect, margin in (
             ("adaptive_perlayer", "flat", "at_least", MARGIN),
             ("flat", "perlayer", "greater", 0.0),
         ):
-            if left in best and right in best:
-                what = f"{budget}, {described(best[left].filling.record)}"
-                pairs.append(compared(what, (left, best[left]), (right, best[right]), expect, margin))
+            others = best.get(right, {})
+            for context, choice in best.get(left, {}).items():
+                if context in others:
+                    what = f"{spent}, {described(choice.filling.record)}"
+                    pairs.append(compared(what, (left, choice), (right, others[context]), expect, margin))
     noiseless = any(record.facts.get("privacy.noise_multiplier") == 0 for record in records)
     return Finding(pairs, "" if noiseless else "the half with noise")
 
@@ -47,14 +55,14 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
     """He et al., Figure 5: accuracies at quantiles from 0.3 to 0.9 are close on images; on SST-2 0.9 beats the smallest one.
 
     Args:
-        records: of one scale; of configurations that differ in nothing but the quantile, those with most values speak.
+        records: of one task and scale; a grid is of configurations that differ in nothing but the quantile.
     """
     name = "clip.target_quantile"
     grids: dict[str, dict[float, Filling]] = {}
     for filling in measured(records, "accuracy"):
         record = filling.record
         grids.setdefault(record.without({name}), {})[float(record.facts[name])] = filling
-    pairs, tasks = [], set()
+    pairs = []
     for grid in (grid for grid in grids.values() if len(grid) > 2):
         record = next(iter(grid.values())).record
         text = record.facts["task"] == "sst2"
@@ -65,12 +73,51 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
             high, low = (end(means, key=means.__getitem__) for end in (max, min))
         if high == low:
             continue
-        what = f"{record.facts['task']}, {_budget(record)}, {described(record)}"
+        what = f"{record.facts['task']}, {budget(record)}, {described(record)}"
         left, right = ((f"quantile {q:g}", Choice(grid[q], len(means))) for q in (high, low))
         pairs.append(compared(what, left, right, *(("greater", 0.0) if text else ("close", MARGIN))))
-        tasks.add(record.facts["task"])
-    part = f"the one about {next(iter(tasks))}" if len(tasks) == 1 else ""
-    return Finding(pairs, part)
+    return Finding(pairs, f"the one about {records[0].facts['task']}")
+
+
+def larger_models_are_better(records: Sequence[Record]) -> Finding:
+    """Li et al., Figure 6: at every ε the largest pretrained model beats the smallest, all else being equal.
+
+    Args:
+        records: of one task and scale.
+    """
+    settings: dict[str, dict[str, Choice]] = {}
+    for name, own in grouped(measured(records, "accuracy"), lambda f: str(f.record.facts["model"])).items():
+        for context, choice in best_of_each(own, _WHICH_MODEL).items() if name in SIZES else ():
+            settings.setdefault(context, {})[name] = choice
+    pairs = []
+    for found in settings.values():
+        smallest, largest = (end(found, key=SIZES.__getitem__) for end in (min, max))
+        if smallest != largest:
+            record = found[largest].filling.record
+            left, right = ((f"{name} ({SIZES[name]}M)", found[name]) for name in (largest, smallest))
+            pairs.append(compared(f"{budget(record)}, {described(record)}", left, right, "greater"))
+    return Finding(pairs, "some models, one task")
+
+
+def extreme_splits_are_slower(records: Sequence[Record]) -> Finding:
+    """Monir et al., Figure 15: after equally many epochs, the more the budgets of the groups differ, the lower the accuracy.
+
+    Args:
+        records: of one task and scale; the budgets that differ least are compared with each of the others.
+    """
+    pairs = []
+    name = "individual.epsilons"
+    for how, own in grouped(measured(records, "accuracy"), lambda filling: method(filling.record)).items():
+        splits = grouped(own, lambda filling: tuple(filling.record.facts[name]))
+        even, *others = sorted(splits, key=lambda budgets: max(budgets) / min(budgets))
+        best = best_of_each(splits[even], {name})
+        for context, choice in (
+            pair for split in others for pair in best_of_each(splits[split], {name}).items()
+        ):
+            if context in best:
+                left, right = ((budget(side.filling.record), side) for side in (best[context], choice))
+                pairs.append(compared(f"{how}, {described(choice.filling.record)}", left, right, "greater"))
+    return Finding(pairs, unstated="network, batch size, length and learning rate")
 
 
 def norms_grow_near_the_input(records: Sequence[Record]) -> Finding:
@@ -134,12 +181,6 @@ def _within(values: Sequence[float], margin: float) -> float:
     return float(max(below, above))
 
 
-def _budget(record: Record) -> str:
-    target = record.facts.get("privacy.epsilon")
-    noise = record.facts.get("privacy.noise_multiplier")
-    return f"ε = {target:g}" if target else f"σ = {noise:g}" if noise is not None else "no privacy"
-
-
 def _factor(logs: Sequence[float]) -> float:
     """Their geometric mean."""
     return math.exp(fmean(logs))
@@ -149,7 +190,7 @@ def _changes(records: Sequence[Record]) -> Iterator[tuple[str, list[dict[str, fl
     """Of each configuration: what it is, and for each seed that logged norms, layer -> log(last median / first median)."""
     for group in by_configuration(records):
         if found := [change for record in group if (change := _log_changes(record))]:
-            yield f"{_budget(group[0])}, {described(group[0])}", found
+            yield f"{budget(group[0])}, {described(group[0])}", found
 
 
 def _log_changes(record: Record) -> dict[str, float]:

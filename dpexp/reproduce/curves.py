@@ -15,7 +15,7 @@ from typing import Any
 from dpexp.reproduce import curve_claims
 from dpexp.reproduce.documents import Document, Rows, Section, counted, grouped, not_run, page
 from dpexp.reproduce.drawing import draw, heat, style
-from dpexp.reproduce.fillings import measured, printed_factor
+from dpexp.reproduce.fillings import budget, measured, method, printed_factor
 from dpexp.reproduce.pairs import Finding, choose
 from dpexp.reproduce.paper import as_number, claims, listed, target_name
 from dpexp.reproduce.records import Record, by_configuration
@@ -77,13 +77,19 @@ def build(name: str, records: Sequence[Record]) -> Document:
 def _block(
     target: Curves, scale: str, tasks: Sequence[str], records: Sequence[Record], rows: Rows
 ) -> Section:
-    named = (f"{task} instead" if task in target.stand_ins else task for task in tasks)
-    heading = f"scale={scale}, {', '.join(named)}"
-    found = getattr(curve_claims, target.says)(records) if target.says else Finding(())
+    named = {task: f"{task} instead" if task in target.stand_ins else task for task in tasks}
+    says = getattr(curve_claims, target.says) if target.says else lambda _: Finding(())
+    found = {
+        f"scale={scale}, {name}": says([record for record in records if record.facts["task"] == task])
+        for task, name in named.items()
+    }
+    told = {where: finding for where, finding in found.items() if finding.pairs}
     return Section(
-        heading, found.paragraphs if found.pairs else (), _COLUMNS[target.kind], rows, scale,
+        f"scale={scale}, {', '.join(named.values())}",
+        tuple(paragraph for finding in told.values() for paragraph in finding.paragraphs),
+        _COLUMNS[target.kind], rows, scale,
         done=f"{scale} {counted(len({row['record'] for row in rows}), 'run')} on {', '.join(tasks)}",
-        verdicts=(found.verdict(heading),) if found.pairs else (),
+        verdicts=tuple(finding.verdict(where) for where, finding in told.items()),
     )  # fmt: skip
 
 
@@ -177,13 +183,8 @@ def _labels(records: Sequence[Record], target: Curves) -> list[str]:
 
 
 def _label(record: Record, x: str) -> str:
-    facts = record.facts
-    spent, groups = facts.get("privacy.epsilon"), facts.get("individual.name")
-    named = ("task", "clip") if x == "model" else ("task", "model", "clip")
-    budget = f"ε = {spent:g}" if spent else "no ε"
-    if groups not in (None, "none"):
-        budget = f"{groups} ε = {'/'.join(map(_short, facts['individual.epsilons']))}"
-    return " ".join([*(str(facts[name]) for name in named), budget])
+    named = ("task",) if x == "model" else ("task", "model")
+    return " ".join([*(str(record.facts[name]) for name in named), method(record), budget(record)])
 
 
 def _short(value: Any) -> str:

@@ -105,6 +105,24 @@ def columns(filling: Filling, digits: int) -> dict[str, str]:
     }
 
 
+def method(record: Record) -> str:
+    """How a record was trained privately: its way to clip, and the variants of DP-SGD."""
+    facts = record.facts
+    variants = (("schedule.name", "constant"), ("individual.name", "none"))
+    extra = [facts[name] for name, usual in variants if facts.get(name) not in (None, usual)]
+    extra += ["adadp"] if facts.get("optim.name") == "adadp" else []
+    return " + ".join([str(facts["clip"]), *extra])
+
+
+def budget(record: Record) -> str:
+    """What a record was to spend: one ε, those of its groups, or none with the noise that was given."""
+    facts = record.facts
+    target, noise = facts.get("privacy.epsilon"), facts.get("privacy.noise_multiplier")
+    if facts.get("individual.name") not in (None, "none"):
+        return f"ε = {'/'.join(f'{e:g}' for e in facts['individual.epsilons'])}"
+    return f"ε = {target:g}" if target else f"σ = {noise:g}" if noise is not None else "no privacy"
+
+
 def described(record: Record) -> str:
     """The configuration of a record in a few words: what a reader must know to judge its number."""
     facts = record.facts

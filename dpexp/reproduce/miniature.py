@@ -46,7 +46,7 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> Section:
         for (row, column), filling in sorted(grid.items(), key=lambda item: (-item[0][0], item[0][1]))
     ]
     found = Finding([*_pairs(asked, grid)])
-    of = f"/{asked['of']} cells" if "of" in asked else " cells in miniature"
+    of = f"/{asked['of']} cells" if asked.get("of") else " cells in miniature"
     return Section(
         heading, (words, *found.paragraphs), COLUMNS, rows, scale,
         done=f"{scale} {len(rows)}{of} on {asked['task']}", verdicts=(found.verdict(heading),),

@@ -11,7 +11,7 @@ from dpexp.reproduce import tables
 from dpexp.reproduce.cells import TRAINING
 from dpexp.reproduce.documents import WORDS, Document, Rows, Section, Verdict, as_rows, grouped, number, page
 from dpexp.reproduce.drawing import draw, style
-from dpexp.reproduce.fillings import Filling, described, measured
+from dpexp.reproduce.fillings import Filling, described, measured, method
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL
 
@@ -53,7 +53,7 @@ def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[st
         RECOMPUTED if document.status == "exact" else document.status,
         *dict.fromkeys(f"a part of the claim ({v.part})" for v in decided if v.part),
         f"{len(decided)} of {len(verdicts)} tests decide" if decided and len(decided) < len(verdicts) else "",
-        "stand-in data" if any("instead" in verdict.where for verdict in shown) else "",
+        "stand-in data" if any(" instead" in v.where or "in miniature" in v.where for v in shown) else "",
     ]
     return {
         "claim": claim,
@@ -87,7 +87,7 @@ def leaders(records: Sequence[Record]) -> Rows:
         best, memory = plain.get(_comparable(filling)), summary["performance"].get("peak_memory_mib")
         delta = summary["privacy"].get("delta")
         lines.append((
-            _title(record), record.facts["scale"], "∞" if record.spent is None else f"{record.spent:.3g}", _method(record),
+            _title(record), record.facts["scale"], "∞" if record.spent is None else f"{record.spent:.3g}", method(record),
             described(record), filling.metric, f"{filling.mean:.2f}", number(filling.std), len(filling.records),
             "" if best is None or record.spent is None else f"{best - filling.mean:+.2f}",
             f"{filling.seconds:.0f}", f"{memory:.0f}" if memory else "",
@@ -114,17 +114,6 @@ def _by_metric(records: Sequence[Record], name: str) -> list[Filling]:
 def _comparable(filling: Filling) -> tuple[str, ...]:
     names = ("task", "model", "scale", "peft.name", "model.trainable", "model.pooling", "model.head")
     return (*(str(filling.record.facts.get(name)) for name in names), filling.metric)
-
-
-def _method(record: Record) -> str:
-    facts = record.facts
-    schedule, individual = facts.get("schedule.name"), facts.get("individual.name")
-    extra = [
-        schedule if schedule != "constant" else "",
-        individual if individual != "none" else "",
-        "adadp" if facts.get("optim.name") == "adadp" else "",
-    ]
-    return " + ".join([str(facts["clip"]), *filter(None, extra)])
 
 
 def accuracy_against_epsilon(records: Sequence[Record]) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dpexp.reproduce.documents import PART, Verdict
+from dpexp.reproduce.documents import PART, Verdict, grouped
 from dpexp.reproduce.fillings import Filling, described
 from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, LEVEL, Comparison, compare, overall
 
+# of each method its own, as in the papers
+TUNED = ("optim.lr", "optim.lr_schedule", "optim.warmup_ratio")
 SELECTED = (
     "Where a side is the best of several configurations, it was picked by the dev metric, seeds that are compared here among"
     " them: this is selection on the test data. Its mean is optimistic, the more so the more were tried; the p-values don't"
@@ -49,6 +51,15 @@ def choose(fillings: Sequence[Filling]) -> Choice:
         rival = max(rivals, key=lambda f: f.mean)
         unfinished = f"{described(rival.record)}, has {rival.mean:.2f} with n = {len(rival.values)}"
     return Choice(chosen, max(len(fillings), *trials), unfinished)
+
+
+def best_of_each(
+    fillings: Iterable[Filling], names: Collection[str], prefixes: tuple[str, ...] = ()
+) -> dict[str, Choice]:
+    """Context -> the configuration that speaks for it. A context is all that may change a result but what is tuned for each
+    method, and what is compared: settings of these names, or whose names begin so."""
+    found = grouped(fillings, lambda filling: filling.record.without({*TUNED, *names}, prefixes))
+    return {context: choose(own) for context, own in found.items()}
 
 
 def at_the_edge(name: str, chosen: float | None, tried: Iterable[float]) -> str:
@@ -167,11 +178,10 @@ class Finding:
         """Supports, contradicts or cannot tell, and from how many pairs."""
         pairs = self.pairs
         if not pairs:
-            return f"{CANNOT_TELL}: no pair of records that differ in this alone"
+            return f"{CANNOT_TELL}: no two of our runs differ in this alone"
         tested = [pair for pair in pairs if pair.judged.p_for is not None]
         if not tested:
-            why = "fewer than two seeds on a side, or searches that are not finished"
-            return f"{CANNOT_TELL}: {why}, of each of {len(pairs)} pairs"
+            return f"{CANNOT_TELL}: fewer than two seeds on a side, or a search that is not finished, in every pair"
         word = overall([pair.judged for pair in pairs])
         test = " and ".join(dict.fromkeys(pair.test for pair in tested))
         picked = ", sides picked on these seeds" if any(pair.picked for pair in tested) else ""

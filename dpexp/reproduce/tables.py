@@ -9,10 +9,10 @@ from typing import Any
 
 from dpexp.reproduce import cells, miniature
 from dpexp.reproduce.cells import FACTS, Claim, Slot
-from dpexp.reproduce.documents import Document, Section, grouped, not_run, page
+from dpexp.reproduce.documents import Document, Section, not_run, page
 from dpexp.reproduce.drawing import draw, heat
 from dpexp.reproduce.fillings import Filling, columns, described
-from dpexp.reproduce.pairs import Choice, Finding, Pair, choose, compared
+from dpexp.reproduce.pairs import Finding, Pair, best_of_each, compared
 from dpexp.reproduce.paper import Cell, as_number, listed, numbered, paper_table, paper_tables, target_name
 from dpexp.reproduce.paper import claims as paper_claims
 from dpexp.reproduce.records import Record
@@ -21,8 +21,6 @@ COLUMNS = (
     "row", "column", "paper", "ours", "n", "dev error", "difference", "scale", "configuration", "ε", "δ", "accountant",
     "sampling", "hardware", "record",
 )  # fmt: skip
-# of each method its own, as in the papers
-_TUNED = ("optim.lr", "optim.lr_schedule", "optim.warmup_ratio")
 _WITH = {
     "clip": ("clip.",),
     "model": ("model.",),
@@ -165,6 +163,8 @@ def _finding(claim: Claim, filled: Sequence[Filled]) -> Finding:
     asked: list[bool] = []
     for rule in claim.compare:
         varied = tuple({**rule["left"], **rule["right"]})
+        apart = {*varied, *(FACTS[name] for name in varied)}
+        prefixes = ("clip.", *(prefix for name in varied for prefix in _WITH.get(name, ())))
         runnable = [(slot, own) for slot, own in filled if not slot.reason]
         partners = {
             _rest(slot.cell, varied): (slot, own) for slot, own in runnable if slot.cell.has(rule["right"])
@@ -175,7 +175,7 @@ def _finding(claim: Claim, filled: Sequence[Filled]) -> Finding:
             partner, others = partners[_rest(slot.cell, varied)]
             asked.append(bool(own and others))
             common, *names = _apart(slot.cell, partner.cell)
-            left, right = _best_of_each(own, varied), _best_of_each(others, varied)
+            left, right = (best_of_each(side, apart, prefixes) for side in (own, others))
             for context in (context for context in left if context in right):
                 what = f"{common}, {described(left[context].filling.record)}"
                 one, two = zip(names, (left[context], right[context]), strict=True)
@@ -191,19 +191,6 @@ def _apart(one: Cell, two: Cell) -> tuple[str, str, str]:
     left, right = one.row.split(", "), two.row.split(", ")
     first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
     return one.column, ", ".join(left[first:]), ", ".join(right[first:])
-
-
-def _best_of_each(fillings: Sequence[Filling], varied: Sequence[str]) -> dict[str, Choice]:
-    """Context -> the configuration that speaks for it."""
-    found = grouped(fillings, lambda filling: _context(filling.record, varied))
-    return {context: choose(own) for context, own in found.items()}
-
-
-def _context(record: Record, varied: Sequence[str]) -> str:
-    """All that may change a result but what is compared, and what is tuned for each method."""
-    apart = {*_TUNED, *(FACTS[name] for name in varied), *varied}
-    prefixes = ("clip.", *(prefix for name in varied for prefix in _WITH.get(name, ())))
-    return record.without(apart, prefixes)
 
 
 def _rest(cell: Cell, varied: Sequence[str]) -> tuple[tuple[str, str], ...]:

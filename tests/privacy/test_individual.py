@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.calibration import calibrate
+from dpexp.privacy.caveats import pointless
 from dpexp.privacy.events import GroupEvents, composed, decode_groups, encode, step_event
 from dpexp.privacy.individual import Budgets, draw_groups, read_groups
 from dpexp.privacy.ledger import Ledger
@@ -68,6 +69,17 @@ def test_every_group_spends_its_budget_and_no_more(method, budget, first, ratio,
     assert weights @ made.budgets.rates == pytest.approx(512 / 60000)
     assert weights @ made.budgets.scales == pytest.approx(1)
     assert made.epsilon() == pytest.approx(max(spent(made, 0), spent(made, 1)))
+
+
+def test_a_group_that_no_rate_suits_is_said_to_be_left_out():
+    """Rényi accounting of little noise leaps from 0 to above 1 as the rate grows: nothing spends ε = 1 beside 10 and 20."""
+    made = plan("sampling", (1.0, 10.0, 20.0), steps=176, expected_batch_size=1024)
+    assert spent(made, 0) < 0.01
+    assert pointless(made) == [
+        "The group with a budget of 1 is in effect left out: at the noise that the others need, the rdp accountant allows it a "
+        "sampling rate of 1.3e-07. Choose budgets that are nearer to each other, more steps, or individual=scaling."
+    ]
+    assert pointless(plan("sampling", (1.0, 2.0, 3.0))) == []
 
 
 def test_the_event_of_a_group_is_composed_inside_its_own_sampling():

@@ -310,3 +310,15 @@ def test_images(timm):
     tiny = build("vgg11", image=8)
     with pytest.raises(UserError, match="does not run with image=8"):
         tiny.run()
+
+
+def test_figure_6_of_bu_is_about_memory_as_far_as_arithmetic_goes(monkeypatch):
+    """One image of VGG11 alone: 2T² of the first layer is 5e9 floats; the hybrid takes pd = 1.7e3 there."""
+    said = complexity_tables.figure_6()
+    assert said.said == "supports for a part of the claim, memory, by arithmetic at B = 32"
+    assert said.ours == "vgg11: 79.04 and 1.05; beit_large: 1.06 and 1.06"
+    # a network whose images are small takes ghost norms
+    monkeypatch.setattr(
+        complexity_tables, "_layers", lambda name, image: [Layer("one", "linear", 4, 64, 64)] * 2
+    )
+    assert complexity_tables.figure_6().word == "contradicts"

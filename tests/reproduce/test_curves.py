@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from dpexp.config import conf_dir
-from dpexp.reproduce import curves
+from dpexp.reproduce import curves, figures
 from dpexp.reproduce.documents import Document
-from dpexp.reproduce.records import by_configuration, load
+from dpexp.reproduce.records import Record, by_configuration, load
 from tests.reproduce import samples
 from tests.reproduce.samples import summary, write
 
@@ -61,6 +61,13 @@ def test_figure_3_of_one_seed_cannot_tell(tmp_path: Path):
     document = _build("figure-he-3", tmp_path, *(s for s in _three_ways(0.602) if s["seed"] == 0))
     assert "cannot tell: fewer than two seeds" in _says(document)
     assert "(n =" not in document.svg
+
+
+def test_figure_3_compares_within_a_network_alone(tmp_path: Path):
+    """A better network that was trained with one of the methods says nothing about the others."""
+    better = [summary("flat", seed, 0.9 + 1e-3 * seed, **CIFAR | {"model": "scattering"}) for seed in SEEDS]
+    document = _build("figure-he-3", tmp_path, *_three_ways(0.602), *better)
+    assert "cifar10_jpeg instead: supports" in _says(document)
 
 
 def test_two_data_sets_are_two_blocks(tmp_path: Path):
@@ -210,6 +217,69 @@ def test_figure_5_says_whether_quantiles_are_alike_on_images(gain: float, word: 
     ]
     document = _build("figure-he-5", tmp_path, *runs)
     assert f"cifar10_jpeg instead: {word} for a part" in _says(document)
+
+
+def test_figure_5_has_a_verdict_for_each_task(tmp_path: Path):
+    runs = [
+        summary("adaptive_perlayer", s, value + 1e-3 * s, quantile=quantile, **settings)
+        for settings in (CIFAR, {"task": "sst2"})
+        for quantile, value in ((0.3, 0.6), (0.6, 0.601), (0.9, 0.6))
+        for s in SEEDS
+    ]
+    said = _says(_build("figure-he-5", tmp_path, *runs))
+    assert "cifar10_jpeg instead: supports for a part of the claim, the one about cifar10_jpeg" in said
+    assert "sst2: cannot tell" in said
+
+
+@pytest.mark.parametrize(("large", "word"), [(0.9, "supports"), (0.7, "contradicts"), (0.8, "cannot tell")])
+def test_figure_6_of_li_compares_models_of_two_sizes(large: float, word: str, tmp_path: Path):
+    runs = [
+        summary("flat", seed, value + 1e-3 * seed, model=model)
+        for model, value in (("minilm", 0.8), ("mpnet", large), ("roberta_tiny", 0.99))
+        for seed in SEEDS
+    ]
+    document = _build("figure-li-6", tmp_path, *runs)
+    assert f"sst2: {word}" in _says(document)
+    assert "mpnet (109M) (n = 3) minus minilm (23M) (n = 3)" in document.sections[-1].paragraphs[-1]
+
+
+def test_figure_6_of_li_does_not_compare_other_settings(tmp_path: Path):
+    runs = [
+        summary("flat", seed, model=model, batch_size=batch)
+        for model, batch in (("minilm", 64), ("mpnet", 2048))
+        for seed in SEEDS
+    ]
+    assert _build("figure-li-6", tmp_path, *runs).verdicts == ()
+
+
+@pytest.mark.parametrize(("even", "word"), [(0.95, "supports"), (0.85, "contradicts")])
+def test_figure_15_of_monir_compares_splits_of_the_budget(even: float, word: str, tmp_path: Path):
+    """What the paper leaves open decides: the seeds speak for our choice alone."""
+    runs = []
+    for budgets, value in (([1.0, 2.0, 3.0], even), ([1.0, 10.0, 20.0], 0.9), ([1.0, 2.0, 20.0], 0.9)):
+        for seed in SEEDS:
+            value_of_seed = value + 1e-3 * seed
+            one = summary("flat", seed, value_of_seed, task="mnist", curves=samples.curves(value_of_seed))
+            one["details"]["config"]["individual"] = {"name": "scaling", "epsilons": budgets}
+            runs.append(one)
+    said = _says(_build("figure-monir-15", tmp_path, *runs))
+    assert f"at what was chosen here: {word} (2 of 2 pairs tested" in said
+    assert "cannot tell" in said
+
+
+@pytest.mark.parametrize(
+    ("spent", "word"),
+    [(0.9999, "supports"), (0.9, "contradicts"), (1.01, "contradicts"), (None, "cannot tell")],
+)
+def test_figure_13_of_monir_is_judged_by_what_groups_of_our_runs_spent(spent: float | None, word: str):
+    one = summary("flat", task="mnist")
+    one["details"]["config"]["individual"] = {"name": "sampling", "epsilons": [1.0, 2.0, 3.0]}
+    groups = [{"target": target, "epsilon": {"rdp": target * (spent or 1)}} for target in (1.0, 2.0, 3.0)]
+    one["privacy"]["individual"] = {"groups": groups}
+    document = figures.groups("sampling", "13", [] if spent is None else [Record("x.json", one)])
+    assert document.verdicts[0].word == word
+    # the other figure is about the other method
+    assert figures.groups("scaling", "14", [Record("x.json", one)]).verdicts[0].word == "cannot tell"
 
 
 def test_a_value_for_each_task_is_no_sweep(tmp_path: Path):

@@ -17,10 +17,14 @@ SAID = {"epsilon": 3.0, "delta": "half_over_n", "clip_norm": 0.1, "epochs": 2.0}
 
 def _runs(sign: float = 1.0, seeds: tuple[int, ...] = (0, 1, 2), **settings: object) -> list[dict]:
     said = {**SAID, **settings}
-    return [
+    runs = [
         summary("flat", seed, 0.6 + sign * 0.02 * math.log2(size / 16) + gain + 1e-3 * seed, lr=lr, batch_size=size, **said)
         for lr, gain in ((1.25e-4, 0.0), (5e-4, 0.04), (1e-3, 0.03)) for size in (16, 128, 2048) for seed in seeds
     ]  # fmt: skip
+    for one in runs:
+        one["details"]["config"]["peft"]["name"] = "head"
+        one["details"]["config"]["model"]["frozen_features"] = True
+    return runs
 
 
 def _figure(results: Path, *runs: dict) -> Document:
@@ -31,11 +35,11 @@ def _figure(results: Path, *runs: dict) -> Document:
 @pytest.mark.parametrize(("sign", "word"), [(1.0, "supports"), (-1.0, "contradicts")])
 def test_a_grid_is_a_heat_map_and_a_verdict(sign: float, word: str, tmp_path: Path):
     document = _figure(tmp_path, *_runs(sign))
-    assert document.status == "small 9/64 cells on sst2"
-    assert f"scale=small, sst2: {word}" in document.paragraphs[1]
+    assert document.status == "small 9 cells in miniature on sst2"
+    assert f"scale=small, in miniature on sst2: {word}" in document.paragraphs[1]
     (block,) = [section for section in document.sections if section.rows]
-    assert (block.heading, len(block.rows)) == ("scale=small, sst2", 9)
-    assert "ours, scale=small, sst2" in document.svg
+    assert (block.heading, len(block.rows)) == ("scale=small, in miniature on sst2", 9)
+    assert "ours, scale=small, in miniature on sst2" in document.svg
     assert document.svg.count("B = 128") == 1
     for row in block.rows:  # each number is in the picture
         assert f"{float(row['ours'].split()[0]):.4g}" in document.svg

@@ -24,7 +24,9 @@ def test_a_claim_has_one_row_and_decided_ones_come_first():
         "table-he-both", Verdict("a", "supports (1)", "+1"), Verdict("b", "contradicts (2)", "-1")
     )
     part = _document("table-he-part", Verdict("on mnist instead", "supports for a part of the claim, half"))
-    half = _document("table-he-half", Verdict("", "cannot tell: one seed"), Verdict("", "supports (1)"))
+    half = _document(
+        "table-he-half", Verdict("", "cannot tell: one seed"), Verdict("in miniature", "supports (1)")
+    )
     sure = Verdict("", "supports: it is so", "it is so")
     arithmetic = replace(_document("figure-he-6", sure), sections=(Section("", verdicts=(sure,)),))
     rows = overview.verdicts([unsure, arithmetic, both, part, half, Document("table-he-page", "no claim")])
@@ -34,7 +36,7 @@ def test_a_claim_has_one_row_and_decided_ones_come_first():
     ]  # fmt: skip
     assert rows[0]["ours"] == "a: +1\nb: -1"
     assert rows[1]["evidence"] == "small 1/2, a part of the claim (half), stand-in data"
-    assert rows[2]["evidence"] == "small 1/2, 1 of 2 tests decide"
+    assert rows[2]["evidence"] == "small 1/2, 1 of 2 tests decide, stand-in data"
     assert (rows[3]["ours"], rows[3]["evidence"]) == ("it is so", "recomputed")
 
 

@@ -86,7 +86,7 @@ def test_a_verdict_comes_from_seeds_and_a_test(tmp_path: Path):
         "**supports for a part of the claim, 1 of 2 comparisons in print (1 of 1 pairs tested"
     )
     assert "= +5.00" in small.paragraphs[2]
-    assert paper.paragraphs[0].startswith("**cannot tell: no pair of records")
+    assert paper.paragraphs[0].startswith("**cannot tell: no two of our runs")
     turned = [summary("perlayer", s, 0.90 + s / 1000) for s in SEEDS] + [
         summary("flat", s, 0.85 + s / 1000) for s in SEEDS
     ]
@@ -102,7 +102,7 @@ def test_a_verdict_comes_from_seeds_and_a_test(tmp_path: Path):
 def test_runs_that_differ_in_more_than_what_is_compared_are_not_compared(tmp_path: Path):
     flat = [summary("flat", seed, 0.90 + seed / 1000, epochs=2.0) for seed in SEEDS]
     layer = [summary("perlayer", seed, 0.85 + seed / 1000, epochs=3.0) for seed in SEEDS]
-    assert "no pair of records" in _build(tmp_path, *flat, *layer).sections[0].paragraphs[1]
+    assert "no two of our runs" in _build(tmp_path, *flat, *layer).sections[0].paragraphs[1]
 
 
 def test_a_learning_rate_of_its_own_is_allowed(tmp_path: Path):
@@ -232,7 +232,7 @@ def test_a_search_that_is_not_finished_forbids_a_verdict_against_its_side(tmp_pa
     even_better = summary("perlayer", 0, 0.95, lr=5e-3)  # of the side that is ahead anyway
     assert _build(tmp_path / "d", *turned, even_better).sections[0].paragraphs[1].startswith("**contradicts")
     neither = _build(tmp_path / "e", *high, *low, better, summary("flat", 0, 0.95, lr=5e-3)).sections[0]
-    assert neither.paragraphs[1].startswith("**cannot tell: fewer than two seeds on a side, or searches")
+    assert neither.paragraphs[1].startswith("**cannot tell: fewer than two seeds on a side, or a search")
 
 
 def test_a_cell_of_random_weights_is_another_than_that_of_the_pretrained_model():
