@@ -4,6 +4,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -68,6 +69,49 @@ def module_validator(folder):
         PrivacyEngine(model, optimizer, dataset, folder=folder, batch_size=20, steps=1, epsilon=3, delta=1e-3)
     except UserError as error:  # names the module and the way out; nothing is replaced behind your back
         return str(error)
+
+
+def recurrent_layers(folder):
+    class Texts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.lstm = nn.Embedding(30, 8), nn.LSTM(8, 8, batch_first=True)
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, tokens):
+            hidden, there = self.lstm(self.embedding(tokens))[0], (tokens > 0).unsqueeze(-1)
+            return self.head((hidden * there).sum(1) / there.sum(1))  # the mean of each text's own tokens
+
+    texts = [(torch.arange(1, 4 + i % 5), i % 2) for i in range(200)]
+    model = Texts()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    engine = PrivacyEngine(
+        model, optimizer, texts, folder=folder, batch_size=20, steps=3, epsilon=3, delta=1e-3
+    )
+
+    def padded(rows):
+        tokens = nn.utils.rnn.pad_sequence([text for text, _ in rows], batch_first=True)
+        return tokens, torch.tensor([label for _, label in rows])
+
+    for tokens, labels in engine.batches(padded):
+        engine.step(F.cross_entropy(model(tokens), labels, reduction="none"))
+    return engine
+
+
+def hugging_face_model(folder):
+    sizes = dict(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = TensorDataset(torch.randint(1, 30, (200, 6)), y)
+    engine = PrivacyEngine(
+        model, optimizer, rows, folder=folder, batch_size=20, steps=3, epsilon=3, delta=1e-3
+    )
+    for tokens, labels in engine.batches():
+        outputs = model(input_ids=tokens)
+        engine.step(F.cross_entropy(outputs.logits, labels, reduction="none"))  # not outputs.loss, a mean
+    return engine
 
 
 def per_layer_clipping(folder):

@@ -33,8 +33,8 @@ from tests.parallel.cases import NumberedNoise
 from tests.parallel.pool import run_ranks
 from tests.training.tiny import TinyTask, run_to_end, tiny_run
 
-# of the ways to one result: two epochs and a step of the third
-STEPS = 7
+# of the ways to one result: six epochs and two steps of the seventh
+STEPS = 20
 
 
 class SameTask(TinyTask):
@@ -242,16 +242,23 @@ def test_a_resumed_run_ends_with_the_same_weights_and_pays_once(tmp_path, checkp
         make(tmp_path / "cut", **named).train()
 
 
-def test_killed_and_resumed(tmp_path):
+@pytest.mark.parametrize("cell", [Cell("fp32", 1, False, False), Cell("bf16", 2, True, True)], ids=str)
+def test_killed_and_resumed(tmp_path, cell):
+    def made(folder, **arguments):
+        return make(
+            folder, cell.kind, network(cell.kind, cell.lora), cell.accumulation,
+            bf16=cell.precision == "bf16", **{CHECKPOINTING: cell.checkpointing}, **arguments,
+        )  # fmt: skip
+
     def session(folder, at=None):
         def work():
-            trainer = make(folder, max_steps=12, save_strategy="steps", save_steps=2, save_total_limit=2)
+            trainer = made(folder, max_steps=12, save_strategy="steps", save_steps=2, save_total_limit=2)
             trainer.train(resume_from_checkpoint=True)
             np.save(folder / "weights.npy", flat(trainer.model))
 
         return in_child(work, at)
 
-    make(tmp_path / "warm", max_steps=1).train()  # imports, before the forks
+    made(tmp_path / "warm", max_steps=1).train()  # imports, before the forks
     status, calls = session(tmp_path / "whole")
     assert status == 0
     for share in (0.5, 0.4):
