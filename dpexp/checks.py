@@ -403,7 +403,7 @@ def _data(run: RunConfig) -> Iterator[str]:
         run.data.label or run.task.label,
     ]
     if own_rows and len(set(columns)) < len(columns):
-        named = ", ".join(map(str, columns))
+        named = ", ".join(filter(None, columns))
         yield f"data.text, data.text_pair and data.label name one column twice ({named}): give each its own"
     if blank := [label for label in run.task.labels if not label.strip()]:
         yield f"task.labels={list(run.task.labels)} has {len(blank)} empty names: every class needs one"

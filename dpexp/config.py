@@ -363,12 +363,15 @@ def _unknown_key(key: str, schema: type, config_name: str) -> str:
     settings = sorted(_keys(schema))
     if (ours := ELSEWHERE.get(key.rpartition(".")[2])) in settings:
         return f"there is no setting {key}; did you mean {ours}?"
+    top = sorted({*groups_of(config_name), *(name.partition(".")[0] for name in settings)})
     if "." in key:
-        return f"there is no setting {key}{did_you_mean(key, [name for name in settings if '.' in name])}"
+        meant = did_you_mean(key, [name for name in settings if "." in name])
+        # where none is near, all of them are more than anybody reads
+        meant = meant if meant.startswith(";") else did_you_mean(key, top)
+        return f"there is no setting {key}{meant}"
     # "lr" means optim.lr
     if whole := [name for name in settings if name.endswith(f".{key}")]:
         return f"there is no setting {key}; did you mean {' or '.join(whole)}?"
-    top = sorted({*groups_of(config_name), *(name.partition(".")[0] for name in settings)})
     return f"there is no setting {key}{did_you_mean(key, top)}"
 
 

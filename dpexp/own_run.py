@@ -259,8 +259,11 @@ def _epsilon_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]
     steps, found = run.epsilons
     for name, values in found.items():
         kept = [(x, y) for x, y in zip(steps, values, strict=True) if y == y and y != float("inf")]
-        label = f"{name} (not a guarantee)" if name == "gdp" else name
-        yield label, [x for x, _ in kept], [y for _, y in kept]
+        yield _named(name), [x for x, _ in kept], [y for _, y in kept]
+
+
+def _named(accountant: str) -> str:
+    return f"{accountant} (not a guarantee)" if accountant == "gdp" else accountant
 
 
 def _dev_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]:
@@ -326,10 +329,12 @@ def _facts(run: OwnRun) -> dict[str, str]:
         facts["δ"] = f"{run.delta:.3g}"
     steps, spent = run.epsilons
     if steps:
-        facts |= {f"ε ({name})": f"{values[-1]:.4f}" for name, values in spent.items()}
+        facts |= {f"ε by {_named(name)}": f"{values[-1]:.4f}" for name, values in spent.items()}
     elif run.filtered:
         budget = summary["privacy"]["epsilon"]
-        facts |= {f"ε ({name})": f"{value:.4f}" for name, value in budget.items() if value is not None}
+        facts |= {
+            f"ε by {_named(name)}": f"{value:.4f}" for name, value in budget.items() if value is not None
+        }
     facts |= {name: f"{value:.4g}" for name, value in summary.get("metrics", {}).items()}
     for name, value in summary.get("performance", {}).items():
         facts[name] = f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -57,7 +57,7 @@ SETTINGS = [
     (["task=sst2", "scale=demo", "clip=flat,perlayer"], "needs -m"),
     ([*OWN, "task.labels=[a,b]"], "give data.num_examples=N"),
     ([*OWN, "data.num_examples=100"], "task.labels=[a,b] (the classes"),
-    ([*DECLARED, "data.label=t"], "name one column twice"),
+    ([*DECLARED, "data.label=t"], "name one column twice (t, t): "),
     ([*DECLARED, "data.text_pair=t"], "name one column twice"),
     ([*DECLARED, "task.labels=[a,'']"], "has 1 empty names"),
     ([*DECLARED, "task.labels=[a,a]"], "names a class twice"),

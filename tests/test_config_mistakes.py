@@ -28,6 +28,7 @@ MISTAKES = {
     "experiment=he2023_tabel4": "did you mean he2023_table4",
     "optim.lrr=1": "there is no setting optim.lrr; did you mean optim.lr",
     "privacy.epsilom=3": "did you mean privacy.epsilon",
+    "text.x=1": "there is no setting text.x (choices: accountant, analysis, ",
     "lr=1": "there is no setting lr; did you mean optim.lr?",
     "clpi=flat": "there is no setting clpi; did you mean clip?",
     "+typo=1": "there is no setting typo",

@@ -56,6 +56,7 @@ def test_a_run_is_a_page_with_its_pictures(tmp_path: Path) -> None:
         assert (folder / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("not private: computed") == 4  # heading and description of two pictures
     assert "unfinished" in page
+    assert page.count("gdp") == page.count("ε by gdp (not a guarantee)") == 1
 
 
 def test_what_is_not_private_can_be_left_out(tmp_path: Path) -> None:
@@ -93,6 +94,6 @@ def test_of_a_run_that_a_filter_ended_the_budget_is_shown_and_nothing_else(tmp_p
     (folder / "summary.json").write_text(json.dumps({"privacy": privacy, "task": "mnist"}))
     main([str(folder)])
     page = (folder / "report" / "index.html").read_text()
-    assert "<tr><th>ε (rdp)</th><td>7.7500</td></tr>" in page
-    assert "ε (pld)" not in page
+    assert "<tr><th>ε by rdp</th><td>7.7500</td></tr>" in page
+    assert "ε by pld" not in page
     assert not list((folder / "report").glob("epsilon.*"))
