@@ -316,7 +316,9 @@ class Clipper(AnyClipper):
 
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._independence.leave(output)
+        # a forward without gradients was not begun, and may run within one that was, or beside it in another thread
+        if torch.is_grad_enabled():
+            self._independence.leave(output)
         self._backend.leave(output)
 
     def _try_empty(self, args: tuple, kwargs: dict) -> None:

@@ -111,8 +111,9 @@ class TapBackend(Backend):
             raise UserError(REENTRANT)
 
     def leave(self, output: Any) -> None:
-        release_buffers(self)
-        self.recorder.close()
+        if torch.is_grad_enabled():
+            release_buffers(self)
+            self.recorder.close()
 
     def uninstall(self) -> None:
         for module, _ in self.sites:

@@ -26,6 +26,7 @@ from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.taps import Recorder
 
 TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
+HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # attributes that the followed value, which autograd knows as a view of the parameter, does not have itself
 OF_THE_PARAMETER = frozenset({"is_leaf", "grad", "grad_fn"})
@@ -87,6 +88,9 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
             return _set(func, *args)
         if func.__name__ == "__get__" and func.__self__.__name__ in OF_THE_PARAMETER:
             return func(args[0] if args[0].param is None else args[0].param)
+        if func in HOOKS and args[0].param is not None:
+            # where the clipper looks for it, and refuses it
+            return func(args[0].param, *args[1:], **kwargs)
         # no tap goes into torch.func's transforms, nor where tangents are computed beside the values
         transformed = peek_interpreter_stack() is not None or forward_ad._current_level >= 0
         plainly = torch.is_grad_enabled() and not transformed

@@ -1,5 +1,8 @@
 """Whether a formula gives what autograd gives for the same operation, under random weights of the examples.
 
+And whether the way from a value that was computed from parameters back to these is a linear map, as the formula believes: the
+weighted sum of all examples goes back at once.
+
 What was computed in 16 bits is compared in float32, on copies: the rounding of 16 bits would hide all but the grossest errors.
 """
 
@@ -15,10 +18,12 @@ from dpexp.clipping.gradients import PerExampleGradient
 from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.loop import finite
 from dpexp.clipping.operations.linear import Linear
-from dpexp.clipping.uses import Use
+from dpexp.clipping.uses import PullBack, Use, Value
 
 # bytes of an output, or of a gradient, from which on the check spares memory: it must need no more than a step does
 LARGE = 1 << 24
+# how much longer than another the gradient is by which a clamped one shows; a power of two rounds both alike
+FAR = 2.0**13
 
 
 def formula_is_right(
@@ -29,6 +34,11 @@ def formula_is_right(
     Autograd makes the output once more. A large one of a linear layer, as that over a vocabulary, is made for a few examples at
     a time.
     """
+    # each example goes back alone where something rounds
+    if not all(
+        _pulls_linearly(value) for value in use.values if value.graph is not None and not value.rounds
+    ):
+        return False
     num = len(weights)
     few = max(1, LARGE * num // max(1, gy.nbytes))
     if few >= num or not isinstance(use.formula, Linear) or layout not in (layouts.ROWS, layouts.BLOCKED):
@@ -41,6 +51,27 @@ def formula_is_right(
             use, absent=[(_cut(s, len(chosen), num, gy), dtype, device) for s, dtype, device in use.absent]
         )
         if not _agrees(part, here, _part(gy, examples, num), layout, rows // num * len(chosen), chosen):
+            return False
+    return True
+
+
+def _pulls_linearly(value: Value) -> bool:
+    """Tell whether no hook and no backward of somebody's own clamps or normalises what goes back from a value to parameters."""
+    assert value.graph is not None
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(value.leaf.shape, generator=generator).to(value.leaf) for _ in range(2))
+    for param in value.reached.values():
+        pull = PullBack(value.graph, param)
+        try:
+            alone = pull(one[None])
+            longer = pull(-FAR * one[None]).add_(alone, alpha=FAR)
+            sum_less = pull((one + other)[None]).sub_(alone).sub_(apart := pull(other[None]))
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return False
+        scale = 1e-3 * (_norm(alone) + _norm(apart))
+        if not bool((_norm(longer) <= FAR * scale) & (_norm(sum_less) <= scale)):
             return False
     return True
 

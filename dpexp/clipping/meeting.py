@@ -17,6 +17,7 @@ from dpexp.clipping.operations import formula_for, spreads
 from dpexp.clipping.taps import Recorder
 from dpexp.clipping.uses import Formula, Slot, Template, Use, Value, ValueSlot, in_autocast
 from dpexp.clipping.values import Values, has_rows, names_of, origin, values_of
+from dpexp.errors import UserError
 
 # Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
 USE = "use"
@@ -27,6 +28,10 @@ SHARED = "shared"
 # left to ordinary autograd: now one, now the other, in places that have the same name
 NATIVE = "native"
 
+INNER = (
+    "the forward asks autograd for the gradient of {name} (torch.autograd.grad: a step of an inner loop), which no tap lets "
+    "through: torch.func.grad of a function of the weights gives the same, and is clipped exactly"
+)
 LONGEST_KEY = 200
 RANDOM = ("dropout", "bernoulli", "rand", "multinomial", "rrelu", "gumbel")
 
@@ -118,7 +123,12 @@ def use(
 
     Returns:
         NotImplemented where ordinary autograd has to carry the gradient.
+
+    Raises:
+        UserError: the operation is a gradient of a parameter.
     """
+    if func is torch.autograd.grad:
+        raise UserError(INNER.format(name=values[0].key))
     met = values_of(recorder, values)
     if met is None or any(t.is_complex() for t in (*values, *others)):
         return NotImplemented

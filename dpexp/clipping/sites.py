@@ -21,6 +21,11 @@ from dpexp.errors import UserError
 SITE = "_dpexp_site"
 CUT = "a clipper is attached, which records in Python: leave fullgraph=True out, and the graph is cut where parameters are used"
 
+MOVED = (
+    "{name!r} was taken out of its module after attach (a parametrisation, weight norm, pruning): do that before the clipper or "
+    "the PrivacyEngine is made, to the model as it was before"
+)
+
 
 class Site:
     """What a swapped module knows: the first names of its trainable parameters, and the recorder."""
@@ -37,6 +42,8 @@ class Site:
 
     def read(self, module: nn.Module, local: str) -> Tensor:
         """Return what ``module.<local>`` is for whoever reads it."""
+        if local not in module._parameters:
+            raise UserError(MOVED.format(name=self.params[local]))
         param = module._parameters[local]
         if torch.is_grad_enabled() and self.recorder.following:
             name = self.params[local]
@@ -94,7 +101,7 @@ def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: b
     """
     key = (cls, params, with_forward)
     if key not in _swapped_classes:
-        body: dict[str, Any] = {local: property(_reader(local)) for local in params}
+        body: dict[str, Any] = {local: property(_reader(local), _writer(local)) for local in params}
         body |= {"_dpexp_swapped": True, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         body["__reduce_ex__"] = _reduce
         if with_forward:
@@ -113,6 +120,14 @@ def _reader(local: str) -> Any:
         return site.read(module, local)
 
     return read
+
+
+def _writer(local: str) -> Any:
+    def write(module: nn.Module, value: Any) -> None:
+        # a module sets its own parameters elsewhere
+        raise UserError(MOVED.format(name=module.__dict__[SITE].params[local]))
+
+    return write
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -50,7 +50,7 @@ class Value:
             elif isinstance(of_value, Outer) and self.is_transpose:
                 yield name, of_value.transposed()
             else:
-                yield name, Pulled(of_value, _PullBack(self.graph, param), param.shape, self.rounds)
+                yield name, Pulled(of_value, PullBack(self.graph, param), param.shape, self.rounds)
 
     @property
     def is_transpose(self) -> bool:
@@ -71,11 +71,11 @@ class Value:
             if self.graph is None:
                 yield name, of_value
             else:
-                yield name, _PullBack(self.graph, param)(of_value[None])[0]
+                yield name, PullBack(self.graph, param)(of_value[None])[0]
 
 
 @dataclass(frozen=True, eq=False)
-class _PullBack:
+class PullBack:
     """The transposed Jacobian of a value with respect to one parameter, applied to a batch of gradients."""
 
     graph: Tensor

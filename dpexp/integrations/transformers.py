@@ -23,6 +23,7 @@ nobody in it.
 import copy
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,21 +116,33 @@ class Trainer(transformers.Trainer):
         labels = inputs["labels"]
         features = {name: value for name, value in inputs.items() if name != "labels"}
         base: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
-        encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
-        if encoder_decoder and "decoder_input_ids" not in features:
-            features["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels=labels)
-        logits = model(**features)["logits"]
-        if logits.dim() == 2 and labels.dim() == 2:
+        config = getattr(base, "config", None)
+        encoder_decoder = getattr(config, "is_encoder_decoder", False)
+        tokens = labels.dim() == 2 and not labels.is_floating_point()
+        if encoder_decoder and tokens and "decoder_input_ids" not in features:
+            features |= _shifted(base, labels)
+        output = model(**features)
+        if not isinstance(output, Mapping) or "logits" not in output:
+            given = ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+            raise UserError(
+                f"{type(base).__name__} gives {given} and no logits by name: subclass the Trainer and write "
+                "per_example_losses(model, inputs), one loss per row"
+            )
+        logits = output["logits"]
+        # as Hugging Face's ForSequenceClassificationLoss decides it
+        kind = getattr(config, "problem_type", None) or ("regression" if logits.shape[1:] == (1,) else "")
+        if logits.dim() == 2 and kind == "regression" and labels.numel() == logits.numel():
+            return F.mse_loss(logits.float(), labels.float().view_as(logits), reduction="none").mean(1)
+        if logits.dim() == 2 and labels.shape == logits.shape:
             losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
             return losses.mean(1)
-        if logits.dim() == 2 and labels.is_floating_point():
-            return F.mse_loss(logits.float().squeeze(1), labels.float(), reduction="none")
-        if logits.dim() == 2 and labels.dim() == 1:
+        if logits.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point():
             return F.cross_entropy(logits.float(), labels, reduction="none")
-        if logits.dim() == 3 and labels.dim() == 2:
-            if type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not encoder_decoder:
-                # With a prefix that is learnt the logits of the text still come last.
-                logits, labels = logits[:, -labels.shape[1] : -1], labels[:, 1:]
+        causal = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not encoder_decoder
+        if causal and logits.dim() == 3 and labels.dim() == 2:
+            # With a prefix that is learnt the logits of the text still come last.
+            logits, labels = logits[:, -labels.shape[1] : -1], labels[:, 1:]
+        if logits.dim() == 3 and labels.shape == logits.shape[:2]:
             losses = F.cross_entropy(
                 logits.float().transpose(1, 2), labels, reduction="none", ignore_index=IGNORED
             )
@@ -319,6 +332,16 @@ def _losses_of_spans(model: Any, inputs: dict[str, Any]) -> Tensor:
         positions = inputs[name].clamp(0, outside)
         losses.append(F.cross_entropy(logits, positions, ignore_index=outside, reduction="none"))
     return (losses[0] + losses[1]) / 2
+
+
+def _shifted(base: Any, labels: Tensor) -> dict[str, Tensor]:
+    """What a decoder reads that is to write the labels; nothing of a head that is no language model."""
+    if (prepare := getattr(base, "prepare_decoder_input_ids_from_labels", None)) is not None:
+        return {"decoder_input_ids": prepare(labels=labels)}
+    shift = getattr(sys.modules[type(base).__module__], "shift_tokens_right", None)
+    if shift is None:
+        return {}
+    return {"decoder_input_ids": shift(labels, base.config.pad_token_id, base.config.decoder_start_token_id)}
 
 
 class _Taken:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from dpexp.errors import UserError
 from dpexp.privacy.schedules import Schedule
@@ -25,6 +27,13 @@ OPTIONAL = ("steps", "epochs", "epsilon", "noise_multiplier", "target_quantile",
 """May be None."""
 LARGEST = {"clip_norm": 1e18, "loss_scale": 1e18}
 """Of what is computed with in 32 bits."""
+MADE = (dict, list, tuple, torch.Tensor, np.ndarray)
+"""Rows, of which no two are one object by chance; numbers and texts may be."""
+AGAIN = "a Subset or a selection with repeated numbers, a part that is put in again"
+COPIES = (
+    "privacy would protect each copy by itself. Give every example once, with a weight in its loss where it is to count more; or "
+    "say whose each copy is: users="
+)
 
 
 # what PrivacyEngine takes where nothing is given
@@ -132,11 +141,11 @@ def checked_folder(folder: Any) -> Path:
     return path
 
 
-def check_dataset(dataset: Any) -> None:
-    """Refuse what has no examples by number.
+def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
+    """Refuse what has no examples by number, and what has an example under several, unless ``users`` says whose each is.
 
     Raises:
-        UserError: a loader, a table, several splits or a stream.
+        UserError: a loader, a table, several splits or a stream; an example stands there more than once.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -161,6 +170,51 @@ def check_dataset(dataset: Any) -> None:
         raise UserError(
             f"a {kind} has no length or no examples by number, and Poisson sampling needs both: give a map-style data set"
         )
+    if users is not None:
+        return
+    most = _copies(_origins(dataset, {})) if _made_of_others(dataset) else 1
+    if most > 1:
+        raise UserError(f"an example stands in the data set up to {most} times ({AGAIN}), and {COPIES}")
+    # a list may be a stand-in for data, in which nobody is anybody
+    rows = [id(row) for row in dataset if isinstance(row, MADE)] if isinstance(dataset, list) else []
+    if len(set(rows)) < len(rows):
+        warnings.warn(f"a row stands in the data set up to {_copies(rows)} times, and {COPIES}", stacklevel=3)
+
+
+def _made_of_others(dataset: Any) -> bool:
+    return isinstance(dataset, Subset | ConcatDataset) or hasattr(dataset, "_indices")
+
+
+def _copies(origins: Any) -> int:
+    """How often the most frequent number is there."""
+    return int(np.unique(origins, return_counts=True)[1].max(initial=1))
+
+
+def _origins(dataset: Any, met: dict[int, int]) -> np.ndarray:
+    """Number the examples of a data set, ``[N]``, so that copies have one number.
+
+    Args:
+        dataset: a `Subset`, a `ConcatDataset` and a `datasets.Dataset` tell what they are made of; any other one counts as made
+            of different examples.
+        met: the parts that were met before, by identity, and which of them it was.
+    """
+
+    def first(identity: int) -> int:
+        return met.setdefault(identity, len(met)) << 32
+
+    if isinstance(dataset, Subset):
+        return _origins(dataset.dataset, met)[np.asarray(dataset.indices, dtype=np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        return np.concatenate([_origins(part, met) for part in dataset.datasets])
+    if hasattr(dataset, "_indices") and getattr(dataset, "column_names", ()):
+        # where the rows lie in memory, which concatenate_datasets() leaves as it is
+        chunks = dataset.data.column(0).chunks
+        places = [next((b.address for b in reversed(chunk.buffers()) if b), id(chunk)) for chunk in chunks]
+        pairs = zip(places, chunks, strict=True)
+        parts = [first(place) + chunk.offset + np.arange(len(chunk)) for place, chunk in pairs]
+        found = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+        return found if dataset._indices is None else found[dataset._indices.column(0).to_numpy()]
+    return first(id(dataset)) + np.arange(len(dataset))
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:

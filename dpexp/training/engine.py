@@ -7,7 +7,7 @@ checkpoints. The loop keeps what is its own: model, optimiser, data set, collate
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Number
 from pathlib import Path
@@ -47,7 +47,7 @@ from dpexp.training.arguments import (
 from dpexp.training.collating import Collation
 from dpexp.training.decisions import Decisions
 from dpexp.training.export import summary_of, write_card
-from dpexp.training.guards import GradientGuard, GuardedOptimizer
+from dpexp.training.guards import Batches, GradientGuard, GuardedOptimizer, OneAtATime
 from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
 from dpexp.training.own_losses import Losses, look_at_losses
 from dpexp.training.release import Release, build_policy
@@ -154,7 +154,7 @@ class PrivacyEngine:
         model, wrapper = unwrapped(model)
         self.ranks = ranks = ranks_of(wrapper)
         check_optimizer(model, optimizer)
-        check_dataset(dataset)
+        check_dataset(dataset, users)
         check_rule(rule, allocation)
         self._units = units_of(len(dataset), users, given.rows_per_example)
         adaptive = given.target_quantile is not None
@@ -240,6 +240,7 @@ class PrivacyEngine:
         self._open.callback(self._steps.clear)
         weakref.finalize(self, self._open.close)
         self._loop: object = None
+        self._alone = OneAtATime()
         # ranks that share a model must go through it equally often, whatever they know of padding
         self._collation = Collation(self.clipper, self._units.ordered, looks=not self._steps.sharded)
         self._broken = False
@@ -290,6 +291,15 @@ class PrivacyEngine:
         Raises:
             UserError: `step` was not called for a batch, or another loop over `batches` was begun meanwhile.
         """
+        return Batches(self._batches(collate_fn, physical_batch_size, length, steps), self._alone)
+
+    def _batches(
+        self,
+        collate_fn: Callable[[list[Any]], Any],
+        physical_batch_size: int,
+        length: Callable[[int], int] | None,
+        steps: int | None,
+    ) -> Generator[Any, None, None]:
         if not callable(collate_fn):
             raise UserError(
                 f"collate_fn={collate_fn!r} is no function: give the size as physical_batch_size={collate_fn!r}"
@@ -350,8 +360,12 @@ class PrivacyEngine:
 
         Raises:
             UserError: no batch is waiting for its losses, there are more or fewer losses than examples, what an example loses
-                depends on the others (see `watch`), or the loop has written to the gradients.
+                depends on the others (see `watch`), the loop has written to the gradients, or another thread takes the step.
         """
+        with self._alone:
+            return self._step(losses)
+
+    def _step(self, losses: Tensor) -> bool:
         self._refuse_closed()
         self._watch.end()
         if self._steps.piece is None:

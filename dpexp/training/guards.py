@@ -1,8 +1,9 @@
 """What keeps a person's own loop from moving weights by gradients without noise, or from spoiling a sum half-way."""
 
 import math
+import threading
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,41 @@ TOUCHED = (
     "the gradient of {name} {what} in the middle of a batch: leave out zero_grad(), loss.backward(), clip_grad_norm_() and a "
     "GradScaler. engine.step(losses) does all of it"
 )
+
+
+class OneAtATime:
+    """Lets in one thread at a time: two that take the same step would count an example twice.
+
+    Raises:
+        UserError: another thread is inside.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise UserError(
+                "two threads use this PrivacyEngine at once: take batches and call step(losses) in one thread alone"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+class Batches(Iterator[Any]):
+    """The batches of a loop, taken by one thread at a time."""
+
+    def __init__(self, batches: Generator[Any, None, None], alone: OneAtATime):
+        self._batches, self._alone = batches, alone
+
+    def __next__(self) -> Any:
+        with self._alone:
+            return next(self._batches)
+
+    def close(self) -> None:
+        """Leave the loop."""
+        self._batches.close()
 
 
 class GuardedOptimizer:

@@ -23,6 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpexp.clipping.dataflow import FEW, in_place, tensors_in
 from dpexp.clipping.following import Followed
 from dpexp.clipping.operations.others import BROADCASTING
+from dpexp.clipping.roots import nodes_behind
+from dpexp.clipping.taps import BY_TAP
 from dpexp.errors import UserError
 from dpexp.training.guards import TOUCHED
 
@@ -39,6 +41,7 @@ SHAPES = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
+DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 # the last one: a parameter, as it is read within a module of an attached model
 PLAIN = (Tensor, nn.Parameter, Followed)
 
@@ -59,6 +62,12 @@ REPEATED = (
     "the loop takes rows of its batch by an index in which some stand twice (a bootstrap, classes made equally frequent): their "
     "examples have two losses each, and move the clipped sum by twice the threshold. Leave it out: in a Poisson sample every "
     "example stands once"
+)
+
+ASKED = (
+    "the loop asks autograd for the gradient of {name}, and an attached model has none: gradients are found by example within "
+    "engine.step(losses). Leave it out (a gradient penalty, meta-learning, influence, balance of losses), or do it on public "
+    "data with a copy of the weights in a model without an engine. Gradients of inputs are free"
 )
 
 
@@ -214,6 +223,8 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func in DIFFERENTIATING:
+            self._refuse_own(given)
         if self._inside:
             return self._made_within(func, args, kwargs, given)
         if given and in_place(func) and (name := self._sums.get(_storage(given[0]))) is not None:
@@ -288,6 +299,15 @@ class Trace(TorchFunctionMode):
         takes = along and rows == self.examples and isinstance(index, Tensor) and index.shape == (rows,)
         if takes and index.dtype != torch.bool and len(index.unique()) < rows:
             raise UserError(REPEATED)
+
+    def _refuse_own(self, given: list[Tensor]) -> None:
+        """Refuse to differentiate by the model's parameters, of which autograd finds nothing behind a tap."""
+        names = [self._own.get(_storage(t)) for t in given if type(t) is nn.Parameter]
+        name = next((name for name in names if name is not None), None)
+        if name is not None and any(
+            isinstance(node, BY_TAP) for node in nodes_behind([t.grad_fn for t in given])
+        ):
+            raise UserError(ASKED.format(name=name))
 
     def _look_at_parameters(self, func: Any, given: list[Tensor]) -> None:
         """Refuse values of the batch that are written to the model, and note parameters of others that it goes through."""

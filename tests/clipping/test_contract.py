@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
@@ -204,6 +206,22 @@ def test_refusals_leave_every_gradient_as_it_was() -> None:
     assert all(
         torch.equal(p.grad, torch.full_like(p, 7.0)) for n, p in model.named_parameters() if "late" not in n
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.weight_norm,
+        lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_is_taken_out_of_its_module_after_attach_is_named(change: Any) -> None:
+    model = mlp()
+    attach(model)
+    with pytest.raises(ValueError, match=r"'0\.weight' was taken out of its module after attach"):
+        change(model[0])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dpexp.clipping import attach
+from dpexp.clipping.loop import LOOPED
 from dpexp.errors import UserError
 from tests.clipping.test_engines import expected
 from tests.clipping.test_followed_parameters import own
@@ -177,6 +179,113 @@ def test_hooks_on_gradients_of_parameters_are_refused() -> None:
     model[2].bias.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(UserError, match=r"2\.bias has a hook"):
         model(x)
+
+
+class Watched(nn.Module):
+    """Is evaluated while its own forward runs, here or in another thread."""
+
+    def __init__(self, by_thread: bool) -> None:
+        super().__init__()
+        self.layer, self.scale, self.by_thread = nn.Linear(WIDTH, 3), nn.Parameter(torch.rand(3)), by_thread
+        self.said: list[Exception] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if torch.is_grad_enabled():
+            if self.by_thread:
+                thread = threading.Thread(target=self.evaluate, args=(x,))
+                thread.start()
+                thread.join()
+            else:
+                self.evaluate(x)
+        return y * self.scale
+
+    def evaluate(self, x: Tensor) -> None:
+        try:
+            with torch.no_grad():
+                self(x)
+        except Exception as error:
+            self.said.append(error)
+
+
+@pytest.mark.parametrize("by_thread", [True, False])
+def test_an_evaluation_does_not_end_the_forward_that_it_comes_into(by_thread: bool) -> None:
+    model = Watched(by_thread).double()
+    clipper = attach(model)
+    clipper.backward(model(rows(5)["x"]).square().sum(1))
+    assert not model.said
+    assert LOOPED not in clipper.choices.values()
+    clipper.detach()
+    exact_in_company(model, [rows(5), rows(4)], "auto", positional)
+
+
+class InnerLoop(nn.Module):
+    """Takes a step on each example alone before it answers, as in meta-learning."""
+
+    def __init__(self, by_func: bool) -> None:
+        super().__init__()
+        self.weight, self.by_func = nn.Parameter(torch.randn(WIDTH, 3) / 2), by_func
+
+    def forward(self, x: Tensor) -> Tensor:
+        def error(weight: Tensor, row: Tensor) -> Tensor:
+            return (row @ weight).tanh().square().sum()
+
+        answers = []
+        for row in x:
+            if self.by_func:
+                step = torch.func.grad(error)(self.weight, row)
+            else:
+                (step,) = torch.autograd.grad(error(self.weight, row), self.weight, create_graph=True)
+            answers.append(row.flip(0) @ (self.weight - 0.1 * step))
+        return torch.stack(answers)
+
+
+def test_an_inner_loop_is_exact_by_torch_func_and_named_otherwise() -> None:
+    model = InnerLoop(by_func=False).double()
+    attach(model)
+    with pytest.raises(UserError, match=r"gradient of weight .*torch\.func\.grad"):
+        model(rows(5)["x"])
+    exact_in_company(InnerLoop(by_func=True), [rows(5), rows(4)], "auto", positional, patient=True)
+
+
+class Hooked(nn.Module):
+    """Hangs a hook on a weight, or on what is computed from it, in its forward."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor], derived: bool = True) -> None:
+        super().__init__()
+        self.layer, self.hook, self.derived = nn.Linear(WIDTH, 3), hook, derived
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        value = weight * 2.0 if self.derived else weight
+        if value.requires_grad:
+            value.register_hook(self.hook)
+        return F.linear(x, value, self.layer.bias)
+
+
+def test_hooks_that_a_forward_hangs_on_parameters_are_refused() -> None:
+    model = Hooked(lambda g: g * 0.1, derived=False).double()
+    clipper = attach(model)
+    with pytest.raises(UserError, match=r"layer\.weight has a hook"):
+        clipper.backward(model(rows(5)["x"]).square().sum(1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda g: g * 0.1,
+        lambda g: g.clamp(-0.3, 0.3),
+        lambda g: g / g.norm().clamp(min=1.0),
+        lambda g: g.clamp(min=0.0),
+        lambda g: torch.where(g.abs() == g.abs().max(), g, 0.0),
+    ],
+)
+def test_what_a_hook_makes_of_a_gradient_it_makes_of_each_examples(
+    hook: Callable[[Tensor], Tensor], engine: str
+) -> None:
+    """A clamped sum is not the sum of what is clamped: an example could move it by more than its threshold."""
+    exact_in_company(Hooked(hook), [rows(5), rows(4)], engine, positional)
 
 
 # -- inside of the forward ---------------------------------------------------------------------------------------------

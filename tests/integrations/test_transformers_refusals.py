@@ -116,6 +116,66 @@ def test_answers_by_spans_have_hugging_face_s_losses_row_by_row():
     assert losses[2].item() == pytest.approx(cut, rel=1e-5)
 
 
+SMALL = {
+    "vocab_size": 20, "hidden_size": 16, "d_model": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16, "max_position_embeddings": 16, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+    "num_mel_bins": 4, "max_source_positions": 5, "max_target_positions": 16,
+}  # fmt: skip
+TEXTS = {"input_ids": torch.tensor([[5, 6, 7, 2], [8, 9, 4, 2], [9, 3, 6, 2]])}
+SOUNDS = {"input_features": torch.rand(3, 4, 10, generator=torch.Generator().manual_seed(0))}
+WORDS = torch.tensor([[4, 5, 2, -100], [6, 7, 8, 2], [9, 2, -100, -100]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "features", "labels"),
+    [
+        ("BertForSequenceClassification", {"num_labels": 1}, TEXTS, torch.tensor([0, 3, 5])),
+        ("BertForSequenceClassification", {"num_labels": 1}, TEXTS, torch.tensor([[0.0], [0.7], [2.0]])),
+        (
+            "BertForSequenceClassification",
+            {"num_labels": 3, "problem_type": "regression"},
+            TEXTS,
+            torch.arange(9.0).view(3, 3),
+        ),
+        ("BertForSequenceClassification", {"num_labels": 3}, TEXTS, torch.eye(3)),
+        ("BartForSequenceClassification", {"num_labels": 3}, TEXTS, torch.tensor([0, 2, 1])),
+        ("BartForConditionalGeneration", {}, TEXTS, WORDS),
+        ("M2M100ForConditionalGeneration", {}, TEXTS, WORDS),
+        ("WhisperForConditionalGeneration", {}, SOUNDS, WORDS),
+    ],
+)
+def test_losses_are_hugging_face_s_of_each_row_alone(kind, settings, features, labels):
+    torch.manual_seed(0)
+    made = getattr(transformers, kind)
+    model = made(made.config_class(**SMALL | settings)).eval()
+    losses = Trainer.per_example_losses(None, model, features | {"labels": labels})
+    for i in range(3):
+        row = {name: value[i : i + 1] for name, value in features.items()}
+        alone = model(**row, labels=labels[i : i + 1]).loss
+        assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "says"),
+    [
+        ({"loss": 0, "prediction_logits": 0}, "gives loss, prediction_logits and no logits"),
+        ((torch.zeros(2, 3),), "gives a tuple and no logits"),
+        # a sound is longer than its text (CTC)
+        ({"logits": torch.zeros(2, 9, 5)}, "no per-example loss is known"),
+    ],
+)
+def test_heads_without_a_loss_for_each_row_are_named(outputs, says):
+    class Head(nn.Module):
+        config = transformers.BertConfig()
+
+        def forward(self, **features):
+            return outputs
+
+    with pytest.raises(UserError, match=says):
+        Trainer.per_example_losses(None, Head(), {"labels": torch.zeros(2, 4, dtype=torch.long)})
+
+
 def test_a_batch_without_labels_is_named():
     with pytest.raises(UserError, match="a batch has no labels, it has input_ids, targets"):
         Trainer.per_example_losses(None, None, {"input_ids": 1, "targets": 2})

@@ -7,8 +7,9 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from datasets import Dataset, concatenate_datasets
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
@@ -288,3 +289,47 @@ def test_a_schedule_or_a_delta_that_is_none_gets_one_sentence(tmp_path, changes,
         make(tmp_path / "run", **changes)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+ROWS = [(torch.full((10,), float(i)), i % 3) for i in range(30)]
+DICTIONARIES = [{"x": x, "y": y} for x, y in ROWS]
+TABLE = Dataset.from_dict({"x": [[float(i)] for i in range(30)], "y": list(range(30))})
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        Subset(ROWS, [*range(30), 3, 3]),
+        Subset(Subset(ROWS, range(5)), torch.tensor([0, 1, 1])),
+        ConcatDataset([ROWS, Subset(ROWS, [7])]),
+        TABLE.select([0, 1, 1]),
+        concatenate_datasets([TABLE, TABLE.select(range(3))]),
+    ],
+)
+def test_an_example_that_stands_in_the_data_set_twice_is_refused(tmp_path, repeated):
+    """As where a rare class is put in several times: each copy would be protected by itself."""
+    with pytest.raises(UserError, match=r"an example stands in the data set up to [23] times"):
+        make(tmp_path, dataset=repeated, batch_size=2)
+    users = list(range(len(repeated)))
+    make(tmp_path, dataset=repeated, batch_size=2, users=users, data_name="rows 1").close()
+
+
+@pytest.mark.parametrize("repeated", [DICTIONARIES + DICTIONARIES[:5], ROWS + ROWS])
+def test_a_row_that_stands_in_a_list_twice_is_named(tmp_path, repeated):
+    with pytest.warns(UserWarning, match="a row stands in the data set up to 2 times"):
+        make(tmp_path, dataset=repeated, batch_size=2).close()
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        ["a", "a", 1, 1, 1],
+        Subset(ROWS, [3, 1, 2]),
+        ConcatDataset([Subset(ROWS, range(10)), Subset(ROWS, range(10, 30))]),
+        TABLE.select([2, 0, 1]),
+        concatenate_datasets([TABLE.select(range(10)), TABLE.select(range(10, 30))]),
+        concatenate_datasets([TABLE, Dataset.from_dict(TABLE.to_dict())]),
+    ],
+)
+def test_different_examples_may_come_from_anywhere(tmp_path, different):
+    make(tmp_path, dataset=different, batch_size=2, data_name="rows 1").close()

@@ -1,9 +1,12 @@
 """`PrivacyEngine`: mistakes in the loop are noticed, and nothing of them is released."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from dpexp.errors import UserError
 from tests.training.own_loop import (
@@ -200,3 +203,73 @@ def test_several_processes_that_do_not_share_a_batch_are_refused(tmp_path, monke
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(UserError, match="2 processes"):
         run_to_end(tmp_path / "loop", tiny_run())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda loss, weights: torch.autograd.grad(loss, weights),
+        lambda loss, weights: torch.autograd.grad(loss, weights, allow_unused=True),
+        lambda loss, weights: loss.backward(inputs=weights),
+        lambda loss, weights: torch.autograd.backward([loss], inputs=weights),
+    ],
+)
+def test_gradients_of_the_weights_are_not_the_loops(tmp_path, ask):
+    """Autograd would find none behind a tap, and say so in other words, or not at all."""
+    engine = make(tmp_path)
+    batch, _loop = first_batch(engine)
+    loss = losses_of(engine, batch).mean()
+    with pytest.raises(UserError, match=r"asks autograd for the gradient of 0\.weight"):
+        ask(loss, list(engine.model.parameters()))
+
+
+def test_gradients_of_the_weights_alone_are_the_loops(tmp_path):
+    """They depend on no example."""
+    engine = make(tmp_path)
+    _batch, _loop = first_batch(engine)
+    weight = engine.model[0].weight
+    (gradient,) = torch.autograd.grad(weight.square().sum(), weight)
+    torch.testing.assert_close(gradient, 2 * weight.detach())
+
+
+def in_another_thread(action):
+    """Returns what is said of it there."""
+    said = []
+
+    def act():
+        try:
+            action()
+        except Exception as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    return said
+
+
+def test_two_threads_do_not_take_one_step(tmp_path):
+    """Both would add the same examples."""
+    engine, said = make(tmp_path), []
+    batch, _loop = first_batch(engine)
+    losses, others = losses_of(engine, batch), losses_of(engine, batch)
+
+    def meanwhile(gradient):
+        if not said:
+            said.extend(in_another_thread(lambda: engine.step(others)))
+
+    losses.register_hook(meanwhile)
+    engine.step(losses)
+    assert "two threads" in said[0]
+
+
+def test_two_threads_do_not_take_one_batch(tmp_path):
+    engine, said = make(tmp_path), []
+
+    def collate(rows):
+        said.extend(in_another_thread(lambda: next(loop)))
+        return default_collate(rows)
+
+    loop = engine.batches(collate)
+    engine.step(losses_of(engine, next(loop)))
+    assert "two threads" in said[0]
