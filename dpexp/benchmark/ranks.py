@@ -48,7 +48,7 @@ METHODS = {
     "pipeline": ("nonprivate", "device", *(f"flat, {way}" for way in WAYS)),
 }
 SIZES = {
-    "full": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 2048, "length": 128, "examples": 32, "microbatch": 8},
+    "full": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 2048, "length": 128, "examples": 16, "microbatch": 4},
     "tiny": {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 50, "length": 8, "examples": 4, "microbatch": 2},
 }  # fmt: skip
 CLIP_NORM, RATE = 0.1, 1e-3
