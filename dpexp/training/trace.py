@@ -166,7 +166,7 @@ class Trace(TorchFunctionMode):
         # also as p.grad.data, which has no version
         parameters = self.model.named_parameters()
         self._sums = {
-            _storage(p.grad): name for name, p in parameters if p.grad is not None and p.grad.numel()
+            _storage(p.grad): (name, p) for name, p in parameters if p.grad is not None and p.grad.numel()
         }
         # below modes that the loop has entered: who leaves one takes the topmost off
         _stack([self, *_unstacked()])
@@ -227,8 +227,8 @@ class Trace(TorchFunctionMode):
             self._refuse_own(given)
         if self._inside:
             return self._made_within(func, args, kwargs, given)
-        if given and in_place(func) and (name := self._sums.get(_storage(given[0]))) is not None:
-            raise UserError(TOUCHED.format(name=name, what="was written to"))
+        if given and in_place(func):
+            self._refuse_sum(given[0])
         if self.failure:
             return self._followed(func, args, kwargs, given)
         if not any(t in self.numbers or t in self.rowed or t in self._within for t in given):
@@ -300,13 +300,19 @@ class Trace(TorchFunctionMode):
         if takes and index.dtype != torch.bool and len(index.unique()) < rows:
             raise UserError(REPEATED)
 
+    def _refuse_sum(self, written: Tensor) -> None:
+        """Refuse what writes to a gradient; what lies where a gradient was that is gone is none."""
+        name, param = self._sums.get(_storage(written), ("", None))
+        if param is not None and param.grad is not None and _storage(param.grad) == _storage(written):
+            raise UserError(TOUCHED.format(name=name, what="was written to"))
+
     def _refuse_own(self, given: list[Tensor]) -> None:
         """Refuse to differentiate by the model's parameters, of which autograd finds nothing behind a tap."""
         names = [self._own.get(_storage(t)) for t in given if type(t) is nn.Parameter]
         name = next((name for name in names if name is not None), None)
-        if name is not None and any(
-            isinstance(node, BY_TAP) for node in nodes_behind([t.grad_fn for t in given])
-        ):
+        # who visits taps is a clipper
+        taps = (node for node in nodes_behind([t.grad_fn for t in given]) if isinstance(node, BY_TAP))
+        if name is not None and any(tap.recorder.visiting is None for tap in taps):
             raise UserError(ASKED.format(name=name))
 
     def _look_at_parameters(self, func: Any, given: list[Tensor]) -> None:

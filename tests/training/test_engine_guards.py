@@ -273,3 +273,16 @@ def test_two_threads_do_not_take_one_batch(tmp_path):
     loop = engine.batches(collate)
     engine.step(losses_of(engine, next(loop)))
     assert "two threads" in said[0]
+
+
+def test_what_lies_where_a_gradient_was_is_none(tmp_path):
+    """A loop that was left in the middle, as after an error in a notebook, still watches; its memory may be another engine's."""
+    engine = make(tmp_path)
+    batch, _loop = first_batch(engine, size=2)
+    engine.step(losses_of(engine, batch))
+    weight = engine.model[0].weight
+    gradient = weight.grad
+    with pytest.raises(UserError, match="was written to"):
+        gradient.add_(1)
+    weight.grad = None
+    gradient.add_(1)
