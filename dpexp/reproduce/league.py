@@ -41,6 +41,7 @@ class Entry:
         words: of its command, without what `_FREE` names.
         rates: that are to be tried.
         own: how many of the words are the method's; they come last.
+        seeds: that are to be run at the best rate.
     """
 
     task: str
@@ -49,6 +50,7 @@ class Entry:
     words: tuple[str, ...]
     rates: tuple[float, ...]
     own: int
+    seeds: tuple[int, ...]
 
     def command(self, rate: float, seeds: Sequence[int], trials: int) -> str:
         """That trains it."""
@@ -103,7 +105,8 @@ def entries(task: str) -> Iterator[Entry]:
             mine = shlex.split(settings.format(**own["values"]))
             words = (*shlex.split(f"{said['settings']} {own['settings']}"), *mine)
             rates = tuple(float(rate) * said["slower"].get(method, 1) for rate in own["rates"])
-            yield Entry(task, method, float(epsilon), words, rates, len(mine))
+            seeds = tuple(own.get("seeds", said["seeds"]))
+            yield Entry(task, method, float(epsilon), words, rates, len(mine), seeds)
 
 
 def commands(task: str, records: Sequence[Record]) -> list[str]:
@@ -114,7 +117,7 @@ def commands(task: str, records: Sequence[Record]) -> list[str]:
         runs = entry.runs(records)
         found += [entry.command(rate, [first], 1) for rate in entry.rates if (rate, first) not in runs]
         rate, tried = _best_rate(entry, runs)
-        left = [seed for seed in said["seeds"] if (rate, seed) not in runs]
+        left = [seed for seed in entry.seeds if (rate, seed) not in runs]
         if rate and left:
             found.append(entry.command(rate, left, len(tried) + 1))
     return found
@@ -139,8 +142,8 @@ def standings(task: str, records: Sequence[Record]) -> list[Standing]:
     for entry in entries(task):
         runs = entry.runs(records)
         rate, tried = _best_rate(entry, runs)
-        own = [runs[rate, seed] for seed in said["seeds"] if (rate, seed) in runs]
-        if len(own) == len(said["seeds"]):
+        own = [runs[rate, seed] for seed in entry.seeds if (rate, seed) in runs]
+        if len(own) == len(entry.seeds):
             values = tuple(factor * (record.metric(said["metric"]) or 0.0) for record in own)
             found.append(Standing(entry, rate, tried, Filling(tuple(own), values, said["metric"])))
     return found
