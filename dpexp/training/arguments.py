@@ -206,10 +206,12 @@ def _origins(dataset: Any, met: dict[int, int]) -> np.ndarray:
         return _origins(dataset.dataset, met)[np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
         return np.concatenate([_origins(part, met) for part in dataset.datasets])
-    if hasattr(dataset, "_indices") and getattr(dataset, "column_names", ()):
+    if hasattr(dataset, "_indices") and getattr(dataset, "column_names", False):
         # where the rows lie in memory, which concatenate_datasets() leaves as it is
         chunks = dataset.data.column(0).chunks
-        places = [next((b.address for b in reversed(chunk.buffers()) if b), id(chunk)) for chunk in chunks]
+        # empty buffers may all lie at one place
+        kept = [[b.address for b in chunk.buffers() if b is not None and b.size] for chunk in chunks]
+        places = [own[-1] if own else id(chunk) for own, chunk in zip(kept, chunks, strict=True)]
         pairs = zip(places, chunks, strict=True)
         parts = [first(place) + chunk.offset + np.arange(len(chunk)) for place, chunk in pairs]
         found = np.concatenate([np.zeros(0, dtype=np.int64), *parts])

@@ -329,6 +329,8 @@ def test_a_row_that_stands_in_a_list_twice_is_named(tmp_path, repeated):
         TABLE.select([2, 0, 1]),
         concatenate_datasets([TABLE.select(range(10)), TABLE.select(range(10, 30))]),
         concatenate_datasets([TABLE, Dataset.from_dict(TABLE.to_dict())]),
+        concatenate_datasets([Dataset.from_dict({"x": [""] * 5}) for _ in range(3)]),
+        concatenate_datasets([Dataset.from_dict({"x": [None] * 5}) for _ in range(3)]),
     ],
 )
 def test_different_examples_may_come_from_anywhere(tmp_path, different):
