@@ -162,3 +162,12 @@ def own_cache(cache_folder, monkeypatch):
 def runs_dir(tmp_path):
     """A folder for runs, to be given as ``runtime.runs_dir``."""
     return tmp_path / "runs"
+
+
+@pytest.fixture(autouse=True)
+def loops_end_with_their_test():
+    """A loop that a test leaves in the middle watches all that torch does until it is collected; an error may have tied it up."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.overrides._get_current_function_mode() is not None:
+        gc.collect()
