@@ -71,6 +71,8 @@ def freeze_imports():
     global frozen
     if len(sys.modules) > frozen + 100:
         gc.collect()
+        while torch.overrides._get_current_function_mode() is not None:
+            torch.overrides._pop_mode()
         gc.freeze()
         frozen = len(sys.modules)
 
@@ -171,3 +173,5 @@ def loops_end_with_their_test():
     torch = sys.modules.get("torch")
     if torch is not None and torch.overrides._get_current_function_mode() is not None:
         gc.collect()
+        while torch.overrides._get_current_function_mode() is not None:
+            torch.overrides._pop_mode()
