@@ -71,8 +71,6 @@ def freeze_imports():
     global frozen
     if len(sys.modules) > frozen + 100:
         gc.collect()
-        while torch.overrides._get_current_function_mode() is not None:
-            torch.overrides._pop_mode()
         gc.freeze()
         frozen = len(sys.modules)
 
