@@ -7,9 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dpexp.errors import UserError, did_you_mean
-
-# a label that is no target
-IGNORED = -100
+from dpexp.tasks.target_loss import IGNORED
 
 _WHOLE = (
     "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "

@@ -39,7 +39,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dpexp.durable import read_json
 from dpexp.errors import UserError
-from dpexp.integrations.refusals import IGNORED, check_privacy, outside, refuse_arguments, refuse_overrides
+from dpexp.integrations.refusals import check_privacy, outside, refuse_arguments, refuse_overrides
+from dpexp.tasks.target_loss import IGNORED
 from dpexp.training.engine import PrivacyEngine
 from dpexp.training.own_losses import first_rows, look_at_losses
 

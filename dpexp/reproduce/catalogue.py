@@ -80,7 +80,7 @@ EXACT: dict[str, Callable[[], Document]] = {
         complexity.complexity_bu_table4, complexity.complexity_bu_table5, complexity.complexity_bu_table8,
         exact.table_bu_2, exact.table_bu_3, exact.memory_li, exact.memory_monir, exact.individual_monir,
         figures.figure_he_6, figures.figure_bu_7, figures.figure_li_3, figures.figure_li_7, figures.figure_monir_8,
-        figures.figure_monir_10,
+        figures.figure_monir_10, figures.figure_monir_13, figures.figure_monir_14,
     )
 }  # fmt: skip
 # Names of the paper for pages that have their own.
@@ -102,10 +102,6 @@ def builders() -> dict[str, Builder]:
         },
         **{name: (partial(benchmarks.build, name), "benchmarks") for name in benchmarks.targets()},
         **{name: (partial(curves.build, name), "records") for name in curves.targets()},
-        **{
-            f"figure-monir-{number}": (partial(figures.groups, kind, number), "records")
-            for kind, number in (("sampling", "13"), ("scaling", "14"))
-        },
         thresholds.NAME: (thresholds.document, "records"),
         league.NAME: (league.document, "league"),
         benchmarks.EFFICIENCY: (benchmarks.efficiency, "benchmarks"),

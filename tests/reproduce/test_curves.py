@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from dpexp.config import conf_dir
-from dpexp.reproduce import curves, figures
+from dpexp.reproduce import curves
 from dpexp.reproduce.documents import Document
-from dpexp.reproduce.records import Record, by_configuration, load
+from dpexp.reproduce.records import by_configuration, load
 from tests.reproduce import samples
 from tests.reproduce.samples import summary, write
 
@@ -265,21 +265,6 @@ def test_figure_15_of_monir_compares_splits_of_the_budget(even: float, word: str
     said = _says(_build("figure-monir-15", tmp_path, *runs))
     assert f"at what was chosen here: {word} (2 of 2 pairs tested" in said
     assert "cannot tell" in said
-
-
-@pytest.mark.parametrize(
-    ("spent", "word"),
-    [(0.9999, "supports"), (0.9, "contradicts"), (1.01, "contradicts"), (None, "cannot tell")],
-)
-def test_figure_13_of_monir_is_judged_by_what_groups_of_our_runs_spent(spent: float | None, word: str):
-    one = summary("flat", task="mnist")
-    one["details"]["config"]["individual"] = {"name": "sampling", "epsilons": [1.0, 2.0, 3.0]}
-    groups = [{"target": target, "epsilon": {"rdp": target * (spent or 1)}} for target in (1.0, 2.0, 3.0)]
-    one["privacy"]["individual"] = {"groups": groups}
-    document = figures.groups("sampling", "13", [] if spent is None else [Record("x.json", one)])
-    assert document.verdicts[0].word == word
-    # the other figure is about the other method
-    assert figures.groups("scaling", "14", [Record("x.json", one)]).verdicts[0].word == "cannot tell"
 
 
 def test_a_value_for_each_task_is_no_sweep(tmp_path: Path):
