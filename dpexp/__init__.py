@@ -6,6 +6,7 @@ The rooms: ``clipping`` (per-example clipped sums for any model), ``privacy`` (a
 `PrivacyEngine` makes a loop of one's own private.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["PrivacyEngine", "__version__"]
 
 __version__ = "0.2.0"
+
+# Read when torch is loaded. OpenMP's threads wait for their next work in a loop before they sleep, GNU's for some 20 ms: on a
+# machine with other work they take the cores from those that they wait for. This is about half a millisecond, long enough for
+# the gaps between the operations of a step.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 def __getattr__(name: str) -> Any:

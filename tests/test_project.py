@@ -148,6 +148,22 @@ def test_no_imports_run_in_a_circle():
     TopologicalSorter(graph).prepare()
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_of_openmp_soon_sleep_unless_the_user_says_how_they_wait(said, found):
+    others = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    # what torch finds when it is loaded: nothing has loaded it before
+    code = "import dpexp, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=others | said, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [found, "False"]
+
+
 def test_no_file_names_a_package_index():
     for name in ("constraints.txt", "pyproject.toml", "Makefile", ".ci/run"):
         assert not re.search(r"https?://|file://|--index-url|--find-links", (ROOT / name).read_text()), name

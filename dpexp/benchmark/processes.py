@@ -13,13 +13,8 @@ from typing import Any
 
 from dpexp.benchmark.worker import OVER_THE_CAP
 
-# A waiting process must not burn a core: OpenMP's threads go to sleep at once instead of spinning for the next region.
-_QUIET = {
-    "OMP_WAIT_POLICY": "passive",
-    "GOMP_SPINCOUNT": "0",
-    "KMP_BLOCKTIME": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+# how long OpenMP's threads wait before they sleep is that of every command, see `dpexp/__init__.py`
+_QUIET = {"TOKENIZERS_PARALLELISM": "false"}
 
 
 class Failed(Exception):

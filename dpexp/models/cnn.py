@@ -30,6 +30,19 @@ Shape = tuple[int, int, int]
 """Channels, height and width."""
 
 
+class MaxPool(nn.MaxPool2d):
+    """`nn.MaxPool2d`, with the channels last on a CPU: torch has no vector code for another layout there.
+
+    What it computes is the same.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[B, C, H, W]` to `[B, C, h, w]`."""
+        if input.device.type == "cpu":
+            input = input.contiguous(memory_format=torch.channels_last)
+        return super().forward(input)
+
+
 class ConvNet(nn.Module):
     """Convolutions, then a hidden layer, then the classes.
 
@@ -71,8 +84,8 @@ def mnist(shape: Shape, classes: int, *, activation: str = "tanh", hidden: int =
     """The network for MNIST."""
     act = ACTIVATIONS[activation]
     features = nn.Sequential(
-        nn.Sequential(nn.Conv2d(shape[0], 16, 8, stride=2, padding=3), act(), nn.MaxPool2d(2, 1)),
-        nn.Sequential(nn.Conv2d(16, 32, 4, stride=2), act(), nn.MaxPool2d(2, 1)),
+        nn.Sequential(nn.Conv2d(shape[0], 16, 8, stride=2, padding=3), act(), MaxPool(2, 1)),
+        nn.Sequential(nn.Conv2d(16, 32, 4, stride=2), act(), MaxPool(2, 1)),
     )
     return ConvNet(features, shape, hidden, classes, activation)
 
@@ -91,7 +104,7 @@ def cifar(
         layers: list[nn.Module] = []
         for inputs in (before, width):
             layers += [nn.Conv2d(inputs, width, 3, padding=1), ACTIVATIONS[activation]()]
-        stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
+        stages.append(nn.Sequential(*layers, MaxPool(2)))
     return ConvNet(nn.Sequential(*stages), shape, hidden, classes, activation)
 
 

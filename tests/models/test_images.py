@@ -11,6 +11,7 @@ from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.explain import ExplainArguments, explain
 from dpexp.models import build_model, build_tokenizer
+from dpexp.models.cnn import MaxPool
 from dpexp.models.images import ImageInputs, build_own_network
 from dpexp.models.wide_resnet import ResidualBlock, StandardisedConv2d, WideResNet
 from dpexp.schemas import ModelConfig, PeftConfig
@@ -56,6 +57,20 @@ def test_sizes_are_the_published_ones() -> None:
     assert sum(isinstance(m, nn.Conv2d) for m in wrn.modules()) == 16
     assert not any(isinstance(m, nn.BatchNorm2d) for m in wrn.modules())
     assert {m.num_groups for m in wrn.modules() if isinstance(m, nn.GroupNorm)} == {16}
+
+
+def test_pooling_with_the_channels_last_computes_the_same():
+    x = torch.randint(4, (3, 5, 9, 9)).double()
+    # every window has ties
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = MaxPool(2, 1)(ours)
+    expected = nn.MaxPool2d(2, 1)(theirs)
+    weights = torch.randn_like(expected)
+    assert torch.equal(y, expected)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(
+        *(torch.autograd.grad((out * weights).sum(), x)[0] for out, x in ((y, ours), (expected, theirs)))
+    )
 
 
 def test_the_activations_are_those_that_the_names_say() -> None:
