@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpexp.clipping.dataflow import in_place
+from dpexp.clipping.dataflow import NONE, Sizes, in_place
 from dpexp.clipping.operations import SPREAD
 from dpexp.clipping.taps import Recorder
 from dpexp.clipping.uses import Template, Use, Value
@@ -96,7 +96,7 @@ def _broadcast_shape(
 
 
 def _tap_copies(
-    recorder: Recorder, y: Tensor, value: Value, key: str, from_batch: bool | None, routed: bool = False
+    recorder: Recorder, y: Tensor, value: Value, key: str, from_batch: bool | None, routed: Sizes = NONE
 ) -> Tensor:
     template = Template(SPREAD, None, (), {}, False)
     names = tuple(value.reached)

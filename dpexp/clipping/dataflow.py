@@ -26,7 +26,7 @@ WRITING = {
     "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
 }  # fmt: skip
 # Operations that put rows back to where they were, with the place of these rows among their arguments, and operations that pick
-# some along a dimension.
+# some along a dimension, with its place.
 RETURNING = {
     "__setitem__": 2,
     "index_add": 3,
@@ -37,7 +37,17 @@ RETURNING = {
     "scatter_add": 3,
     "scatter_reduce": 3,
 }
-PICKING = {"index_select", "take_along_dim", "gather", "sort", "argsort", "topk"}
+PICKING = {
+    "index_select": 1,
+    "take_along_dim": 2,
+    "gather": 1,
+    "sort": 1,
+    "argsort": 1,
+    "topk": 2,
+    "roll": 2,
+}
+# products with a matrix, which may put rows in another order
+PRODUCTS = {"matmul", "__matmul__", "mm", "sparse_mm"}
 # Operations that pick or order rows by their values or lengths, whatever else they are given.
 ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence"}
 # Operations that take the rows of a tensor apart, with the place of the dimension among their arguments, and operations that put
@@ -54,23 +64,26 @@ CUTTING = {
 JOINING = {"cat", "concat", "concatenate", "stack", "vstack", "row_stack", "pad_sequence"}
 # rows that a shuffle leaves in their order once in 40,000 times
 FEW = 8
+# Of dimensions along which rows may have been picked, their sizes; the first one of a tensor, where several rows may be one
+# example's, counts whatever its size.
+Sizes = frozenset[int]
+FIRST, NONE = Sizes({0}), Sizes()
 
 
 class DataFlow(TorchFunctionMode):
     """While active, every torch function with an input among the followed tensors adds its outputs to them.
 
     A followed tensor is *routed* where its rows were picked by index, or put together one by one, so that their order may be
-    another one with the next batch: unpadding, sorting by length, a mixture of experts.
+    another one with the next batch: unpadding, sorting by length, a mixture of experts. Which dimension is the batch is known
+    in the backward pass alone.
 
     Args:
         inputs: what is followed from the beginning.
-        rows: of the batch, as far as they are known.
     """
 
-    def __init__(self, inputs: Iterable[Tensor], rows: int | None = None):
+    def __init__(self, inputs: Iterable[Tensor]):
         super().__init__()
-        self.rows = rows
-        # tensor -> whether it is routed
+        # tensor -> along which sizes it is routed
         self._followed = WeakIdKeyDictionary()
         # what was made of some rows of a tensor -> how many that had
         self._cut = WeakIdKeyDictionary()
@@ -79,14 +92,15 @@ class DataFlow(TorchFunctionMode):
         for tensor in inputs:
             self.add(tensor)
 
-    def add(self, tensor: Tensor, routed: bool = False) -> None:
+    def add(self, tensor: Tensor, routed: Sizes = NONE) -> None:
         self._followed[tensor] = routed
 
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._followed
 
-    def routed(self, tensor: Tensor) -> bool:
-        return bool(self._followed.get(tensor, False))
+    def routed(self, *tensors: Tensor) -> Sizes:
+        """The sizes of the dimensions along which rows of any of the tensors may have been picked."""
+        return NONE.union(*(self._followed.get(tensor, NONE) for tensor in tensors))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,18 +115,14 @@ class DataFlow(TorchFunctionMode):
             cut = next((self._cut[tensor] for tensor in tensors if tensor in self._cut), None)
             if base is not None and name in RETURNING:
                 # rows that were picked go back to their places; others are sent to places
-                routed = self.routed(base) or self._sends_rows(name, args, kwargs)
+                routed = self.routed(base) | self._sent(name, args, kwargs)
                 cut = None
             else:
-                routed = any(self.routed(tensor) for tensor in tensors) or (
-                    base is not None and base in self._followed and self._picks_rows(name, args, kwargs)
-                )
-            if _joins_rows(name, args, kwargs, tensors):
-                # of a loop over positions neither is as many as the examples
-                routed = routed or (cut is not None and self.rows in (None, cut, len(tensors)))
-                cut = None
-            elif base is not None and base in self._followed and _cuts_rows(name, args, kwargs):
-                cut = base.shape[0]
+                routed = self.routed(*tensors) | self._picked(name, args, kwargs)
+            if (joined := _joined(name, args, kwargs, tensors, cut)) is not None:
+                routed, cut = routed | joined, None
+            elif base is not None and base in self._followed and (size := _cut_along(name, args, kwargs)):
+                cut = size
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.add(leaf, routed)
@@ -122,43 +132,68 @@ class DataFlow(TorchFunctionMode):
                 self.add(base, routed)
         return result
 
-    def _picks_rows(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether an operation picks or orders rows (dimension 0) by the values of a tensor."""
+    def _picked(self, name: str, args: Any, kwargs: Any) -> Sizes:
+        """Along which dimensions an operation picks or orders rows by the values of a tensor, or by a list."""
+        base = args[0] if args else None
+        other = args[1] if len(args) > 1 else None
+        if name in ("embedding", *PRODUCTS) and isinstance(base, Tensor) and isinstance(other, Tensor):
+            # the second one is a table whose rows are picked, or is multiplied by the matrix of a permutation
+            orders = other in self._followed and other.dim() == 2 and not base.requires_grad
+            return FIRST if orders else NONE
+        if name == "einsum" and isinstance(base, str):
+            terms, _, result = base.replace(" ", "").partition("->")
+            # the first dimension of an operand is summed over, as in the dispatch of tokens to experts
+            given = list(zip(terms.split(","), tree_leaves(args[1:]), strict=False))
+            orders = any(
+                term[:1] not in result
+                and t in self._followed
+                and any(not o.requires_grad for _, o in given if o is not t)
+                for term, t in given
+            )
+            return FIRST if orders else NONE
+        if not isinstance(base, Tensor) or base not in self._followed:
+            return NONE
         if name in ORDERING:
-            return True
+            return FIRST
         if name in PICKING:
-            return _dim(args, kwargs, -1) % max(args[0].dim(), 1) == 0
+            return _along(base, name, args, kwargs)
         if name == "repeat_interleave":
-            return isinstance(kwargs.get("repeats", args[1] if len(args) > 1 else None), Tensor)
-        if name != "__getitem__":
-            return False
-        index, first = _index(args[1])
-        if isinstance(first, list) or hasattr(first, "__array__"):
-            first = torch.as_tensor(first)
-        if not isinstance(first, Tensor) or first.dim() == 0:
-            return False
-        rows = args[0].shape[0]
+            repeats = kwargs.get("repeats", other)
+            return FIRST if isinstance(repeats, Tensor) else NONE
+        return self._indexed(base, other) if name == "__getitem__" else NONE
+
+    def _indexed(self, base: Tensor, index: Any) -> Sizes:
+        """Along which dimensions an index picks or orders rows."""
+        (place, first), *rest = _parts(base, index) or [(0, None)]
+        if not _is_list_of_rows(first) or place:
+            return NONE.union(
+                *(_size(base, dim) for dim, part in ((place, first), *rest) if _is_list_of_rows(part))
+            )
+        first = torch.as_tensor(first)
+        rows = base.shape[0]
         counted = (
             first.dtype != torch.bool
             and first.numel() == first.shape[0] == rows
             and first not in self._followed
             # an order alone, as from a list, is there to change the order, though not in this batch
-            and (first in self._counting or (rows >= FEW and len(index) > 1))
+            and (first in self._counting or (rows >= FEW and len(rest) > 0))
         )
-        return not (counted and bool((first.flatten() == torch.arange(rows, device=first.device)).all()))
+        same = counted and bool((first.flatten() == torch.arange(rows, device=first.device)).all())
+        return NONE if same else FIRST
 
-    def _sends_rows(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether an operation writes rows, which were not picked before, to places that a number or a tensor tells."""
+    def _sent(self, name: str, args: Any, kwargs: Any) -> Sizes:
+        """Along which dimension an operation writes rows, which were not picked before, to places that it is told."""
         named = (kwargs[key] for key in ("src", "source", "values") if key in kwargs)
         source = args[RETURNING[name]] if len(args) > RETURNING[name] else next(named, None)
         if not isinstance(source, Tensor) or source not in self._followed or self.routed(source):
-            return False
+            return NONE
         if name == "__setitem__":
-            first = _index(args[1])[1]
-            return isinstance(first, int | list | Tensor) and not isinstance(first, bool)
+            parts = _parts(args[0], args[1])
+            told = (dim for dim, part in parts if type(part) is int or _is_list_of_rows(part))
+            return NONE.union(*(_size(args[0], dim) for dim in told))
         if name in ("masked_scatter", "index_put"):
-            return True
-        return _dim(args, kwargs, -1) % max(args[0].dim(), 1) == 0
+            return FIRST
+        return _size(args[0], _dim(args, kwargs, -1))
 
 
 def _name(func: Any) -> str:
@@ -167,10 +202,40 @@ def _name(func: Any) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
-def _index(index: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return an index as a tuple, and what it says of the rows."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return parts, next((part for part in parts if part is not None), None)
+def _parts(base: Tensor, index: Any) -> list[tuple[int, Any]]:
+    """Return the parts of an index, each with the dimension that it says something of."""
+    parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
+    # a mask stands for as many dimensions as it has
+    taken = [
+        p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else int(p is not Ellipsis) for p in parts
+    ]
+    found, dim = [], 0
+    for i, part in enumerate(parts):
+        if part is Ellipsis:
+            dim = base.dim() - sum(taken[i:])
+            continue
+        found.append((dim, part))
+        dim += taken[i]
+    return found
+
+
+def _is_list_of_rows(part: Any) -> bool:
+    """Whether a part of an index says row by row what it picks."""
+    return isinstance(part, list | range) or (hasattr(part, "__array__") and part.ndim > 0)
+
+
+def _size(tensor: Tensor, dim: int) -> Sizes:
+    """The size of a dimension along which rows are picked."""
+    dim %= max(tensor.dim(), 1)
+    return Sizes({tensor.shape[dim]}) if dim else FIRST
+
+
+def _along(base: Tensor, name: str, args: Any, kwargs: Any) -> Sizes:
+    """The sizes of the dimensions along which an operation of `PICKING` picks rows."""
+    place = PICKING[name]
+    given = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else -1))
+    dims = given if isinstance(given, list | tuple) else (given,)
+    return NONE.union(*(_size(base, dim) for dim in dims if type(dim) is int))
 
 
 def _dim(args: Any, kwargs: Any, default: int) -> int:
@@ -179,23 +244,39 @@ def _dim(args: Any, kwargs: Any, default: int) -> int:
     return given if isinstance(given, int) else default
 
 
-def _cuts_rows(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether an operation takes the rows of a tensor apart."""
+def _cut_along(name: str, args: Any, kwargs: Any) -> int | None:
+    """The size of the dimension along which an operation takes the rows of a tensor apart; of the second one each by itself."""
     if name == "__getitem__":
-        first = _index(args[1])[1]
-        return isinstance(first, int) or (isinstance(first, slice) and first != slice(None))
-    if name not in CUTTING:
-        return False
-    given = kwargs.get("dim", args[CUTTING[name]] if len(args) > CUTTING[name] else 0)
-    return isinstance(given, int) and args[0].dim() > 0 and given % args[0].dim() == 0
+        parts = [(dim, part) for dim, part in _parts(args[0], args[1]) if dim < 2]
+        cut = (
+            d
+            for d, part in parts
+            if type(part) is int or (d == 0 and isinstance(part, slice) and part != slice(None))
+        )
+        dim = next(cut, None)
+    else:
+        given = (
+            kwargs.get("dim", args[CUTTING[name]] if len(args) > CUTTING[name] else 0)
+            if name in CUTTING
+            else None
+        )
+        dim = given % args[0].dim() if isinstance(given, int) and args[0].dim() else None
+        dim = None if dim and name not in ("unbind", "select") else dim
+    return args[0].shape[dim] if dim in (0, 1) else None
 
 
-def _joins_rows(name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
-    """Whether an operation puts several tensors together to the rows of one."""
+def _joined(name: str, args: Any, kwargs: Any, tensors: list[Tensor], cut: int | None) -> Sizes | None:
+    """How many rows were taken apart that an operation puts together again; None where it does no such thing.
+
+    Of a loop over positions neither these nor the tensors are as many as the examples.
+    """
     if name not in JOINING or len(tensors) < 2:
-        return False
+        return None
     last = tensors[0].dim() + (name == "stack")
-    return name == "pad_sequence" or _dim(args, kwargs, 0) % max(1, last) == 0
+    dim = 0 if name == "pad_sequence" else _dim(args, kwargs, 0) % max(1, last)
+    if dim > 1:
+        return None
+    return NONE if cut is None or (dim and cut != len(tensors)) else Sizes({cut, len(tensors)})
 
 
 def in_place(func: Any) -> bool:

@@ -182,7 +182,7 @@ class Survey:
                 self.layout[id(use)] = layouts.BLOCKED if whole and known != layouts.LOOP else layouts.LOOP
             elif known == layouts.LOOP:
                 self.layout[id(use)] = layouts.LOOP
-            elif use.routed:
+            elif use.is_routed(visit.rows):
                 pending[id(use)] = found
             elif known in found:
                 self.layout[id(use)] = known
@@ -275,7 +275,7 @@ class Survey:
     def _settle(
         self, use: Use, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
     ) -> None:
-        self.layout[id(use)] = found[0] if found else layouts.UNSEEN
+        self.layout[id(use)], routed = found[0] if found else layouts.UNSEEN, use.is_routed(len(by_row))
         if dtype is None:
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
@@ -295,10 +295,10 @@ class Survey:
         if proven:
             layout = proven[0]
             # right today; decide when a batch tells them apart, or never
-            if len(proven) > 1 or use.routed or (id(use) in self._ragged and layout in layouts.BLOCKS):
+            if len(proven) > 1 or routed or (id(use) in self._ragged and layout in layouts.BLOCKS):
                 self.layout[id(use)], self._undecided = layout, True
                 return
-        elif use.routed or id(use) in self._alone:
+        elif routed or id(use) in self._alone:
             layout = layouts.LOOP
         elif use.input_shape is None and self.looped.issuperset(use.names):
             # no operation on the batch; its first dimension happens to have as many rows

@@ -83,7 +83,7 @@ class Recorder:
         if watch:
             rows = self.current.rows
             # what all examples share is no batch: a single row, where there are several
-            self.flow = DataFlow((t for t in inputs if rows == 1 or t.dim() == 0 or t.shape[0] != 1), rows)
+            self.flow = DataFlow(t for t in inputs if rows == 1 or t.dim() == 0 or t.shape[0] != 1)
             self.flow.__enter__()
 
     def is_followed(self, param: Any, name: str, original: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from dpexp.clipping.dataflow import Sizes
 from dpexp.clipping.gradients import Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
 
@@ -190,7 +191,7 @@ class Use:
         input_shape: of what the operation maps row by row; None where only its output tells about rows.
         output_shape: of the tapped tensor.
         from_batch: whether it was computed from the model's inputs (None where that was not followed).
-        routed: whether its rows were picked by index, so that what is verified holds for this batch alone.
+        routed: the sizes of the dimensions along which rows may have been picked by index, see `is_routed`.
         autocast: device and dtype, where autocast was on.
         absent: shape, dtype and device of the tensors whose contents are not needed.
     """
@@ -203,9 +204,13 @@ class Use:
     input_shape: torch.Size | None
     output_shape: torch.Size
     from_batch: bool | None
-    routed: bool
+    routed: Sizes
     autocast: tuple[str, torch.dtype] | None
     absent: list[tuple[torch.Size, torch.dtype, torch.device]]
+
+    def is_routed(self, rows: int) -> bool:
+        """Tell whether the rows of a batch of so many were picked, so that what is verified holds for this batch alone."""
+        return not self.routed.isdisjoint((0, rows))
 
     @property
     def formula(self) -> Formula:

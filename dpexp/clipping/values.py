@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.dataflow import NONE, Sizes
 from dpexp.clipping.roots import nodes_behind
 from dpexp.clipping.taps import Recorder
 from dpexp.clipping.uses import Value
@@ -53,12 +54,12 @@ def names_of(values: Sequence[Value]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for value in values for name in value.reached))
 
 
-def origin(recorder: Recorder, batched: Sequence[Tensor]) -> tuple[bool | None, bool]:
-    """Tell whether tensors were computed from the model's inputs (None where that is not watched), and by picking rows."""
+def origin(recorder: Recorder, batched: Sequence[Tensor]) -> tuple[bool | None, Sizes]:
+    """Tell whether tensors were computed from the model's inputs (None where that is not watched), and `Use.routed`."""
     flow = recorder.flow
     if flow is None:
-        return None, False
-    return any(t in flow for t in batched), any(flow.routed(t) for t in batched)
+        return None, NONE
+    return any(t in flow for t in batched), flow.routed(*batched)
 
 
 def has_rows(recorder: Recorder, shape: torch.Size) -> bool:

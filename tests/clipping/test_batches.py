@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
@@ -127,7 +128,36 @@ def sent(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return self.out(torch.tanh(self.first(h))[order.argsort()])
 
 
-@pytest.mark.parametrize("forward", [stacked, taken_apart, padded_again, sent])
+# of rows [B, d], and of positions first: [T, B, d]
+IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
+    "a table": (False, lambda h, order: F.embedding(order, h)),
+    "a matrix": (False, lambda h, order: F.one_hot(order).to(h) @ h),
+    "einsum": (False, lambda h, order: torch.einsum("sc,sd->cd", F.one_hot(order).T.to(h), h)),
+    "positions first": (True, lambda h, order: h.index_select(1, order)),
+    "positions first, by index": (True, lambda h, order: h[:, order]),
+    "positions first, by a list": (True, lambda h, order: h[:, order.tolist()]),
+    "positions first, one by one": (True, lambda h, order: torch.stack([h[:, i] for i in order.tolist()], 1)),
+    "positions first, gathered": (True, lambda h, order: h.gather(1, order[None, :, None].expand_as(h))),
+    "positions first, sent": (True, lambda h, order: torch.zeros_like(h).index_copy(1, order.argsort(), h)),
+}
+
+
+def ordering(way: str) -> Callable[..., Tensor]:
+    positions_first, pick = IN_ORDER[way]
+
+    def forward(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        order = torch.tensor(by_length(lengths))
+        h = x.transpose(0, 1) if positions_first else x[:, 0]
+        h = pick(torch.tanh(self.first(pick(h, order))), order.argsort())
+        return self.out(h.sum(0) if positions_first else h)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [stacked, taken_apart, padded_again, sent, *(pytest.param(ordering(way), id=way) for way in IN_ORDER)],
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_in_an_order_that_changes_nothing_at_first(forward: Callable[..., Tensor], engine: str) -> None:
     sizes = ((2, 2, 2), (1, 2, 3), (2, 1, 3))
