@@ -20,7 +20,7 @@ from dpexp.durable import disk_error
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
-from dpexp.reproduce.documents import Document
+from dpexp.reproduce.documents import ARITHMETIC, Document
 from dpexp.usage import shipped
 
 RESULTS = Path("results")
@@ -88,7 +88,7 @@ def _fill(document: Document, scale: str) -> None:
     commands = document.commands(scale)
     if not commands:
         left = f"no training is left to run at scale={scale}; what else it takes stands on its page"
-        why = "it is arithmetic" if document.status == "exact" else left
+        why = "it is arithmetic" if document.status in ARITHMETIC else left
         print(f"{document.name}: nothing is run: {why}")
     for command in commands:
         print(f"{document.name}: {command}", flush=True)

@@ -21,11 +21,11 @@ from dpexp.benchmark.workloads import WORKLOADS
 from dpexp.config import conf_dir
 from dpexp.reproduce import benchmarks
 from dpexp.reproduce.benchmarks import Measurement
-from dpexp.reproduce.documents import Document, Section, as_rows, page
-from dpexp.reproduce.paper import FOLDER, PAPERS
+from dpexp.reproduce.documents import ARITHMETIC, Document, Section, as_rows, page
+from dpexp.reproduce.paper import FOLDER, PAPERS, paper_table, paper_tables
 from dpexp.reproduce.records import Record
 
-STATUSES = ("exact", "tested", "paper", "small", "not run", "not built")
+STATUSES = (*ARITHMETIC, "tested", "paper", "small", "not run", "not built")
 _TESTS = Path(__file__).parents[2] / "tests"
 COLUMNS = ("paper", "kind", "name", "importance", "printed in", "status", "where", "note")
 
@@ -53,7 +53,7 @@ class Evidence:
     """What statuses are found out from.
 
     Attributes:
-        statuses: of the `targets` that there are, in words: "exact", "small 2/8", "not run".
+        statuses: of the `targets` that there are, in words: "exact", "computed", "small 2/8", "not run".
         records: of training runs.
         measured: benchmarks.
     """
@@ -82,8 +82,8 @@ class Evidence:
         counts = {scale: self._runs(row, scale) for scale in ("paper", "small")}
         where += [f"{scale}: {n} record{'s' if n > 1 else ''}" for scale, n in counts.items() if n]
         scale = next((s for s, n in counts.items() if n or any(f"{s} " in status for status in own)), "")
-        if needs == ["this"] or (own and set(own) == {"exact"}):
-            status = "exact"
+        if needs == ["this"] or (own and set(own) <= set(ARITHMETIC)):
+            status = max(own, default="exact", key=ARITHMETIC.index)
         elif not own and pointers(row, "test"):
             status = "tested"
         elif scale:
@@ -93,7 +93,8 @@ class Evidence:
         return {"status": status, "where": "; ".join(where)}
 
     def _runs(self, row: Mapping[str, str], scale: str) -> int:
-        """Committed records that show it in use; benchmarks count on the networks of that paper alone."""
+        """Committed records that show it in use; on the paper's scale those of its own tasks alone, and benchmarks on its own
+        networks."""
         workloads = set(pointers(row, "bench"))
         if workloads or row["runs"] == "bench":
             of_paper = (target for target in benchmarks.targets().values() if target.paper == row["paper"])
@@ -106,11 +107,21 @@ class Evidence:
         where = {name: wanted.split("|") for name, wanted in asked.items() if wanted != "*"} | {
             "scale": scale
         }
+        if scale == "paper":
+            # the settings of another paper are none of this one's
+            where.setdefault("task", _tasks(row["paper"]))
         known = [name for name, wanted in asked.items() if wanted == "*"]
         return sum(
             record.matches(where) and all(record.facts.get(name) is not None for name in known)
             for record in (self.records if asked else ())
         )
+
+
+@cache
+def _tasks(paper: str) -> list[str]:
+    """Those of which a paper prints something."""
+    cells = (cell for own, table in paper_tables() if own == paper for cell in paper_table(own, table))
+    return sorted({cell.settings["task"] for cell in cells if "task" in cell.settings})
 
 
 @cache

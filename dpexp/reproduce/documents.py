@@ -16,6 +16,8 @@ from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
 
 Rows = list[dict[str, str]]
 WORDS = (SUPPORTS, CONTRADICTS, CANNOT_TELL)
+# statuses that need no run; of the second the paper prints no result, or not the settings
+ARITHMETIC = ("exact", "computed")
 PART = " for a part of the claim, "
 REGENERATE = "Regenerate: `python -m dpexp.report {name}`."
 _PAPERS = frozenset(map(short, PAPERS))
@@ -89,7 +91,7 @@ class Document:
         sections: in order.
         columns: of the CSV; empty: those of all sections.
         svg: of a figure.
-        otherwise: the status where no block has records: "exact" (it needs none), "not run", "not built".
+        otherwise: the status where no block has records: one of `ARITHMETIC` (it needs none), "not run", "not built".
         foot: the last paragraphs, of the files alone; "{name}" in it stands for the name.
         claim: what the paper says, "" for a page that is not about one claim.
         untold: why there is no verdict on it, where there is none.
@@ -132,7 +134,7 @@ class Document:
         """What the paper says, what ours say about it or why they say nothing, and the notes."""
         if not self.claim:
             return self.notes
-        ours = "Ours" if self.status == "exact" else "Our runs"
+        ours = "Ours" if self.status in ARITHMETIC else "Our runs"
         said = "; ".join(map(str, self.verdicts)) or f"{CANNOT_TELL}: {self.untold}"
         return f"**Claim.** {self.claim}", f"**{ours}.** {said}.", *self.notes
 
@@ -168,12 +170,13 @@ def page(
 
     Args:
         name, sections, columns, otherwise, svg, untold: of the `Document`.
-        words: title, claim, notes and foot; those that ``pages.yaml`` has for the name, if they are left out.
+        words: title, claim, notes, foot and otherwise; those that ``pages.yaml`` has for the name, if they are left out.
         values: what ``{name}`` in its title and notes stands for.
     """
     words = listed("pages")[name] if words is None else words
     title, *notes = (text.format(**values) for text in (words["title"], *words.get("notes", ())))
     foot, claim = words.get("foot", REGENERATE), words.get("claim", "")
+    otherwise = words.get("otherwise", otherwise)
     shown = name, title, tuple(notes), tuple(sections), columns, svg, otherwise, foot, claim, untold
     return Document(*shown)
 

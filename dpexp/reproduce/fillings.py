@@ -89,13 +89,11 @@ def printed_factor(metric: str) -> float:
 def columns(filling: Filling, digits: int) -> dict[str, str]:
     """What a table says of a configuration: mean ± std, n, configuration, privacy, hardware, records."""
     record, privacy = filling.record, filling.record.summary["privacy"]
-    fixed = record.facts["clip"] in ("flat", "perlayer") and record.facts.get("clip.clip_norm")
-    threshold = f", C = {fixed:g}" if fixed else ""
     return {
         "ours": f"{filling.mean:.{digits}f}" + ("" if filling.std is None else f" ± {filling.std:.2f}"),
         "n": str(len(filling.values)),
         "dev error": "" if filling.dev_error is None else f"± {filling.dev_error:.2f}",
-        "configuration": described(record) + threshold,
+        "configuration": in_full(record),
         "ε": "∞" if record.spent is None else f"{record.spent:.2f}",
         "δ": "" if privacy.get("delta") is None else f"{privacy['delta']:.3g}",
         "accountant": privacy.get("accountant") or "none",
@@ -147,4 +145,20 @@ def described(record: Record) -> str:
         counts = "/".join(map(str, facts.get("repetitions") or ()))
         words.append(f"{facts.get('secrets')} canaries of each r = {counts} in one training set")
     words.append(unless("runtime.precision", "fp32"))
+    return ", ".join(filter(None, words))
+
+
+def in_full(record: Record) -> str:
+    """As `described`, with the settings of its way to clip, and the budgets of its groups."""
+    facts = record.facts
+    clip, allocation = str(facts["clip"]), facts.get("clip.allocation")
+    fixed = clip in ("flat", "perlayer") and facts.get("clip.clip_norm")
+    quantile = clip.startswith("adaptive_") and facts.get("clip.target_quantile")
+    words = [
+        described(record),
+        f"C = {fixed:g}" if fixed else "",
+        f"quantile {quantile:g}" if quantile else "",
+        f"{allocation} allocation" if allocation not in (None, "global") else "",
+        budget(record) if facts.get("individual.name") not in (None, "none") else "",
+    ]
     return ", ".join(filter(None, words))

@@ -12,6 +12,8 @@ from dpexp.reproduce.documents import Document, Section, page
 from dpexp.reproduce.paper import Cell, listed, paper_table
 
 COLUMNS = ("setting", "of", "printed", "preset", "agrees", "command")
+# of a rate: C times it is among those (He et al., App. A.1)
+_EQUIVALENT = "equivalent "
 
 
 def hyperparameters() -> Document:
@@ -38,9 +40,17 @@ def _row(cell: Cell, presets: dict[str, str]) -> dict[str, str] | None:
     if of not in presets:
         return row | {"agrees": "no preset"}
     command = f"experiment={presets[of]}"
-    value, accepted = attrgetter(setting)(_run(command)), values(cell.value)
+    run, accepted = _run(command), values(cell.value)
+    value = attrgetter(setting)(run)
+    if setting == "clip.init_threshold" and value is None:
+        # fixed thresholds begin as they stay
+        value = run.clip.clip_norm
+    said = _said(value)
+    if cell.value.startswith(_EQUIVALENT):
+        value *= run.clip.clip_norm
+        said += f", times C {_said(value)}"
     agrees = "not comparable" if accepted is None else "yes" if _among(value, accepted) else "no"
-    return row | {"preset": _said(value), "agrees": agrees, "command": f"`{command}`"}
+    return row | {"preset": said, "agrees": agrees, "command": f"`{command}`"}
 
 
 @cache
@@ -53,7 +63,7 @@ def values(printed: str) -> list[Any] | None:
 
     `{1, 2, 4} x 10^-4` is three numbers, `1%` is 0.01, `(0.9, 0.98)` is one pair.
     """
-    text = printed.strip().lower().removeprefix("equivalent ")
+    text = printed.strip().lower().removeprefix(_EQUIVALENT)
     if match := re.fullmatch(r"\{(.*)\}(?: x (\d+)\^(-?\d+))?", text):
         factor = float(match[2]) ** int(match[3]) if match[2] else 1.0
         parts = [values(part) for part in match[1].split(", ")]

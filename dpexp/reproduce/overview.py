@@ -9,9 +9,20 @@ from typing import Any
 
 from dpexp.reproduce import tables
 from dpexp.reproduce.cells import TRAINING
-from dpexp.reproduce.documents import WORDS, Document, Rows, Section, Verdict, as_rows, grouped, number, page
+from dpexp.reproduce.documents import (
+    ARITHMETIC,
+    WORDS,
+    Document,
+    Rows,
+    Section,
+    Verdict,
+    as_rows,
+    grouped,
+    number,
+    page,
+)
 from dpexp.reproduce.drawing import draw, style
-from dpexp.reproduce.fillings import Filling, described, measured, method
+from dpexp.reproduce.fillings import Filling, in_full, measured, method
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL
 
@@ -50,7 +61,7 @@ def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[st
     said = {verdict.word for verdict in decided}
     shown = decided or verdicts
     evidence = [
-        RECOMPUTED if document.status == "exact" else document.status,
+        RECOMPUTED if document.status in ARITHMETIC else document.status,
         *dict.fromkeys(f"a part of the claim ({v.part})" for v in decided if v.part),
         f"{len(decided)} of {len(verdicts)} tests decide" if decided and len(decided) < len(verdicts) else "",
         "stand-in data" if any(" instead" in v.where or "in miniature" in v.where for v in shown) else "",
@@ -88,7 +99,7 @@ def leaders(records: Sequence[Record]) -> Rows:
         delta = summary["privacy"].get("delta")
         lines.append((
             _title(record), record.facts["scale"], "∞" if record.spent is None else f"{record.spent:.3g}", method(record),
-            described(record), filling.metric, f"{filling.mean:.2f}", number(filling.std), len(filling.records),
+            in_full(record), filling.metric, f"{filling.mean:.2f}", number(filling.std), len(filling.records),
             "" if best is None or record.spent is None else f"{best - filling.mean:+.2f}",
             f"{filling.seconds:.0f}", f"{memory:.0f}" if memory else "",
             number(delta, ".1e"),

@@ -136,16 +136,26 @@ def _section(section: Section, printed: bool) -> str:
 
 
 def _as_printed(label: str, rows: Rows) -> str:
-    """The layout of the paper, with ours below each printed number: of several configurations the first, which is the best."""
+    """The layout of the paper, with ours below each printed number: of several configurations the first, which is the best. Where
+    they are not of one model, each names its own: neighbours are then no comparison."""
     best: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows:
         best.setdefault(row["row"], {}).setdefault(row["column"], row)
-    lines = [
-        {"": name} | {c: r["paper"] + (f"\n**{r['ours']}**" if r.get("n") else "") for c, r in own.items()}
-        for name, own in best.items()
-    ]
+    models = {_model(row) for own in best.values() for row in own.values() if row.get("n")}
+
+    def ours(row: dict[str, str]) -> str:
+        if not row.get("n"):
+            return row["paper"]
+        return "\n".join([row["paper"], f"**{row['ours']}**", *([_model(row)] if len(models) > 1 else [])])
+
+    lines = [{"": name} | {c: ours(row) for c, row in own.items()} for name, own in best.items()]
     table = _table(label, ("", *dict.fromkeys(row["column"] for row in rows)), lines)
     return _fold(f"{len(lines)} rows as printed", table) if len(lines) > _FOLDED else table
+
+
+def _model(row: dict[str, str]) -> str:
+    """Of a configuration in words what comes before its length."""
+    return re.split(r", (?:E = |\d+ steps)", row.get("configuration", ""))[0]
 
 
 def _to_run(rows: Rows) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from dpexp.reproduce import catalogue, coverage
 from dpexp.reproduce.paper import PAPERS, paper_tables
+from dpexp.reproduce.statistics import CANNOT_TELL
 from tests.reproduce.samples import summary, write
 
 # Tables and figures by the papers' own numbering; Bu et al. refer to Tables 6-10 of an appendix that our copy lacks.
@@ -83,7 +84,7 @@ def test_the_list_is_that_of_the_papers_claims():
     assert [item for item in items if item not in names] == []
 
 
-def test_statuses_are_of_the_five_kinds(matrix: list[dict[str, str]]):
+def test_statuses_are_of_the_kinds_that_the_page_explains(matrix: list[dict[str, str]]):
     assert {row["status"] for row in matrix} <= set(coverage.STATUSES)
     assert len(matrix) == len(coverage.listed())
     assert {row["paper"] for row in matrix} == set(PAPERS)
@@ -101,8 +102,30 @@ def test_statuses_follow_from_records(matrix: list[dict[str, str]]):
     assert flat[0]["status"] == "small"
     assert "1 record" in flat[0]["where"]
     assert _row(matrix, "bu2023", "Table 3")["status"] == "exact"
+    # the paper prints neither decay rates nor a number of the curve
+    assert _row(matrix, "monir2023", "Figure 10")["status"] == "computed"
     assert _row(matrix, "he2023", "RoBERTa-large (355M)")["status"] == "not run"
     assert _row(matrix, "he2023", "GPT-3 (175B, original)")["status"] == "not built"
+
+
+def test_arithmetic_is_exact_where_a_number_is_printed_and_said_to_agree():
+    for name in catalogue.EXACT:
+        page = catalogue.builders()[name][0]()
+        columns = {column for section in page.sections for column in section.columns}
+        beside = any(column.startswith(("printed", "paper")) for column in columns)
+        decided = any(verdict.word != CANNOT_TELL for verdict in page.verdicts)
+        assert page.status == "computed" or beside or decided, name
+
+
+def test_a_run_on_the_scale_of_another_paper_is_none_of_this_one(tmp_path: Path):
+    write(tmp_path / "runs", summary("flat", task="mnist", scale="paper"))
+    evidence = catalogue.Context(tmp_path).evidence
+    found = {
+        row["paper"]: evidence.status(row)["status"]
+        for row in coverage.listed()
+        if row["needs"] == "conf:clip/flat" and row["runs"] == "clip=flat"
+    }
+    assert found == {"he2023": "not run", "monir2023": "paper"}
 
 
 def test_a_pointer_to_nothing_is_not_built():
@@ -128,7 +151,7 @@ def test_a_row_names_what_is_there_or_says_that_it_is_missing():
 def test_every_selector_names_settings_that_records_have():
     facts = {"task", "model", "clip", "optim.name", "optim.lr", "optim.lr_schedule", "optim.warmup_ratio", "peft.name",
              "peft.rank", "model.trainable", "clip.allocation", "clip.clip_norm", "privacy.epsilon",
-             "privacy.noise_multiplier", "search.name"}  # fmt: skip
+             "privacy.noise_multiplier", "search.name", "optim.batch_size", "task.generation.num_beams"}  # fmt: skip
     for row in coverage.listed():
         for part in filter(None, row["runs"].split(",")):
             assert part == "bench" or part.partition("=")[0] in facts, row

@@ -113,6 +113,14 @@ def test_a_printed_bound_decides_for_the_present_engine_alone():
     assert all(benchmarks.EARLIER in row["note"] for row in before.rows if row.get("workload"))
 
 
+def test_networks_and_pure_torch_are_told_apart_in_a_verdict():
+    rows = _row("gpt2", "nonprivate", 1.0, 1.0, 2.0), _row("gpt2", "auto/layer", 1.1, 1.0, 1.8)
+    records = [_record(*rows, native=native) | {"engine": ENGINE} for native in (True, True, False)]
+    page = benchmarks.build("figure-he-9", [Measurement(f"{n}.json", one) for n, one in enumerate(records)])
+    (verdict,) = page.verdicts
+    assert verdict.ours == "0.90 and 0.90 on gpt2, 0.90 on gpt2 in pure torch (a processor, 2 threads)"
+
+
 def test_what_two_machines_say_stands_with_each():
     slow, fast = (
         _record(

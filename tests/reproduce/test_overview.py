@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,15 @@ def test_a_claim_has_one_row_and_decided_ones_come_first():
     assert rows[1]["evidence"] == "small 1/2, a part of the claim (half), stand-in data"
     assert rows[2]["evidence"] == "small 1/2, 1 of 2 tests decide, stand-in data"
     assert (rows[3]["ours"], rows[3]["evidence"]) == ("it is so", "recomputed")
+
+
+def test_rows_of_different_settings_do_not_read_alike(tmp_path: Path):
+    asked: list[dict[str, Any]] = [{}, {"quantile": 0.9}, {"allocation": "weighted"}]
+    adaptive = [summary("adaptive_perlayer", accuracy=0.8, **settings) for settings in asked]
+    flat = [summary("flat", accuracy=0.8, clip_norm=norm) for norm in (0.1, 1.0)]
+    models = [row["model"] for row in overview.leaders(load(write(tmp_path, *adaptive, *flat)))]
+    assert len(models) == len(set(models)) == 5
+    assert sum(model.endswith("quantile 0.5, weighted allocation") for model in models) == 1
 
 
 def test_leaders_are_the_best_of_each_task_and_know_their_gap(tmp_path: Path):
@@ -77,7 +87,8 @@ def test_presets_have_the_printed_hyper_parameters():
     rows = hyperparameters.hyperparameters().rows
     told = [row for row in rows if row["agrees"] in ("yes", "no")]
     assert len(told) > 120
-    # Rates and thresholds of fixed per-layer clipping are given as equivalents of flat clipping's.
-    assert {(row["setting"], row["of"]) for row in told if row["agrees"] == "no"} == {
-        ("Learning Rate", "Fixed per-layer"), ("Init Threshold", "RoBERTa-base, Fixed"),
-    }  # fmt: skip
+    assert [row for row in told if row["agrees"] == "no"] == []
+    # of fixed per-layer clipping C times the rate is given, and its thresholds begin as they stay
+    shown = {(row["setting"], row["of"]): row["preset"] for row in told}
+    assert shown["Learning Rate", "Fixed per-layer"] == "20, times C 2"
+    assert shown["Init Threshold", "RoBERTa-base, Fixed"] == "0.1"

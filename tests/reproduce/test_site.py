@@ -130,6 +130,18 @@ def test_records_are_links(page: str):
     assert '<a href="runs/record0.json">record0</a> +1' in page
 
 
+def test_cells_of_several_models_name_them():
+    def shown(other: str) -> str:
+        rows = [
+            {"row": row, "column": "ε = 3", "paper": "90.0", "ours": "88.5", "n": "3", "configuration": f"{model}, E = 10, lr 1"}
+            for row, model in (("flat", "mpnet, linear head"), ("per-layer", other))
+        ]  # fmt: skip
+        return site._as_printed("Table", rows)
+
+    assert "<br>mpnet, linear head<" in shown("mpnet, dense head")
+    assert "mpnet" not in shown("mpnet, linear head")
+
+
 def test_the_same_documents_give_the_same_page(page: str, documents: list[Document]):
     assert site.page(documents) == page
 
