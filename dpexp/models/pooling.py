@@ -1,4 +1,5 @@
-"""A classifier on a pooled encoder: dropout and a small head on the mean of the last hidden states, or on the first of them.
+"""A classifier on a pooled encoder: dropout and a small head on the mean of the last hidden states, on that of every layer's, or
+on the first of the last.
 
 The head that an architecture has of its own reads the first position. An encoder that was trained with mean pooling, as sentence
 encoders are (Reimers & Gurevych 2019, "Sentence-BERT", section 3), has nothing there that a small head could use.
@@ -18,26 +19,26 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dpexp.errors import UserError
 
-POOLINGS = ("cls", "mean")
+POOLINGS = ("cls", "mean", "layers")
 HEADS = ("linear", "unbiased", "dense")
 # in the config.json of an exported model
 SETTING, HEAD_SETTING = "dpexp_pooling", "dpexp_head"
 
 
-def classification_head(config: Any, head: str) -> nn.Module:
-    """What maps pooled states `[B, d]` to logits `[B, classes]`.
+def classification_head(config: Any, head: str, width: int) -> nn.Module:
+    """What maps pooled states `[B, width]` to logits `[B, classes]`.
 
-    "dense" is the head of RoBERTa (Liu et al. 2019, and `RobertaClassificationHead`): dense `d × d`, tanh, dropout, linear. The
-    dense layer starts as the identity, so that before training the head reads what the encoder was trained to give.
+    "dense" is the head of RoBERTa (Liu et al. 2019, and `RobertaClassificationHead`): dense `width × width`, tanh, dropout,
+    linear. The dense layer starts as the identity, so that before training the head reads what the encoder was trained to give.
     """
     std = getattr(config, "initializer_range", 0.02)
-    last = nn.Linear(config.hidden_size, config.num_labels, bias=head != "unbiased")
+    last = nn.Linear(width, config.num_labels, bias=head != "unbiased")
     nn.init.normal_(last.weight, std=std)
     if last.bias is not None:
         nn.init.zeros_(last.bias)
     if head != "dense":
         return last
-    dense = nn.Linear(config.hidden_size, config.hidden_size)
+    dense = nn.Linear(width, width)
     nn.init.eye_(dense.weight)
     nn.init.zeros_(dense.bias)
     dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.0) or 0.0)
@@ -52,7 +53,8 @@ class PooledClassifier(PreTrainedModel):
 
     Args:
         encoder: gives `last_hidden_state` `[B, T, d]`; a pooler of its own is dropped.
-        pooling: "mean", over the positions that the attention mask keeps; or "cls", the first position.
+        pooling: "mean", over the positions that the attention mask keeps; "layers", that of the embeddings and of each of the L
+            layers, one beside the other; or "cls", the first position.
         head: see `classification_head`.
     """
 
@@ -63,7 +65,7 @@ class PooledClassifier(PreTrainedModel):
         config = encoder.config
         super().__init__(config)
         if pooling not in POOLINGS:
-            raise UserError(f"model.pooling={pooling} is unknown: choose own, {' or '.join(POOLINGS)}")
+            raise UserError(f"model.pooling={pooling} is unknown: choose own, {', '.join(POOLINGS)}")
         if head not in HEADS:
             raise UserError(f"model.head={head} is unknown: choose {', '.join(HEADS)}")
         setattr(config, SETTING, pooling)
@@ -75,17 +77,23 @@ class PooledClassifier(PreTrainedModel):
             encoder.pooler = None
         self.add_module(self.base_model_prefix, encoder)
         self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.0) or 0.0)
-        self.classifier = classification_head(config, head)
+        states = config.num_hidden_layers + 1 if pooling == "layers" else 1
+        self.classifier = classification_head(config, head, states * config.hidden_size)
 
     def pooled(self, **inputs: Any) -> Tensor:
-        """What the head reads, `[B, d]`, of the encoder's inputs (`input_ids`, `attention_mask`, … of `[B, T]`)."""
-        hidden: Tensor = self.get_submodule(self.base_model_prefix)(**inputs).last_hidden_state
+        """What the head reads, `[B, d]` or `[B, (L + 1)d]`, of the encoder's inputs, `[B, T]` (`input_ids`, …)."""
+        every = self.pooling == "layers"
+        if every:
+            inputs["output_hidden_states"] = True
+        found = self.get_submodule(self.base_model_prefix)(**inputs)
+        hidden: Tensor = found.last_hidden_state
         if self.pooling == "cls":
             return hidden[:, 0]
         # a prefix lengthens the mask
         mask = inputs["attention_mask"][:, -hidden.shape[1] :].to(hidden.dtype)
         weights = mask / mask.sum(1, keepdim=True).clamp(min=1)
-        return torch.einsum("btd,bt->bd", hidden, weights)
+        states = found.hidden_states if every else (hidden,)
+        return torch.cat([torch.einsum("btd,bt->bd", state, weights) for state in states], dim=1)
 
     def forward(
         self, past_key_values: Any = None, labels: Tensor | None = None, **inputs: Any

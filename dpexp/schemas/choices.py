@@ -13,7 +13,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.family": (
         "hf", "minilm", "mpnet", "smollm2", "random_hf", "cnn", "wide_resnet", "scattering", "timm", "random_timm", "custom",
     ),
-    "model.pooling": ("own", "cls", "mean"),
+    "model.pooling": ("own", "cls", "mean", "layers"),
     "model.head": ("linear", "unbiased", "dense"),
     "model.trainable": ("all", "attention+head", "bias", "head"),
     "clip.groups": ("flat", "layer", "block", "device"),

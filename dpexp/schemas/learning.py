@@ -162,8 +162,9 @@ class ModelConfig:
     dropout: float | None = None
     # null: as the checkpoint says
     attention_dropout: float | None = None
-    # classifiers of text: the architecture's own head, or a linear one on the first position or on the mean of all
-    # own | cls | mean
+    # classifiers of text: the architecture's own head, or a linear one on the first position, on the mean of all, or
+    # on that of every layer
+    # own | cls | mean | layers
     pooling: str = "own"
     # on what is pooled: one linear layer, the same without its bias, or RoBERTa's two layers (dense, tanh, linear)
     # linear | unbiased | dense

@@ -146,7 +146,8 @@ def freeze(
     model = bundle.model
     if not isinstance(task, TextClassification | ImageClassification) or not hasattr(model, "pooled"):
         raise UserError(
-            "model.frozen_features=true needs a text classification and model.pooling=cls or mean, or images and model=scattering"
+            "model.frozen_features=true needs a text classification and model.pooling=mean, layers or cls, or images and "
+            "model=scattering"
         )
     if task.rows_per_example > 1:
         raise UserError("task.augmentations: features are computed once, of each image as it is; set it to 0")

@@ -17,16 +17,18 @@ TEXTS = ["the film is superb", "dull"]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_what_the_head_reads_is_the_last_hidden_state_pooled(architecture: str, pooling: str) -> None:
+@pytest.mark.parametrize("pooling", ["mean", "cls", "layers"])
+def test_what_the_head_reads_is_the_hidden_states_pooled(architecture: str, pooling: str) -> None:
     bundle = build(config(architecture, pooling=pooling))
     model = bundle.model.eval()
     assert isinstance(model, PooledClassifier)
     together = bundle.tokenizer(TEXTS, padding=True, return_tensors="pt")
     for row, text in enumerate(TEXTS):
         alone = bundle.tokenizer([text], return_tensors="pt")  # without padding
-        hidden = model.base_model(**alone).last_hidden_state[0]
-        expected = hidden.mean(0) if pooling == "mean" else hidden[0]
+        found = model.base_model(**alone, output_hidden_states=True)
+        last = found.last_hidden_state[0]
+        every = torch.cat([state[0].mean(0) for state in found.hidden_states])
+        expected = {"mean": last.mean(0), "cls": last[0], "layers": every}[pooling]
         torch.testing.assert_close(model.pooled(**together)[row], expected)
         logits = torch.nn.functional.linear(expected, model.classifier.weight, model.classifier.bias)
         torch.testing.assert_close(model(**together).logits[row], logits)
