@@ -221,6 +221,12 @@ def _check(arguments: AccountArguments) -> None:
 
 def _check_groups(arguments: AccountArguments) -> None:
     individual = arguments.individual
+    for name in ("groups", "budgets"):
+        if (file := getattr(individual, name)) is not None:
+            raise UserError(
+                f"individual.{name}={file} is of the examples of a run, and account knows of none: give individual.epsilons and "
+                "individual.shares, or ask `dpexp train ... runtime.dry_run=true`"
+            )
     if arguments.noise_multiplier is not None or arguments.target_epsilon is not None:
         raise UserError(
             "individual.epsilons decide the noise: give neither noise_multiplier nor target_epsilon"

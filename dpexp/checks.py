@@ -112,7 +112,9 @@ def _parallel(run: RunConfig) -> Iterator[str]:
     kind = run.runtime.parallel
     if kind == "none":
         return
-    if run.clip.private and run.clip.method != "norm":
+    # whole microbatches go to the processes
+    shared = run.clip.method == "norm" or (kind == "ddp" and run.clip.method == "microbatch")
+    if run.clip.private and not shared:
         yield (
             f"runtime.parallel={kind} and clip.method={run.clip.method}: it looks at all gradients of a batch together, and each "
             "process has a share: choose runtime=auto"

@@ -155,11 +155,6 @@ def check(run: PateConfig) -> None:
 def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
     """The whole run. Returns its summary."""
     begun = time.perf_counter()
-    if (folder / LEDGER).exists():
-        raise UserError(
-            f"{folder} holds a ledger and no record: an earlier run was cut off after its votes were charged. Change the seed, "
-            "or move the folder away and count its epsilon too"
-        )
     settings, device = asdict(run), choose_device(run.runtime.device)
     if run.runtime.threads:
         torch.set_num_threads(run.runtime.threads)
@@ -244,7 +239,8 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
         "seed": run.seed, "versions": provenance.versions(), "git": provenance.git_state(), "command": provenance.command_line(),
         "wall_s": None if strict else round(time.perf_counter() - begun, 3), "status": "finished",
         "details": {
-            "config": settings, "teachers": teachers, "data_notes": record.data_notes(task, strict=strict), "method": "pate",
+            "signature": _signature(run), "config": settings, "teachers": teachers,
+            "data_notes": record.data_notes(task, strict=strict), "method": "pate",
         },
     }  # fmt: skip
     write_json(folder / "summary.json", summary)
@@ -283,13 +279,21 @@ def release(
     *,
     secure: bool = False,
 ) -> np.ndarray:
-    """Charge all answers, then add their noise.
+    """Charge all answers, then add their noise. What a run that was cut off has charged is answered again, for nothing.
 
     Returns:
         ``[Q]``, the class with the most noisy votes for each query.
+
+    Raises:
+        UserError: other votes are charged already; nothing is charged then.
     """
     noisy = torch.from_numpy(counts).clone()
     found = fingerprint(key, facts | {"sigma": plan.sigma}, [noisy])
+    if (charged := ledger.fingerprints(0)) and found not in charged:
+        raise UserError(
+            f"{ledger.path.parent} is charged for other votes: an earlier run was cut off, and its teachers voted "
+            "otherwise (on another machine?). Change the seed, or move the folder away and count its epsilon too"
+        )
     membership = hashlib.sha256(groups.astype("<i8").tobytes()).hexdigest()
     attempt = ledger.begin_step(0, plan.charge(membership), found)
     use = f"noise of votes {found} {attempt}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpexp.clipping.base import Rows
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
-from dpexp.clipping.whole import Method, flatten, split
+from dpexp.clipping.whole import Method, flatten, representable, split
 
 
 class Coordinates(Method):
@@ -34,8 +34,8 @@ class Coordinates(Method):
         """Σ ŵ_i."""
         squares = torch.zeros(len(keep), dtype=next(iter(rows.values())).dtype, device=keep.device)
         for name, g in rows.items():
-            w = g if self.centre is None else g - self.centre[name]
-            rows[name] = numerics.zero_examples(w / self.scale[name], keep)
+            w = (g if self.centre is None else g - self.centre[name]) / self.scale[name]
+            rows[name] = numerics.zero_examples(w, keep & representable(w))
             squares += numerics.squared_norms(rows[name])
         found = factors(0, squares)
         return squares[None], {name: torch.tensordot(found.to(w), w, 1) for name, w in rows.items()}

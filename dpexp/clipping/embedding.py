@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpexp.clipping.base import Rows
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
-from dpexp.clipping.whole import Method, flatten, split
+from dpexp.clipping.whole import Method, flatten, representable, split
 from dpexp.errors import UserError
 
 EMBEDDING = "(embedding)"
@@ -66,6 +66,8 @@ class Embedding(Method):
         directions = self.directions.to(gradients)
         inside = gradients @ directions.T
         outside = gradients - inside @ directions
+        fits = representable(inside) & representable(outside)
+        inside, outside = (numerics.zero_examples(part, fits) for part in (inside, outside))
         squares = torch.stack([numerics.squared_norms(inside), numerics.squared_norms(outside)])
         first, second = (
             factors(k, squares[k]).to(gradients) @ part for k, part in enumerate((inside, outside))

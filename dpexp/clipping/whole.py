@@ -143,7 +143,7 @@ class VectorClipper(Clipper):
         for name, p in self.params.items():
             if name in found:
                 rows[name] = found.pop(name) / loss_scale if loss_scale != 1.0 else found.pop(name)
-                keep &= rows[name].reshape(count, p.numel()).isfinite().all(1)
+                keep &= representable(rows[name])
             else:
                 rows[name] = torch.zeros(
                     count, *p.shape, dtype=numerics.wide(losses.dtype), device=losses.device
@@ -205,6 +205,14 @@ class RowsStep(Step):
 
 def _no_factors(k: int, sq_norms: Tensor, examples: slice) -> Tensor:
     raise RuntimeError("no sum is formed here")
+
+
+def representable(x: Tensor) -> Tensor:
+    """Say of each example of ``[B, ...]`` whether it is finite, ``[B]``: a gradient may overflow where it is scaled or projected.
+
+    Infinity times a factor of 0 is NaN in the whole sum, and no noise hides that.
+    """
+    return x.reshape(len(x), math.prod(x.shape[1:])).isfinite().all(1)
 
 
 def flatten(rows: Rows) -> Tensor:

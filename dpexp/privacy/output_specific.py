@@ -27,21 +27,21 @@ class OutputSpecific:
 
     Args:
         num_examples: N.
-        sample_rate: q.
         rounding: r, in (0, 1], of z = ‖clipped gradient‖/C.
     """
 
-    def __init__(self, num_examples: int, sample_rate: float, rounding: float) -> None:
+    def __init__(self, num_examples: int, rounding: float) -> None:
         if not 0 < rounding <= 1:
             raise UserError(f"rounding={rounding} must be above 0 and at most 1")
-        self.sample_rate, self.rounding = sample_rate, rounding
+        self.rounding = rounding
         self.spent = np.zeros((num_examples, len(ORDERS)))
 
-    def add(self, ratios: NDArray[np.float64], sigma: float, steps: int) -> None:
+    def add(self, ratios: NDArray[np.float64], sample_rate: float, sigma: float, steps: int) -> None:
         """Charge steps that all have these contributions.
 
         Args:
             ratios: ``[N]``, z; NaN counts as 1.
+            sample_rate: q.
             sigma: noise multiplier of the gradients.
             steps: how many.
         """
@@ -50,7 +50,7 @@ class OutputSpecific:
         for level in np.unique(levels):
             z = min(1.0, level * self.rounding)
             if z > 0:
-                table[level] = divergences(self.sample_rate, sigma / z, ORDERS)
+                table[level] = divergences(sample_rate, sigma / z, ORDERS)
         self.spent += steps * table[levels]
 
     def epsilons(self, delta: float) -> NDArray[np.float64]:

@@ -62,11 +62,16 @@ def plan_rounds(budgets: Floats, bound: float = 1.0, *, whole: bool = False) -> 
         whole: values are whole numbers, so that geometric noise will do.
 
     Raises:
-        UserError: budgets or a bound that are no positive numbers.
+        UserError: budgets or a bound that are no positive numbers, or a bound of whole numbers that is none.
     """
     budgets = np.asarray(budgets, dtype=np.float64)
     if not len(budgets) or not (np.isfinite(budgets) & (budgets > 0)).all() or not 0 < bound < math.inf:
         raise UserError("personal budgets and the bound of the values must be positive numbers")
+    if whole and bound != int(bound):
+        raise UserError(
+            f"bound={bound:g} is no whole number, and values of whole numbers cut to it would be rounded beyond it: give "
+            f"{math.floor(bound):g}, or whole=False"
+        )
     left, found = budgets.copy(), []
     while (left > _SPENT).any():
         rounds = [_round(left, float(t), bound, whole) for t in np.unique(left[left > _SPENT])]

@@ -28,7 +28,7 @@ class OutputAnalysis:
 
     def __init__(self, settings: AnalysisConfig, plan: Plan, num_examples: int):
         self.settings, self.plan, self.num_examples = settings, plan, num_examples
-        self.specific = OutputSpecific(num_examples, plan.sample_rate, settings.rounding)
+        self.specific = OutputSpecific(num_examples, settings.rounding)
         self.ratios: np.ndarray | None = None
 
     def look(self, steps: Steps, losses_of: Callable[[np.ndarray], Tensor], physical_batch_size: int) -> None:
@@ -41,6 +41,8 @@ class OutputAnalysis:
         """
         step, release = steps.taken, steps.release
         assert release is not None
+        # its noise may have moved since the run was planned
+        plan = release.plan
         if self.ratios is None or step % self.settings.output_specific_every == 0:
             release.clipper.thresholds = steps.policy.values
             stds = torch.tensor(release.noise(step)["gradients"], dtype=torch.float64).unsqueeze(1)
@@ -51,9 +53,9 @@ class OutputAnalysis:
                 report = release.clipper.backward(losses_of(np.arange(start, stop)))
                 steps.clear()
                 contributed = torch.minimum(report.norms.double().cpu(), bounds) / stds
-                found.append(contributed.square().sum(0).sqrt() * self.plan.sigma_new(step))
+                found.append(contributed.square().sum(0).sqrt() * plan.sigma_new(step))
             self.ratios = torch.cat(found).numpy()
-        self.specific.add(self.ratios, self.plan.sigma_new(step), 1)
+        self.specific.add(self.ratios, plan.rate(step), plan.sigma_new(step), 1)
 
     def conclude(self, folder: Path) -> dict[str, Any]:
         """Return quantiles of the ε of examples along this run's outputs; the whole list goes to the folder."""

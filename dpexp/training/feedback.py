@@ -40,8 +40,7 @@ class Feedback:
         Raises:
             UserError: the metric that the noise follows is not measured.
         """
-        stds = self.release.stds(steps.taken - 1)
-        variance = sum((stds[id(p)] / steps.expected_batch) ** 2 * p.numel() for p in steps.parameters)
+        variance = sum(steps.stds[id(p)] ** 2 * p.numel() for p in steps.parameters)
         self.stepped(steps.gradients, variance)
         if self.validates_after(steps.taken):
             metrics = evaluate()

@@ -127,6 +127,8 @@ class Steps:
         if self.narrow:
             refuse_narrow(self.narrow, clipper)
         self.taken = 0
+        # standard deviation of the noise in the mean gradient of each parameter in the last step, by `id`
+        self.stds: dict[int, float] = {}
         # of every example, for the next step; what is written of them is marked not private
         self.keep_norms = self.keep_signal = False
         self.sums = self._no_sums()
@@ -299,10 +301,16 @@ class Steps:
                 return False
             if self.keep_signal:
                 self.sums.signal_to_noise = self.release.signal_to_noise(step)
+            stds = self.release.stds(step)
+            self.stds = {number: std / self.expected_batch for number, std in stds.items()}
             counts = self.release.add_noise(step, self.attempt, raw)
-            self._tell_noise(step)
+            # an optimiser that corrects for the noise is told how much of it there is: a public number
+            if hasattr(self._mover, "tell_noise"):
+                self._mover.tell_noise(self.stds)
         torch._foreach_div_(self.gradients, self.expected_batch)
-        self._finish(step)
+        # methods that clip something else than gradients make gradients of the noisy means
+        if self.release is not None and isinstance(self.clipper, VectorClipper | MicrobatchClipper):
+            self.clipper.finish(self.stds)
         for parameter in self.narrow:
             # released, and rounded as the optimiser expects it
             mean, parameter.grad = parameter.grad, None
@@ -328,19 +336,6 @@ class Steps:
         if self.public is None:
             raise UserError("this way of clipping needs public examples, and the task has no dev set")
         return self.public()
-
-    def _finish(self, step: int) -> None:
-        """Methods that clip something else than gradients make gradients of the noisy means."""
-        if self.release is None or not isinstance(self.clipper, VectorClipper | MicrobatchClipper):
-            return
-        stds = {number: std / self.expected_batch for number, std in self.release.stds(step).items()}
-        self.clipper.finish(stds)
-
-    def _tell_noise(self, step: int) -> None:
-        """An optimiser that corrects for the noise is told how much of it is in each mean gradient: a public number."""
-        if hasattr(self._mover, "tell_noise"):
-            stds = self.release.stds(step) if self.release is not None else {}
-            self._mover.tell_noise({number: std / self.expected_batch for number, std in stds.items()})
 
     @property
     def _mover(self) -> Any:

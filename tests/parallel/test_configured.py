@@ -102,6 +102,27 @@ def three_legs(ranks: Ranks, folder: Path) -> list[str]:
     return told
 
 
+MICROBATCHES = ["clip=microbatch", "clip.microbatch=2", "optim.batch_size=10", "peft=lora"]
+
+
+def run_of_microbatches(ranks: Ranks, folder: Path) -> dict:
+    return trained(ranks, folder, [*MICROBATCHES, "runtime=ddp"])
+
+
+def test_each_process_clips_whole_microbatches(tmp_path: Path) -> None:
+    """Dupuy et al. 2022: a device has microbatches of its own; their sum is that of one process."""
+    (tmp_path / "ranks").mkdir()
+    first, _ = run_ranks(2, tmp_path / "ranks", run_of_microbatches, tmp_path / "two")
+    alone = trained(ALONE, tmp_path / "alone", MICROBATCHES)
+    assert first["details"]["processes"] == 2
+    assert first["privacy"]["epsilon"] == alone["privacy"]["epsilon"]
+    expected = load_file(alone["weights"])
+    for name, tensor in load_file(first["weights"]).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+    with pytest.raises(UserError, match="choose runtime=auto"):
+        compose([*SMALL, *MICROBATCHES, "runtime=fsdp"])
+
+
 @needs_torch(2, 15)
 def test_a_run_goes_through_all_runtimes(tmp_path: Path) -> None:
     """DDP, FSDP2, a pipeline, one process: each takes a step, with Adam's moments and the thresholds of the one before."""

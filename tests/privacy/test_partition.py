@@ -69,10 +69,10 @@ def test_the_personalised_median_protects_everyone_with_their_own_budget():
 
 def test_output_specific_epsilon_is_that_of_the_contributions():
     """K steps with each look, contributions rounded upwards, composed by dp_accounting alone."""
-    analysis = OutputSpecific(4, 0.02, 0.1)
+    analysis = OutputSpecific(4, 0.1)
     looks = ([1.0, 0.31, 0.0, math.nan], [0.5, 0.05, 0.0, 2.0])
     for ratios in looks:
-        analysis.add(np.array(ratios), 1.1, 50)
+        analysis.add(np.array(ratios), 0.02, 1.1, 50)
     found = analysis.epsilons(1e-5)
     for i, levels in enumerate(((1.0, 0.5), (0.4, 0.1), (), (1.0, 1.0))):
         one = RdpAccountant(ORDERS)
@@ -93,6 +93,10 @@ def test_account_understands_groups():
     assert "group 2           epsilon 3" in as_text(result)
     with pytest.raises(UserError, match="one for each group"):
         account(AccountArguments(0.05, 100, 1e-5, individual=IndividualConfig("scaling", [1.0, 3.0], [])))
+    groups.groups = "file.txt"
+    with pytest.raises(UserError, match=r"individual\.groups=file\.txt is of the examples of a run"):
+        account(AccountArguments(0.05, 100, 1e-5, individual=groups))
+    groups.groups = None
     with pytest.raises(UserError, match="decide the noise"):
         account(AccountArguments(0.05, 100, 1e-5, target_epsilon=1.0, individual=groups))
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from rich.console import Console
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+import dpexp.pate
+from dpexp.auditing.gaussian import pair_lower_bound
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.pate import PateConfig, check, pate, release, teachers_of
@@ -109,11 +112,11 @@ def test_answers_are_charged_before_their_noise_and_groups_each_with_their_own(t
     counts[np.arange(6), [0, 1, 2, 0, 1, 2]] = 1e9
     assert release(counts, plan, ledger, KEY, {}, groups).tolist() == [0, 1, 2, 0, 1, 2]
     assert [found["rdp"] for found in ledger.epsilons_by_budget(1e-5)] == pytest.approx(plan.spent())
-    # the same votes again are the same release; others are charged anew
+    # the same votes again are the same release; others would be charged anew, beyond the budget
     release(counts, plan, ledger, KEY, {}, groups)
+    with pytest.raises(UserError, match="is charged for other votes"):
+        release(counts + 1, plan, ledger, KEY, {}, groups)
     assert ledger.steps_charged == 1
-    release(counts + 1, plan, ledger, KEY, {}, groups)
-    assert ledger.steps_charged == 2
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,62 @@ def test_the_release_the_noise_and_the_key_are_as_asked_for(tmp_path):
     assert summary["wall_s"] is None
     assert json.loads((tmp_path / "run" / "ledger.jsonl").read_text())["time"] is None
     assert any("by whole numbers alone" in note for note in summary["privacy"]["notes"])
+
+
+@pytest.mark.parametrize("method", ["uniform", "knn"])
+def test_a_run_that_was_cut_off_behind_its_charge_gives_the_same_answers_and_pays_once(
+    tmp_path, monkeypatch, method
+):
+    asked = compose(
+        [
+            "scale=demo", f"pate.method={method}", "pate.teachers=3", "pate.queries=4", "pate.teacher_epochs=1",
+            "pate.student_epochs=1", "runtime=cpu", f"data.cache={tmp_path}",
+        ],
+        "pate",
+        PateConfig,
+    )  # fmt: skip
+    answers, learned = [], dpexp.pate.learn
+
+    def watched(network, task, examples, labels=None, **settings):
+        if labels is not None:
+            answers.append(labels.tolist())
+            if len(answers) == 1:
+                raise KeyboardInterrupt
+        return learned(network, task, examples, labels=labels, **settings)
+
+    monkeypatch.setattr("dpexp.pate.learn", watched)
+    with pytest.raises(KeyboardInterrupt):
+        pate(asked, tmp_path / "run", Console(quiet=True))
+    summary = pate(asked, tmp_path / "run", Console(quiet=True))
+    assert answers[0] == answers[1]
+    assert len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) == 1
+    assert summary["privacy"]["epsilon"]["rdp"] <= 2.0
+
+
+@pytest.mark.parametrize("noise", [1.0, 0.7])
+def test_noisy_votes_tell_no_more_than_their_event_and_less_noise_is_found_out(monkeypatch, noise):
+    """Whose vote for one class turns to another is guessed from all noisy counts, with the heaviest teacher's weight."""
+    plan = plan_votes("weighting", [2.0, 6.0], teachers=[3, 2], queries=4, delta=1e-5, accountant="pld")
+    rng, there, scores = np.random.default_rng(2), [], []
+    add = dpexp.pate.add_gaussian_
+
+    def watched(sums, std, generator):
+        add(sums, noise * std, generator=generator)
+        scores.append(float((sums[0][:, 0] - sums[0][:, 1]).sum()))
+
+    monkeypatch.setattr("dpexp.pate.add_gaussian_", watched)
+    ledger = SimpleNamespace(fingerprints=lambda step: [""], begin_step=lambda *charge: 0)
+    monkeypatch.setattr("dpexp.pate.fingerprint", lambda *facts: "")
+    for trial in range(2000):
+        there.append(rng.random() < 0.5)
+        counts = np.tile([10.0, 10.0], (4, 1))
+        counts[:, 0 if there[-1] else 1] += plan.moves[1]
+        release(counts, plan, ledger, trial.to_bytes(32, "little"), {}, np.zeros(10, np.int64))
+    lower = pair_lower_bound(scores, np.array(there), 1e-5, 1 - 1e-5)
+    claimed = plan.spent()[1]
+    assert claimed == pytest.approx(6.0, rel=0.01)
+    assert 0.6 * claimed < lower
+    assert (lower > claimed) == (noise < 1)
 
 
 def test_the_exact_noise_is_drawn_where_it_is_asked_for(tmp_path, monkeypatch):

@@ -120,3 +120,10 @@ def test_the_rounds_beat_the_smallest_budget_for_all() -> None:
 def test_budgets_that_make_no_sense_are_refused(budgets: list[float]) -> None:
     with pytest.raises(UserError, match="must be positive numbers"):
         plan_rounds(np.array(budgets))
+
+
+def test_a_bound_of_whole_numbers_is_one() -> None:
+    """A value of 2 cut to 1.5 would be rounded to 2 again, and move the sum by more than the noise is for."""
+    with pytest.raises(UserError, match=r"bound=1\.5 is no whole number"):
+        plan_rounds(np.array([1.0, 2.0]), 1.5, whole=True)
+    assert plan_rounds(np.array([1.0, 2.0]), 2.0, whole=True)

@@ -18,6 +18,7 @@ from dpexp.privacy.plan import make_plan
 from dpexp.privacy.schedules import Schedule
 from dpexp.privacy.searches import ORDERS, filter_orders
 from dpexp.schemas import ScheduleConfig
+from dpexp.training import release
 from dpexp.training.feedback import ReleasedNorm, Validation
 from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
 
@@ -125,6 +126,37 @@ def test_a_run_ends_where_no_step_fits_and_the_target_holds(schedule, tmp_path):
     train(again)
     np.testing.assert_array_equal(weights(again), weights(trainer))
     assert again.feedback.level == trainer.feedback.level
+
+
+def test_the_noise_of_the_estimate_is_that_of_the_step_also_where_thresholds_move(tmp_path, monkeypatch):
+    told, added, add = [], [], release.add_gaussian_
+
+    def watched(tensors, stds, generator):
+        if isinstance(stds, list):
+            added.append(sum((std / 20) ** 2 * t.numel() for t, std in zip(tensors, stds, strict=True)))
+        add(tensors, stds, generator)
+
+    monkeypatch.setattr(release, "add_gaussian_", watched)
+    monkeypatch.setattr(ReleasedNorm, "stepped", lambda self, gradients, variance: told.append(variance))
+    run = run_of(RELEASED)
+    run.clip.adaptive, run.clip.quantile_budget, run.clip.rescale = True, 0.1, False
+    run_to_end(tmp_path, run)
+    assert len(set(added)) == len(added) > 2
+    assert told == pytest.approx(added)
+
+
+def test_what_the_outputs_told_is_counted_at_the_noise_of_each_step(tmp_path):
+    """All gradients are longer than the threshold: every example has told what the ledger charged for all."""
+    run = run_of(VALIDATION | {"every": 2, "threshold": 1.0})
+    run.clip.groups, run.clip.clip_norm = "flat", 1e-4
+    run.analysis.output_specific_every, run.analysis.rounding = 3, 1.0
+    trainer = run_to_end(tmp_path, run)
+    levels = {
+        json.loads(line)["event"]["event"]["noise_multiplier"] for line in (tmp_path / "ledger.jsonl").open()
+    }
+    assert len(levels) >= 2
+    found = trainer.analysis.specific.epsilons(1e-3)
+    assert found == pytest.approx(np.full(60, trainer.ledger.epsilon(1e-3)), rel=0.05)
 
 
 NEARLY_CONSTANT = VALIDATION | {"every": 1, "threshold": 1.0, "decay_rate": 0.999, "start": 1.0}

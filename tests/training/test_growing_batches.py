@@ -75,6 +75,15 @@ def test_training_divides_by_the_batch_of_the_step_and_goes_on_after_a_kill(tmp_
     np.testing.assert_array_equal(weights(again), weights(whole))
 
 
+def test_what_the_outputs_told_is_counted_at_the_rate_of_each_step(tmp_path):
+    """An example that fills its threshold in every step has told as much as its plan says."""
+    run = growing_run()
+    run.clip.clip_norm, run.analysis.output_specific_every, run.analysis.rounding = 1e-4, 1, 1.0
+    trainer = run_to_end(tmp_path, run)
+    found = trainer.analysis.specific.epsilons(1e-3)
+    assert found == pytest.approx(np.full(60, trainer.plan.epsilon()), rel=0.05)
+
+
 def test_a_sampler_of_one_rate_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, growing_run(), sampler=PoissonSampler(60, 0.2, b"k" * 32))
     with pytest.raises(UserError, match="rate follows the plan"):

@@ -102,6 +102,31 @@ def test_an_example_moves_each_sum_by_its_threshold_at_most(name, rule):
     assert clipper.sensitivity == pytest.approx(clipper.thresholds.norm())
 
 
+@pytest.mark.parametrize("name", ["adaclip", "scaled", "ellipsoid", "embedding"])
+def test_a_gradient_whose_scaled_form_overflows_does_not_spoil_the_sum(name):
+    """Finite as it is, infinite once it is divided or projected: the rest of the batch stands, and its own part is bounded."""
+    model = nn.Linear(4, 1, bias=False)
+    clipper = VectorClipper(model, methods()[name], 0.7)
+    x = torch.eye(4)
+    # whose first direction is that of the example
+    public = 1 + 0.1 * torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    clipper.method.prepare(0, lambda: clipper.rows(1e-3 * model(public)[:, 0])[0])
+    if name != "embedding":
+        clipper.method.scale = {"weight": torch.full((1, 4), 1e-6)}
+    x[1] = 3e38
+    with_it = sums_of(model, clipper, x)
+    without = sums_of(model, clipper, torch.cat([x[:1], x[2:]]))
+    assert with_it.isfinite().all()
+    assert float((with_it - without).norm()) <= float(clipper.sensitivity) * (1 + 1e-6)
+
+
+def sums_of(model, clipper, x):
+    for p in [*model.parameters(), *clipper.extra]:
+        p.grad = None
+    clipper.backward(model(x)[:, 0])
+    return torch.cat([p.grad.reshape(-1).clone() for g in clipper.groups for p in g.params.values()])
+
+
 def test_an_empty_batch_adds_zeros():
     model, x = odd()
     for name, method in methods().items():
