@@ -271,6 +271,29 @@ def test_a_norm_of_equal_numbers_is_not_low(length: int):
         assert abs(numerics.squared_norms(x).double() / exact - 1) <= 2e-6
 
 
+class BagOfWords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(4, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids).mean(1)).pow(2).sum(1)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_a_text_of_equal_words_adds_at_most_its_threshold(engine: str):
+    """All of its gradients are equal, and are added to one row: their rounding errors have one direction."""
+    torch.manual_seed(0)
+    model = BagOfWords()
+    clipper = attach(model, groups="layer", clip_norm=1e-3, engine=engine, choice="instantiate")
+    for count in (1, 4):
+        model.zero_grad()
+        clipper.backward(100 * model(torch.full((count, 4096), 2)))
+        for group, threshold in zip(clipper.groups, clipper.thresholds, strict=True):
+            total = torch.cat([p.grad.double().flatten() for p in group.params.values()])
+            assert total.norm() <= count * threshold * (1 + ALLOWED)
+
+
 @pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
 def test_many_numbers_too_small_to_be_squared_make_no_gradient_longer_than_its_threshold(engine: str):
     """A gradient whose squares vanish in float32, but for one: its norm says 1e-21, and it is 20 times as long."""

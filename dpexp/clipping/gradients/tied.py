@@ -10,7 +10,7 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.lookup import Lookup
+from dpexp.clipping.gradients.lookup import Lookup, add_rows
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.outer import Outer
 
@@ -89,7 +89,7 @@ class Tied(PerExampleGradient):
         lookup = self.lookup
         part = lookup._replace(ids=lookup.ids[start:stop], g=lookup.g[start:stop])
         for row, ids, g in zip(rows, part.ids, part._scaled(None).view(part.g.shape), strict=True):
-            row.index_add_(0, ids, g.to(self.dtype))
+            add_rows(row, ids, g.to(self.dtype), len(ids))
         return rows
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
