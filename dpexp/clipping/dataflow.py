@@ -47,7 +47,7 @@ PICKING = {
     "roll": 2,
 }
 # products with a matrix, which may put rows in another order
-PRODUCTS = {"matmul", "__matmul__", "mm", "sparse_mm"}
+PRODUCTS = {"matmul", "__matmul__", "mm", "sparse_mm", "tensordot"}
 # Operations that pick or order rows by their values or lengths, whatever else they are given.
 ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence"}
 # Operations that take the rows of a tensor apart, with the place of the dimension among their arguments, and operations that put
@@ -61,7 +61,7 @@ CUTTING = {
     "chunk": 2,
     "tensor_split": 2,
 }
-JOINING = {"cat", "concat", "concatenate", "stack", "vstack", "row_stack", "pad_sequence"}
+JOINING = {"cat", "concat", "concatenate", "stack", "vstack", "row_stack", "hstack", "pad_sequence"}
 # rows that a shuffle leaves in their order once in 40,000 times
 FEW = 8
 # Of dimensions along which rows may have been picked, their sizes; the first one of a tensor, where several rows may be one
@@ -138,7 +138,11 @@ class DataFlow(TorchFunctionMode):
         other = args[1] if len(args) > 1 else None
         if name in ("embedding", *PRODUCTS) and isinstance(base, Tensor) and isinstance(other, Tensor):
             # the second one is a table whose rows are picked, or is multiplied by the matrix of a permutation
-            orders = other in self._followed and other.dim() == 2 and not base.requires_grad
+            orders = (
+                other in self._followed
+                and (other.dim() == 2 or name == "tensordot")
+                and not base.requires_grad
+            )
             return FIRST if orders else NONE
         if name == "einsum" and isinstance(base, str):
             terms, _, result = base.replace(" ", "").partition("->")
@@ -245,35 +249,28 @@ def _dim(args: Any, kwargs: Any, default: int) -> int:
 
 
 def _cut_along(name: str, args: Any, kwargs: Any) -> int | None:
-    """The size of the dimension along which an operation takes the rows of a tensor apart; of the second one each by itself."""
+    """The size of the dimension, one of the first two, along which an operation takes the rows of a tensor apart."""
+    dim = None
     if name == "__getitem__":
-        parts = [(dim, part) for dim, part in _parts(args[0], args[1]) if dim < 2]
-        cut = (
-            d
-            for d, part in parts
-            if type(part) is int or (d == 0 and isinstance(part, slice) and part != slice(None))
-        )
+        whole = slice(None)
+        parts = _parts(args[0], args[1])
+        cut = (d for d, part in parts if type(part) is int or (isinstance(part, slice) and part != whole))
         dim = next(cut, None)
-    else:
-        given = (
-            kwargs.get("dim", args[CUTTING[name]] if len(args) > CUTTING[name] else 0)
-            if name in CUTTING
-            else None
-        )
-        dim = given % args[0].dim() if isinstance(given, int) and args[0].dim() else None
-        dim = None if dim and name not in ("unbind", "select") else dim
+    elif name in CUTTING and args[0].dim():
+        given = kwargs.get("dim", args[CUTTING[name]] if len(args) > CUTTING[name] else 0)
+        dim = given % args[0].dim() if isinstance(given, int) else None
     return args[0].shape[dim] if dim in (0, 1) else None
 
 
 def _joined(name: str, args: Any, kwargs: Any, tensors: list[Tensor], cut: int | None) -> Sizes | None:
-    """How many rows were taken apart that an operation puts together again; None where it does no such thing.
+    """How many rows were taken apart that an operation puts together again, along the second dimension all; None of another one.
 
     Of a loop over positions neither these nor the tensors are as many as the examples.
     """
     if name not in JOINING or len(tensors) < 2:
         return None
     last = tensors[0].dim() + (name == "stack")
-    dim = 0 if name == "pad_sequence" else _dim(args, kwargs, 0) % max(1, last)
+    dim = 0 if name == "pad_sequence" else _dim(args, kwargs, int(name == "hstack")) % max(1, last)
     if dim > 1:
         return None
     return NONE if cut is None or (dim and cut != len(tensors)) else Sizes({cut, len(tensors)})

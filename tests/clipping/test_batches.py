@@ -137,6 +137,10 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "positions first, by index": (True, lambda h, order: h[:, order]),
     "positions first, by a list": (True, lambda h, order: h[:, order.tolist()]),
     "positions first, one by one": (True, lambda h, order: torch.stack([h[:, i] for i in order.tolist()], 1)),
+    "positions first, slice by slice": (
+        True,
+        lambda h, order: torch.hstack([h[:, i : i + 1] for i in order.tolist()]),
+    ),
     "positions first, gathered": (True, lambda h, order: h.gather(1, order[None, :, None].expand_as(h))),
     "positions first, sent": (True, lambda h, order: torch.zeros_like(h).index_copy(1, order.argsort(), h)),
 }
