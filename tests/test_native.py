@@ -141,8 +141,8 @@ def test_convolutions_over_cores_equal_the_loop(transposed, dtype, groups, rows,
     conv = Conv(x, gy, layer.weight.shape, geometry, 5)
     factors = torch.linspace(0, 1, 5, dtype=conv.dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    norms, total = conv.norms_and_sum("cores", lambda _, where: factors[where])
-    expected_norms, expected = conv.norms_and_sum("loop", lambda _, where: factors[where])
+    norms, total = conv.norms_and_sum("cores", lambda _, where: (factors[where], None))
+    expected_norms, expected = conv.norms_and_sum("loop", lambda _, where: (factors[where], None))
     torch.testing.assert_close(norms, expected_norms, rtol=tolerance, atol=0)
     torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 

@@ -22,7 +22,7 @@ from dpexp.clipping.choice import Methods
 from dpexp.clipping.distributed import LateSum
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.gradients import Lookup, Tied, instantiated, merge, numerics
-from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
+from dpexp.clipping.gradients.base import Bounded, Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
 from dpexp.clipping.layouts import per_example
 from dpexp.clipping.loop import LOOPED, loop_over_examples
@@ -32,8 +32,6 @@ from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
 from dpexp.torch_versions import gradient_dtype
 
-# factors, and which examples are finite (None if all are)
-Bounded = tuple[Tensor, Tensor | None]
 # (group index, squared norms [b], slice of the examples that they belong to)
 Factors = Callable[..., Tensor]
 Sums = dict[str, Tensor | LateSum]
@@ -262,10 +260,10 @@ class Step:
         measured = self.sq_norms[k]
         found: list[Bounded] = []
 
-        def factors_of(sq_norms: Tensor, examples: slice) -> Tensor:
+        def factors_of(sq_norms: Tensor, examples: slice) -> Bounded:
             total = measured[examples] + sq_norms
             found.append(self._bounded_factors(k, total, examples, wait=numerics.static(total)))
-            return found[-1][0]
+            return found[-1]
 
         norms, total = merged.norms_and_sum(method, factors_of, self.methods.scratch)
         measured.add_(norms)

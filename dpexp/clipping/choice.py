@@ -134,7 +134,9 @@ def _task(
     per_example: PerExampleGradient, method: str, fused: bool, scratch: Scratch | None
 ) -> Callable[[], object]:
     if fused:
-        return lambda: per_example.norms_and_sum(method, lambda norms, _: torch.ones_like(norms), scratch)
+        return lambda: per_example.norms_and_sum(
+            method, lambda norms, _: (torch.ones_like(norms), None), scratch
+        )
     return lambda: per_example.sq_norms(method, scratch=scratch)
 
 

@@ -111,9 +111,9 @@ def assert_exact(per_example: PerExampleGradient, grads: Tensor, rtol: float = 1
     for method in per_example.methods():
         close(per_example.sq_norms(method), norms, **norm_tolerance)
 
-        def factors_of(some: Tensor, where: slice, factors: Tensor = factors) -> Tensor:
+        def factors_of(some: Tensor, where: slice, factors: Tensor = factors) -> tuple[Tensor, None]:
             assert some.shape == factors[where].shape
-            return factors[where]
+            return factors[where], None
 
         found, total = per_example.norms_and_sum(method, factors_of)
         close(found, norms, **norm_tolerance)

@@ -100,9 +100,9 @@ def test_chunks_under_the_cap_change_nothing():
     two_at_a_time = Scratch(2 * 4 * 5 * 8)
     seen = []
 
-    def factors_of(norms: Tensor, where: slice) -> Tensor:
+    def factors_of(norms: Tensor, where: slice) -> tuple[Tensor, None]:
         seen.append(where)
-        return norms
+        return norms, None
 
     norms, total = Outer(a, g).norms_and_sum("instantiate", factors_of, two_at_a_time)
     assert [(s.start, s.stop) for s in seen] == [(0, 2), (2, 4), (4, 6), (6, 7)]
@@ -236,7 +236,9 @@ def test_an_example_that_is_not_finite_adds_nothing(index: int, bad: float):
     for method in broken.methods():
         norms = broken.sq_norms(method)
         assert torch.equal(norms.isfinite(), keep), method
-        _, total = broken.norms_and_sum(method, lambda norms, _: torch.ones_like(norms))
+        _, total = broken.norms_and_sum(
+            method, lambda norms, _: (norms.isfinite().double(), norms.isfinite())
+        )
         torch.testing.assert_close(total, expected)
     torch.testing.assert_close(broken.mask(keep).weighted_sum(keep.double()), expected)
 
@@ -372,7 +374,7 @@ def test_on_a_gpu(low: torch.dtype):
     factors = torch.tensor([0.5, 1.0, 0.25])
     outer = Outer(a.cuda(), g.cuda())
     for method in outer.methods():
-        norms, total = outer.norms_and_sum(method, lambda _, where: factors.cuda()[where])
+        norms, total = outer.norms_and_sum(method, lambda _, where: (factors.cuda()[where], None))
         assert norms.dtype == total.dtype == torch.float32
         torch.testing.assert_close(norms.cpu().double(), expected.square().sum((1, 2)), rtol=1e-3, atol=0)
         torch.testing.assert_close(

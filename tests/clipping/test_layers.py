@@ -131,7 +131,7 @@ def test_channels_last():
     weight = per_examples_of(module, x, probe, 3, {"weight"})["weight"]
     expected = weight.instantiate().square().flatten(1).sum(1)
     for method in weight.methods():
-        norms, total = weight.norms_and_sum(method, lambda norms, _: torch.ones_like(norms))
+        norms, total = weight.norms_and_sum(method, lambda norms, _: (torch.ones_like(norms), None))
         torch.testing.assert_close(norms, expected)
         torch.testing.assert_close(total, weight.weighted_sum(torch.ones(3)))
         held = instantiated(weight, method, Scratch()) if weight.instantiates(method) else weight

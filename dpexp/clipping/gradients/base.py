@@ -15,7 +15,10 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
 from dpexp.clipping.gradients.memory import SHARED, Scratch, fresh
 
-FactorsOf = Callable[[Tensor, slice], Tensor]
+Bounded = tuple[Tensor, Tensor | None]
+"""Factors ``[b]``, zero where a gradient is not finite, and which gradients are finite (None: all)."""
+
+FactorsOf = Callable[[Tensor, slice], Bounded]
 
 
 class PerExampleGradient(ABC):
@@ -213,13 +216,12 @@ class PerExampleGradient(ABC):
         """Norms and clipped sum in one go.
 
         This is what the one-pass engine needs where a group ends with this parameter. Instantiating methods sum
-        each chunk of gradients while it is still in the cache. Examples whose norm is not finite add nothing,
-        whatever their factor.
+        each chunk of gradients while it is still in the cache.
 
         Args:
             method: one of `methods`, or a general name.
             factors_of: called with squared norms ``[b]`` of this parameter and the slice of examples that
-                they belong to; returns their factors ``[b]``.
+                they belong to.
             scratch: memory for one chunk of gradients.
 
         Returns:
@@ -229,19 +231,13 @@ class PerExampleGradient(ABC):
         scratch = scratch or SHARED
         if self.num_examples == 0 or method in self.without_gradients:
             norms = self.sq_norms(method, scratch=scratch)
-            factors = factors_of(norms, slice(0, self.num_examples))
-            if numerics.static(norms) and numerics.all_finite(norms):
-                return norms, self.weighted_sum(factors)
-            finite = torch.isfinite(norms)
-            return norms, self.finite(finite).weighted_sum(torch.where(finite, factors, 0))
+            factors, keep = factors_of(norms, slice(0, self.num_examples))
+            return norms, self.finite(keep).weighted_sum(factors)
         found, total = [], None
         for rows, examples in self._chunks(method, scratch):
             norms = numerics.squared_norms(rows)
-            factors = factors_of(norms, examples)
-            if not (numerics.static(norms) and numerics.all_finite(norms)):
-                finite = torch.isfinite(norms)
-                factors = torch.where(finite, factors, 0)
-                rows = numerics.zero_examples(rows, finite)
+            factors, keep = factors_of(norms, examples)
+            rows = rows if keep is None else numerics.zero_examples(rows, keep)
             total = self._accumulate(rows, factors, total)
             found.append(norms)
         assert total is not None
@@ -286,12 +282,12 @@ class PerExampleGradient(ABC):
         Where a device would have to be waited for, the bound alone must do: norms of gradients that cancel are then
         overestimated.
         """
-        bounds = rounding.of_gram_norms(squares, magnitudes, self._terms())
+        terms, cancels = self._terms(), rounding.cancels(squares, magnitudes)
         if not numerics.static(squares):
-            return rounding.raised(bounds, magnitudes)
-        cancels = rounding.cancels(squares, magnitudes)
+            return rounding.raised(rounding.of_gram_norms(squares, magnitudes, terms, cancels), magnitudes)
         if not bool(cancels.any()):
-            return bounds
+            return rounding.of_gram_norms(squares, magnitudes, terms)
+        bounds = rounding.of_gram_norms(squares, magnitudes, terms, cancels)
         doubt = Doubt(self, bounds, magnitudes, torch.where(cancels, bounds - squares, 0.0), scratch)
         if doubts is None:
             return doubt.settled()

@@ -42,20 +42,27 @@ def gram_norms(a: Tensor, g: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
 
 
 def _block_norms(a: Tensor, g: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    positions = a.shape[1]
-    total = torch.zeros(a.shape[0], dtype=numerics.wide(a.dtype), device=a.device)
-    magnitude = torch.zeros_like(total)
-    for start in range(0, positions, height):
+    found = []
+    for start in range(0, a.shape[1], height):
         rows = slice(start, start + height)
         both = numerics.product(a[:, rows], a[:, start:].mT).mul_(
             numerics.product(g[:, rows], g[:, start:].mT)
         )
-        # what stands right of the block on the diagonal stands for what is below it, too
-        for sums in (total, magnitude):
-            if sums is magnitude:
-                both.abs_()
-            sums.add_(both[:, :, :height].sum((1, 2)))
-            if start + height < positions:
-                sums.add_(both[:, :, height:].sum((1, 2)), alpha=2)
+        found.append((_unfolded(both), _unfolded(both.abs_())))
+    if len(found) == 1:
+        total, magnitude = found[0]
+    else:
+        empty = torch.zeros(a.shape[0], dtype=numerics.wide(a.dtype), device=a.device)
+        total, magnitude = (
+            (sum(parts, empty) for parts in zip(*found, strict=True)) if found else (empty, empty)
+        )
     # rounding may leave a tiny negative number where gradients cancel
-    return total.clamp_(min=0), magnitude
+    return total.clamp(min=0), magnitude
+
+
+def _unfolded(block: Tensor) -> Tensor:
+    """Sum some rows of a symmetric matrix from the diagonal on; what stands right of it stands for what is below it, too."""
+    height, width = block.shape[1:]
+    if height >= width:
+        return block.sum((1, 2))
+    return block[:, :, :height].sum((1, 2)).add_(block[:, :, height:].sum((1, 2)), alpha=2)

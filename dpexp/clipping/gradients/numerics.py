@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,8 +71,7 @@ def unit(dtype: torch.dtype) -> float:
     return torch.finfo(wide(dtype)).eps / 2
 
 
-@contextmanager
-def full_precision(operation: str, device: torch.device) -> Iterator[None]:
+def full_precision(operation: str, device: torch.device) -> AbstractContextManager[None]:
     """Inside, float32 is multiplied as float32: no TF32, no bfloat16, whatever the model itself may use.
 
     A norm that is off by 2^-11 makes a clipped gradient that is too large by as much.
@@ -81,6 +81,12 @@ def full_precision(operation: str, device: torch.device) -> Iterator[None]:
     """
     settings = _PRECISION.get((operation, device.type), ())
     reduced = [(s, precision) for s in settings if (precision := s.fp32_precision) in _REDUCED]
+    # asked around every product
+    return _unreduced(reduced) if reduced else nullcontext()
+
+
+@contextmanager
+def _unreduced(reduced: list[tuple[Any, str]]) -> Iterator[None]:
     try:
         for setting, _ in reduced:
             setting.fp32_precision = "ieee"
