@@ -132,7 +132,14 @@ class Survey:
                     self.operations.setdefault(name, {})[use.label] = None
         if visit.passes and visit.num_examples > 1 and not self._undecided:
             self.settled = True
-        if not self._undecided:
+        if (
+            self._new_sequence
+            and visit.num_examples > 1
+            and any(use.from_batch is None for use in visit.uses)
+        ):
+            # nobody watched whether rows were picked on this way: the next forward is, and it is proven until it was
+            self.settled = False
+        elif not self._undecided:
             self._sequences.add(sequence)
         if visit.num_examples > 1 or self.settled:
             for owner in visit.passes:

@@ -171,6 +171,22 @@ def test_rows_in_an_order_that_changes_nothing_at_first(forward: Callable[..., T
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_are_sorted_late_and_in_order_at_first(engine: str) -> None:
+    """The way through the sort is new when nobody watches any more who picks rows."""
+
+    def forward(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        if int(lengths.max()) <= 2:
+            return self.out(torch.tanh(self.first(x[:, 0])))
+        order = lengths.argsort(stable=True)
+        return self.out(torch.tanh(self.first(x[:, 0][order]))[order.argsort()])
+
+    torch.manual_seed(0)
+    sizes = ((1, 2, 1), (2, 1, 2), (3, 3, 3), (3, 1, 2), (1, 1, 1), (2, 3, 1))
+    batches = [rows(3, 4) | {"lengths": torch.tensor(given)} for given in sizes]
+    exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_sparse_matrices_are_clipped(engine: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.out(torch.tanh(x.relu().to_sparse() @ self.first.weight))
