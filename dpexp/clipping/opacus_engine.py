@@ -78,6 +78,8 @@ class OpacusBackend(Backend):
         self.wrapper.disable_hooks()
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         self.hooks = [table.register_forward_pre_hook(self._expand) for table in tables]
+        convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+        self.hooks += [convolution.register_forward_pre_hook(_in_order) for convolution in convolutions]
 
     def _expand(self, table: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Opacus wants one row of positions per example, and transformers look them up once for all."""
@@ -280,6 +282,13 @@ class OpacusBackend(Backend):
             if self.rows_per_example > 1
             else sample
         )
+
+
+def _in_order(convolution: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Opacus reads the images of `nn.Conv2d` as if they lay row by row, whatever their strides say."""
+    if not args or not isinstance(args[0], Tensor):
+        return None
+    return (args[0].contiguous(), *args[1:])
 
 
 @contextmanager

@@ -40,6 +40,23 @@ def _() -> Case:
     return on(pooled(nn.Conv2d(4, 6, 3, padding=1), channels=6), floats(*IMAGE))
 
 
+class Turned(nn.Module):
+    """Images with the channels last, then images whose rows and columns changed places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.contiguous(memory_format=torch.channels_last)).tanh()
+        return self.second(h.contiguous().transpose(2, 3))
+
+
+@trap("convolutions over images in another layout of memory")
+def _() -> Case:
+    return on(pooled(Turned(), channels=6), floats(*IMAGE))
+
+
 @trap("a grouped convolution")
 def _() -> Case:
     return on(pooled(nn.Conv2d(4, 6, 3, groups=2), channels=6), floats(*IMAGE))
