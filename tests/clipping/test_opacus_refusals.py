@@ -31,6 +31,7 @@ from dpexp.errors import UserError
         ("an example whose gradient is infinite", "refused"),
         ("an example whose values are NaN", "exact"),
         ("bf16 autocast", "exact"),
+        ("convolutions over images in another layout of memory", "exact"),
         ("layers that see [B·T, d]", "refused"),
     ],
 )
