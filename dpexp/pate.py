@@ -1,4 +1,4 @@
-"""``python -m dpexp.pate task=mnist scale=small``: teachers on private shares, noisy votes on public images, a student."""
+"""``python -m dpexp.pate task=mnist scale=small``: teachers on private shares, noisy answers about public data, a student."""
 
 import hashlib
 import hmac
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from dpexp import provenance, record
 from dpexp.config import hydra_entry
@@ -28,7 +28,6 @@ from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, describe
 from dpexp.privacy.pate import METHODS, VotePlan, plan_votes
 from dpexp.privacy.plan_checks import resolve_delta
-from dpexp.privacy.sampling import PoissonSampler
 from dpexp.schemas import (
     CHOICES,
     AccountantConfig,
@@ -42,10 +41,13 @@ from dpexp.schemas import (
     TaskConfig,
 )
 from dpexp.sweeps import Result
-from dpexp.tasks import Task, build_task
+from dpexp.tasks import build_task
+from dpexp.tasks.generation import Generation
+from dpexp.tasks.images import ImageClassification
 from dpexp.training.planning import choose_device
+from dpexp.training.questions import Classes, NextTokens
 from dpexp.training.state import disk_errors, exclusive
-from dpexp.training.teachers import learn, neighbour_votes, predictions, share_out, teacher_votes
+from dpexp.training.teachers import learn, share_out, summed_answers
 
 NEIGHBOURS = "add or remove one example; N is public and stays: its slot in the teachers' data is empty"
 # settings of `dpexp.train` that nothing here reads
@@ -69,6 +71,8 @@ class VotesConfig:
     student_epochs: int = 40
     lr: float = 1e-3
     batch_size: int = 32
+    texts: int = 50
+    candidates: int = 100
 
 
 @dataclass
@@ -116,19 +120,29 @@ def check(run: PateConfig) -> None:
         )
     if run.privacy.release not in CHOICES["privacy.release"]:
         raise UserError(f"privacy.release={run.privacy.release} is not a choice: choose normal or strict")
-    if run.data.train is not None and (run.data.num_examples is None or not run.task.labels):
+    unknown = run.data.num_examples is None or (
+        run.task.kind == "image_classification" and not run.task.labels
+    )
+    if run.data.train is not None and unknown:
         raise UserError(
             "data.train is private, so what is public about it is declared and not read from it: give data.num_examples=N and "
-            "task.labels=[a,b], the classes, as you know them without looking at the images"
+            "(of images) task.labels=[a,b], the classes, as you know them without looking at the data"
         )
     if votes.method not in METHODS:
         raise UserError(f"pate.method={votes.method} is not a choice{did_you_mean(votes.method, METHODS)}")
-    if run.task.kind != "image_classification":
+    if run.task.kind not in ("image_classification", "generation"):
         raise UserError(
-            f"pate asks about images, and task={run.task.name} has none: take task=mnist or cifar10"
+            f"pate asks for the classes of images and the words of texts, and task={run.task.name} has neither: take task=mnist, "
+            "cifar10 or e2e, for example"
         )
-    if run.model.family not in FAMILIES:
-        raise UserError(f"model={run.model.name} sees no images: take model=cnn_mnist, for example")
+    images = run.task.kind == "image_classification"
+    if images != (run.model.family in FAMILIES):
+        raise UserError(
+            f"model={run.model.name} {'sees no images: take model=cnn_mnist' if images else 'writes no text: take model=gpt2'}, "
+            "for example"
+        )
+    if votes.method == "knn" and not images:
+        raise UserError(f"pate.method=knn compares images, and task={run.task.name} has none: take uniform")
     if run.accountant.name == "gdp" and not run.accountant.allow_clt:
         raise UserError("accountant=gdp is an approximation and no guarantee: choose rdp, prv or pld")
     several = bool(groups.epsilons)
@@ -145,9 +159,12 @@ def check(run: PateConfig) -> None:
                 else "give individual.epsilons and individual.shares (or individual.groups), and privacy.epsilon=null"
             )
         )
-    for name in ("teachers", "queries", "neighbours", "teacher_epochs", "student_epochs", "batch_size"):
-        if getattr(votes, name) < 1:
-            raise UserError(f"pate.{name}={getattr(votes, name)} must be 1 or more")
+    least = dict.fromkeys(
+        ("teachers", "queries", "neighbours", "teacher_epochs", "student_epochs", "batch_size", "texts"), 1
+    )
+    for name, lowest in (least | {"candidates": 2}).items():
+        if getattr(votes, name) < lowest:
+            raise UserError(f"pate.{name}={getattr(votes, name)} must be {lowest} or more")
     if votes.lr <= 0:
         raise UserError(f"pate.lr={votes.lr} must be above 0")
 
@@ -160,11 +177,21 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
         torch.set_num_threads(run.runtime.threads)
     inputs = build_tokenizer(run.model, scale=run.scale.name)
     task = build_task(run.task, run.data, run.scale.name, inputs, run.seed)
-    votes, classes = run.pate, len(task.labels)
-    if votes.queries >= len(task.dev):
-        raise UserError(
-            f"pate.queries={votes.queries} leaves none of the {len(task.dev)} public images to measure the student on: ask fewer"
-        )
+    votes = run.pate
+
+    def make(seed: int) -> nn.Module:
+        return build_model(
+            run.model, PeftConfig(), head=task.head, num_labels=len(task.labels), scale=run.scale.name,
+            seed=run.seed * 100_003 + seed, tokenizer=inputs, image_shape=task.image_shape,
+        ).model  # fmt: skip
+
+    # Public: what is asked.
+    questions: Classes | NextTokens
+    if isinstance(task, ImageClassification):
+        questions = Classes(task, votes, run.task.metric, device)
+    else:
+        assert isinstance(task, Generation)
+        questions = NextTokens(task, votes, make(-1), device)
 
     # Who has which budget, and what the answers cost.
     groups = budget_groups(run, task.num_examples)
@@ -182,50 +209,34 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
         markup=False,
     )
 
-    # Private: votes. Nothing of them is kept before the charge is on the disk.
+    # Private: answers. Nothing of them is kept before the charge is on the disk.
     keys = open_keys(folder, run.privacy.noise_seed, f"{_signature(run)} {run.seed}")
-    questions = task.collate([task.dev[i] for i in range(votes.queries)])
-
-    def make(seed: int) -> nn.Module:
-        return build_model(
-            run.model, PeftConfig(), head=task.head, num_labels=classes, scale=run.scale.name,
-            seed=run.seed * 100_003 + seed, tokenizer=inputs, image_shape=task.image_shape,
-        ).model  # fmt: skip
-
-    fitting: dict[str, Any] = {"lr": votes.lr, "batch_size": votes.batch_size, "device": device}
     if votes.method == "knn":
-        counts = _neighbours(task, questions["pixel_values"], votes, keys.draws)
+        assert isinstance(questions, Classes)
+        sums = questions.of_neighbours(keys.draws)
     else:
         copies = [int(move) if votes.method == "upsampling" else 1 for move in plan.moves]
         shares = share_out(groups, copies, teachers, run.seed, apart=apart)
         weights = np.repeat(plan.moves, teachers).tolist() if apart else [1.0] * sum(teachers)
+
+        def fit(network: nn.Module, share: np.ndarray, seed: int) -> nn.Module:
+            return learn(
+                network, task, share, epochs=votes.teacher_epochs, seed=run.seed * 100_003 + seed,
+                lr=votes.lr, batch_size=votes.batch_size, device=device,
+            )  # fmt: skip
+
         with console.status("teachers") as status:
-            counts = teacher_votes(
-                make,
-                lambda network, share, seed: learn(
-                    network, task, share, epochs=votes.teacher_epochs, seed=run.seed * 100_003 + seed, **fitting
-                ),
-                shares, weights, questions["pixel_values"], classes, device,
+            sums = summed_answers(
+                make, fit, shares, weights, questions.answers,
                 lambda number: status.update(f"teacher {number} of {sum(teachers)}"),
             )  # fmt: skip
     strict = run.privacy.release == "strict"
     ledger = Ledger(folder / LEDGER, keys.run, times=not strict)
-    released = release(
-        counts, plan, ledger, keys.draws, {"config": settings}, groups, secure=run.privacy.secure
-    )
+    noisy = release(sums, plan, ledger, keys.draws, {"config": settings}, groups, secure=run.privacy.secure)
 
     # Public: the student.
-    student = learn(
-        make(-1), task, range(votes.queries),
-        labels=released, split="dev", epochs=votes.student_epochs, seed=run.seed, **fitting,
-    )  # fmt: skip
-    rest = range(votes.queries, len(task.dev))
-    truth = np.asarray([task.dev[i].label for i in range(len(task.dev))])
-    images = task.collate([task.dev[i] for i in rest])["pixel_values"]
-    metrics = {
-        run.task.metric: float((predictions(student, images, device) == truth[votes.queries :]).mean()),
-        "answers_right": float((released == truth[: votes.queries]).mean()),
-    }
+    student = make(-1)
+    metrics = questions.teach(student, noisy / sum(teachers), run.seed)
     torch.save(student.state_dict(), folder / "student.pt")
     summary = {
         "task": run.task.name, "model": run.model.name, "clip": "none", "engine": "none", "scale": run.scale.name,
@@ -233,7 +244,7 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
             "source": task.data.source, "name": task.data.name, "rows": task.data.rows,
             "sha256": record.private_hashes_withheld(task) if strict else task.data.sha256,
         },
-        "privacy": privacy_block(plan, ledger, run),
+        "privacy": privacy_block(plan, ledger, run, questions.note),
         "metrics": metrics,
         "performance": {"device": provenance.device_name(device)},
         "seed": run.seed, "versions": provenance.versions(), "git": provenance.git_state(), "command": provenance.command_line(),
@@ -270,7 +281,7 @@ def teachers_of(total: int, sizes: np.ndarray, *, apart: bool) -> list[int]:
 
 
 def release(
-    counts: np.ndarray,
+    sums: np.ndarray,
     plan: VotePlan,
     ledger: Ledger,
     key: bytes,
@@ -282,16 +293,16 @@ def release(
     """Charge all answers, then add their noise. What a run that was cut off has charged is answered again, for nothing.
 
     Returns:
-        ``[Q]``, the class with the most noisy votes for each query.
+        ``[Q, C]``, the noisy sums.
 
     Raises:
         UserError: other votes are charged already; nothing is charged then.
     """
-    noisy = torch.from_numpy(counts).clone()
+    noisy = torch.from_numpy(sums).clone()
     found = fingerprint(key, facts | {"sigma": plan.sigma}, [noisy])
     if (charged := ledger.fingerprints(0)) and found not in charged:
         raise UserError(
-            f"{ledger.path.parent} is charged for other votes: an earlier run was cut off, and its teachers voted "
+            f"{ledger.path.parent} is charged for other votes: an earlier run was cut off, and its teachers answered "
             "otherwise (on another machine?). Change the seed, or move the folder away and count its epsilon too"
         )
     membership = hashlib.sha256(groups.astype("<i8").tobytes()).hexdigest()
@@ -299,10 +310,10 @@ def release(
     use = f"noise of votes {found} {attempt}"
     kind = SecureGenerator if secure else KeyedGenerator
     add_gaussian_([noisy], plan.sigma, generator=kind(hmac.digest(key, use.encode(), "sha256")))
-    return noisy.argmax(1).numpy()
+    return noisy.numpy()
 
 
-def privacy_block(plan: VotePlan, ledger: Ledger, run: PateConfig) -> dict[str, Any]:
+def privacy_block(plan: VotePlan, ledger: Ledger, run: PateConfig, note: str) -> dict[str, Any]:
     """What the record says of privacy; ε is that of the ledger, of the least protected group."""
     by_group = ledger.epsilons_by_budget(plan.delta)
     block: dict[str, Any] = {
@@ -313,7 +324,7 @@ def privacy_block(plan: VotePlan, ledger: Ledger, run: PateConfig) -> dict[str, 
         "events": [encode(event) for event in ledger.events()],
         "notes": [
             "the unit of privacy is one example",
-            "the first images of the dev set are public queries, the student is measured on the others",
+            note,
             "answers are charged independently of the votes: no data-dependent bound is used",
             describe(run.privacy.secure),
         ],
@@ -345,15 +356,6 @@ def show(summary: dict[str, Any], console: Console) -> None:
             f"  group {number}: target {group['target']:g}, spent {group['epsilon'][privacy['accountant']]:.4f}"
         )
     console.print("\n".join(lines), markup=False)
-
-
-def _neighbours(task: Task, questions: Tensor, votes: VotesConfig, key: bytes) -> np.ndarray:
-    private = task.collate([task.train[i] for i in range(task.num_examples)])
-    sampler = PoissonSampler(task.num_examples, votes.rate, key)
-    return neighbour_votes(
-        private["pixel_values"].flatten(1), private["labels"].numpy(), questions.flatten(1), len(task.labels),
-        votes.neighbours, sampler.draw,
-    )  # fmt: skip
 
 
 def _signature(run: PateConfig) -> str:

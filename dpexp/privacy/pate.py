@@ -5,6 +5,9 @@ to the count of each. One example reaches the counts through its teacher alone, 
 class to another: √2 in L2. So a query is a Gaussian mechanism with noise multiplier σ/√2, and Q queries to the same teachers
 are Q of them.
 
+SeqPATE (Tian et al. 2022): in the place of a vote stands a distribution over candidates for the next word. Two of them are √2
+apart at most, as two votes are, so that all of this holds for their sums too.
+
 Groups of examples with budgets of their own (Boenisch et al. 2022; Monir et al., section 5): an example of group j moves the
 counts by √2·m_j.
 

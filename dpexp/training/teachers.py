@@ -103,14 +103,12 @@ def predictions(
     return torch.cat(found).numpy()
 
 
-def teacher_votes(
+def summed_answers(
     make: Callable[[int], nn.Module],
     fit: Callable[[nn.Module, np.ndarray, int], nn.Module],
     shares: Sequence[np.ndarray],
     weights: Sequence[float],
-    queries: Tensor,
-    classes: int,
-    device: torch.device,
+    answers: Callable[[nn.Module], np.ndarray],
     done: Callable[[int], object] = lambda number: None,
 ) -> np.ndarray:
     """Train the teachers, one at a time, and add up what they say.
@@ -119,21 +117,19 @@ def teacher_votes(
         make: a fresh network from a seed.
         fit: trains it on a teacher's examples, with a seed.
         shares: the examples of each teacher.
-        weights: of each teacher's vote.
-        queries: ``[Q, …]`` public inputs.
-        classes: number of classes.
-        device: where to compute.
+        weights: of each teacher's answers.
+        answers: of a network, ``[Q, C]``.
         done: called with the number of teachers so far.
 
     Returns:
-        ``[Q, classes]`` counts, float64.
+        ``[Q, C]``, float64.
     """
-    counts = np.zeros((len(queries), classes))
+    total: np.ndarray | float = 0.0
     for number, (share, weight) in enumerate(zip(shares, weights, strict=True)):
-        said = predictions(fit(make(number), share, number), queries, device)
-        counts[np.arange(len(said)), said] += weight
+        total = total + weight * answers(fit(make(number), share, number))
         done(number + 1)
-    return counts
+    assert isinstance(total, np.ndarray)
+    return total
 
 
 @torch.no_grad()
