@@ -47,7 +47,7 @@ from dpexp.tasks.images import ImageClassification
 from dpexp.training.planning import choose_device
 from dpexp.training.questions import Classes, NextTokens
 from dpexp.training.state import disk_errors, exclusive
-from dpexp.training.teachers import learn, share_out, summed_answers
+from dpexp.training.teachers import VotesConfig, learn, share_out, summed_answers
 
 NEIGHBOURS = "add or remove one example; N is public and stays: its slot in the teachers' data is empty"
 # settings of `dpexp.train` that nothing here reads
@@ -55,24 +55,6 @@ UNREAD = (
     "privacy.noise_multiplier", "privacy.sampling", "individual.name", "individual.budgets",
     "runtime.dry_run", "runtime.parallel", "runtime.precision",
 )  # fmt: skip
-
-
-@dataclass
-class VotesConfig:
-    """How votes are made and spent; the values stand in ``conf/pate.yaml``."""
-
-    method: str = "uniform"
-    teachers: int = 250
-    queries: int = 100
-    precision: int = 0
-    neighbours: int = 50
-    rate: float = 0.1
-    teacher_epochs: int = 20
-    student_epochs: int = 40
-    lr: float = 1e-3
-    batch_size: int = 32
-    texts: int = 50
-    candidates: int = 100
 
 
 @dataclass

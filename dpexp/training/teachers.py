@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,24 @@ if TYPE_CHECKING:
     from dpexp.tasks.base import Task
 
 Batch = dict[str, Tensor]
+
+
+@dataclass
+class VotesConfig:
+    """How votes are made and spent; the values stand in ``conf/pate.yaml``."""
+
+    method: str = "uniform"
+    teachers: int = 250
+    queries: int = 100
+    precision: int = 0
+    neighbours: int = 50
+    rate: float = 0.1
+    teacher_epochs: int = 20
+    student_epochs: int = 40
+    lr: float = 1e-3
+    batch_size: int = 32
+    texts: int = 50
+    candidates: int = 100
 
 
 def shuffled(number: int, seed: int, name: str) -> np.ndarray:
