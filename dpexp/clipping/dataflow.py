@@ -47,7 +47,7 @@ PICKING = {
     "roll": 2,
 }
 # products with a matrix, which may put rows in another order
-PRODUCTS = {"matmul", "__matmul__", "mm", "sparse_mm", "tensordot"}
+PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "sparse_mm", "tensordot"}
 # Operations that pick or order rows by their values or lengths, whatever else they are given.
 ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence"}
 # Operations that take the rows of a tensor apart, with the place of the dimension among their arguments, and operations that put
@@ -136,25 +136,13 @@ class DataFlow(TorchFunctionMode):
         """Along which dimensions an operation picks or orders rows by the values of a tensor, or by a list."""
         base = args[0] if args else None
         other = args[1] if len(args) > 1 else None
-        if name in ("embedding", *PRODUCTS) and isinstance(base, Tensor) and isinstance(other, Tensor):
-            # the second one is a table whose rows are picked, or is multiplied by the matrix of a permutation
-            orders = (
-                other in self._followed
-                and (other.dim() == 2 or name == "tensordot")
-                and not base.requires_grad
-            )
-            return FIRST if orders else NONE
+        if name == "embedding" and isinstance(other, Tensor) and other in self._followed:
+            # the rows of a table are picked
+            return FIRST
+        if name in PRODUCTS and isinstance(base, Tensor) and isinstance(other, Tensor):
+            return self._multiplied(name, base, other)
         if name == "einsum" and isinstance(base, str):
-            terms, _, result = base.replace(" ", "").partition("->")
-            # the first dimension of an operand is summed over, as in the dispatch of tokens to experts
-            given = list(zip(terms.split(","), tree_leaves(args[1:]), strict=False))
-            orders = any(
-                term[:1] not in result
-                and t in self._followed
-                and any(not o.requires_grad for _, o in given if o is not t)
-                for term, t in given
-            )
-            return FIRST if orders else NONE
+            return self._summed(base.replace(" ", ""), tree_leaves(args[1:]))
         if not isinstance(base, Tensor) or base not in self._followed:
             return NONE
         if name in ORDERING:
@@ -165,6 +153,32 @@ class DataFlow(TorchFunctionMode):
             repeats = kwargs.get("repeats", other)
             return FIRST if isinstance(repeats, Tensor) else NONE
         return self._indexed(base, other) if name == "__getitem__" else NONE
+
+    def _multiplied(self, name: str, base: Tensor, other: Tensor) -> Sizes:
+        """Along which dimension a product with one matrix for all, which may be that of a permutation, orders rows."""
+        found = NONE
+        if other in self._followed and not base.requires_grad:
+            if other.dim() <= 2 or name == "tensordot":
+                found = FIRST
+            elif base.shape[:-2].numel() == 1:
+                found = Sizes({other.shape[-2]})
+        if base in self._followed and not other.requires_grad and other.dim() > 1:
+            found |= Sizes({base.shape[-1]}) if other.shape[:-2].numel() == 1 else NONE
+        return found
+
+    def _summed(self, equation: str, operands: list[Tensor]) -> Sizes:
+        """Along which dimensions `torch.einsum` sums an operand with one matrix for all, as it sends tokens to experts."""
+        terms, arrow, result = equation.partition("->")
+        if not arrow:
+            result = "".join(x for x in terms if terms.count(x) == 1)
+        given = list(zip(terms.split(","), operands, strict=False))
+        found = NONE
+        for term, tensor in given:
+            for other, matrix in given:
+                apart = matrix is not tensor and not set(term) & set(other) & set(result)
+                if tensor in self._followed and apart and not matrix.requires_grad:
+                    found |= NONE.union(*(_size(tensor, dim) for dim, x in _letters(term) if x not in result))
+        return found
 
     def _indexed(self, base: Tensor, index: Any) -> Sizes:
         """Along which dimensions an index picks or orders rows."""
@@ -226,6 +240,12 @@ def _parts(base: Tensor, index: Any) -> list[tuple[int, Any]]:
 def _is_list_of_rows(part: Any) -> bool:
     """Whether a part of an index says row by row what it picks."""
     return isinstance(part, list | range) or (hasattr(part, "__array__") and part.ndim > 0)
+
+
+def _letters(term: str) -> list[tuple[int, str]]:
+    """The letters of an operand of `torch.einsum`, each with its dimension, from the back behind an ellipsis."""
+    head, _, tail = term.partition("...")
+    return [*enumerate(head), *((dim - len(tail), letter) for dim, letter in enumerate(tail))]
 
 
 def _size(tensor: Tensor, dim: int) -> Sizes:

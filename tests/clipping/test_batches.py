@@ -132,8 +132,18 @@ def sent(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
 IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "a table": (False, lambda h, order: F.embedding(order, h)),
     "a matrix": (False, lambda h, order: F.one_hot(order).to(h) @ h),
+    "a matrix in a batch of one": (
+        False,
+        lambda h, order: torch.bmm(F.one_hot(order).to(h)[None], h[None])[0],
+    ),
+    "a matrix on the right": (False, lambda h, order: (h.T @ F.one_hot(order).T.double()).T),
     "einsum": (False, lambda h, order: torch.einsum("sc,sd->cd", F.one_hot(order).T.to(h), h)),
     "positions first": (True, lambda h, order: h.index_select(1, order)),
+    "einsum, examples last": (
+        False,
+        lambda h, order: torch.einsum("db,cb->dc", h.T, F.one_hot(order).double()).T,
+    ),
+    "positions first, by a matrix": (True, lambda h, order: F.one_hot(order).to(h) @ h),
     "positions first, by index": (True, lambda h, order: h[:, order]),
     "positions first, by a list": (True, lambda h, order: h[:, order.tolist()]),
     "positions first, one by one": (True, lambda h, order: torch.stack([h[:, i] for i in order.tolist()], 1)),
