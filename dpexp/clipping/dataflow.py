@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,10 +33,13 @@ RETURNING = {
     "index_add": 3,
     "index_copy": 3,
     "index_put": 2,
+    "index_reduce": 3,
     "masked_scatter": 2,
     "scatter": 3,
     "scatter_add": 3,
     "scatter_reduce": 3,
+    "select_scatter": 1,
+    "slice_scatter": 1,
 }
 PICKING = {
     "index_select": 1,
@@ -46,8 +50,12 @@ PICKING = {
     "topk": 2,
     "roll": 2,
 }
-# products with a matrix, which may put rows in another order
-PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "sparse_mm", "tensordot"}
+# Products with a matrix, which may put rows in another order, with how many arguments stand before the matrices.
+PRODUCTS = {
+    **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "inner", "linear"), 0),
+    **dict.fromkeys(("sparse_mm", "_sparse_mm", "tensordot", "linalg_multi_dot"), 0),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm"), 1),
+}
 # Operations that pick or order rows by their values or lengths, whatever else they are given.
 ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence"}
 # Operations that take the rows of a tensor apart, with the place of the dimension among their arguments, and operations that put
@@ -61,7 +69,18 @@ CUTTING = {
     "chunk": 2,
     "tensor_split": 2,
 }
-JOINING = {"cat", "concat", "concatenate", "stack", "vstack", "row_stack", "hstack", "pad_sequence"}
+JOINING = {
+    "cat",
+    "concat",
+    "concatenate",
+    "stack",
+    "vstack",
+    "row_stack",
+    "hstack",
+    "column_stack",
+    "dstack",
+    "pad_sequence",
+}
 # rows that a shuffle leaves in their order once in 40,000 times
 FEW = 8
 # Of dimensions along which rows may have been picked, their sizes; the first one of a tensor, where several rows may be one
@@ -130,17 +149,25 @@ class DataFlow(TorchFunctionMode):
                         self._cut[leaf] = cut
             if base is not None and in_place(func):
                 self.add(base, routed)
+                self._add_whole(base, routed if cut is None else routed | FIRST)
         return result
+
+    def _add_whole(self, view: Tensor, routed: Sizes) -> None:
+        """Follow the tensor that was written to through a view of some of its rows."""
+        whole = view._base
+        if whole is not None and whole.dim() and view.shape[:1] != whole.shape[:1]:
+            self.add(whole, self.routed(whole) | routed)
 
     def _picked(self, name: str, args: Any, kwargs: Any) -> Sizes:
         """Along which dimensions an operation picks or orders rows by the values of a tensor, or by a list."""
         base = args[0] if args else None
         other = args[1] if len(args) > 1 else None
-        if name == "embedding" and isinstance(other, Tensor) and other in self._followed:
+        if name in ("embedding", "embedding_bag") and isinstance(other, Tensor) and other in self._followed:
             # the rows of a table are picked
             return FIRST
-        if name in PRODUCTS and isinstance(base, Tensor) and isinstance(other, Tensor):
-            return self._multiplied(name, base, other)
+        if name in PRODUCTS:
+            matrices = [leaf for leaf in tree_leaves(args[PRODUCTS[name] :]) if isinstance(leaf, Tensor)]
+            return NONE.union(*(self._multiplied(name, a, b) for a, b in pairwise(matrices)))
         if name == "einsum" and isinstance(base, str):
             return self._summed(base.replace(" ", ""), tree_leaves(args[1:]))
         if not isinstance(base, Tensor) or base not in self._followed:
@@ -157,6 +184,9 @@ class DataFlow(TorchFunctionMode):
     def _multiplied(self, name: str, base: Tensor, other: Tensor) -> Sizes:
         """Along which dimension a product with one matrix for all, which may be that of a permutation, orders rows."""
         found = NONE
+        if isinstance(base, nn.Parameter) or isinstance(other, nn.Parameter):
+            # frozen weights, which are the same for every batch
+            return NONE
         if other in self._followed and not base.requires_grad:
             if other.dim() <= 2 or name == "tensordot":
                 found = FIRST
@@ -211,7 +241,7 @@ class DataFlow(TorchFunctionMode):
             return NONE.union(*(_size(args[0], dim) for dim in told))
         if name in ("masked_scatter", "index_put"):
             return FIRST
-        return _size(args[0], _dim(args, kwargs, -1))
+        return _size(args[0], _dim(args, kwargs, 0))
 
 
 def _name(func: Any) -> str:
@@ -290,7 +320,8 @@ def _joined(name: str, args: Any, kwargs: Any, tensors: list[Tensor], cut: int |
     if name not in JOINING or len(tensors) < 2:
         return None
     last = tensors[0].dim() + (name == "stack")
-    dim = 0 if name == "pad_sequence" else _dim(args, kwargs, int(name == "hstack")) % max(1, last)
+    sideways = name in ("hstack", "column_stack", "dstack")
+    dim = 0 if name == "pad_sequence" else _dim(args, kwargs, int(sideways)) % max(1, last)
     if dim > 1:
         return None
     return NONE if cut is None or (dim and cut != len(tensors)) else Sizes({cut, len(tensors)})

@@ -128,10 +128,36 @@ def sent(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return self.out(torch.tanh(self.first(h))[order.argsort()])
 
 
+def copied(h: Tensor, order: Tensor) -> Tensor:
+    found = torch.zeros_like(h)
+    for i, j in enumerate(order.tolist()):
+        found[i].copy_(h[j])
+    return found
+
+
+def scattered(h: Tensor, order: Tensor) -> Tensor:
+    found = torch.zeros_like(h)
+    for i, j in enumerate(order.tolist()):
+        found = torch.slice_scatter(found, h[j : j + 1], 0, i, i + 1)
+    return found
+
+
 # of rows [B, d], and of positions first: [T, B, d]
 IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "a table": (False, lambda h, order: F.embedding(order, h)),
     "a matrix": (False, lambda h, order: F.one_hot(order).to(h) @ h),
+    "a table, in bags": (False, lambda h, order: F.embedding_bag(order[:, None], h, mode="sum")),
+    "copied into views": (False, copied),
+    "scattered slice by slice": (False, scattered),
+    "reduced": (False, lambda h, order: torch.zeros_like(h).index_reduce(0, order.argsort(), h, "mean")),
+    "columns": (False, lambda h, order: torch.column_stack([h[i] for i in order.tolist()]).T),
+    "a matrix, added": (
+        False,
+        lambda h, order: torch.addmm(h.new_zeros(h.shape), F.one_hot(order).double(), h),
+    ),
+    "a sparse matrix": (False, lambda h, order: torch.sparse.mm(F.one_hot(order).double().to_sparse(), h)),
+    "matrices": (False, lambda h, order: torch.linalg.multi_dot([F.one_hot(order).double(), h])),
+    "a linear map": (False, lambda h, order: F.linear(h.T, F.one_hot(order).double()).T),
     "a matrix in a batch of one": (
         False,
         lambda h, order: torch.bmm(F.one_hot(order).to(h)[None], h[None])[0],
