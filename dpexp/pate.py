@@ -234,6 +234,7 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
         "details": {
             "signature": _signature(run), "config": settings, "teachers": teachers,
             "data_notes": record.data_notes(task, strict=strict), "method": "pate",
+            "hardware": provenance.hardware(device),
         },
     }  # fmt: skip
     write_json(folder / "summary.json", summary)

@@ -22,6 +22,7 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.noise import KeyedGenerator, SecureGenerator
 from dpexp.privacy.pate import plan_votes, upsampling, weights
+from dpexp.reproduce.records import provenance_problems
 from dpexp.training.teachers import neighbour_votes, share_out
 
 KEY = b"k" * 32
@@ -188,6 +189,9 @@ def test_a_run_that_was_cut_off_behind_its_charge_gives_the_same_answers_and_pay
     assert answers[0] == answers[1]
     assert len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) == 1
     assert summary["privacy"]["epsilon"]["rdp"] <= 2.0
+    git = summary["git"] | {"commit": "of the record", "dirty": False}
+    data = summary["data"] | {"sha256": {"train": "of the files"}}
+    assert provenance_problems(summary | {"git": git, "data": data}) == []
 
 
 @pytest.mark.parametrize("noise", [1.0, 0.7])
