@@ -1,7 +1,7 @@
 """Copy the summary of a run that counts into results/runs, without the folders of the machine that it ran on, and with a
 thinned curve of what it logged on its way: dev metrics, and quantiles of the norms where they were written. An audit goes to
 results/audits: its data hold canaries, and its metrics belong in no table of training runs. The record of a script of
-docs/examples goes to results/examples, and with `--to league` a run of the league to results/league.
+docs/examples goes to results/examples, one of PATE to results/pate, and with `--to league` a run of the league to results/league.
 
 Usage: python scripts/keep_record.py [--to FOLDER] runs/TASK/SIGNATURE/seedK [...]
 """
@@ -77,7 +77,8 @@ def keep(path: Path, folder: str = "") -> Path:
         summary["details"]["signature"],
         f"seed{summary['seed']}",
     ]
-    folder = folder or ("audits" if "audit" in summary else "runs")
+    pate = summary["details"].get("method") == "pate"
+    folder = folder or ("audits" if "audit" in summary else "pate" if pate else "runs")
     return write(RESULTS / folder / ("-".join(parts) + ".json"), summary)
 
 
