@@ -317,9 +317,10 @@ class Clipper(AnyClipper):
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         # a forward without gradients was not begun, and may run within one that was, or beside it in another thread
-        if torch.is_grad_enabled():
+        looking = self._independence.looking
+        if torch.is_grad_enabled() and not looking:
             self._independence.leave(output)
-        self._backend.leave(output)
+        self._backend.leave(output, looking)
 
     def _try_empty(self, args: tuple, kwargs: dict) -> None:
         """Many models cannot reshape a batch of no examples, and say so in words about shapes."""

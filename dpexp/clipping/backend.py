@@ -43,8 +43,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def leave(self, output: Any) -> None:
-        """The model's forward has ended."""
+    def leave(self, output: Any, looking: bool) -> None:
+        """The model's forward has ended; ``looking`` as in `enter`."""
 
     @abstractmethod
     def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
@@ -102,6 +102,7 @@ class TapBackend(Backend):
     def enter(
         self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
     ) -> None:
+        self.recorder.quiet = looking
         if looking:
             return
         if torch.is_grad_enabled():
@@ -110,8 +111,9 @@ class TapBackend(Backend):
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
 
-    def leave(self, output: Any) -> None:
-        if torch.is_grad_enabled():
+    def leave(self, output: Any, looking: bool) -> None:
+        self.recorder.quiet = False
+        if torch.is_grad_enabled() and not looking:
             release_buffers(self)
             self.recorder.close()
 

@@ -8,6 +8,7 @@ fail the proof. Proposals that fail leave the layer to the per-example loop, whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -21,8 +22,6 @@ Signature = tuple[Tensor, Tensor]
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 # several rows for each example, which may as well be a chance
 BLOCKS = (BLOCKED, STRIDED)
-# of `weights`
-LEVELS = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
 
@@ -91,13 +90,14 @@ def fixed_order(num_examples: int) -> Tensor:
 
 
 def weights(num_examples: int) -> Tensor:
-    """``[B]`` weights of the losses in a proof: `LEVELS` in equal parts, in a fixed random order.
+    """``[B]`` weights of the losses in a proof: another one for each example, between -1 and 1, in a fixed random order.
 
-    More than two levels, because examples of the same weight can exchange their gradients unseen: signs alone happen to read the
-    same from either end for some B, and mixing each example with its mirror image is a usual augmentation. Powers of two,
-    because multiplying by them rounds nothing.
+    Examples of one weight could exchange their gradients unseen, as where a model sorts its rows. Multiples of a power of two,
+    because in 16 bits others would be rounded.
     """
-    return torch.tensor(LEVELS)[fixed_order(num_examples) % len(LEVELS)]
+    steps = 2 ** max(0, math.ceil(num_examples / 2) - 1).bit_length()
+    levels = torch.tensor([(1 - place // 2 / steps) * (-1) ** place for place in range(num_examples)])
+    return levels[fixed_order(num_examples)]
 
 
 def signature(gy: Tensor, layout: str, rows: int) -> Signature:
@@ -127,15 +127,17 @@ def proven(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.d
     return not bool((telling & (error > tolerance * scale)).any())
 
 
-def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> float | None:
-    """The weight that all rows follow, where that is one of `LEVELS`: they belong to one example."""
+def single_weight(plain: Signature, weighted: Signature, levels: Tensor, dtype: torch.dtype) -> float | None:
+    """The weight that all rows follow, where that is one of `weights`: they belong to one example."""
     if torch.finfo(dtype).bits < 32:
         # the levels are no further apart than rounding errors
         return None
-    levels = torch.tensor(LEVELS).to(plain[0])
-    errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
-    follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
-    return float(levels[follows]) if int(follows.sum()) == 1 else None
+    likely = (weighted[0] * plain[0]).sum() / plain[0].square().sum()
+    if not bool(likely.isfinite()):
+        return None
+    level = levels.to(plain[0])[(levels.to(plain[0]) - likely).abs().argmin()]
+    errors = (weighted[0] - level * plain[0]).abs()
+    return float(level) if bool((errors <= 1e-4 * (plain[1] + weighted[1])).all()) else None
 
 
 def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:

@@ -96,15 +96,19 @@ class OpacusBackend(Backend):
 
         The library looks at this forward pass and at our backward pass, not at gradients that the loss itself asks for.
         """
+        self.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
+        if looking:
+            return
         self.wrapper.enable_hooks()
         self.expanded = False
         self.nodes = -torch._C._autograd._get_sequence_nr()
-        self.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
         if self.graphs and not any(graph() for graph in self.graphs):
             self.graphs.clear()
             self.forget()
 
-    def leave(self, output: Any) -> None:
+    def leave(self, output: Any, looking: bool) -> None:
+        if looking:
+            return
         self.wrapper.disable_hooks()
         self.nodes += torch._C._autograd._get_sequence_nr()
         for tensor in tensors_in(output):

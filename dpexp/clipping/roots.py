@@ -95,9 +95,14 @@ class Roots:
             dtype = torch.promote_types(dtype, gradient.dtype)
         return dtype
 
+    def edges(self) -> list[tuple[Any, int]]:
+        """Return the nodes of the graph that made these roots, each with the number of its output."""
+        found = [t if isinstance(t, GradientEdge) else (t.grad_fn, t.output_nr) for t in self.tensors]
+        return [(edge[0], edge[1]) for edge in found if edge[0] is not None]
+
     def graph(self) -> Iterator[Any]:
         """Yield every node of the graph behind these roots."""
-        return nodes_behind([t.node if isinstance(t, GradientEdge) else t.grad_fn for t in self.tensors])
+        return nodes_behind([node for node, _ in self.edges()])
 
     def weighted(self, weights: Tensor | None) -> list[Tensor]:
         """The gradients with the rows of each example multiplied by its weight, ``[B]``; of weight 0 nothing is left, NaN

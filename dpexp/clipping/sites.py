@@ -139,7 +139,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     cls, recorder = native_class(module), module.__dict__[SITE].recorder
-    if not torch.is_grad_enabled():
+    if recorder.quiet or not torch.is_grad_enabled():
         if recorder.current is not None and inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
         return cls.forward(module, *args, **kwargs)

@@ -32,6 +32,9 @@ MIXED = (
 
 LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
 
+# examples that must be seen alone before a model is believed to go through its batch one by one
+SEVERAL = 6
+
 
 class Survey:
     """What is known of a model's uses of its parameters.
@@ -254,7 +257,7 @@ class Survey:
         by_row = row_weights.repeat_interleave(visit.rows // visit.num_examples)
         _check_inputs(visit, entered, by_row)
         uses = {id(use): use for use in visit.uses}
-        self._find_examples_alone(observed, dtypes, set(row_weights.tolist()))
+        self._find_examples_alone(observed, dtypes, row_weights)
         for identity, found in pending.items():
             settle = self._doubt if identity in doubted else self._settle
             settle(uses[identity], found, observed, by_row, dtypes.get(identity))
@@ -263,21 +266,21 @@ class Survey:
         self,
         observed: list[dict[tuple[int, str], Signature]],
         dtypes: dict[int, torch.dtype],
-        weights: set[float],
+        weights: Tensor,
     ) -> None:
         """Find the uses that saw one example each, in models that go through the batch in a Python loop.
 
-        That is believed where such uses are there for every weight. A single one may as well be a batch that is mixed, and of
-        which one example alone has a loss.
+        That is believed where such uses are there for several examples. A single one may as well be a batch that is mixed, and
+        of which one example alone has a loss.
         """
         alone: dict[int, float] = {}
         for (identity, layout), plain in observed[0].items():
             if (identity, layout) not in observed[1]:
                 continue
-            weight = layouts.single_weight(plain, observed[1][identity, layout], dtypes[identity])
+            weight = layouts.single_weight(plain, observed[1][identity, layout], weights, dtypes[identity])
             if weight is not None:
                 alone[identity] = weight
-        self._alone = alone if set(alone.values()) == weights else {}
+        self._alone = alone if len(set(alone.values())) >= min(len(weights), SEVERAL) else {}
 
     def _settle(
         self, use: Use, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None

@@ -64,6 +64,8 @@ class Recorder:
         self.flow: DataFlow | None = None
         # how an operation runs that was seen before: `meeting.Plan` by the operation's key
         self.plans: dict[str, Any] = {}
+        # whether the forward that runs repeats one, see `independence`: nothing of it is recorded
+        self.quiet = False
         # how many forwards of modules with parameters are running
         self.inside = 0
         # which of the shapes that enter is the batch, once a backward pass has shown it
@@ -116,7 +118,8 @@ class Recorder:
     @property
     def following(self) -> bool:
         """Whether who reads a parameter now gets a followed value: inside of a forward, or while one is recomputed."""
-        return self.current is not None or self.inside > 0 or self.visiting is not None
+        inside = self.current is not None or self.inside > 0 or self.visiting is not None
+        return inside and not self.quiet
 
     def forward_pass(self) -> ForwardPass:
         """Return the pass that a tap belongs to. Modules called outside of the root's forward share a loose one."""

@@ -302,9 +302,9 @@ class Centred(nn.Module):
         return self.out(torch.tanh(self.second(h - h.mean(0))))
 
 
-@pytest.mark.parametrize("case", ["at once", "one example", "after silence", "in a dataclass"])
+@pytest.mark.parametrize("case", ["at once", "one example", "behind zeros", "in a dataclass"])
 def test_batch_statistics_are_refused_as_soon_as_they_show(case: str) -> None:
-    model = Centred(case == "after silence")
+    model = Centred(case == "behind zeros")
     clipper = attach(model)
 
     def step(size: int) -> None:
@@ -314,10 +314,6 @@ def test_batch_statistics_are_refused_as_soon_as_they_show(case: str) -> None:
     if case == "one example":
         with pytest.raises(UserError, match="when another example stands beside it"):
             step(1)
-    if case == "after silence":
-        step(3)
-        assert not model.first.weight.grad.any()
-        model.out.weight.data += 1
     for _ in range(2):
         with pytest.raises(UserError, match="mixes examples"):
             step(3)

@@ -46,12 +46,12 @@ def _recorded(replay: Replay, autocast: bool, batches: list[Inputs]) -> Calls:
     times: dict[str, int] = {}
 
     def enter(module: Any, args: tuple, kwargs: dict) -> None:
-        entered.append([leaf.clone() for leaf in outputs((args, kwargs))])
+        entered.append([leaf.clone() for leaf in outputs((args, kwargs)).values()])
 
     def leave(name: str) -> Any:
         def note(module: Any, args: tuple, kwargs: dict, output: Any) -> None:
             times[name] = times.get(name, -1) + 1
-            calls[name, times[name]] = (entered.pop(), [leaf.clone() for leaf in outputs(output)])
+            calls[name, times[name]] = (entered.pop(), [leaf.clone() for leaf in outputs(output).values()])
 
         return note
 

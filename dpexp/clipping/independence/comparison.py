@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ Places = set[tuple[int, bool]]
 LARGE = 1 << 22
 # largest difference, relative to the largest number that an example gets: of 32 bits and more, and of 16
 ROUNDING, ROUNDING_16 = 1e-4, 0.05
+# so many times larger than all that differs, a number that is the same to the last bit is none of these: a mask's -1e9, a time
+FAR = 1e5
 
 
 class Comparison:
@@ -77,7 +79,8 @@ class Comparison:
         if not torch.equal(known, b.isfinite()):
             return True
         a, b = torch.where(known, a, 0.0), torch.where(known, b, 0.0)
-        size = a.abs().amax(1)
+        largest = torch.where(a == b, 0.0, a.abs()).amax(1, keepdim=True)
+        size = torch.where((a == b) & (a.abs() > FAR * largest), 0.0, a.abs()).amax(1)
         size = torch.maximum(size, 1e-3 * size.max())
         return bool(((a - b).abs().amax(1) > self.tolerance * size).any())
 
@@ -108,11 +111,18 @@ def same_buffer(before: Tensor, now: Tensor | None) -> bool:
     return torch.equal(now, before)
 
 
-def outputs(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors of what a module takes or gives; those deep in objects, like a cache, only alone."""
-    found = tensors_in(value, depth=1) or tensors_in(value)
-    found = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in found]
-    return [t for t in found if t.is_floating_point() and t.layout == torch.strided]
+def outputs(value: Any, used: Collection[int] = ()) -> dict[int, Tensor]:
+    """Return the floating-point tensors of what a module takes or gives, with their numbers among all.
+
+    Args:
+        value: what holds them.
+        used: numbers of those to take wherever they are; others deep in objects, like a cache, come only alone.
+    """
+    found = tensors_in(value)
+    near = {id(t) for t in tensors_in(value, depth=1) or found}
+    taken = {number: t for number, t in enumerate(found) if id(t) in near or number in used}
+    real = {n: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for n, t in taken.items()}
+    return {n: t for n, t in real.items() if t.is_floating_point() and t.layout == torch.strided}
 
 
 def thin(leaf: Tensor) -> Tensor:

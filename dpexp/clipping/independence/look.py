@@ -55,10 +55,12 @@ class Look:
         rows_per_example: adjacent rows of each.
         autocast: whether to compute in 16 bits where the forward did.
         token: the id of padding, where it is known; None: the model may say it.
+        most: at most so many other batches; None: all.
 
     Attributes:
         told: whether the outputs depended on the examples at all; zero weights of a new head hide everything behind them.
         compared: whether anything could be compared, and `failure` why not, in words.
+        seen: the outputs of which nothing is left to compare, by number.
     """
 
     def __init__(
@@ -68,14 +70,21 @@ class Look:
         rows_per_example: int,
         autocast: bool,
         token: int | None = None,
+        most: int | None = None,
     ):
-        self.replay, self.autocast, self.token = replay, autocast, token
+        self.replay, self.autocast, self.token, self.most = replay, autocast, token, most
         self.examples, self.multiple = num_examples, rows_per_example
         self.told = self.compared = False
+        self.seen: set[int] = set()
         self.failure = "no input has the size of the batch"
         low = any(torch.finfo(p.dtype).bits < 32 for p in replay.model.parameters() if p.is_floating_point())
         self.batches = Batches(replay.inputs, num_examples, rows_per_example, positional_names(replay.model))
         self.comparison = Comparison(num_examples, rows_per_example, low or autocast, replay.places)
+
+    @property
+    def missed(self) -> bool:
+        """Whether the losses use something of the forward that was not compared."""
+        return self.compared and (self.replay.used_else or not self.replay.used <= self.seen)
 
     def run(self, padding: bool) -> None:
         """Look, with more padding too if asked for.
@@ -128,8 +137,8 @@ class Look:
         return None if reading is None else self._tried(reading, resize=False)
 
     def _differences(self, reading: Reading, resize: bool) -> list[Difference]:
-        compared = 0
-        for variant in self.batches.variants():
+        compared, constant = 0, set(self.once)
+        for variant in self.batches.variants()[: self.most]:
             resized = len(variant.rows) != self.examples
             if resized and (self.replay.by_chance or not resize):
                 continue
@@ -145,34 +154,45 @@ class Look:
                     if scale == 1.0:
                         raise
                     continue
-                if scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in results[1]):
+                if scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in results[1].values()):
                     break
             if compared < 2:
                 # a parameter that keeps a row changes where another row stands in its place
                 self._compare_parameters()
                 compared += 1
-            pairs = list(zip(before, results[1], strict=True))
-            verdicts = [differs(a, b, leaf) for leaf, (a, b) in enumerate(pairs)]
-            if all(verdict is None for verdict in verdicts):
+            if before.keys() != results[1].keys():
+                raise ValueError("another batch gives another number of outputs")
+            pairs = {leaf: (before[leaf], there) for leaf, there in results[1].items()}
+            verdicts = {leaf: differs(a, b, leaf) for leaf, (a, b) in pairs.items()}
+            if all(verdict is None for verdict in verdicts.values()):
                 raise ValueError("no output has the size of the batch")
-            if any(verdicts):
+            self.seen |= {leaf for leaf, verdict in verdicts.items() if verdict is not None}
+            constant -= {
+                leaf
+                for leaf, (a, b) in pairs.items()
+                if a.shape != b.shape or self.comparison.unequal(a[None], b[None])
+            }
+            if any(verdicts.values()):
                 runs = [self.replay.inputs] * len(here), here
                 return [Difference(variant.when, WAY, runs, differs)]
             self._compare_buffers(results[2], resized)
             if not resized and variant.first is None:
                 others = set(range(self.examples)) - {j for _, j in variant.same}
                 rest = self.comparison.of(Variant("", variant.rows, [(j, j) for j in others]))
-                self.told |= any(rest(a, b, leaf) for leaf, (a, b) in enumerate(pairs))
+                self.told |= any(rest(a, b, leaf) for leaf, (a, b) in pairs.items())
+        # what no batch changes is no output of examples, such as a table of the model's
+        self.seen |= constant
         return []
 
     def _results(
         self, batches: list[Inputs]
-    ) -> tuple[list[Tensor], list[Tensor], dict[tuple[str, str], Any]]:
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[tuple[str, str], Any]]:
         """Outputs of the first batch and of the second one after it, and the buffers after the first."""
         found = []
         with self.replay.begun(self.autocast):
             for number, batch in enumerate(batches):
-                found.append([thin(leaf) for leaf in outputs(self.replay.run(batch))])
+                left = outputs(self.replay.run(batch), self.replay.used)
+                found.append({number: thin(leaf) for number, leaf in left.items()})
                 if number == 0:
                     buffers = {
                         (name, key): (b.detach().clone(), key not in module._non_persistent_buffers_set)
@@ -212,7 +232,7 @@ class Look:
             except Exception:
                 # longer than the model can read, or a length that it does not take
                 continue
-            if any(differs(a, b) for a, b in zip(*results, strict=True)):
+            if any(differs(a, results[1][leaf]) for leaf, a in results[0].items()):
                 return [Difference("when its batch is padded further", FIXED, ([short()], [long()]), differs)]
         return []
 

@@ -18,7 +18,7 @@ from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import changed, positional_names
 from dpexp.clipping.independence.batches import Batches
-from dpexp.clipping.independence.chance import OTHERS
+from dpexp.clipping.independence.chance import BETWEEN, OTHERS
 from dpexp.clipping.independence.comparison import places_of
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 WAITING = 4
 # backward passes in a row that look, while the outputs do not depend on the examples yet
 PATIENCE = 16
+# batches that stand for all where there are many choices to look at: halves, and halves replaced
+FEW = 4
+UNSEEN = "the losses use something that the attached model's forward does not return, or returns without a row for each example"
 NOT_ENTERED = "the attached model's own forward was not called, or inside one compiled graph"
 NOTE = "not looked at: whether examples influence each other through values that have no gradient ({why})"
 
@@ -112,6 +115,7 @@ class Independence:
             return
         refuse_foreign(roots, attached)
         for replay in self.waiting:
+            replay.find_used(roots)
             names = positional_names(replay.model)
             if Batches(replay.inputs, roots.num_examples, self.rows_per_example, names).ambiguous:
                 self._find_places(replay, roots)
@@ -170,10 +174,9 @@ class Independence:
         told = num_examples > 1 and any(look.told for look in looks)
         self.looks[self.mode] = PATIENCE if told else self.looks.get(self.mode, 0) + 1
         if not any(look.compared for look in looks):
-            note = NOTE.format(why=looks[0].failure if looks else NOT_ENTERED)
-            if note not in self.notes:
-                self.notes.append(note)
-                log.warning(note)
+            self._note(looks[0].failure if looks else NOT_ENTERED)
+        elif any(look.missed for look in looks):
+            self._note(UNSEEN)
 
     def _look(self, replay: Replay, num_examples: int) -> Look:
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
@@ -183,13 +186,20 @@ class Independence:
             if look.compared:
                 break
         if look.compared and replay.drew:
-            # what a coin decides is looked at on both sides of it
-            for chance in OTHERS:
+            # what a coin decides is looked at on both sides of it, and a choice of several in each
+            for chance in OTHERS + BETWEEN:
                 replay.chance = chance
-                other = Look(replay, num_examples, self.rows_per_example, autocast)
+                most = FEW if chance in BETWEEN else None
+                other = Look(replay, num_examples, self.rows_per_example, autocast, most=most)
                 other.run(padding=False)
                 look.told |= other.told
         return look
+
+    def _note(self, why: str) -> None:
+        note = NOTE.format(why=why)
+        if note not in self.notes:
+            self.notes.append(note)
+            log.warning(note)
 
     def _check_lengths(self, args: tuple, kwargs: dict) -> None:
         def check(name: str, part: object) -> object:

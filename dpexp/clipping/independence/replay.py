@@ -1,12 +1,13 @@
 """Running a model's forward again, without a trace and without chance.
 
-A replay starts from what the forward started from: inputs, buffers, plain attributes, autocast. Whatever it writes goes to
-copies, so that tensors which a pending graph has saved stay as they are. Random draws give constants that do not depend on the
-batch.
+A replay starts from what the forward started from: inputs, buffers, plain attributes, autocast, gradients asked for. Whatever it
+writes goes to copies, so that tensors which a pending graph has saved stay as they are. Random draws give constants that do not
+depend on the batch. And gates are opened: examples must not meet behind trainable weights that are still zero, either.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import deque
@@ -19,16 +20,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from dpexp.clipping.dataflow import attributes_of, tensors_in
 from dpexp.clipping.gradients.numerics import full_precision
 from dpexp.clipping.independence.arguments import Inputs, changed, copied
 from dpexp.clipping.independence.chance import Chance, WithoutChance
-from dpexp.clipping.independence.comparison import Places, outputs
+from dpexp.clipping.independence.comparison import Places
+from dpexp.clipping.roots import Roots
 from dpexp.clipping.sharding import is_shard
 from dpexp.torch_versions import float32_settings
 
 # every module has these; children and buffers are treated by name, and parameters are never copied
 COMMON = frozenset(nn.Module().__dict__) - {"training"}
+NO_STATE = (type, FunctionType, MethodType, ModuleType, torch.Generator)
+# about how large the outputs of a layer are that had weights of zero, beside its inputs
+GATE = 0.1
 
 
 class Replay:
@@ -49,10 +56,17 @@ class Replay:
         # say that the rows of an example are
         self.ends: dict[int, tuple[int, int]] = {}
         self.places: dict[int, Places] = {}
+        # the outputs that the losses use, and whether they use something else of what this forward computed
+        self.used: set[int] = set()
+        self.used_else = False
+        # numbers of autograd's nodes that this forward makes
+        self._nodes = torch._C._autograd._get_sequence_nr(), 0
         self.chance = Chance()
         # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
         self.drew = self.by_chance = False
         kinds = {"cpu", self._device.type}
+        # whole only inside their own forwards, which end in another way where gradients are asked for
+        self._sharded = any(is_shard(p) for p in model.parameters())
         self._autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
 
     @property
@@ -76,7 +90,10 @@ class Replay:
             inside.enter_context(_full_precision())
             inside.enter_context(self._state.installed())
             inside.callback(self._restore, self.written())
-            inside.enter_context(torch.no_grad())
+            inside.enter_context(self._opened())
+            if self._sharded:
+                inside.enter_context(torch.no_grad())
+            inside.enter_context(saved_tensors_hooks(_nothing, _nothing))
             if "torch._dynamo" in sys.modules:
                 # a few forwards are not worth a compilation each
                 inside.enter_context(torch.compiler.set_stance("force_eager"))
@@ -99,17 +116,56 @@ class Replay:
         params = dict(self.model.named_parameters()) if self._written else {}
         return {name: params[name] for name in self._written}
 
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Inside, trainable parameters that are zero throughout have small values: a gate (ReZero, LoRA, a new head) is open.
+
+        No biases: they hide nothing, and would drown what there is to see in a model of small weights.
+        """
+        closed = [
+            p
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and name in self._entered and not bool(self._entered[name].any())
+            and "bias" not in name.rpartition(".")[2] and name not in self.written()
+        ]  # fmt: skip
+        values = [p.data for p in closed]
+        generator = torch.Generator().manual_seed(len(closed))
+        try:
+            for p in closed:
+                size = GATE / math.sqrt(p[0].numel() if p.dim() > 1 else 1)
+                p.data = (torch.randn(p.shape, generator=generator, device="cpu") * size).to(p)
+            yield
+        finally:
+            for p, value in zip(closed, values, strict=True):
+                p.data = value
+
     def _restore(self, params: dict[str, Tensor]) -> None:
         for name, (held, value) in (self._written or {}).items():
             params[name].data = held.copy_(value)
 
     def left(self, output: Any) -> None:
         """The forward has ended with this output, of which nothing is held."""
+        self._nodes = self._nodes[0], torch._C._autograd._get_sequence_nr()
         self.ends = {
             leaf: (tensor.grad_fn._sequence_nr(), tensor.output_nr)
-            for leaf, tensor in enumerate(outputs(output))
+            for leaf, tensor in enumerate(tensors_in(output))
             if tensor.grad_fn is not None
         }
+
+    def find_used(self, roots: Roots) -> None:
+        """Go from the losses back to this forward, and note what of it they use."""
+        leaves: dict[tuple[int, int], int] = {end: leaf for leaf, end in self.ends.items()}
+        waiting, seen = roots.edges(), set()
+        while waiting:
+            node, place = waiting.pop()
+            number = node._sequence_nr()
+            if (number, place) in leaves:
+                self.used.add(leaves[number, place])
+            elif self._nodes[0] <= number < self._nodes[1]:
+                self.used_else = True
+            elif node not in seen:
+                seen.add(node)
+                waiting += [edge for edge in node.next_functions if edge[0] is not None]
 
     def run(self, inputs: Inputs) -> Any:
         """The model's output for ``inputs``, inside `begun`; it may be called several times there."""
@@ -143,6 +199,10 @@ def fingerprints(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _nothing(value: Any) -> Any:
+    """Of a replay nothing is kept for a backward pass."""
+
+
 def unlike(now: Tensor, before: Tensor) -> bool:
     return not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
@@ -157,15 +217,22 @@ class State:
 
     def __init__(self, model: nn.Module):
         self._copy = _Copier()
-        self._saved = [(module, self._copy.everything(module)) for module in model.modules()]
+        # modules that stand in a plain list, and are no children, come up on the way
+        waiting = list(model.modules())
+        self._saved: dict[nn.Module, dict[str, Any]] = {}
+        while waiting:
+            module = waiting.pop()
+            if module not in self._saved:
+                self._saved[module] = self._copy.everything(module)
+                waiting += self._copy.modules()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the model has this state, and what it writes is lost."""
         fresh = _Copier()
-        before = [(module, dict(module.__dict__)) for module, _ in self._saved]
+        before = [(module, dict(module.__dict__)) for module in self._saved]
         try:
-            for module, saved in self._saved:
+            for module, saved in self._saved.items():
                 kept = {k: v for k, v in module.__dict__.items() if _is_common(k)}
                 module.__dict__.clear()
                 module.__dict__.update(kept | {key: fresh(value) for key, value in saved.items()})
@@ -181,6 +248,12 @@ class _Copier:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._modules: list[nn.Module] = []
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules that have come up since the last call."""
+        found, self._modules = self._modules, []
+        return found
 
     def everything(self, module: nn.Module) -> dict[str, Any]:
         own = {key: self(value) for key, value in module.__dict__.items() if not _is_common(key)}
@@ -194,6 +267,8 @@ class _Copier:
         return result
 
     def _copied(self, value: Any, depth: int) -> Any:
+        if isinstance(value, nn.Module):
+            self._modules.append(value)
         if isinstance(value, nn.Module | nn.Parameter):
             return value
         if isinstance(value, Tensor):
@@ -209,17 +284,15 @@ class _Copier:
             return deque((self(v, depth) for v in value), value.maxlen)
         if type(value) in (list, tuple, set):
             return type(value)(self(v, depth) for v in value)
-        plain = hasattr(value, "__dict__") and not isinstance(
-            value, type | FunctionType | MethodType | ModuleType | torch.Generator
-        )
-        slots = any(vars(c).get("__slots__") for c in type(value).__mro__)
         own_way = "__reduce_ex__" in {name for c in type(value).__mro__[:-1] for name in vars(c)}
-        if depth > 1 or not plain or slots or own_way:
+        held = attributes_of(value)
+        if depth > 1 or own_way or isinstance(value, NO_STATE) or not (held or hasattr(value, "__dict__")):
             return value
         try:
             # an object of the user's, like a record of running statistics; what lies deeper is not the model's state
-            result = object.__new__(type(value))
-            result.__dict__.update({k: self(v, depth + 1) for k, v in value.__dict__.items()})
+            result = value.__new__(type(value))
+            for key, part in held.items() if result is not value else ():
+                object.__setattr__(result, key, self(part, depth + 1))
             return result
         except (TypeError, AttributeError):
             return value
