@@ -1,5 +1,6 @@
 """``python -m dpexp.report run FOLDER [FOLDER ...]``: runs of one's own beside each other, as a page and pictures.
 
+Finished runs of one task are compared by configuration, over their seeds (`dpexp.own_comparison`).
 A folder of `dpexp.train` shows everything below. One of `PrivacyEngine` or of the Trainer has a ledger and no log of losses or
 norms: it shows ε and the speed.
 """
@@ -21,6 +22,7 @@ import yaml
 
 from dpexp.durable import read_json
 from dpexp.errors import UserError
+from dpexp.own_comparison import HEAD, comparison
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, decode_groups
 from dpexp.reproduce.drawing import draw, lines
@@ -160,6 +162,7 @@ def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
         parts = [
+            *_compared(runs),
             _table(runs),
             *(part for name, part in _figures(runs, out) if not (released and name in PRIVATE)),
         ]
@@ -169,7 +172,7 @@ def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
         for name, kind in product(PRIVATE, ("svg", "png")):
             (out / f"{name}.{kind}").unlink(missing_ok=True)
     style = shipped("reproduce").joinpath("site.css").read_text(encoding="utf-8")
-    title = html.escape(" and ".join(run.name for run in runs))
+    title = html.escape(" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs")
     page = out / "index.html"
     body = "\n".join(parts)
     page.write_text(
@@ -303,6 +306,15 @@ _SERIES: dict[str, Any] = {
     "loss": _loss_series,
     "norms": partial(_group_series, name="mean_norms", private=True),
 }
+
+
+def _compared(runs: list[OwnRun]) -> Iterator[str]:
+    """The finished runs by configuration, where there are several."""
+    finished = [run for run in runs if run.summary.get("status") == "finished"]
+    if rows := comparison([run.summary for run in finished], [run.settings for run in finished]):
+        lines = [f"<tr>{''.join(f'<th>{html.escape(name)}</th>' for name in HEAD)}</tr>"]
+        lines += [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+        yield "<h2>By configuration</h2>\n<table>\n" + "\n".join(lines) + "\n</table>\n<h2>Run by run</h2>"
 
 
 def _table(runs: list[OwnRun]) -> str:

@@ -1,7 +1,8 @@
 """``python -m dpexp.report NAME``: a table or figure of a paper beside our own numbers, from the committed records.
 
 Names: ``table-he-2``, ``figure-li-3``, ``accounting-li``, ``coverage``, …; ``tables``, ``figures``, ``all``; ``report`` is the
-page with everything; ``list`` shows all names. ``run FOLDER [FOLDER ...]`` shows runs of one's own (`dpexp.own_run`).
+page with everything; ``list`` shows all names. ``run FOLDER [FOLDER ...]`` shows runs of one's own and compares them; its
+options: ``run --help``.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def run_together(run: RunConfig, ranks: Ranks) -> dict[str, float]:
     if ranks.writes and statement.declare_trials(summary, run.trials, run.trials_law):
         write_json(folder / "summary.json", summary)
         write_card(summary, folder / "model")
-    report_finished(summary, folder, console)
+    report_finished(summary, folder, console, [run.data.train, run.data.dev])
     return Result(summary["metrics"], run.task.metric)
 
 
@@ -162,7 +162,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     whole = trainer.gathered(bundle)
 
     def keep() -> None:
-        export(whole, summary, folder / "model")
+        export(whole, summary, folder / "model", task.labels)
         write_json(folder / "summary.json", summary)
 
     ranks.once(keep)
@@ -302,8 +302,10 @@ def how_to_resume(folder: Path) -> str:
     return f"interrupted. {folder} can be resumed: run the same command again\n  {provenance.command_line()}"
 
 
-def report_finished(summary: dict[str, Any], folder: Path, console: Console) -> None:
-    """This run is done already: show what it found, and whether the code is still the same."""
+def report_finished(
+    summary: dict[str, Any], folder: Path, console: Console, files: Sequence[str | None] = ()
+) -> None:
+    """This run is done already: show what it found, and whether the code and the ``files`` of its data are still the same."""
     show(summary, folder, console)
     if not (folder / "model").is_dir():
         again = (
@@ -325,6 +327,18 @@ def report_finished(summary: dict[str, Any], folder: Path, console: Console) -> 
         console.print(
             f"note: {changed}. For a fresh run, change the seed or move {folder} away", markup=False
         )
+    for file in files:
+        if file and newer(Path(file), folder / "config.yaml"):
+            console.print(
+                f"note: {file} was written after this run had begun, and the model knows what it held before. To train on it "
+                f"as it is, change the seed or move {folder} away",
+                markup=False,
+            )
+
+
+def newer(file: Path, other: Path) -> bool:
+    """Whether both are there, and the first was written after the second."""
+    return file.exists() and other.exists() and file.stat().st_mtime > other.stat().st_mtime
 
 
 def show(summary: dict[str, Any], folder: Path, console: Console) -> None:

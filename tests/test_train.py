@@ -98,6 +98,17 @@ def test_asking_for_a_finished_run_reports_it_and_whether_the_code_is_the_same(f
     assert "the code has changed since" in console.export_text()
 
 
+def test_asking_for_a_finished_run_says_whether_its_data_were_written_since(finished, tmp_path):
+    summary, folder, _ = finished
+    (data := tmp_path / "mine.csv").write_text("text,label\n")
+    console = Console(record=True, width=400)
+    begun = (folder / "config.yaml").stat().st_mtime
+    for time, said in ((begun - 60, False), (begun + 60, True)):
+        os.utime(data, (time, time))
+        report_finished(summary, folder, console, [str(data), None, str(tmp_path / "gone.csv")])
+        assert ("mine.csv was written after this run had begun" in console.export_text()) == said
+
+
 def test_without_privacy_epsilon_is_null_and_there_is_no_ledger(tmp_path):
     run, folder = prepare(tmp_path, "clip=nonprivate", "optim.steps=1")
     summary = train(run, folder, Console(quiet=True))

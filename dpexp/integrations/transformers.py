@@ -86,7 +86,7 @@ class Trainer(transformers.Trainer):
         self.engine: PrivacyEngine | None = None
         # whether the losses are another's than ours, and have not been looked at yet
         self._unknown_losses = type(self).per_example_losses is not Trainer.per_example_losses
-        if args.max_grad_norm:
+        if args.max_grad_norm and args.max_grad_norm != transformers.TrainingArguments.max_grad_norm:
             transformers.utils.logging.get_logger(__name__).warning(
                 f"max_grad_norm={args.max_grad_norm} is set to 0: every example's gradient is clipped to clip_norm instead"
             )

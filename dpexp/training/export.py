@@ -1,5 +1,6 @@
 """The trained model, ready for `from_pretrained`, with a card that says what is guaranteed about its training data."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from dpexp import provenance, statement
-from dpexp.durable import write_atomic
+from dpexp.durable import read_json, write_atomic
 from dpexp.models import adapters, rgp
 from dpexp.privacy.tradeoff import FPR, TPR
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from dpexp.schemas import RunConfig
 
 
-def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path:
+def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path, labels: Sequence[str] = ()) -> Path:
     """Write the model, its tokenizer and PRIVACY.md to `folder`.
 
     Under peft=lora, prefix, prompt and p_tuning it is what `peft.PeftModel.from_pretrained(network, folder)` puts back onto the
@@ -29,6 +30,7 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path
         bundle: the model, with its clipper detached.
         summary: of the run.
         folder: made where it doesn't exist.
+        labels: names of the classes.
 
     Returns:
         The folder.
@@ -42,6 +44,7 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path
         from transformers.utils import logging
 
         logging.disable_progress_bar()
+        name_classes(getattr(model, "config", None), labels)
     if isinstance(model, nn.Module) and adapters.has_adapters(model):
         adapters.save_adapters(model, folder, bundle.source)
     elif callable(save := getattr(model, "save_pretrained", None)):
@@ -57,7 +60,36 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path) -> Path
 def write_card(summary: dict[str, Any], folder: Path) -> None:
     """PRIVACY.md of an exported model; nothing where there is no such folder."""
     if folder.is_dir():
-        write_atomic(folder / "PRIVACY.md", privacy_card(summary))
+        loading = how_to_load(folder)
+        write_atomic(
+            folder / "PRIVACY.md", privacy_card(summary) + (f"\n## Loading\n\n{loading}\n" if loading else "")
+        )
+
+
+def how_to_load(folder: Path) -> str:
+    """One sentence for whoever is given a model that `from_pretrained` does not read as it was trained; else ""."""
+    if (folder / adapters.DESCRIPTION).exists():
+        return (
+            "`dpexp.models.adapters.load_adapters(network, folder)` puts these adapters onto their network."
+        )
+    if (folder / "config.json").exists():
+        # whoever wrote this file has loaded transformers
+        from dpexp.models.pooling import SETTING
+
+        if SETTING not in read_json(folder / "config.json"):
+            return ""
+        return (
+            "`dpexp.models.pooling.load_pooled(folder)` reads this model. `AutoModelForSequenceClassification` puts a random "
+            "layer in front of its head, says no more than a warning, and is wrong."
+        )
+    return ""
+
+
+def name_classes(config: Any, labels: Sequence[str]) -> None:
+    """Write the names of the classes to a Hugging Face configuration, for whoever loads the model without dpexp."""
+    if labels and getattr(config, "num_labels", None) == len(labels):
+        config.id2label = {number: str(label) for number, label in enumerate(labels)}
+        config.label2id = {str(label): number for number, label in enumerate(labels)}
 
 
 def summary_of(
@@ -118,7 +150,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
             "",
             "| | |",
             "|---|---|",
-            *(f"| ε by {name.upper()} | {_number(value)} |" for name, value in privacy["epsilon"].items()),
+            *(f"| ε by {_called(name)} | {_number(value)} |" for name, value in privacy["epsilon"].items()),
             *_currency(privacy),
             f"| δ | {privacy['delta']:.6g} |",
             f"| neighbouring data sets | {privacy['neighbouring']} |",
@@ -144,6 +176,12 @@ def privacy_card(summary: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _called(accountant: str) -> str:
+    return (
+        "GDP (an approximation that under-estimates, no bound)" if accountant == "gdp" else accountant.upper()
+    )
 
 
 def _currency(privacy: dict[str, Any]) -> list[str]:

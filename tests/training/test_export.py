@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from dpexp import provenance, statement
+from dpexp.models.pooling import PooledClassifier, load_pooled
 from dpexp.schemas import RunConfig
 from dpexp.training.export import export, privacy_card
 from tests.test_record import block, plan, summary
@@ -51,6 +53,29 @@ def test_what_is_no_guarantee_is_not_called_one_at_the_top(settings):
     card = privacy_card(summary(block(made=plan(**settings))))
     assert "No guarantee: the ε of" in card
     assert "-differential privacy, by" not in card
+
+
+def test_an_approximation_is_not_listed_among_the_bounds():
+    card = privacy_card(summary(block()))
+    assert "| ε by PLD |" in card
+    assert "| ε by GDP (an approximation that under-estimates, no bound) |" in card
+
+
+def test_the_card_says_how_to_load_what_the_library_would_load_wrongly(tmp_path):
+    small = dict(
+        vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    pooled = PooledClassifier(transformers.BertModel(transformers.BertConfig(**small)), "mean")
+    plain = transformers.BertForSequenceClassification(transformers.BertConfig(**small))
+    for model, name in ((pooled, "pooled"), (plain, "plain")):
+        bundle = SimpleNamespace(model=model, tokenizer=None)
+        export(bundle, summary(block()), tmp_path / name, ["bad", "good"])
+        found = transformers.AutoConfig.from_pretrained(tmp_path / name)
+        assert found.id2label == {0: "bad", 1: "good"}
+        assert found.label2id == {"bad": 0, "good": 1}
+    assert "load_pooled(folder)` reads this model" in (tmp_path / "pooled" / "PRIVACY.md").read_text()
+    assert "Loading" not in (tmp_path / "plain" / "PRIVACY.md").read_text()
+    assert load_pooled(tmp_path / "pooled").pooling == "mean"
 
 
 def test_a_plain_module_is_saved_as_its_state(tmp_path):
