@@ -8,7 +8,6 @@ fail the proof. Proposals that fail leave the layer to the per-example loop, whi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -22,6 +21,8 @@ Signature = tuple[Tensor, Tensor]
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 # several rows for each example, which may as well be a chance
 BLOCKS = (BLOCKED, STRIDED)
+# of `weights`
+LEVELS = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
 
@@ -89,15 +90,23 @@ def fixed_order(num_examples: int) -> Tensor:
     return torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201), device="cpu")
 
 
-def weights(num_examples: int) -> Tensor:
-    """``[B]`` weights of the losses in a proof: another one for each example, between -1 and 1, in a fixed random order.
+def weights(num_examples: int, digit: int = 0) -> Tensor:
+    """``[B]`` weights of the losses in a proof: `LEVELS` in equal parts, in a fixed random order.
 
-    Examples of one weight could exchange their gradients unseen, as where a model sorts its rows. Multiples of a power of two,
-    because in 16 bits others would be rounded.
+    More than two levels, because examples of the same weight can exchange their gradients unseen: signs alone happen to read the
+    same from either end for some B, and mixing each example with its mirror image is a usual augmentation. Powers of two,
+    because multiplying by them rounds nothing, also in 16 bits. Other ``digit``s give other weights, see `all_weights`.
     """
-    steps = 2 ** max(0, math.ceil(num_examples / 2) - 1).bit_length()
-    levels = torch.tensor([(1 - place // 2 / steps) * (-1) ** place for place in range(num_examples)])
-    return levels[fixed_order(num_examples)]
+    return torch.tensor(LEVELS)[fixed_order(num_examples) // len(LEVELS) ** digit % len(LEVELS)]
+
+
+def all_weights(num_examples: int) -> list[Tensor]:
+    """As many `weights` as it takes that no two examples have the same in all: where rows are put in order, any two may change
+    places."""
+    digits = 1
+    while len(LEVELS) ** digits < num_examples:
+        digits += 1
+    return [weights(num_examples, digit) for digit in range(digits)]
 
 
 def signature(gy: Tensor, layout: str, rows: int) -> Signature:
@@ -127,17 +136,15 @@ def proven(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.d
     return not bool((telling & (error > tolerance * scale)).any())
 
 
-def single_weight(plain: Signature, weighted: Signature, levels: Tensor, dtype: torch.dtype) -> float | None:
-    """The weight that all rows follow, where that is one of `weights`: they belong to one example."""
+def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> float | None:
+    """The weight that all rows follow, where that is one of `LEVELS`: they belong to one example."""
     if torch.finfo(dtype).bits < 32:
         # the levels are no further apart than rounding errors
         return None
-    likely = (weighted[0] * plain[0]).sum() / plain[0].square().sum()
-    if not bool(likely.isfinite()):
-        return None
-    level = levels.to(plain[0])[(levels.to(plain[0]) - likely).abs().argmin()]
-    errors = (weighted[0] - level * plain[0]).abs()
-    return float(level) if bool((errors <= 1e-4 * (plain[1] + weighted[1])).all()) else None
+    levels = torch.tensor(LEVELS).to(plain[0])
+    errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
+    follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
+    return float(levels[follows]) if int(follows.sum()) == 1 else None
 
 
 def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:

@@ -32,9 +32,6 @@ MIXED = (
 
 LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
 
-# examples that must be seen alone before a model is believed to go through its batch one by one
-SEVERAL = 6
-
 
 class Survey:
     """What is known of a model's uses of its parameters.
@@ -226,8 +223,10 @@ class Survey:
         observed: list[dict[tuple[int, str], Signature]] = []
         entered: list[list[Signature | None]] = []
         dtypes: dict[int, torch.dtype] = {}
-        row_weights = layouts.weights(visit.num_examples)
-        for weights in (None, row_weights) if pending else (None,):
+        weightings = layouts.all_weights(visit.num_examples)
+        if not any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses):
+            del weightings[1:]
+        for weights in (None, *weightings) if pending else (None,):
             seen: dict[tuple[int, str], Signature] = {}
 
             def look(
@@ -254,10 +253,10 @@ class Survey:
             give_back_freed_memory()
         if not pending:
             return
-        by_row = row_weights.repeat_interleave(visit.rows // visit.num_examples)
+        by_row = [w.repeat_interleave(visit.rows // visit.num_examples) for w in weightings]
         _check_inputs(visit, entered, by_row)
         uses = {id(use): use for use in visit.uses}
-        self._find_examples_alone(observed, dtypes, row_weights)
+        self._find_examples_alone(observed, dtypes, set(weightings[0].tolist()))
         for identity, found in pending.items():
             settle = self._doubt if identity in doubted else self._settle
             settle(uses[identity], found, observed, by_row, dtypes.get(identity))
@@ -266,26 +265,26 @@ class Survey:
         self,
         observed: list[dict[tuple[int, str], Signature]],
         dtypes: dict[int, torch.dtype],
-        weights: Tensor,
+        weights: set[float],
     ) -> None:
         """Find the uses that saw one example each, in models that go through the batch in a Python loop.
 
-        That is believed where such uses are there for several examples. A single one may as well be a batch that is mixed, and
-        of which one example alone has a loss.
+        That is believed where such uses are there for every weight. A single one may as well be a batch that is mixed, and of
+        which one example alone has a loss.
         """
         alone: dict[int, float] = {}
         for (identity, layout), plain in observed[0].items():
             if (identity, layout) not in observed[1]:
                 continue
-            weight = layouts.single_weight(plain, observed[1][identity, layout], weights, dtypes[identity])
+            weight = layouts.single_weight(plain, observed[1][identity, layout], dtypes[identity])
             if weight is not None:
                 alone[identity] = weight
-        self._alone = alone if len(set(alone.values())) >= min(len(weights), SEVERAL) else {}
+        self._alone = alone if set(alone.values()) == weights else {}
 
     def _settle(
-        self, use: Use, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
+        self, use: Use, found: list[str], observed: list, by_row: list[Tensor], dtype: torch.dtype | None
     ) -> None:
-        self.layout[id(use)], routed = found[0] if found else layouts.UNSEEN, use.is_routed(len(by_row))
+        self.layout[id(use)], routed = found[0] if found else layouts.UNSEEN, use.is_routed(len(by_row[0]))
         if dtype is None:
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
@@ -294,7 +293,12 @@ class Survey:
             self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP
             return
         verdicts = {
-            layout: layouts.proven(observed[0][id(use), layout], observed[1][id(use), layout], by_row, dtype)
+            layout: _together(
+                [
+                    layouts.proven(observed[0][id(use), layout], weighted[id(use), layout], weights, dtype)
+                    for weighted, weights in zip(observed[1:], by_row, strict=True)
+                ]
+            )
             for layout in found
         }
         if all(verdict is None for verdict in verdicts.values()):
@@ -329,18 +333,18 @@ class Survey:
             # two forward passes that wait for this backward pass differ here
             layout = layouts.LOOP
         self.layouts[use.place] = layout
-        surplus = layouts.surplus(layout, use.output_shape, len(by_row), self._columns)
+        surplus = layouts.surplus(layout, use.output_shape, len(by_row[0]), self._columns)
         self._surplus.setdefault(use.place, {None}).add(surplus)
 
     def _doubt(
-        self, use: Use, found: list[str], observed: list, by_row: Tensor, dtype: torch.dtype | None
+        self, use: Use, found: list[str], observed: list, by_row: list[Tensor], dtype: torch.dtype | None
     ) -> None:
         """Look at a proven layout again."""
         layout = self.layouts[use.place]
         if dtype is None:
             # no gradient arrived
             return
-        if layouts.refuted(observed[0][id(use), layout], observed[1][id(use), layout], by_row, dtype):
+        if layouts.refuted(observed[0][id(use), layout], observed[1][id(use), layout], by_row[0], dtype):
             if not self._new_sequence:
                 raise UserError(f"{use.owner} ({use.label}), other than in earlier steps: {MIXED}")
             # the model took another way than before, and this is another use than the place had so far
@@ -366,16 +370,21 @@ class Survey:
         give_back_freed_memory()
 
 
-def _check_inputs(visit: Visit, entered: list[list[Signature | None]], by_row: Tensor) -> None:
+def _together(verdicts: list[bool | None]) -> bool | None:
+    """Of several proofs: False where one fails, None where nothing was learnt."""
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def _check_inputs(visit: Visit, entered: list[list[Signature | None]], by_row: list[Tensor]) -> None:
     """Prove that the gradients which a stage hands to the one before it are rows of examples, too.
 
     Raises:
         UserError: they mix examples.
     """
-    for leaf, plain, weighted in zip(visit.roots.inputs, *entered, strict=True):
+    for leaf, plain, weighted in zip(visit.roots.inputs, *entered[:2], strict=True):
         if plain is None or weighted is None:
             continue
-        if layouts.proven(plain, weighted, by_row, leaf.dtype) is False:
+        if layouts.proven(plain, weighted, by_row[0], leaf.dtype) is False:
             raise UserError(f"the input {list(leaf.shape)} of this stage: {MIXED}")
 
 

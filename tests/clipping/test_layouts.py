@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
-from dpexp.clipping.layouts import proven, weights
+from dpexp.clipping.layouts import LEVELS, all_weights, proven, weights
 from dpexp.errors import UserError
 from tests.clipping.zoo import C, D
 
@@ -27,13 +27,17 @@ def test_weights_change_when_examples_are_exchanged(exchange: str) -> None:
         assert not torch.equal(found, EXCHANGES[exchange](found)), size
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 64, 65, 100, 500])
-def test_each_example_has_a_weight_of_its_own_that_16_bits_hold(size: int) -> None:
-    found = weights(size)
-    assert len(found) == len(set(found.tolist())) == size
-    assert found.abs().min() > 0
-    assert found.abs().max() == 1
-    assert torch.equal(found.to(torch.bfloat16).float(), found)
+def test_multiplying_by_a_weight_rounds_nothing() -> None:
+    x = torch.randn(100)
+    for level in LEVELS:
+        assert torch.equal(x * level / level, x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 6, 7, 36, 37, 64, 300])
+def test_no_two_examples_have_the_same_weights_in_all_proofs(size: int) -> None:
+    found = all_weights(size)
+    assert torch.equal(found[0], weights(size))
+    assert len(set(zip(*(each.tolist() for each in found), strict=True))) == size
 
 
 def test_a_proof_fails_for_one_row_and_says_nothing_about_zeros() -> None:
