@@ -29,6 +29,11 @@ REENTRANT = (
     "reentrant activation checkpointing cannot be clipped: pass use_reentrant=False "
     "(transformers: gradient_checkpointing_kwargs={'use_reentrant': False})"
 )
+OUTSIDE = (
+    "was computed outside of the model's forward, while gradients were (reversible layers as Reformer's, reentrant "
+    "checkpointing), and no clipper sees whose gradient that is: let the model keep its activations, or checkpoint with "
+    "use_reentrant=False"
+)
 SELECTIVE = (
     "selective activation checkpointing keeps what it saved for a single back-propagation, and a clipper needs several to prove "
     "what it does: leave context_fn=create_selective_checkpoint_contexts(…) out, so that checkpoint() computes all of it again"
@@ -285,6 +290,8 @@ class Visit:
 
     def arrive(self, owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         """Take an output gradient that has reached a tap."""
+        if owner not in self.passes and not owner.shapes:
+            raise UserError(f"{use.owner} ({use.label}) {OUTSIDE}")
         if owner not in self.passes:
             raise UserError(
                 f"losses have {self.num_examples} examples, but the model's forward saw inputs of shape "
