@@ -162,7 +162,8 @@ def neighbour_votes(
 ) -> np.ndarray:
     """Let the k nearest private examples of a fresh sample vote on each query (Zhu et al. 2020).
 
-    Fewer than k vote where fewer were drawn. Distances are Euclidean, between inputs as they are.
+    Fewer than k vote where fewer were drawn. Distances are Euclidean, between inputs as they are; of rows that are equally far
+    the earlier ones vote. Whatever else is drawn, their order is then the same, so that one example displaces one neighbour.
 
     Args:
         private: ``[N, d]``.
@@ -182,6 +183,7 @@ def neighbour_votes(
         if not len(drawn):
             continue
         distances = (private[torch.from_numpy(drawn)] - query).square().sum(1)
-        nearest = distances.topk(min(k, len(drawn)), largest=False).indices.numpy()
+        # topk chooses among ties by what else there is
+        nearest = distances.sort(stable=True).indices[:k].numpy()
         np.add.at(counts[number], labels[drawn[nearest]], 1.0)
     return counts
