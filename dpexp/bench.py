@@ -69,8 +69,8 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
     if not arguments.native:
         # the workers inherit it
         os.environ["DPEXP_NATIVE"] = "0"
-    elif native.kernels() is None and arguments.device == "cpu":
-        console.print("the native kernels are not built, so pure torch is measured: python -m dpexp.native")
+    elif arguments.device == "cpu" and native.kernels() is None:
+        console.print("there are no native kernels, so pure torch is measured")
     settings = dataclasses.asdict(arguments)
     keys = [f.name for f in dataclasses.fields(Protocol)]
     protocol = Protocol(**{key: settings[key] for key in keys})

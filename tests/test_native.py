@@ -25,7 +25,7 @@ from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 
 # Of the noise of `blocks_and_noise`: no build, and no later version, may draw another.
 NOISE = "24175b6001775a69"
-needs_kernels = pytest.mark.skipif(native.kernels() is None, reason="not built: python -m dpexp.native")
+needs_kernels = pytest.mark.skipif(native.kernels() is None, reason="no C++ compiler builds the kernels")
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -60,7 +60,6 @@ DRAW = """
 import sys, torch
 from dpexp import native
 native.FLAGS += sys.argv[2:]
-native.build()
 from tests.test_native import blocks_and_noise
 torch.save(blocks_and_noise(), sys.argv[1])
 """
@@ -79,7 +78,7 @@ def blocks_and_noise() -> list[torch.Tensor]:
 @needs_kernels
 @pytest.mark.parametrize("flags", [[], ["-mno-avx512f"], ["-mno-avx2"]], ids=" ".join)
 def test_noise_is_that_of_the_published_cipher_in_every_build(flags: list[str], tmp_path: Path):
-    """Whatever the processor has: registers of 16, 8 or 4 lanes."""
+    """Whatever the processor has: registers of 16, 8 or 4 lanes. Who asks first builds."""
     if flags and platform.machine() != "x86_64":
         pytest.skip("the flags are those of another processor")
     if flags:  # another library of the same operators: in a process of its own
@@ -178,6 +177,13 @@ def test_no_compiler_is_one_clear_sentence(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(UserError, match=r"no C\+\+ compiler is installed"):
         native.build()
+    monkeypatch.setattr(native, "_loaded", functools.cache(native._loaded.__wrapped__))
+    with pytest.warns(
+        UserWarning, match=r"no C\+\+ compiler .* twenty times as long; DPEXP_NATIVE=0"
+    ) as told:
+        assert native.backend() == "torch"
+    assert native.kernels() is None
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("groups", ["flat", "layer"])

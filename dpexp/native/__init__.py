@@ -1,8 +1,9 @@
 """One optional C++ file for CPUs: noise, and convolutions' per-example gradients over the cores.
 
-``python -m dpexp.native`` builds it where a C++ compiler is found (`make setup` does); `kernels` loads what was built for this
-source, this torch and this processor. Without it, or with ``DPEXP_NATIVE=0``, pure torch draws the same noise and computes the
-same clipped sums up to rounding: what is used is therefore part of the fingerprint of a released step.
+It is built when it is first asked for, where a C++ compiler is found, for this source, this torch and this processor; a machine
+keeps it (``python -m dpexp.native``, and so `make setup`, builds it ahead of time). Without it, or with ``DPEXP_NATIVE=0``, pure
+torch draws the same noise and computes the same clipped sums up to rounding: what is used is therefore part of the fingerprint of
+a released step.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
+from dpexp.durable import make_folder
 from dpexp.errors import UserError
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -33,6 +37,8 @@ FLAGS = [
     "-fopenmp",
 ]
 COMPILERS = ("c++", "g++", "clang++")
+# seconds that a process waits for another one that is building
+PATIENCE = 300
 
 
 def kernels() -> Any | None:
@@ -47,14 +53,17 @@ def backend() -> str:
 
 @cache
 def _loaded() -> str | None:
-    """Load the library, once per process. Returns the beginning of its hash, or None where there is none."""
-    path = library_path()
-    if os.environ.get("DPEXP_NATIVE") == "0" or not path.exists():
+    """Load the library, once per process, and build it first where need be. Returns the beginning of its hash, or None."""
+    if os.environ.get("DPEXP_NATIVE") == "0":
         return None
     try:
+        path = build()
         torch.ops.load_library(str(path))
-    except OSError:
-        # built against libraries that are gone
+    except (UserError, OSError) as reason:
+        warnings.warn(
+            f"{reason}. On a CPU noise then takes about twenty times as long; DPEXP_NATIVE=0 says that this is meant",
+            stacklevel=3,
+        )
         return None
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
@@ -68,10 +77,10 @@ def library_path() -> Path:
 
 
 def build() -> Path:
-    """Compile the library, about ten seconds, unless it is there. Returns its path.
+    """Compile the library, ten to twenty seconds, unless it is there; one process does it for all of a machine. Returns its path.
 
     Raises:
-        UserError: there is no compiler, or it fails.
+        UserError: there is no compiler, it fails, or its work can't be kept.
     """
     target = library_path()
     if target.exists():
@@ -82,9 +91,16 @@ def build() -> Path:
         raise UserError(
             f"no C++ compiler is installed (tried {', '.join(COMPILERS)}): pure torch is used, which is right and slower"
         )
+    make_folder(target.parent, "DPEXP_CACHE")
+    with FileLock(target.with_suffix(".lock"), timeout=PATIENCE):
+        if not target.exists():
+            _compile(compiler, target)
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
     root = Path(torch.__file__).parent
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "kernels.so"
         command = [compiler, *FLAGS, *includes, str(SOURCE), "-o", str(made), f"-L{root / 'lib'}"]
@@ -96,8 +112,6 @@ def build() -> Path:
             )
         # at once: another process never sees half a file
         made.replace(target)
-    _loaded.cache_clear()
-    return target
 
 
 def _processor() -> str:

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     argparse.ArgumentParser(prog="python -m dpexp.native", description=__doc__).parse_args(arguments)
     try:
         native.build()
-    except UserError as reason:
+    except (UserError, OSError) as reason:
         print(f"native kernels: {reason}")
         return
     print(f"native kernels: {native.backend()}")

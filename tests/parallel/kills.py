@@ -27,7 +27,7 @@ from dpexp.config import compose
 from dpexp.parallel import current
 from dpexp.train import run_together
 from tests.parallel.cases import Case, made, whole
-from tests.pipeline.test_training import CASES, SMALL, STAGED
+from tests.pipeline.test_training import CASES, SMALL, STAGED, use_own_cache
 from tests.training.tiny import make_trainer, tiny_run, train
 
 RANKS, STEPS = 2, 6
@@ -47,7 +47,7 @@ def train_whole_or_sharded(folder: Path, runtime: str) -> list[torch.Tensor]:
 
 def train_stages(folder: Path) -> list[torch.Tensor]:
     """Train a small GPT-2 in two stages to its end; its weights."""
-    os.environ["DPEXP_CACHE"] = str(folder.parent / "cache")
+    use_own_cache(folder.parent / "cache")
     overrides = [*SMALL, *STAGED, *CASES["adaptive"], f"optim.steps={STEPS}", "runtime.checkpoint_every=2"]
     run_together(compose([*overrides, f"runtime.runs_dir={folder}"]), current())
     kept = load_file(next(folder.rglob("*.safetensors")))

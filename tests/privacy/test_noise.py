@@ -51,7 +51,7 @@ def test_noise_is_gaussian(kind):
         assert abs(correlation) < 4.5 / math.sqrt(LONG - lag)
 
 
-@pytest.mark.skipif(not BUILT, reason="not built: python -m dpexp.native")
+@pytest.mark.skipif(not BUILT, reason="no C++ compiler builds the kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_kernels_and_torch_draw_the_same_noise(dtype, request):
     def noisy():

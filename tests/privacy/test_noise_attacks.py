@@ -30,7 +30,7 @@ def build(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(native, "kernels", lambda: None)
     elif not BUILT:
-        pytest.skip("not built: python -m dpexp.native")
+        pytest.skip("no C++ compiler builds the kernels")
 
 
 def candidates(size, weights, seed):
