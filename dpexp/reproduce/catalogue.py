@@ -17,6 +17,7 @@ from dpexp.reproduce import (
     figures,
     hyperparameters,
     league,
+    methods,
     overview,
     tables,
     thresholds,
@@ -57,6 +58,11 @@ class Context:
     def league(self) -> list[Record]:
         """Apart from `records`: they are shorter runs than any printed cell asks for."""
         return run_records.load(self.results / "league")
+
+    @cached_property
+    def methods(self) -> list[Record]:
+        """Apart from `records`, as those of the league are."""
+        return run_records.load(self.results / "methods")
 
     @cached_property
     def benchmarks(self) -> list[Measurement]:
@@ -109,6 +115,7 @@ def builders() -> dict[str, Builder]:
         **{name: (partial(curves.build, name), "records") for name in curves.targets()},
         thresholds.NAME: (thresholds.document, "records"),
         league.NAME: (league.document, "league"),
+        methods.NAME: (methods.document, "methods"),
         benchmarks.EFFICIENCY: (benchmarks.efficiency, "benchmarks"),
         "runs": (overview.runs, "records"),
         "coverage": (coverage.document, "evidence"),

@@ -116,7 +116,8 @@ def budget(record: Record) -> str:
     """What a record was to spend: one ε, those of its groups, or none with the noise that was given."""
     facts = record.facts
     target, noise = facts.get("privacy.epsilon"), facts.get("privacy.noise_multiplier")
-    if facts.get("individual.name") not in (None, "none"):
+    # of PATE there is no name
+    if facts.get("individual.name") != "none" and facts.get("individual.epsilons"):
         return f"ε = {'/'.join(f'{e:g}' for e in facts['individual.epsilons'])}"
     return f"ε = {target:g}" if target else f"σ = {noise:g}" if noise is not None else "no privacy"
 
