@@ -78,7 +78,8 @@ def document(records: Sequence[Record]) -> Document:
         if own := [record for _, record in sorted(method.runs(records).items())]:
             rows += as_rows(COLUMNS, [_row(method, own)])
     total = len(methods())
-    left = commands(records)
+    # of teachers' answers there is no training to run
+    left = [command for command in commands(records) if command.startswith("python -m dpexp.train ")]
     words = listed("pages")[NAME]
     done = words["block"].format(settings=listed(NAME)["settings"], complete=len(rows), total=total)
     section = Section("", (done,), COLUMNS, rows, "small", commands=tuple(left))
