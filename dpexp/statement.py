@@ -206,8 +206,8 @@ def privacy_notes(
         )
     if run.task.held_out:
         notes.append(
-            f"the last {run.task.held_out} rows of the training file are the dev set (task.held_out): nothing is learnt from "
-            "them and nothing protects them; what the metrics say of them is public"
+            f"the last {run.task.held_out} rows of the training file are the dev set (task.held_out): {_learnt_from_dev(run)} "
+            "and nothing protects them; what the metrics say of them is public"
         )
     notes.append("the dev set, on which the metrics are computed, is taken to be public, and so is N")
     if run.privacy.release != "strict":
@@ -216,6 +216,18 @@ def privacy_notes(
             "details.data_notes counted on the training data are outside the guarantee: keep them to yourself"
         )
     return notes
+
+
+def _learnt_from_dev(run: "RunConfig") -> str:
+    """What a run makes of the rows that it is measured on, in words."""
+    used = []
+    if run.clip.method in ("ellipsoid", "embedding"):
+        used.append(f"clip={run.clip.name} takes gradients of them for public")
+    if run.schedule.name == "validation":
+        used.append("schedule=validation follows the score on them")
+    if run.optim.keep_best_every:
+        used.append("optim.keep_best_every chooses by the score on them")
+    return f"{', '.join(used)}," if used else "nothing is learnt from them"
 
 
 def _unbounded(spent: dict[str, float | None]) -> list[str]:

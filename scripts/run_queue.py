@@ -74,7 +74,7 @@ class Job:
 
     def summary(self, results: Path) -> dict[str, Any] | None:
         """Of the finished run: in its folder, or among the kept records."""
-        kept = ("audits",) if self.program == "audit" else ("runs", "league")
+        kept = ("audits",) if self.program == "audit" else ("runs", "league", "methods")
         pattern = f"*-{self.folder.parent.name}-{self.folder.name}.json"
         records = [path for folder in kept for path in sorted((results / folder).glob(pattern))]
         for path in (self.folder / "summary.json", *records):

@@ -104,6 +104,11 @@ def test_where_one_accountant_gives_up_the_others_still_hold():
     assert not any("no guarantee to speak of" in note for note in privacy["notes"])
 
 
+def _held_out_and_used(run: RunConfig) -> None:
+    run.task.held_out, run.schedule.name = 20, "validation"
+    run.clip.name = run.clip.method = "ellipsoid"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -117,6 +122,11 @@ def test_where_one_accountant_gives_up_the_others_still_hold():
         (
             lambda run: setattr(run.task, "held_out", 20),
             "the last 20 rows of the training file are the dev set",
+        ),
+        (lambda run: setattr(run.task, "held_out", 20), "(task.held_out): nothing is learnt from them and"),
+        (
+            _held_out_and_used,
+            "(task.held_out): clip=ellipsoid takes gradients of them for public, schedule=validation",
         ),
         (lambda run: None, "Poisson sampling, as the accountants assume"),
     ],

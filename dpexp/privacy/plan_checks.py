@@ -97,7 +97,15 @@ def check_batches(batches: Schedule, steps: int, sample_rate: float, sampling: s
             "optim.batch_growth needs Poisson batches, one budget and a schedule that is fixed beforehand: drop "
             "privacy.sampling, individual= and search="
         )
-    largest = sample_rate / min(factor for factor, _ in factor_counts(batches, steps, steps, sample_rate))
+    try:
+        factors = [factor for factor, _ in factor_counts(batches, steps, steps, sample_rate)]
+    except UserError:
+        # it speaks of noise that is lost
+        raise UserError(
+            "optim.batch_growth makes a batch more than a million times the first one: let it grow more slowly, or take fewer "
+            "epochs"
+        ) from None
+    largest = sample_rate / min(factors)
     if largest > 1:
         raise UserError(
             f"optim.batch_growth makes a batch {largest:.3g} times the data: let it grow more slowly, or begin "

@@ -17,6 +17,7 @@ from dpexp.reproduce import (
     figures,
     hyperparameters,
     league,
+    methods,
     overview,
     tables,
     thresholds,
@@ -59,6 +60,11 @@ class Context:
         return run_records.load(self.results / "league")
 
     @cached_property
+    def methods(self) -> list[Record]:
+        """Apart from `records`, as those of the league are."""
+        return run_records.load(self.results / "methods")
+
+    @cached_property
     def benchmarks(self) -> list[Measurement]:
         return benchmarks.load(self.results / "bench")
 
@@ -83,7 +89,7 @@ EXACT: dict[str, Callable[[], Document]] = {
     for make in (
         accounting.accounting_li, accounting.noise_he, exact.communication_he, hyperparameters.hyperparameters,
         complexity.complexity_bu_table4, complexity.complexity_bu_table5, complexity.complexity_bu_table8,
-        exact.table_bu_2, exact.table_bu_3, exact.memory_li, exact.memory_monir, exact.individual_monir,
+        exact.table_bu_2, exact.table_bu_3, exact.memory_li, exact.individual_monir,
         figures.figure_he_6, figures.figure_bu_7, figures.figure_li_3, figures.figure_li_7, figures.figure_monir_8,
         figures.figure_monir_10, figures.figure_monir_13, figures.figure_monir_14,
     )
@@ -109,6 +115,8 @@ def builders() -> dict[str, Builder]:
         **{name: (partial(curves.build, name), "records") for name in curves.targets()},
         thresholds.NAME: (thresholds.document, "records"),
         league.NAME: (league.document, "league"),
+        methods.NAME: (methods.document, "methods"),
+        "memory-monir": (exact.memory_monir, "benchmarks"),
         benchmarks.EFFICIENCY: (benchmarks.efficiency, "benchmarks"),
         "runs": (overview.runs, "records"),
         "coverage": (coverage.document, "evidence"),

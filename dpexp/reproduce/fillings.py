@@ -116,9 +116,12 @@ def budget(record: Record) -> str:
     """What a record was to spend: one ε, those of its groups, or none with the noise that was given."""
     facts = record.facts
     target, noise = facts.get("privacy.epsilon"), facts.get("privacy.noise_multiplier")
-    if facts.get("individual.name") not in (None, "none"):
-        return f"ε = {'/'.join(f'{e:g}' for e in facts['individual.epsilons'])}"
-    return f"ε = {target:g}" if target else f"σ = {noise:g}" if noise is not None else "no privacy"
+    if target:
+        return f"ε = {target:g}"
+    if noise is not None:
+        return f"σ = {noise:g}"
+    groups = facts.get("individual.epsilons")
+    return f"ε = {'/'.join(f'{e:g}' for e in groups)}" if groups else "no privacy"
 
 
 def described(record: Record) -> str:

@@ -27,7 +27,8 @@ COLUMNS = (
     "n", "dev error", "ε with tuning", "seconds", "settings",
 )  # fmt: skip
 # words of a command that do not say which method it is
-_FREE = ("seed", "trials", "privacy", "optim.lr")
+_COUNTED = ("seed", "trials")
+_FREE = (*_COUNTED, "privacy", "optim.lr")
 _ELSEWHERE = ("runtime", "data.", "tracker")
 
 
@@ -68,11 +69,18 @@ class Entry:
         }
 
     def _made(self, record: Record) -> bool:
-        words = shlex.split(record.summary["command"])[3:]
-        names = {word: word.partition("=")[0] for word in words if word != "-m"}
         return set(self.words) == {
-            word for word, name in names.items() if name not in _FREE and not name.startswith(_ELSEWHERE)
+            word for word in settings_of(record.summary["command"])[1] if word.partition("=")[0] not in _FREE
         }
+
+
+def settings_of(command: str) -> tuple[str, frozenset[str]]:
+    """The program of a command, and its settings without those that say which seed, which trial, or where."""
+    _, _, program, *words = shlex.split(command)
+    names = {word: word.partition("=")[0] for word in words if word != "-m"}
+    return program, frozenset(
+        word for word, name in names.items() if name not in _COUNTED and not name.startswith(_ELSEWHERE)
+    )
 
 
 @dataclass(frozen=True)

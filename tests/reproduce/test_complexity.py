@@ -24,7 +24,8 @@ from dpexp.complexity.formulas import (
 )
 from dpexp.complexity.shapes import coverage, layers_of
 from dpexp.errors import UserError
-from dpexp.reproduce import complexity_tables
+from dpexp.reproduce import complexity_tables, exact
+from dpexp.reproduce.benchmarks import Measurement
 
 COMPLETE = {
     "resnet18": ("399.9M", "11.68M", "1.05M"),
@@ -322,3 +323,27 @@ def test_figure_6_of_bu_is_about_memory_as_far_as_arithmetic_goes(monkeypatch):
         complexity_tables, "_layers", lambda name, image: [Layer("one", "linear", 4, 64, 64)] * 2
     )
     assert complexity_tables.figure_6().word == "contradicts"
+
+
+def test_the_memory_formula_of_monir_et_al_stands_beside_what_was_measured():
+    def row(method, peak):
+        return {
+            "workload": "mlp",
+            "method": method,
+            "status": "ok",
+            "trainable": 2**18,
+            "batch_size": 4,
+            "peak_mib": peak,
+        }
+
+    rows = [row("nonprivate", 10.0), row("auto/layer", 11.0), row("opacus:flat", 26.0)]
+    others = [
+        row("nonprivate", 10.0),
+        {**row("opacus:flat", 0.0), "status": "out of memory"},
+        row("auto/layer", 11.0),
+    ]
+    measured = [Measurement("one.json", {"rows": rows}), Measurement("two.json", {"rows": others})]
+    (found,) = exact.memory_monir(measured).sections[1].rows
+    # 1 MiB of weights: three gradients more than without privacy
+    assert (found["L, MiB"], found["formula, MiB"], found["measured / formula"]) == ("1", "13", "2.00")
+    assert found["measured / non-private"] == "1.10"

@@ -109,3 +109,6 @@ def test_bad_settings_get_one_sentence(overrides, message):
     for batches, steps in ((GROWTH, 200), (hump, 60)):
         with pytest.raises(UserError, match="times the data"):
             make_plan(**SMALL | {"steps": steps}, noise_multiplier=1.0, batches=batches)
+    with pytest.raises(UserError, match="more than a million times the first one") as caught:
+        make_plan(**SMALL, noise_multiplier=1.0, batches={"name": "exponential", "decay_rate": 20.0})
+    assert "noise" not in str(caught.value)
