@@ -49,6 +49,8 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     kind: ("run", along, "value", "seed", "ε", "scale", "record") for kind, along in _ALONG.items()
 }
 _COLUMNS["norms"] = ("run", "step", "group", "25%", "50%", "75%", "85%", "scale", "record")
+# percent that a panel shows at the least: a tenth of a point is no hill
+SPAN = 4.0
 # layers in the second panel of a figure of norms
 MAX_LINES = 6
 
@@ -263,7 +265,11 @@ def _draw_curves(
             axis.fill_between(x, low, high, color=style(number)["color"], alpha=0.15, linewidth=0)
     axis.set_xlabel(_APART.get(target.x, target.x) or _ALONG[target.kind])
     metrics = sorted({row.get("metric", target.metric) for row in rows})
-    axis.set_ylabel(" or ".join(metrics) + (", %" if printed_factor(metrics[0]) > 1 else ""))
+    percent = printed_factor(metrics[0]) > 1
+    axis.set_ylabel(" or ".join(metrics) + (", %" if percent else ""))
+    low, high = axis.get_ylim()
+    if percent and high - low < SPAN:
+        axis.set_ylim((low + high - SPAN) / 2, (low + high + SPAN) / 2)
     if names := _names(target, rows):
         axis.set_xticks(range(len(names)), names)
 
