@@ -115,6 +115,7 @@ class Measured:
     preset: str
     bounds: Sequence[Mapping[str, Any]]
     arithmetic: str = ""
+    part: str = ""
 
 
 @cache
@@ -196,19 +197,23 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
     for bound in (Bound(**asked) for asked in target.bounds):
         if ratios := {place: said for place, own in groups.items() if (said := bound.ratio(own)) is not None}:
             measured.append((bound, ratios))
-    some = f"{PART}{len(measured)} of {len(target.bounds)} bounds"
-    part = some if len(measured) < len(target.bounds) else ""
+    some = f"{len(measured)} of {len(target.bounds)} bounds" if len(measured) < len(target.bounds) else ""
+    of_it = ", ".join(filter(None, (target.part, some)))
+    part = f"{PART}{of_it}" if of_it else ""
     found = []
     for bound, ratios in measured:
         (where, _), *_ = ratios.values()
         for word, holds in ((SUPPORTS, True), (CONTRADICTS, False)):
             # networks may differ, and machines: then it stands on both sides
-            chosen = {place: value for place, (_, value) in ratios.items() if bound.holds(value) == holds}
+            chosen = [place for place, (_, value) in ratios.items() if bound.holds(value) == holds]
             if chosen:
-                machines = sorted({_machine(groups[place][0]["hardware"]) for place in chosen})
                 counted = f"{len(chosen)} of {len(ratios)} are {'' if holds else 'not '}{bound}"
-                ours = f"{', '.join(_on_each(chosen, groups))} ({', '.join(machines)})"
-                found.append(Verdict(where, f"{word}{part} ({counted})", ours))
+                on_machine = grouped(chosen, lambda place: _machine(groups[place][0]["hardware"]))
+                values = (
+                    f"{', '.join(_on_each({place: ratios[place][1] for place in places}, groups))} ({machine})"
+                    for machine, places in on_machine.items()
+                )
+                found.append(Verdict(where, f"{word}{part} ({counted})", ", ".join(values)))
     return found
 
 
