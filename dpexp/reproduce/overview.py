@@ -136,12 +136,12 @@ def _comparable(filling: Filling) -> tuple[str, ...]:
 
 
 def accuracy_against_epsilon(records: Sequence[Record]) -> str:
-    """SVG: a panel for each task, at scale=small; of one model the best configuration of each way to clip filled, with the
+    """SVG: a panel for each task, at scale=small and with one ε for all examples; of one model the best configuration of each way to clip filled, with the
     spread of its seeds, and the papers' numbers open."""
     found = {
         name: _of_one_model([
             r for r in records
-            if r.facts["task"] == task and r.facts["scale"] == "small" and _metric(r) == "accuracy"
+            if r.matches({"task": task, "scale": "small"}) and _metric(r) == "accuracy"
         ])
         for name, (_, task) in DRAWN.items()
     }  # fmt: skip
