@@ -136,8 +136,8 @@ def _comparable(filling: Filling) -> tuple[str, ...]:
 
 
 def accuracy_against_epsilon(records: Sequence[Record]) -> str:
-    """SVG: a panel for each task, at scale=small and with one ε for all examples; of one model the best configuration of each way to clip filled, with the
-    spread of its seeds, and the papers' numbers open."""
+    """SVG: a panel for each task, at scale=small and with one ε for all examples; of one model the best configuration of each
+    way to clip filled, with the spread of its seeds, and the papers' numbers open."""
     found = {
         name: _of_one_model([
             r for r in records
