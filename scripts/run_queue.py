@@ -22,7 +22,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dpexp.audit import AuditConfig, audit_folder  # noqa: E402
-from dpexp.config import RunConfig, compose, run_folder  # noqa: E402
+from dpexp.config import RunConfig, compose, run_folder, to_dict  # noqa: E402
 from dpexp.declared import declared_num_examples  # noqa: E402
 from dpexp.errors import UserError  # noqa: E402
 from dpexp.provenance import git_state  # noqa: E402
+from dpexp.reproduce.records import Record  # noqa: E402
 
 PROGRAMS: dict[str, Any] = {"train": (RunConfig, run_folder), "audit": (AuditConfig, audit_folder)}
 INTERRUPTED = 130
@@ -73,22 +74,49 @@ class Job:
         return float(optim.epochs) * declared_num_examples(self.run)
 
     def summary(self, results: Path) -> dict[str, Any] | None:
-        """Of the finished run: in its folder, or among the kept records."""
-        kept = ("audits",) if self.program == "audit" else ("runs", "league", "methods")
-        pattern = f"*-{self.folder.parent.name}-{self.folder.name}.json"
-        records = [path for folder in kept for path in sorted((results / folder).glob(pattern))]
-        for path in (self.folder / "summary.json", *records):
-            if path.is_file():
-                found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-                if found.get("status") == "finished":
-                    return found
-        return None
+        """Of the finished run: in its folder, or among the kept records, wherever it was computed."""
+        path = self.folder / "summary.json"
+        if path.is_file():
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if found.get("status") == "finished":
+                return found
+        folders = ("audits",) if self.program == "audit" else ("runs", "league", "methods")
+        paths = tuple(path for folder in folders for path in sorted((results / folder).glob("*.json")))
+        return _finished(paths).get((_science(self.as_record), self.run.seed))
+
+    @cached_property
+    def as_record(self) -> Record:
+        """What a record of it says of its settings."""
+        run = self.run
+        names = {
+            "task": run.task.name,
+            "model": run.model.name,
+            "clip": run.clip.name,
+            "scale": run.scale.name,
+        }
+        return Record("", names | {"seed": run.seed, "details": {"config": to_dict(run)}})
 
     def step(self) -> int:
         """The last one that its log holds; 0 before it begins."""
         log = self.folder / "metrics.jsonl"
         lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
         return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def _science(record: Record) -> str:
+    """Equal for runs that differ in the seed, or in where they are computed, alone."""
+    return record.without({"data.sha256"})
+
+
+@cache
+def _finished(paths: tuple[Path, ...]) -> dict[tuple[str, int], dict[str, Any]]:
+    """The records in these files by settings and seed."""
+    records = [Record(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return {
+        (_science(record), record.facts["seed"]): record.summary
+        for record in records
+        if record.summary.get("status") == "finished"
+    }
 
 
 def read(text: str, more: tuple[str, ...] = ()) -> list[Job]:

@@ -77,12 +77,20 @@ def test_what_failed_is_named_the_rest_runs_and_nothing_runs_twice(tmp_path: Pat
 
 def test_a_kept_record_counts_as_done(tmp_path: Path):
     (job,) = read(f"{DEMO} optim.steps=2")
-    summary = {"status": "finished", "metrics": {"accuracy": 0.5}, "wall_s": 1.0}
+    # where it was computed is no matter, and its signature is another one there
+    (elsewhere,) = read(f"{DEMO} optim.steps=2 runtime.threads=3")
+    assert elsewhere.folder != job.folder
+    summary = {**elsewhere.as_record.summary, "status": "finished", "metrics": {"accuracy": 0.5}}
     kept = tmp_path / "results" / "runs"
     kept.mkdir(parents=True)
     assert job.summary(tmp_path / "results") is None
-    (kept / f"sst2-x-{job.folder.parent.name}-seed0.json").write_text(json.dumps(summary), encoding="utf-8")
+    (kept / "cut_off.json").write_text(json.dumps({**summary, "status": "running"}), encoding="utf-8")
+    assert job.summary(tmp_path / "results") is None
+    (kept / "sst2.json").write_text(json.dumps(summary), encoding="utf-8")
     assert job.summary(tmp_path / "results") == summary
+    for other in ("optim.steps=3", "optim.steps=2 seed=1"):
+        (another,) = read(f"{DEMO} {other}")
+        assert another.summary(tmp_path / "results") is None
 
 
 def _stopped_while_it_trains(folder: Path) -> None:

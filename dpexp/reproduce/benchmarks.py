@@ -4,6 +4,7 @@ bound that a paper prints. A record of an earlier engine (`dpexp.benchmark.metho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +38,10 @@ COLUMNS = (
 )  # fmt: skip
 _PAPER = ("row", "column", "paper", "note")
 EARLIER = "of an earlier engine: decides nothing"
+_QUANTITIES = {
+    "examples/s": "speed", "added memory / non-private": "added memory", "largest batch": "largest batch",
+    "speed / non-private": "speed",
+}  # fmt: skip
 PURE = "pure torch"
 
 
@@ -84,7 +89,10 @@ class Bound:
         left, right = (
             next((name for name in side if name in values), "") for side in (self.left, self.right)
         )
-        return (f"{left} : {right}", values[left] / values[right]) if left and values.get(right) else None
+        if not left or not values.get(right):
+            return None
+        words = f"{_method(left)} ÷ {_method(right)}, {_QUANTITIES[self.column]}"
+        return words, values[left] / values[right]
 
     def holds(self, value: float) -> bool:
         """Is it within what the paper prints?"""
@@ -107,6 +115,7 @@ class Measured:
     preset: str
     bounds: Sequence[Mapping[str, Any]]
     arithmetic: str = ""
+    part: str = ""
 
 
 @cache
@@ -188,22 +197,22 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
     for bound in (Bound(**asked) for asked in target.bounds):
         if ratios := {place: said for place, own in groups.items() if (said := bound.ratio(own)) is not None}:
             measured.append((bound, ratios))
-    some = f"{PART}{len(measured)} of {len(target.bounds)} bounds"
-    part = some if len(measured) < len(target.bounds) else ""
+    some = f"{len(measured)} of {len(target.bounds)} bounds" if len(measured) < len(target.bounds) else ""
+    of_it = ", ".join(filter(None, (target.part, some)))
+    part = f"{PART}{of_it}" if of_it else ""
     found = []
     for bound, ratios in measured:
-        (words, _), *_ = ratios.values()
-        where = f"{words} in {bound.column.removesuffix(' / non-private')}"
+        (where, _), *_ = ratios.values()
         for word, holds in ((SUPPORTS, True), (CONTRADICTS, False)):
             # networks may differ, and machines: then it stands on both sides
             chosen = [place for place, (_, value) in ratios.items() if bound.holds(value) == holds]
-            on_machine = grouped(chosen, lambda place: groups[place][0]["hardware"])
-            values = (
-                f"{', '.join(_on_each({place: ratios[place][1] for place in places}, groups))} ({machine})"
-                for machine, places in on_machine.items()
-            )
             if chosen:
                 counted = f"{len(chosen)} of {len(ratios)} are {'' if holds else 'not '}{bound}"
+                on_machine = grouped(chosen, lambda place: _machine(groups[place][0]["hardware"]))
+                values = (
+                    f"{', '.join(_on_each({place: ratios[place][1] for place in places}, groups))} ({machine})"
+                    for machine, places in on_machine.items()
+                )
                 found.append(Verdict(where, f"{word}{part} ({counted})", ", ".join(values)))
     return found
 
@@ -211,9 +220,22 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
 def _on_each(
     ratios: Mapping[tuple[str, str], float], groups: Mapping[tuple[str, str], Rows]
 ) -> Iterator[str]:
-    """ "0.87 and 0.89 on gpt2", "0.22 on roberta in pure torch": the records of each network together."""
+    """ "0.87 to 0.89 on gpt2", "0.22 on roberta in pure torch": the records of each network together."""
     for network, places in grouped(ratios, lambda place: _network(groups[place][0])).items():
-        yield f"{' and '.join(f'{ratios[place]:.2f}' for place in places)} on {network}"
+        ends = dict.fromkeys(f"{end(ratios[place] for place in places):.2f}" for end in (min, max))
+        yield f"{' to '.join(ends)} on {network}"
+
+
+def _method(name: str) -> str:
+    """In words: "ours, per-layer" of "auto/layer"."""
+    engine, _, clipping = re.sub("[:/]", " ", name.removesuffix(LEAN)).partition(" ")
+    engine = {"auto": "ours", "opacus": "Opacus", "nonprivate": "no privacy"}.get(engine, engine)
+    return " ".join(filter(None, (engine, clipping.replace("layer", "per-layer"))))
+
+
+def _machine(hardware: str) -> str:
+    """Without what says nothing: "Intel Xeon" of "Intel(R) Xeon(R) Processor, 2 threads"."""
+    return re.sub(r"\(R\)| Processor| CPU|, \d+ threads?$| @.*", "", hardware)
 
 
 def _network(row: Mapping[str, str]) -> str:
@@ -255,12 +277,11 @@ def _bars(axes: Any, rows: Rows) -> None:
         axis.invert_yaxis()
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_locator(LogLocator(2, numticks=6))
-        axis.xaxis.set_major_formatter("{x:.3g}x")
-        axis.set_xlabel(
-            key.replace("/ non-private", "beside non-private")
-            + (" (* earlier engine)" if key[0] == "s" else "")
-        )
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}x" if x >= 1 else f"1/{1 / x:g}x")
+        axis.set_xlabel(key.replace("/ non-private", "beside non-private"))
     axes[1].set_yticklabels([])
+    if any(EARLIER in row["note"] for row in rows):
+        axes[0].figure.supxlabel("* with an earlier engine", fontsize=8)
 
 
 # Speed and memory on the workloads that this project set itself goals for, before anything was measured.

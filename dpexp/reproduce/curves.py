@@ -6,6 +6,7 @@ over time (He et al. 7, 8), and sweeps (He et al. 5; Li et al. 2, 4 are tables w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -48,6 +49,8 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     kind: ("run", along, "value", "seed", "ε", "scale", "record") for kind, along in _ALONG.items()
 }
 _COLUMNS["norms"] = ("run", "step", "group", "25%", "50%", "75%", "85%", "scale", "record")
+# percent that a panel shows at the least: a tenth of a point is no hill
+SPAN = 4.0
 # layers in the second panel of a figure of norms
 MAX_LINES = 6
 
@@ -153,10 +156,12 @@ def _norms(record: Record, target: Curves) -> Rows:
 
 
 def _sweep(record: Record, target: Curves) -> Rows:
-    metrics = ((printed_factor(name), record.metric(name)) for name in target.metric.split("|"))
-    value = next((factor * value for factor, value in metrics if value is not None), None)
+    name = next((name for name in target.metric.split("|") if record.metric(name) is not None), "")
     x = record.facts.get(target.x)
-    return [] if value is None or x is None else [{"x": _short(x), "value": f"{value:.4g}"}]
+    if not name or x is None:
+        return []
+    value = printed_factor(name) * (record.metric(name) or 0.0)
+    return [{"x": _short(x), "value": f"{value:.4g}", "metric": name}]
 
 
 _APART = {
@@ -192,10 +197,11 @@ def _short(value: Any) -> str:
 
 
 def _speaking(target: Curves, records: Sequence[Record]) -> Sequence[Record]:
-    """Of runs over time those of the configuration that speaks for each model, way to clip and ε; of others all."""
-    if target.kind != "dev":
+    """Of runs with curves those of the configuration that speaks for each model, way to clip and ε; of others all."""
+    if target.kind not in ("dev", "norms"):
         return records
-    curved = (record for record in records if len(record.logged("dev")) > 1)
+    # one point is no curve
+    curved = (record for record in records if len(record.logged(target.kind)) > 1)
     tried = grouped(measured(curved, target.metric), lambda filling: _label(filling.record, target.x))
     return [record for fillings in tried.values() for record in choose(fillings).filling.records]
 
@@ -204,45 +210,75 @@ def _draw(target: Curves, rows: Rows, tasks: Sequence[str]) -> str:
     if target.kind == "norms":
         first = [row for row in rows if row["record"] == rows[0]["record"]]
         return draw(lambda axes: _draw_norms(axes, first), 2, (5.2, 4.4))
-    key = _ALONG[target.kind]
-    names = sorted({row[key] for row in rows})
-    numeric = all(as_number(name) is not None for name in names)
-    found: dict[str, dict[float, list[float]]] = {}
-    for row in rows:
-        # what all have in common stands above the block
-        line = row["run"].removeprefix(f"{tasks[0]} ") if len(tasks) == 1 else row["run"]
-        # seconds of two seeds are never the same
-        line = f"{line}, seed {row['seed']}" if target.kind == "time" else line
-        place = float(row[key]) if numeric else float(names.index(row[key]))
-        found.setdefault(line, {}).setdefault(place, []).append(float(row["value"]))
-    # one point is no curve
-    curves = {line: own for line, own in sorted(found.items()) if len(own) > 1}
-    if not curves:
+    # tasks differ by more than what is varied: in one panel their lines would be flat
+    panels = list(grouped(rows, lambda row: row["run"].partition(" ")[0]).items())
+    beside = len(panels) > 1
+    found = [(task, curves) for task, own in panels if (curves := _curves(target, own, task))]
+    if not found:
         return ""
 
     def plot(axes: Any) -> None:
-        for number, (line, own) in enumerate(curves.items()):
-            x, seeds = sorted(own), max(map(len, own.values()))
-            label = line + (f" (n = {seeds})" if seeds > 1 else "")
-            middle = [sum(own[at]) / len(own[at]) for at in x]
-            axes[0].plot(x, middle, label=label, markersize=3, **style(number))
-            if seeds > 1:
-                low, high = ([end(own[at]) for at in x] for end in (min, max))
-                axes[0].fill_between(x, low, high, color=style(number)["color"], alpha=0.15, linewidth=0)
-        # beside the curves, never over them
-        axes[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        axes[0].set_xlabel(_APART.get(target.x, target.x) or key)
-        unit = ", %" if printed_factor(target.metric.partition("|")[0]) > 1 else ""
-        axes[0].set_ylabel(target.metric.replace("|", " or ") + unit)
-        if not numeric:
-            axes[0].set_xticks(range(len(names)), names)
+        for axis, (task, curves) in zip(axes, found, strict=True):
+            _draw_curves(axis, target, curves, rows)
+            if beside:
+                axis.set_title(task, fontsize=9)
+                axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
+            else:
+                # beside the curves, never over them
+                axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
-    return draw(plot, 1, (7.2, 3.8))
+    return draw(plot, len(found), (4.6, 4.2) if beside else (7.2, 3.8))
+
+
+def _names(target: Curves, rows: Rows) -> list[str]:
+    """The places along x, where one of them is no number; else none."""
+    names = sorted({row[_ALONG[target.kind]] for row in rows})
+    return [] if all(as_number(name) is not None for name in names) else names
+
+
+def _curves(target: Curves, rows: Rows, task: str) -> dict[str, dict[float, list[float]]]:
+    """Label -> x -> the value of each seed, of one task's rows."""
+    key, names = _ALONG[target.kind], _names(target, rows)
+    found: dict[str, dict[float, list[float]]] = {}
+    for row in rows:
+        # what all have in common stands above
+        line = row["run"].removeprefix(f"{task} ")
+        # seconds of two seeds are never the same
+        line = f"{line}, seed {row['seed']}" if target.kind == "time" else line
+        place = float(names.index(row[key])) if names else float(row[key])
+        found.setdefault(line, {}).setdefault(place, []).append(float(row["value"]))
+    # one point is no curve
+    return {line: own for line, own in sorted(found.items()) if len(own) > 1}
+
+
+def _draw_curves(
+    axis: Any, target: Curves, curves: Mapping[str, dict[float, list[float]]], rows: Rows
+) -> None:
+    """The mean of the seeds, from the least to the largest shaded."""
+    for number, (line, own) in enumerate(curves.items()):
+        x, seeds = sorted(own), max(map(len, own.values()))
+        label = line + (f" (n = {seeds})" if seeds > 1 else "")
+        middle = [sum(own[at]) / len(own[at]) for at in x]
+        axis.plot(x, middle, label=label, markersize=3, **style(number))
+        if seeds > 1:
+            low, high = ([end(own[at]) for at in x] for end in (min, max))
+            axis.fill_between(x, low, high, color=style(number)["color"], alpha=0.15, linewidth=0)
+    axis.set_xlabel(_APART.get(target.x, target.x) or _ALONG[target.kind])
+    metrics = sorted({row.get("metric", target.metric) for row in rows})
+    percent = printed_factor(metrics[0]) > 1
+    axis.set_ylabel(" or ".join(metrics) + (", %" if percent else ""))
+    low, high = axis.get_ylim()
+    if percent and high - low < SPAN:
+        axis.set_ylim((low + high - SPAN) / 2, (low + high + SPAN) / 2)
+    if names := _names(target, rows):
+        axis.set_xticks(range(len(names)), names)
 
 
 def _draw_norms(axes: Any, rows: Rows) -> None:
     """The median of every layer of a run, and the quartiles of some layers, over the steps."""
     left, right = axes
+    # "bert.encoder.layer." says nothing twenty times
+    rows = [row | {"group": re.sub(r"^\w+\.(\w+\.)+(?=\d+\.)", "", row["group"])} for row in rows]
     steps, groups = (list(dict.fromkeys(row[key] for row in rows)) for key in ("step", "group"))
     values = {(row["group"], row["step"]): float(row["50%"]) for row in rows}
     heat(left, steps, groups, values, "median norm of each layer", log=True)

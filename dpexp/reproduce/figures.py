@@ -6,6 +6,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
@@ -150,6 +152,8 @@ def _figure(name: str, rows: Rows, holds: bool = True, **values: Any) -> Documen
             for base, scale in ((x_base, axis.set_xscale), (y_base, axis.set_yscale)):
                 if base:
                     scale("log", base=base[0])
+            if not x_base:
+                axis.xaxis.set_major_locator(MaxNLocator("auto", integer=max(_numbers(own, x)) > 1))
             axis.set_xlabel(x_name)
             axis.set_title(title, fontsize=9)
         axes[0].set_ylabel(y_name)

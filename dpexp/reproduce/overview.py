@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -27,6 +28,8 @@ from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL
 
 VERDICTS = ("claim", "verdict", "where", "ours", "evidence")
+# some of its instances hold and others do not
+MIXED = "mixed"
 # evidence that needs no run
 RECOMPUTED = "recomputed"
 LEADERS = (
@@ -58,7 +61,7 @@ def verdicts(documents: Sequence[Document]) -> Rows:
 
 def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[str, str]:
     decided = [verdict for verdict in verdicts if verdict.word != CANNOT_TELL]
-    said = {verdict.word for verdict in decided}
+    said = [word for word in WORDS if any(verdict.word == word for verdict in decided)]
     shown = decided or verdicts
     evidence = [
         RECOMPUTED if document.status in ARITHMETIC else document.status,
@@ -68,12 +71,17 @@ def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[st
     ]
     return {
         "claim": claim,
-        "verdict": " and ".join(word for word in WORDS if word in said) or CANNOT_TELL,
+        "verdict": MIXED if len(said) > 1 else "".join(said) or CANNOT_TELL,
         "where": document.name,
-        "ours": "\n".join(": ".join(filter(None, (v.where, v.ours or v.said))) for v in shown)
-        or document.untold,
+        "ours": "\n".join(_line(verdict, named=len(said) > 1) for verdict in shown) or document.untold,
         "evidence": ", ".join(filter(None, evidence)),
     }
+
+
+def _line(verdict: Verdict, *, named: bool) -> str:
+    """What one block or bound has to say, ``named`` with its verdict; without the small scale, which the evidence names."""
+    where = re.sub(r"^scale=small(, (on )?)?|( instead)$", "", verdict.where)
+    return ": ".join(filter(None, (verdict.word if named else "", where, verdict.ours or verdict.said)))
 
 
 def leaders(records: Sequence[Record]) -> Rows:
@@ -128,12 +136,15 @@ def _comparable(filling: Filling) -> tuple[str, ...]:
 
 
 def accuracy_against_epsilon(records: Sequence[Record]) -> str:
-    """SVG: a panel for each task; the best configuration of each way to clip filled, with the spread of its seeds,
-    and the papers' numbers open."""
+    """SVG: a panel for each task, at scale=small and with one ε for all examples; of one model the best configuration of each
+    way to clip filled, with the spread of its seeds, and the papers' numbers open."""
     found = {
-        name: [r for r in records if r.facts["task"] == task and _metric(r) == "accuracy"]
+        name: _of_one_model([
+            r for r in records
+            if r.matches({"task": task, "scale": "small"}) and _metric(r) == "accuracy"
+        ])
         for name, (_, task) in DRAWN.items()
-    }
+    }  # fmt: skip
     panels = [(name, own) for name, own in found.items() if own]
     if not panels:
         return ""
@@ -153,7 +164,7 @@ def _panels(axes: Any, panels: Sequence[tuple[str, list[Record]]], clips: Sequen
             looks = style(place) | {"linestyle": "none", "markersize": 4, "capsize": 2}
             y, spread = (float(f"{value or 0:.2f}") for value in (filling.mean, filling.std))
             axis.errorbar(float(f"{x:.4g}"), y, yerr=spread, **looks)
-        axis.set_title(DRAWN[name][0], fontsize=9)
+        axis.set_title(f"{DRAWN[name][0]}; {records[0].facts['model']}", fontsize=9)
         axis.set_xlabel("ε spent")
         axis.set_xscale("log")
         axis.set_xticks([1, 3, 8, NO_LIMIT], ["1", "3", "8", "∞"])
@@ -163,6 +174,17 @@ def _panels(axes: Any, panels: Sequence[tuple[str, list[Record]]], clips: Sequen
         axes[-1].plot([], [], label=clip, **style(place) | {"linestyle": "none"})
     axes[-1].plot([], [], label="printed", **open_marks)
     axes[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _of_one_model(records: Sequence[Record]) -> list[Record]:
+    """Those of the best model on which three ways to clip were run, or as many as on any: beside another model's, a difference
+    between ways to clip could be one between models."""
+    models = grouped(records, lambda record: str(record.facts["model"]))
+
+    def order(own: Sequence[Record]) -> tuple[int, float]:
+        return min(3, len({r.facts["clip"] for r in own})), max(r.metric("accuracy") or 0.0 for r in own)
+
+    return max(models.values(), key=order, default=[])
 
 
 def _best(records: Sequence[Record]) -> list[Filling]:

@@ -209,7 +209,7 @@ class Finding:
             pair = min(tested, key=lambda pair: pair.judged.p_against or 0.0)
         else:
             pair = max(tested, key=lambda pair: pair.judged.p_for or 0.0)
-        result, more = pair.result, f" (and {len(tested) - 1} more)" if len(tested) > 1 else ""
+        result, more = pair.result, f" (1 of {len(tested)} pairs)" if len(tested) > 1 else ""
         interval = f"[{result.low:+.2f}, {result.high:+.2f}]"
         names = " − ".join(side.name for side in pair.sides)
         ours = (

@@ -29,7 +29,7 @@ _MOST_ROWS = 160
 _FOLDED, _LISTED = 24, 2
 # columns of a table with a line for each printed cell
 _BESIDE = {"row", "column", "paper", "ours"}
-_DECIDED = {"supports": "supported", "contradicts": "contradicted", "supports and contradicts": "mixed"}
+_DECIDED = {"supports": "supported", "contradicts": "contradicted", overview.MIXED: "mixed"}
 
 
 def write(context: Context) -> Path:
@@ -79,6 +79,7 @@ def _first(documents: Sequence[Document], records: Sequence[Record]) -> Iterator
         why = f"{len(untold)} claims that our runs cannot tell about, and why"
         yield (
             f"<h2>{len(claims)} claims: {escape(', '.join(said))}, {len(untold)} open</h2><p>{_inline(words['verdicts'])}</p>"
+            + _fold("What the columns say", f"<p>{_inline(words['columns'])}</p>")
             + (_table("Claims", overview.VERDICTS, told, cards=True) if told else "")
             + (_fold(why, _table("Other claims", overview.VERDICTS, untold, cards=True)) if untold else "")
         )
@@ -167,9 +168,9 @@ def _to_run(rows: Rows) -> str:
     commands = [text.removeprefix("not run: ") for text in texts if text.startswith("not run")]
     reasons = [text for text in texts if not text.startswith("not run")]
     items = "".join(f"<li>{_inline(text)}</li>" for text in (*commands, *reasons))
-    why = f", {counted(len(reasons), 'reason')}" if reasons else ""
+    why = [counted(len(own), what) for own, what in ((commands, "command"), (reasons, "reason")) if own]
     return _fold(
-        f"{counted(len(left), 'cell')} without a run: {counted(len(commands), 'command')}{why}",
+        f"{counted(len(left), 'cell')} without a run: {', '.join(why)}",
         f"<ul>{items}</ul>",
         ' class="todo"',
     )
@@ -219,7 +220,7 @@ def _record_link(text: str) -> str:
 
 
 def _class(status: str) -> str:
-    words = ("supports and contradicts", *STATUSES, *WORDS)
+    words = (overview.MIXED, *STATUSES, *WORDS)
     return next((word.replace(" ", "-") for word in words if status.startswith(word)), "other")
 
 

@@ -106,7 +106,7 @@ def test_a_printed_bound_decides_for_the_present_engine_alone():
     record = _record(*(_row("gpt2", method, 2.0 / speed, 1.0, speed) for method, speed in speeds.items()))
     now = benchmarks.build("figure-he-9", [Measurement("b.json", record | {"engine": ENGINE})])
     assert [verdict.word for verdict in now.verdicts] == ["supports", "contradicts"]  # 0.9 >= 0.85; 1.2 < 1.4
-    assert now.verdicts[1].ours == "1.20 on gpt2 (a processor, 2 threads)"
+    assert now.verdicts[1].ours == "1.20 on gpt2 (a processor)"
     before = benchmarks.build("figure-he-9", [Measurement("b.json", record)])
     assert before.verdicts == ()
     assert "measured with an earlier engine alone" in before.paragraphs[1]
@@ -118,7 +118,7 @@ def test_networks_and_pure_torch_are_told_apart_in_a_verdict():
     records = [_record(*rows, native=native) | {"engine": ENGINE} for native in (True, True, False)]
     page = benchmarks.build("figure-he-9", [Measurement(f"{n}.json", one) for n, one in enumerate(records)])
     (verdict,) = page.verdicts
-    assert verdict.ours == "0.90 and 0.90 on gpt2, 0.90 on gpt2 in pure torch (a processor, 2 threads)"
+    assert verdict.ours == "0.90 on gpt2, 0.90 on gpt2 in pure torch (a processor)"
 
 
 def test_what_two_machines_say_stands_with_each():
@@ -131,4 +131,4 @@ def test_what_two_machines_say_stands_with_each():
     )
     page = benchmarks.build("figure-he-9", [Measurement("a.json", slow), Measurement("b.json", fast)])
     (verdict,) = page.verdicts
-    assert verdict.ours == "0.50 on gpt2 (slow, 2 threads), 0.60 on gpt2 (fast, 2 threads)"
+    assert verdict.ours == "0.50 on gpt2 (slow), 0.60 on gpt2 (fast)"

@@ -32,10 +32,10 @@ def test_a_claim_has_one_row_and_decided_ones_come_first():
     arithmetic = replace(_document("figure-he-6", sure), sections=(Section("", verdicts=(sure,)),))
     rows = overview.verdicts([unsure, arithmetic, both, part, half, Document("table-he-page", "no claim")])
     assert [(row["where"], row["verdict"]) for row in rows] == [
-        ("table-he-both", "supports and contradicts"), ("table-he-part", "supports"), ("table-he-half", "supports"),
+        ("table-he-both", "mixed"), ("table-he-part", "supports"), ("table-he-half", "supports"),
         ("figure-he-6", "supports"), ("table-he-unsure", "cannot tell"),
     ]  # fmt: skip
-    assert rows[0]["ours"] == "a: +1\nb: -1"
+    assert rows[0]["ours"] == "supports: a: +1\ncontradicts: b: -1"
     assert rows[1]["evidence"] == "small 1/2, a part of the claim (half), stand-in data"
     assert rows[2]["evidence"] == "small 1/2, 1 of 2 tests decide, stand-in data"
     assert (rows[3]["ours"], rows[3]["evidence"]) == ("it is so", "recomputed")

@@ -32,7 +32,7 @@ def test_the_pair_that_decides_is_shown(pairs: list[Pair], word: str, shown: str
     verdict = Finding(pairs).verdict("a block")
     assert verdict.word == word
     assert verdict.ours.startswith(f"{shown} − other = ")
-    assert verdict.ours.endswith("expected above 0 (and 1 more)")
+    assert verdict.ours.endswith("expected above 0 (1 of 2 pairs)")
 
 
 def test_a_part_of_a_claim_is_named():
