@@ -100,6 +100,8 @@ class Shards:
         self.groups = [g for module in self.modules for g in module._get_fsdp_state()._fsdp_param_groups]
         held = {id(p.sharded_param): p for group in self.groups for p in group.fsdp_params}
         self.held = {name: held[id(p)] for name, p in trained.items()}
+        for name, p in self.held.items():
+            refuse_narrow_reduction(name, p.mp_policy)
         place = {id(p): number for number, group in enumerate(self.groups) for p in group.fsdp_params}
         self.members: list[list[str]] = [[] for _ in self.groups]
         for name, p in self.held.items():
@@ -238,6 +240,20 @@ class Shards:
         for parameter in params.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def refuse_narrow_reduction(name: str, policy: Any) -> None:
+    """Refuse a `MixedPrecisionPolicy` under which a clipped sum is rounded to 16 bits while it is reduced.
+
+    Raises:
+        UserError: names the parameter.
+    """
+    dtype = policy.reduce_dtype or policy.param_dtype
+    if dtype is not None and dtype.itemsize < 4:
+        raise UserError(
+            f"the clipped sum of {name} would be added up over ranks in {dtype}, and an example could then move it by more than "
+            "its threshold: give MixedPrecisionPolicy(..., reduce_dtype=torch.float32)"
+        )
 
 
 def is_shard(parameter: Tensor) -> bool:

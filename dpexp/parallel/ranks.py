@@ -6,7 +6,8 @@ is left to be said is little: sums of clipped gradients, one small message a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -77,7 +78,8 @@ class Ranks:
         if not self.several:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group=self.control, group_src=0, device=torch.device("cpu"))
+        with _waiting():
+            dist.broadcast_object_list(box, group=self.control, group_src=0, device=torch.device("cpu"))
         return box[0]
 
     def gather(self, value: T) -> list[T]:
@@ -85,7 +87,8 @@ class Ranks:
         if not self.several:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control)
+        with _waiting():
+            dist.all_gather_object(found, value, group=self.control)
         return found
 
     def once(self, function: Callable[[], T]) -> T:
@@ -120,8 +123,16 @@ class Ranks:
         return found[0] if self.writes else function()
 
     def agree(self, what: str, value: Any) -> None:
-        """Raise `UserError` on all ranks unless they all give an equal value; of dicts, the first odd entry is named."""
-        found = self.gather(value)
+        """Raise `UserError` on all ranks unless they all give an equal value; of dicts, the first odd entry is named.
+
+        Whoever asks for something else meanwhile is told so, and nobody waits for him.
+        """
+        asked, found = map(list, zip(*self.gather((what, value)), strict=True))
+        if strays := [rank for rank, theirs in enumerate(asked) if theirs != asked[0]]:
+            raise UserError(
+                f"rank {strays[0]} has come to {asked[strays[0]]}, and rank 0 to {asked[0]}: all processes must go through the "
+                "same loop, and make the same calls"
+            )
         odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
         if odd is None:
             return
@@ -141,7 +152,8 @@ class Ranks:
         if not self.several:
             return flag
         box = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
+        with _waiting():
+            dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
         return bool(box.item())
 
     @torch.no_grad()
@@ -177,6 +189,18 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """Say in words that who is waited for will not come."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(
+            "another process of this run has ended, or does not come: if it has met an error, it has told that itself. All "
+            f"processes must go through the same loop, and make the same calls ({_short(error)})"
+        ) from error
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
