@@ -116,10 +116,6 @@ class Shards:
         mesh: Any = next(iter(trained.values()))
         self.mesh = mesh.device_mesh
         self.root.set_manual_backward_finalization(True)
-        for module in modules:
-            # FSDP divides by the number of ranks otherwise
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
     def whole(self, name: str) -> nn.Parameter | None:
         """Return the whole parameter, whose memory FSDP fills and frees; None before the first forward."""
@@ -164,6 +160,10 @@ class Shards:
         """Around a backward pass: only clipped sums are reduced inside, and where a rank is curious, the model is whole."""
         before = [(g, g.post_forward_mesh_info, g.reshard_after_backward) for g in self.groups]
         self.root.set_requires_gradient_sync(False)
+        for module in self.modules:
+            # FSDP divides by the number of ranks otherwise, or by what somebody has set
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
         self.sums, self.reduced = None, set()
         try:
             if not curious:

@@ -183,7 +183,8 @@ class Ranks:
             if is_sharded(tensor):
                 continue
             whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-            dist.broadcast(whole, group=self.group, group_src=0)
+            # as bytes: not every backend knows complex numbers, or those of 8 bits
+            dist.broadcast(whole.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
             if whole is not tensor:
                 tensor.copy_(whole)
 

@@ -140,7 +140,7 @@ class Steps:
         # gathering shards takes all ranks at once: they go through the model equally often
         self.sharded = ranks.several and any(map(is_sharded, self.parameters))
         if self.sharded:
-            refuse_part_of(ranks, self.parameters)
+            refuse_shards(ranks, self.parameters, exact=release is not None and release.secure)
         self.borrowed = 0
         self._lent = False
         self._told: tuple[Mapping[str, Any], dict[str, Any]] | None = None
@@ -389,8 +389,14 @@ class Steps:
         return Sums.none(num_groups, self.device, every=self.keep_norms)
 
 
-def refuse_part_of(ranks: Ranks, parameters: Sequence[Any]) -> None:
-    """Refuse shards over fewer processes than those that share the examples: their sums would be of some examples alone."""
+def refuse_shards(ranks: Ranks, parameters: Sequence[Any], exact: bool) -> None:
+    """Refuse shards over fewer processes than those that share the examples, whose sums would be of some examples alone; and the
+    exact noise, before a step is charged for which there is none."""
+    if exact:
+        raise UserError(
+            "secure=True draws noise for whole tensors, one after another, and here each process has a part: leave secure out, "
+            "or let every process hold the whole model"
+        )
     over = {p.device_mesh.size() for p in parameters if is_sharded(p)}
     if over - {ranks.size}:
         raise UserError(

@@ -16,7 +16,7 @@ from dpexp.clipping import attach
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.parallel.sharded import shard
-from tests.parallel.cases import Case, check_same, dataset, losses, made, run
+from tests.parallel.cases import Case, check_same, dataset, losses, made, run, whole
 from tests.parallel.pool import run_ranks
 from tests.versions import needs_torch
 
@@ -104,6 +104,14 @@ def wrapped_late(folder: Path) -> None:
         trained(engine, DistributedDataParallel(model), size=64)
 
 
+def redundant(folder: Path) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = made(CASE)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    PrivacyEngine(model, optimizer, dataset("mlp"), folder=folder, batch_size=9, steps=4, epsilon=8)
+
+
 def half_wrapped() -> None:
     model = made(CASE)
     model[0] = DistributedDataParallel(model[0])
@@ -122,6 +130,7 @@ def whole_models(ranks: Ranks, folder: Path) -> tuple[dict[str, str], dict[str, 
         "outside of DistributedDataParallel": told_by(half_wrapped),
         "bf16_compress_hook": told_by(lambda: summed(ranks, hooked(default_hooks.bf16_compress_hook))),
         "powerSGD_hook": told_by(lambda: summed(ranks, hooked(powerSGD_hook.powerSGD_hook))),
+        "ZeroRedundancyOptimizer": told_by(lambda: redundant(folder / "zero")),
         "the model (0.weight) of rank 1 differs": told_by(
             lambda: engine_of(folder / "apart", nn.Sequential(nn.Linear(10, 3 + ranks.rank)))
         ),
@@ -147,6 +156,23 @@ def test_a_wrapper_is_kept_silent_or_refused_and_rank_0_may_save_alone(tmp_path:
         assert taken == 4
 
 
+def divided(ranks: Ranks) -> dict[str, Tensor]:
+    """A sum under the factor that somebody has told FSDP to divide by."""
+    model = shard(made(CASE))
+    clipper = attach(model, clip_norm=0.5)
+    model.set_gradient_divide_factor(0.25)
+    clipper.backward(losses(CASE, model, list(dataset("mlp")[list(range(12))[ranks.rank :: 2]])))
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+@needs_torch(2, 15)
+def test_no_divisor_of_fsdp_changes_a_sum(tmp_path: Path) -> None:
+    expected = summed(Ranks(), nn.Identity)
+    for found in run_ranks(2, tmp_path, divided):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
 def alone_with_shards(ranks: Ranks, folder: Path) -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -159,6 +185,9 @@ def alone_with_shards(ranks: Ranks, folder: Path) -> dict[str, str]:
             lambda: engine_of(folder / "part", fully_shard(made(CASE), mesh=mesh))
         ),
     }
+
+    model = shard(made(CASE))
+    told["leave secure out"] = told_by(lambda: engine_of(folder / "secure", model, secure=True))
 
     def pieces_of_two_sizes() -> None:
         model = shard(made(CASE))
