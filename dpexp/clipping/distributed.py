@@ -84,11 +84,12 @@ def check_reducer(reducer: DistributedDataParallel | None, params: dict[str, nn.
             "DistributedDataParallel(find_unused_parameters=True) cannot be combined with a clipper, and need not be: every "
             "parameter gets a gradient here, zeros where it was not used. Pass find_unused_parameters=False"
         )
-    reduced = set(map(id, reducer.parameters()))
+    inside = reducer.module.named_parameters()
+    reduced = {id(p) for name, p in inside if name not in reducer.parameters_to_ignore}
     if alone := [name for name, p in params.items() if id(p) not in reduced]:
         raise UserError(
-            f"{alone[0]} lies outside of DistributedDataParallel, and other parameters inside: its sum would stay on each rank. "
-            "Wrap the whole model"
+            f"{alone[0]} lies outside of DistributedDataParallel, or is ignored by it, and other parameters lie inside: its sum "
+            "would stay on each rank. Wrap the whole model"
         )
     for hook, _ in reducer._comm_hooks:
         if hook.__module__.startswith(TORCH_HOOKS) and hook.__name__ != "allreduce_hook":

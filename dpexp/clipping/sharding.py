@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import _get_registry
 
 from dpexp.errors import UserError
 from dpexp.torch_versions import check_fully_shard
@@ -51,6 +52,11 @@ def parts_of(model: nn.Module) -> tuple[list[Any], dict[str, nn.Parameter]] | No
             raise UserError(
                 f"{where} is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters hide from whom a gradient comes: "
                 f"{WAY_OUT}"
+            )
+        if "replicate" in (_get_registry(module) or {}):
+            raise UserError(
+                f"{where} was given to replicate(), which adds up gradients in hooks that no clipped sum passes: take "
+                "torch.nn.parallel.DistributedDataParallel, or give PrivacyEngine the plain module"
             )
         if any("deepspeed" in place for place in kinds.values()):
             raise UserError(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -104,6 +105,13 @@ def wrapped_late(folder: Path) -> None:
         trained(engine, DistributedDataParallel(model), size=64)
 
 
+def ignored() -> None:
+    model = made(CASE)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    wrapped = DistributedDataParallel(model)
+    attach(wrapped).backward(losses(CASE, wrapped, list(dataset("mlp")[:2])))
+
+
 def redundant(folder: Path) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -128,6 +136,8 @@ def whole_models(ranks: Ranks, folder: Path) -> tuple[dict[str, str], dict[str, 
         "join()": told_by(lambda: joined(folder / "joined")),
         "wrap first": told_by(lambda: wrapped_late(folder / "late")),
         "outside of DistributedDataParallel": told_by(half_wrapped),
+        "is ignored by it": told_by(ignored),
+        "replicate()": told_by(lambda: attach(replicate(made(CASE)))),
         "bf16_compress_hook": told_by(lambda: summed(ranks, hooked(default_hooks.bf16_compress_hook))),
         "powerSGD_hook": told_by(lambda: summed(ranks, hooked(powerSGD_hook.powerSGD_hook))),
         "ZeroRedundancyOptimizer": told_by(lambda: redundant(folder / "zero")),
