@@ -168,10 +168,12 @@ class Ranks:
         for _, alike in groupby(tensors, lambda t: (t.dtype, t.device)):
             for bucket in _buckets(list(alike)):
                 if len(bucket) == 1 and bucket[0].is_contiguous():
-                    dist.all_reduce(bucket[0], group=self.group)
+                    with _waiting():
+                        dist.all_reduce(bucket[0], group=self.group)
                     continue
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                dist.all_reduce(flat, group=self.group)
+                with _waiting():
+                    dist.all_reduce(flat, group=self.group)
                 parts = flat.split([tensor.numel() for tensor in bucket])
                 for tensor, part in zip(bucket, parts, strict=True):
                     tensor.copy_(part.view(tensor.shape))
@@ -197,6 +199,8 @@ def _waiting() -> Iterator[None]:
     """Say in words that who is waited for will not come."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise UserError(
             "another process of this run has ended, or does not come: if it has met an error, it has told that itself. All "
