@@ -124,6 +124,8 @@ class Clipper(AnyClipper):
         self._attached = True
         # whether a DistributedDataParallel around the model adds up over ranks in every backward pass
         self.reduces = True
+        # whether p.grad holds this rank's part of a sum, of passes under no_sync()
+        self._apart = False
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -156,7 +158,7 @@ class Clipper(AnyClipper):
         if not self._attached:
             raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
         with self._together(roots):
-            distributed.check_reducer(self._reducing)
+            distributed.check_reducer(self._reducing, self.params)
             thresholds, scale = self._checked(roots, clip_scale)
             sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
             sums: Sums = {}
@@ -169,7 +171,7 @@ class Clipper(AnyClipper):
             self._independence.check(roots.num_examples)
             report = self._report(sq, thresholds, scale, loss_scale)
             shards = self._shards if roots.num_examples else None
-            distributed.deliver(self._reducing, self.params, sums, shards)
+            self._apart = distributed.deliver(self._reducing, self.params, sums, shards, self._apart)
             return replace(report, input_gradients=arrived)
 
     def _together(self, roots: Roots) -> Any:
@@ -208,7 +210,7 @@ class Clipper(AnyClipper):
 
         def finish(sq_norms: Tensor) -> Report:
             sq, sums = step.finish(sq_norms * loss_scale**2)
-            distributed.deliver(self._reducing, self.params, sums)
+            self._apart = distributed.deliver(self._reducing, self.params, sums, apart=self._apart)
             return self._report(sq, thresholds, scale, loss_scale)
 
         return Measured(step, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
@@ -235,6 +237,11 @@ class Clipper(AnyClipper):
         wholes = self._shards.wholes() if self._shards is not None else ()
         self._independence.begin(roots, [*self.params.values(), *wholes])
         return thresholds, scale
+
+    @property
+    def reducer(self) -> Any:
+        """The DistributedDataParallel that the model lies in, or holds, as far as a forward has shown it."""
+        return self._reducer
 
     @property
     def _reducing(self) -> Any:

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients import PerExampleGradient
 from dpexp.clipping.sharding import Shards
 from dpexp.errors import UserError
 from dpexp.torch_versions import gradient_dtype
+
+# of torch's own communication hooks all but one round, compress or leave ranks out
+TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 @dataclass
@@ -33,21 +37,66 @@ class LateSum:
             gradient += self.tensor(gradient.dtype)
 
 
+def reducers_in(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return each DistributedDataParallel in a model, itself among them; it may lie within a compiled or a larger module."""
+    return [module for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
+
+
 def reducer_of(model: nn.Module) -> DistributedDataParallel | None:
-    """The wrapper that reduces the gradients of ``model``: itself, or the one whose forward is calling it now."""
-    if isinstance(model, DistributedDataParallel):
-        return model
+    """The wrapper that reduces the gradients of ``model``: one in it, or the one whose forward is calling it now."""
+    if inside := reducers_in(model):
+        return inside[0]
     active = DistributedDataParallel._active_ddp_module
     return active if isinstance(active, DistributedDataParallel) else None
 
 
-def check_reducer(reducer: DistributedDataParallel | None) -> None:
-    """Refuse a reducer that would take every parameter for unused, because taps hide them from its search."""
-    if reducer is not None and reducer.find_unused_parameters:
+def refuse_reducer(reducer: DistributedDataParallel) -> None:
+    """Refuse what a DistributedDataParallel does in its own forward and cannot be kept from doing.
+
+    Raises:
+        UserError: names the option.
+    """
+    if reducer.static_graph:
+        raise UserError(
+            "DistributedDataParallel(static_graph=True) counts the gradients of one ordinary back-propagation, and clipped sums "
+            "come by another way: leave static_graph out"
+        )
+    if reducer.mixed_precision is not None:
+        raise UserError(
+            "DistributedDataParallel(mixed_precision=...) swaps parameters for copies in 16 bits, whose gradients are not "
+            "followed: leave it out, and compute under torch.autocast"
+        )
+    if reducer._join_config.enable:
+        raise UserError(
+            "DistributedDataParallel.join() is for ranks with fewer batches, and there are none here: a rank without examples "
+            "calls clipper.backward with no losses (dpexp.PrivacyEngine does so). Leave join() out"
+        )
+
+
+def check_reducer(reducer: DistributedDataParallel | None, params: dict[str, nn.Parameter]) -> None:
+    """Refuse a reducer that would not add up the clipped sums, all of them and unchanged."""
+    if reducer is None:
+        return
+    refuse_reducer(reducer)
+    if reducer.find_unused_parameters:
+        # taps hide them from its search
         raise UserError(
             "DistributedDataParallel(find_unused_parameters=True) cannot be combined with a clipper, and need not be: every "
             "parameter gets a gradient here, zeros where it was not used. Pass find_unused_parameters=False"
         )
+    inside = reducer.module.named_parameters()
+    reduced = {id(p) for name, p in inside if name not in reducer.parameters_to_ignore}
+    if alone := [name for name, p in params.items() if id(p) not in reduced]:
+        raise UserError(
+            f"{alone[0]} lies outside of DistributedDataParallel, or is ignored by it, and other parameters lie inside: its sum "
+            "would stay on each rank. Wrap the whole model"
+        )
+    for hook, _ in reducer._comm_hooks:
+        if hook.__module__.startswith(TORCH_HOOKS) and hook.__name__ != "allreduce_hook":
+            raise UserError(
+                f"the communication hook {hook.__name__} of DistributedDataParallel changes clipped sums before they hold noise, "
+                "and an example could then move them by more than its threshold: leave register_comm_hook out"
+            )
 
 
 def deliver(
@@ -55,20 +104,35 @@ def deliver(
     params: dict[str, nn.Parameter],
     sums: dict[str, Tensor | LateSum],
     shards: Shards | None = None,
-) -> None:
+    apart: bool = False,
+) -> bool:
     """``p.grad += sum``; a parameter without a sum gets zeros, because it is noised like every other.
 
     Under `DistributedDataParallel` the sums go through its reducer, which averages over ranks: multiplied by the world size
-    first, ``p.grad`` ends as the sum over all ranks. So it does under `fully_shard`, where it is a shard.
+    first, ``p.grad`` ends as the sum over all ranks. So it does under `fully_shard`, where it is a shard. Under ``no_sync``
+    each rank keeps its own part, so that the parts of all ranks add up to the sum.
+
+    Args:
+        apart: whether ``p.grad`` holds such a part already, from passes before.
+
+    Returns:
+        Whether it does now.
     """
     if shards is not None:
         shards.deliver(params, {name: _tensor(value, params[name]) for name, value in sums.items()})
-        return
+        return False
     if reducer is not None:
         world = torch.distributed.get_world_size(reducer.process_group)
-        values = [_tensor(sums.get(name), p) * world for name, p in params.items()]
-        torch.autograd.backward(list(params.values()), values)
-        return
+        synced = reducer.require_backward_grad_sync
+        if apart == synced:
+            # what all have is their common part of a sum, or the other way round
+            for param in params.values():
+                if param.grad is not None:
+                    param.grad *= world if synced else 1 / world
+        if synced:
+            values = [_tensor(sums.get(name), p) * world for name, p in params.items()]
+            torch.autograd.backward(list(params.values()), values)
+            return False
     for name, param in params.items():
         value = sums.get(name)
         if param.grad is None:
@@ -77,6 +141,7 @@ def deliver(
             value.add_to(param.grad)
         elif value is not None:
             param.grad += value
+    return reducer is not None
 
 
 def _tensor(value: Tensor | LateSum | None, param: nn.Parameter) -> Tensor:

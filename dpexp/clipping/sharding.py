@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import _get_registry
 
 from dpexp.errors import UserError
 from dpexp.torch_versions import check_fully_shard
@@ -51,6 +52,11 @@ def parts_of(model: nn.Module) -> tuple[list[Any], dict[str, nn.Parameter]] | No
             raise UserError(
                 f"{where} is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters hide from whom a gradient comes: "
                 f"{WAY_OUT}"
+            )
+        if "replicate" in (_get_registry(module) or {}):
+            raise UserError(
+                f"{where} was given to replicate(), which adds up gradients in hooks that no clipped sum passes: take "
+                "torch.nn.parallel.DistributedDataParallel, or give PrivacyEngine the plain module"
             )
         if any("deepspeed" in place for place in kinds.values()):
             raise UserError(
@@ -100,6 +106,8 @@ class Shards:
         self.groups = [g for module in self.modules for g in module._get_fsdp_state()._fsdp_param_groups]
         held = {id(p.sharded_param): p for group in self.groups for p in group.fsdp_params}
         self.held = {name: held[id(p)] for name, p in trained.items()}
+        for name, p in self.held.items():
+            refuse_narrow_reduction(name, p.mp_policy)
         place = {id(p): number for number, group in enumerate(self.groups) for p in group.fsdp_params}
         self.members: list[list[str]] = [[] for _ in self.groups]
         for name, p in self.held.items():
@@ -114,10 +122,6 @@ class Shards:
         mesh: Any = next(iter(trained.values()))
         self.mesh = mesh.device_mesh
         self.root.set_manual_backward_finalization(True)
-        for module in modules:
-            # FSDP divides by the number of ranks otherwise
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
     def whole(self, name: str) -> nn.Parameter | None:
         """Return the whole parameter, whose memory FSDP fills and frees; None before the first forward."""
@@ -162,6 +166,10 @@ class Shards:
         """Around a backward pass: only clipped sums are reduced inside, and where a rank is curious, the model is whole."""
         before = [(g, g.post_forward_mesh_info, g.reshard_after_backward) for g in self.groups]
         self.root.set_requires_gradient_sync(False)
+        for module in self.modules:
+            # FSDP divides by the number of ranks otherwise, or by what somebody has set
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
         self.sums, self.reduced = None, set()
         try:
             if not curious:
@@ -238,6 +246,20 @@ class Shards:
         for parameter in params.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def refuse_narrow_reduction(name: str, policy: Any) -> None:
+    """Refuse a `MixedPrecisionPolicy` under which a clipped sum is rounded to 16 bits while it is reduced.
+
+    Raises:
+        UserError: names the parameter.
+    """
+    dtype = policy.reduce_dtype or policy.param_dtype
+    if dtype is not None and dtype.itemsize < 4:
+        raise UserError(
+            f"the clipped sum of {name} would be added up over ranks in {dtype}, and an example could then move it by more than "
+            "its threshold: give MixedPrecisionPolicy(..., reduce_dtype=torch.float32)"
+        )
 
 
 def is_shard(parameter: Tensor) -> bool:

@@ -160,7 +160,7 @@ class VectorClipper(Clipper):
             raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
         refuse_scales(clip_scale)
         check_losses(losses)
-        distributed.check_reducer(self._reducing)
+        distributed.check_reducer(self._reducing, self.params)
         check_same_parameters(self.model, self.params, self._shards)
         thresholds = self._thresholds.detach()
         check_thresholds(thresholds, f"thresholds {thresholds.tolist()}")
@@ -175,7 +175,7 @@ class VectorClipper(Clipper):
         norms = torch.where(keep, squares.clamp(min=0).sqrt(), torch.nan)
         params = self.params | self.method.extra()
         delivered: Sums = {name: value.to(params[name].dtype) for name, value in sums.items()}
-        distributed.deliver(self._reducing, params, delivered)
+        self._apart = distributed.deliver(self._reducing, params, delivered, apart=self._apart)
         return Report.of(norms, thresholds)
 
 

@@ -6,7 +6,8 @@ is left to be said is little: sums of clipped gradients, one small message a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -77,7 +78,8 @@ class Ranks:
         if not self.several:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group=self.control, group_src=0, device=torch.device("cpu"))
+        with _waiting():
+            dist.broadcast_object_list(box, group=self.control, group_src=0, device=torch.device("cpu"))
         return box[0]
 
     def gather(self, value: T) -> list[T]:
@@ -85,7 +87,8 @@ class Ranks:
         if not self.several:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control)
+        with _waiting():
+            dist.all_gather_object(found, value, group=self.control)
         return found
 
     def once(self, function: Callable[[], T]) -> T:
@@ -120,8 +123,16 @@ class Ranks:
         return found[0] if self.writes else function()
 
     def agree(self, what: str, value: Any) -> None:
-        """Raise `UserError` on all ranks unless they all give an equal value; of dicts, the first odd entry is named."""
-        found = self.gather(value)
+        """Raise `UserError` on all ranks unless they all give an equal value; of dicts, the first odd entry is named.
+
+        Whoever asks for something else meanwhile is told so, and nobody waits for him.
+        """
+        asked, found = map(list, zip(*self.gather((what, value)), strict=True))
+        if strays := [rank for rank, theirs in enumerate(asked) if theirs != asked[0]]:
+            raise UserError(
+                f"rank {strays[0]} has come to {asked[strays[0]]}, and rank 0 to {asked[0]}: all processes must go through the "
+                "same loop, and make the same calls"
+            )
         odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
         if odd is None:
             return
@@ -141,7 +152,8 @@ class Ranks:
         if not self.several:
             return flag
         box = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
+        with _waiting():
+            dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
         return bool(box.item())
 
     @torch.no_grad()
@@ -156,10 +168,12 @@ class Ranks:
         for _, alike in groupby(tensors, lambda t: (t.dtype, t.device)):
             for bucket in _buckets(list(alike)):
                 if len(bucket) == 1 and bucket[0].is_contiguous():
-                    dist.all_reduce(bucket[0], group=self.group)
+                    with _waiting():
+                        dist.all_reduce(bucket[0], group=self.group)
                     continue
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                dist.all_reduce(flat, group=self.group)
+                with _waiting():
+                    dist.all_reduce(flat, group=self.group)
                 parts = flat.split([tensor.numel() for tensor in bucket])
                 for tensor, part in zip(bucket, parts, strict=True):
                     tensor.copy_(part.view(tensor.shape))
@@ -171,12 +185,27 @@ class Ranks:
             if is_sharded(tensor):
                 continue
             whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-            dist.broadcast(whole, group=self.group, group_src=0)
+            # as bytes: not every backend knows complex numbers, or those of 8 bits
+            dist.broadcast(whole.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
             if whole is not tensor:
                 tensor.copy_(whole)
 
 
 ALONE = Ranks()
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """Say in words that who is waited for will not come."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise UserError(
+            "another process of this run has ended, or does not come: if it has met an error, it has told that itself. All "
+            f"processes must go through the same loop, and make the same calls ({_short(error)})"
+        ) from error
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

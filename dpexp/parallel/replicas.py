@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,21 +14,25 @@ from dpexp.parallel.environment import current, started_by_torchrun
 from dpexp.parallel.ranks import Ranks
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
-    """Return the module that trains, and the DistributedDataParallel around it where there is one."""
-    if isinstance(model, DistributedDataParallel):
-        return model.module, model
-    return model, None
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module that trains, without a DistributedDataParallel around it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def ranks_of(wrapper: DistributedDataParallel | None) -> Ranks:
-    """Return the processes that train together: those of the wrapper, or of the default process group.
+def ranks_of(wrappers: Sequence[DistributedDataParallel]) -> Ranks:
+    """Return the processes that train together: those of the wrappers, or of the default process group.
 
     Raises:
-        UserError: torchrun has started several, and they have not met.
+        UserError: torchrun has started several, and they have not met; or the wrappers are of several groups.
     """
-    if wrapper is not None and wrapper.process_group is not torch.distributed.group.WORLD:
-        return Ranks.of(wrapper.process_group)
+    groups = {id(wrapper.process_group): wrapper.process_group for wrapper in wrappers}
+    if len(groups) > 1:
+        raise UserError(
+            "parts of the model are wrapped in DistributedDataParallel over different groups: take one"
+        )
+    for group in groups.values():
+        if group is not torch.distributed.group.WORLD:
+            return Ranks.of(group)
     if started_by_torchrun() > 1 and not torch.distributed.is_initialized():
         raise UserError(
             f"torchrun has started {started_by_torchrun()} processes that do not know each other yet: call "
@@ -38,17 +42,16 @@ def ranks_of(wrapper: DistributedDataParallel | None) -> Ranks:
 
 
 @contextmanager
-def silent(wrapper: DistributedDataParallel | None) -> Iterator[None]:
-    """Keep a wrapper from adding up gradients or copying buffers: `Steps` adds up once for each logical batch.
+def silent(wrappers: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Keep wrappers from adding up gradients or copying buffers: `Steps` adds up once for each logical batch.
 
-    Its reducer would do so in every backward pass, and wait for ranks that have fewer physical batches.
+    Their reducers would do so in every backward pass, and wait for ranks that have fewer physical batches.
     """
-    if wrapper is None:
-        yield
-        return
-    before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
-    wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+    before = [(w.require_backward_grad_sync, w.require_forward_param_sync) for w in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
     try:
         yield
     finally:
-        wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = before
+        for wrapper, (gradients, buffers) in zip(wrappers, before, strict=True):
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = gradients, buffers

@@ -20,9 +20,11 @@ from torch.utils.data import default_collate
 
 from dpexp import provenance
 from dpexp.clipping import attach
+from dpexp.clipping.distributed import reducers_in, refuse_reducer
 from dpexp.clipping.given import check_losses
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
+from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.replicas import ranks_of, silent, unwrapped
 from dpexp.privacy.caveats import pointless
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
@@ -151,8 +153,10 @@ class PrivacyEngine:
         )  # fmt: skip
         check_flags(fixed_length=fixed_length, secure=secure)
         self.folder = checked_folder(folder)
-        model, wrapper = unwrapped(model)
-        self.ranks = ranks = ranks_of(wrapper)
+        self._wrappers = reducers_in(model)
+        model = unwrapped(model)
+        self.ranks = ranks = ranks_of(self._wrappers)
+        self._refuse_wrappers()
         check_optimizer(model, optimizer)
         check_dataset(dataset, users)
         check_rule(rule, allocation)
@@ -195,8 +199,10 @@ class PrivacyEngine:
         try:
             self._keys = ranks.once(lambda: self._take_folder(given.noise_seed))
             key = self._keys.draws
-            self._open.enter_context(silent(wrapper))
-            ranks.copy_([*model.parameters(), *model.buffers()])
+            self._open.enter_context(silent(self._wrappers))
+            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            ranks.agree("the model", {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()})
+            ranks.copy_(tensors.values())
             data = data_identity(dataset, data_name) + self._units.identity
             settings = settings_of(self.plan, self._run.clip, model, optimizer, data, self._keys.run)
             ranks.agree("what is trained on what", settings)
@@ -229,7 +235,7 @@ class PrivacyEngine:
                 self.load()
             else:
                 # the first weights: a run that is cut off early begins with them again
-                self.save()
+                self._save(None, ranks)
         except BaseException:
             self._open.close()
             raise
@@ -323,6 +329,7 @@ class PrivacyEngine:
         several = getattr(self.dataset, "__getitems__", None)
         try:
             while self.steps_taken < last:
+                self._refuse_wrappers()
                 for piece in self._steps.pieces(size, facts, length):
                     numbers = self._units.rows(piece, self._steps.key, self.steps_taken)
                     examples = several(numbers) if several else [self.dataset[i] for i in numbers]
@@ -378,6 +385,11 @@ class PrivacyEngine:
                 f"{len(losses)} losses for a batch of {self._units.due} examples: one loss per example is needed, in the same "
                 "order (does the collate function drop examples, or pack several into one row?)"
             )
+        if self.clipper.reducer not in (None, *self._wrappers):
+            raise UserError(
+                "DistributedDataParallel was put around the model after PrivacyEngine(...), which could not keep it from adding "
+                "up by itself: wrap first, and give the engine the wrapped model"
+            )
         self._watch.check(losses)
         self._gradients.check()
         self._optimizer.check()
@@ -420,14 +432,26 @@ class PrivacyEngine:
         return self.ledger.epsilon(self.plan.delta, accountant)
 
     def save(self, folder: str | Path | None = None) -> None:
-        """Write a checkpoint, to the run's folder unless another one is given; of several processes, all call this.
+        """Write a checkpoint, to the run's folder unless another one is given.
+
+        Of several processes rank 0 writes a whole model, whether the others call this or not. Of a sharded one each has a part:
+        all call it.
 
         Raises:
-            UserError: the engine is closed, the folder cannot be made, or the disk is full.
+            UserError: the engine is closed, the folder cannot be made, the disk is full, or a process with a part does something
+                else.
         """
         self._refuse_closed()
+        if self._steps.sharded:
+            self._save(folder, self.ranks)
+        elif self.ranks.writes:
+            self._save(folder, ALONE)
+
+    def _save(self, folder: str | Path | None, ranks: Ranks) -> None:
+        """Write a checkpoint; these ranks do it together."""
         folder = Path(folder or self.folder / "checkpoint")
-        self.ranks.once(lambda: make_folder(folder, "save(folder)"))
+        ranks.agree("save()", self.steps_taken)
+        ranks.once(lambda: make_folder(folder, "save(folder)"))
         checkpoint = state.Checkpoint(
             step=self.steps_taken,
             model=state.model_state(self.model),
@@ -436,7 +460,7 @@ class PrivacyEngine:
             **state.resting_on(self.policy, self.ledger, self._optimizer.parts),
         )
         with state.disk_errors(folder):
-            state.save_together(folder, checkpoint, self.ranks)
+            state.save_together(folder, checkpoint, ranks)
 
     def load(self, folder: str | Path | None = None) -> None:
         """Go on from a checkpoint of this run: its last one, or that in another folder; of several processes, all call this.
@@ -447,6 +471,7 @@ class PrivacyEngine:
         """
         self._refuse_closed()
         folder = Path(folder or self.folder / "checkpoint")
+        self.ranks.agree("load()", self.steps_taken)
         optimizer = self._optimizer.optimizer
         checkpoint = state.read_together(folder, self._identity, self.ranks, self.model, optimizer)
         if checkpoint is None:
@@ -513,7 +538,7 @@ class PrivacyEngine:
                 stacklevel=3,
             )
         if self.finished or (self.checkpoint_every and self.steps_taken % self.checkpoint_every == 0):
-            self.save()
+            self._save(None, self.ranks)
         if self.finished:
             self.ranks.once(self._hold)
 
@@ -522,6 +547,11 @@ class PrivacyEngine:
         self._held.close()
         if not self.finished:
             self._held.enter_context(state.exclusive(self.folder))
+
+    def _refuse_wrappers(self) -> None:
+        """Raise `UserError` where a DistributedDataParallel would talk to other ranks by itself."""
+        for wrapper in self._wrappers:
+            refuse_reducer(wrapper)
 
     def _refuse_closed(self) -> None:
         if self._closed:

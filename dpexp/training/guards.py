@@ -228,6 +228,11 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
             "the optimizer holds parameters that are not in the model: make one module of all that trains, and an optimizer of "
             "module.parameters()"
         )
+    if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
+        raise UserError(
+            "ZeroRedundancyOptimizer keeps a part of its states on each rank, and no checkpoint would hold them: give the "
+            "optimizer itself; for memory, shard the model with torch.distributed.fsdp.fully_shard"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError("LBFGS asks for gradients of its own within a step: choose SGD, Adam or the like")
     if isinstance(scheduler, ReduceLROnPlateau):

@@ -139,6 +139,8 @@ class Steps:
         self._facts: dict[str, Any] = {}
         # gathering shards takes all ranks at once: they go through the model equally often
         self.sharded = ranks.several and any(map(is_sharded, self.parameters))
+        if self.sharded:
+            refuse_shards(ranks, self.parameters, exact=release is not None and release.secure)
         self.borrowed = 0
         self._lent = False
         self._told: tuple[Mapping[str, Any], dict[str, Any]] | None = None
@@ -171,6 +173,9 @@ class Steps:
         """
         step = self.taken
         self.attempt = 0
+        if self.sharded:
+            # what comes next is FSDP's, and waits for all without a word
+            self.ranks.agree("a step", {"number": step, "physical_batch_size": size})
         if self.release is not None:
             self._facts = {**self._of_all_ranks(facts), "step": step, "noise": self.release.noise(step)}
             if self.search is not None:
@@ -374,15 +379,31 @@ class Steps:
         if not self.ranks.several:
             return facts
         if self._told is None or self._told[0] != facts:
-            everyone = self.ranks.gather(dict(facts))
             # the machines may differ, and what runs on them may not
             self.ranks.agree("the program", {name: facts.get(name) for name in ("code", "torch")})
-            self._told = facts, {"ranks": everyone}
+            self._told = facts, {"ranks": self.ranks.gather(dict(facts))}
         return self._told[1]
 
     def _no_sums(self) -> Sums:
         num_groups = len(self.clipper.groups) if self.clipper is not None else 0
         return Sums.none(num_groups, self.device, every=self.keep_norms)
+
+
+def refuse_shards(ranks: Ranks, parameters: Sequence[Any], exact: bool) -> None:
+    """Refuse shards over fewer processes than those that share the examples, whose sums would be of some examples alone; and the
+    exact noise, before a step is charged for which there is none."""
+    if exact:
+        raise UserError(
+            "secure=True draws noise for whole tensors, one after another, and here each process has a part: leave secure out, "
+            "or let every process hold the whole model"
+        )
+    over = {p.device_mesh.size() for p in parameters if is_sharded(p)}
+    if over - {ranks.size}:
+        raise UserError(
+            f"the model is sharded over {min(over)} of {ranks.size} processes, and gradients would be added up among those "
+            "alone: give fully_shard a mesh of all processes, with a second dimension for replicas (init_device_mesh(device, "
+            "(replicas, shards), mesh_dim_names=...))"
+        )
 
 
 def refuse_narrow(parameters: Sequence[Tensor], clipper: Any) -> None:

@@ -33,7 +33,9 @@ def talk(ranks: Ranks):
     large = [torch.full((512, 1024), mine), torch.full((512, 1024), 2 * mine).T]
     ranks.sum_([sums[0], large[0], sums[1], large[1], sums[2]])
     copied = torch.full((2, 3), mine).T
-    ranks.copy_([copied])
+    odd = [torch.full((2,), mine + 1j), torch.full((), mine, dtype=torch.int16), torch.zeros(0)]
+    odd.append(torch.full((3,), mine).to(torch.float8_e4m3fn))
+    ranks.copy_([copied, *odd])
     return {
         "rank": ranks.rank,
         "writes": ranks.writes,
@@ -48,6 +50,7 @@ def talk(ranks: Ranks):
         "sums": [tensor.tolist() for tensor in sums],
         "large": [tensor.unique().tolist() for tensor in large],
         "copied": copied.unique().tolist(),
+        "odd": [tensor.to(torch.complex64).tolist() for tensor in odd],
         "first": ranks.first(lambda: f"done by {ranks.rank}"),
         "failed first": refusal(lambda: ranks.first(fail)),
     }
@@ -76,6 +79,7 @@ def test_what_ranks_tell_each_other(tmp_path: Path):
         assert found["sums"] == [[[3.0, 3.0]] * 3, [3.0] * 4, [[3.0, 3.0]] * 5]
         assert found["large"] == [[3.0], [6.0]]
         assert found["copied"] == [1.0]
+        assert found["odd"] == [[1 + 1j] * 2, 1, [], [1] * 3]
 
 
 def test_a_store_is_shared_by_the_living_alone():
