@@ -16,7 +16,7 @@ from dpexp.clipping import distributed
 from dpexp.clipping.backend import Backend, TapBackend
 from dpexp.clipping.backward import Factors, Sums
 from dpexp.clipping.base import AnyClipper
-from dpexp.clipping.dataflow import entered
+from dpexp.clipping.dataflow import entered, rows_in
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.engines import engine_named
 from dpexp.clipping.given import check_losses, check_same_parameters, check_thresholds, checked_scale
@@ -317,7 +317,7 @@ class Clipper(AnyClipper):
             if torch.is_grad_enabled():
                 if inputs and not inputs[0].numel():
                     self._try_empty(args, kwargs)
-                self._independence.enter(args, kwargs)
+                self._independence.enter(args, kwargs, rows_in(shapes, first))
                 check_same_parameters(self.model, self.params, self._shards)
         self._backend.enter(inputs, shapes, first, looking)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.backward import Factors, Setup, Sums, clipped_sums
 from dpexp.clipping.choice import Methods
-from dpexp.clipping.dataflow import inside_reentrant_checkpoint
+from dpexp.clipping.dataflow import inside_reentrant_checkpoint, rows_in
 from dpexp.clipping.deferred import DeferredStep
 from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine
@@ -107,7 +107,8 @@ class TapBackend(Backend):
             return
         if torch.is_grad_enabled():
             keep_buffers(self)
-            self.recorder.open(inputs, shapes, first_tensor, watch=not self.survey.settled)
+            known = self.survey.knows(rows_in(shapes, first_tensor) // self.rows_per_example)
+            self.recorder.open(inputs, shapes, first_tensor, watch=not known)
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
 

@@ -148,7 +148,7 @@ class Step:
         late = [name for name, g in zip(outside, native, strict=True) if g is not None]
         if late:
             self.survey.looped.update(late)
-            self.survey.settled = False
+            self.survey.unsettle()
             raise UserError(f"{sorted(late)[0]} {LATE}")
         if not self.visit.arrived and not self.looped:
             raise UserError(

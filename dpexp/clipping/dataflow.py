@@ -8,7 +8,7 @@ other (refused).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -379,6 +379,11 @@ def entered(value: Any) -> tuple[list[Tensor], tuple[torch.Size, ...], int]:
     lists = [leaf for leaf in tree_leaves(value, is_leaf=_is_list) if _is_list(leaf)]
     shapes = [tensor.shape[:2] for tensor in tensors if tensor.dim()]
     return tensors, (*(torch.Size([len(items)]) for items in lists), *shapes), len(lists) if shapes else 0
+
+
+def rows_in(shapes: Sequence[torch.Size], first: int) -> int:
+    """How many rows enter, as far as the shapes of `entered` tell before the losses are there; 0 where they do not."""
+    return shapes[first][0] if first < len(shapes) else 0
 
 
 def _is_list(value: Any) -> bool:

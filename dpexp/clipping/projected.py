@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.base import AnyClipper, Rows, refuse_scales, refuse_unbounded
+from dpexp.clipping.dataflow import entered, rows_in
 from dpexp.clipping.distributed import deliver
 from dpexp.clipping.given import check_losses
 from dpexp.clipping.gradients.numerics import wide
@@ -136,4 +137,5 @@ class ProjectedClipper(AnyClipper):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled() and not self._independence.looking:
-            self._independence.enter(args, kwargs)
+            _, shapes, first = entered((args, kwargs))
+            self._independence.enter(args, kwargs, rows_in(shapes, first))

@@ -42,6 +42,7 @@ class Survey:
         layouts: place of a use -> which rows belong to which example.
         looped: parameters that need the loop over examples.
         settled: whether every use of the last forward pass is known.
+        settled_alone: the same of batches of one example, whose rows are all its own: nothing is to be proven of them.
         layout: id of a use of this backward pass -> its layout.
     """
 
@@ -51,7 +52,7 @@ class Survey:
         self.looped: set[str] = set()
         # of the looped, those that this backward pass has found
         self._new: set[str] = set()
-        self.settled = False
+        self.settled = self.settled_alone = False
         self.backwards = 0
         self.layout: dict[int, str] = {}
         # by parameter, those seen; an ordered set
@@ -97,7 +98,7 @@ class Survey:
         """Tell whether anything is to be proven of the graph behind ``visit``, or looped over: more than one visit of it."""
         again = layouts.due(self.backwards + 1) or _sequence(visit) not in self._sequences
         return bool(
-            not self.settled
+            not self.knows(visit.num_examples)
             or self.looped
             or again
             or self._pending(visit, again)[0]
@@ -120,19 +121,21 @@ class Survey:
         sequence = _sequence(visit)
         self._new_sequence = sequence not in self._sequences
         pending, doubted = self._pending(visit, layouts.due(self.backwards) or self._new_sequence)
-        if pending or not self.settled:
+        known_uses = self.knows(visit.num_examples)
+        if pending or not known_uses:
             self._observe(visit, params, pending, doubted)
         self.looped.update(*(use.names for use in visit.uses if self._needs_loop(use)))
         unproven = self._unproven(visit)
         if unproven:
             self._check_formulas(visit, unproven)
         self._new = self.looped - known
-        if not self.settled:
+        if not known_uses:
             for use in visit.uses:
                 for name in use.names:
                     self.operations.setdefault(name, {})[use.label] = None
-        if visit.passes and visit.num_examples > 1 and not self._undecided:
-            self.settled = True
+        if visit.passes and not self._undecided:
+            self.settled_alone |= visit.num_examples == 1
+            self.settled |= visit.num_examples > 1
         if (
             self._new_sequence
             and visit.num_examples > 1
@@ -142,9 +145,17 @@ class Survey:
             self.settled = False
         elif not self._undecided:
             self._sequences.add(sequence)
-        if visit.num_examples > 1 or self.settled:
+        if visit.num_examples > 1 or self.settled or self.settled_alone:
             for owner in visit.passes:
                 self.roles.update(owner.roles)
+
+    def knows(self, num_examples: int) -> bool:
+        """Tell whether every use in a forward of so many examples is known."""
+        return self.settled or (num_examples == 1 and self.settled_alone)
+
+    def unsettle(self) -> None:
+        """Look at the next forward as closely as at the first one."""
+        self.settled = self.settled_alone = False
 
     def finish(self, visit: Visit) -> None:
         """End a backward pass."""
@@ -156,7 +167,7 @@ class Survey:
             visit.recorder.plans.pop(use.place[0], None)
             self.layouts.pop(use.place, None)
             self.looped -= self._new.intersection(use.names)
-            self.settled = False
+            self.unsettle()
         if moved:
             # the next forward takes another way: look at it as closely as at the first one
             self.looped -= self._new
@@ -164,7 +175,7 @@ class Survey:
             self.layouts.clear()
             self._surplus.clear()
             visit.recorder.plans.clear()
-            self.settled = False
+            self.unsettle()
 
     def _needs_loop(self, use: Use) -> bool:
         return self.layout[id(use)] == layouts.LOOP

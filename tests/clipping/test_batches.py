@@ -339,3 +339,32 @@ def test_batches_in_objects_are_refused_where_they_mix(kind: str, mix: Callable[
     clipper = attach(model)
     with pytest.raises(UserError, match="mixes examples"):
         clipper.backward(losses_of_objects(model, OBJECTS[kind](rows(5)["x"])))
+
+
+def test_examples_that_come_alone_are_not_proven_again_and_again() -> None:
+    """A physical batch of one is what long texts are trained with: no second back-propagation, and few looks."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        seen.append(len(x))
+        hidden = torch.tanh(self.first(x))
+        if len(x) > 2:
+            hidden = hidden - hidden.mean(0).detach()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: back.append(len(x)))
+        return self.out(hidden)
+
+    seen: list[int] = []
+    back: list[int] = []
+    torch.manual_seed(0)
+    model = Own(forward, **linears("first", "out"))
+    clipper = attach(model)
+    for _ in range(4):
+        clipper.backward(model(x=torch.randn(1, D)).square().sum(1))
+    seen.clear()
+    back.clear()
+    for _ in range(8):
+        clipper.backward(model(x=torch.randn(1, D)).square().sum(1))
+    assert (seen, back) == ([1] * 8, [1] * 8)
+    # the first batch with company is looked at, as if nothing were known
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward(model(x=torch.randn(3, D)).square().sum(1))

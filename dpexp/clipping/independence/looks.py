@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 # forwards that are kept until their backward
 WAITING = 4
-# backward passes in a row that look, while the outputs do not depend on the examples yet
-PATIENCE = 16
+# backward passes in a row that look, while the outputs do not depend on the examples yet; of an example alone, which has nobody
+# to be mixed with, and whose outputs cannot tell, fewer
+PATIENCE, ALONE = 16, 4
 # batches that stand for all where there are many choices to look at: halves, and halves replaced
 FEW = 4
 UNSEEN = "the losses use something that the attached model's forward does not return, or returns without a row for each example"
@@ -53,7 +54,8 @@ class Independence:
         notes: what could not be looked at, in words.
         token: the id of padding, where it is known; None: the model may say it.
         looks: by mode, how many there were, and `PATIENCE` once they have told something. A mode is which modules train: a batch
-            norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model.
+            norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model; and
+            whether an example is alone, as far as the shapes tell.
     """
 
     model: nn.Module
@@ -64,6 +66,8 @@ class Independence:
     backwards: int = 0
     looks: dict[int, int] = field(default_factory=dict)
     mode: int = 0
+    # whether one example entered, as far as the shapes tell
+    alone: bool = False
     # whether a look is late: its backward pass came to a forward that was entered before the look was due
     owed: bool = False
     looking: bool = False
@@ -84,8 +88,8 @@ class Independence:
     def _known(self) -> bool:
         return self.looks.get(self.mode, 0) >= PATIENCE
 
-    def enter(self, args: tuple, kwargs: dict) -> None:
-        """The model's forward begins.
+    def enter(self, args: tuple, kwargs: dict, rows: int) -> None:
+        """The model's forward begins; of so many rows, as far as the shapes tell.
 
         Raises:
             UserError: another length than before, though ``fixed_length`` was promised.
@@ -94,7 +98,9 @@ class Independence:
             return
         if self.fixed_length:
             self._check_lengths(args, kwargs)
-        self.mode = hash(tuple([(id(module), module.training) for module in modules_of(self.model)]))
+        training = tuple([(id(module), module.training) for module in modules_of(self.model)])
+        self.alone = rows == self.rows_per_example
+        self.mode = hash((self.alone, training))
         self.running = Replay(self.model, args, kwargs) if self.due else None
         if self.running is not None:
             self.waiting.append(self.running)
@@ -172,7 +178,8 @@ class Independence:
             self.looking = False
             give_back_freed_memory()
         told = num_examples > 1 and any(look.told for look in looks)
-        self.looks[self.mode] = PATIENCE if told else self.looks.get(self.mode, 0) + 1
+        more = PATIENCE // ALONE if self.alone and num_examples == 1 else 1
+        self.looks[self.mode] = PATIENCE if told else self.looks.get(self.mode, 0) + more
         if not any(look.compared for look in looks):
             self._note(looks[0].failure if looks else NOT_ENTERED)
         elif any(look.missed for look in looks):
