@@ -54,8 +54,8 @@ class Independence:
         notes: what could not be looked at, in words.
         token: the id of padding, where it is known; None: the model may say it.
         looks: by mode, how many there were, and `PATIENCE` once they have told something. A mode is which modules train: a batch
-            norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model; and
-            whether an example is alone, as far as the shapes tell.
+            norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model. Beside
+            it stands whether an example was alone.
     """
 
     model: nn.Module
@@ -64,7 +64,7 @@ class Independence:
     notes: list[str] = field(default_factory=list)
     token: int | None = None
     backwards: int = 0
-    looks: dict[int, int] = field(default_factory=dict)
+    looks: dict[tuple[int, bool], int] = field(default_factory=dict)
     mode: int = 0
     # whether one example entered, as far as the shapes tell
     alone: bool = False
@@ -86,7 +86,8 @@ class Independence:
 
     @property
     def _known(self) -> bool:
-        return self.looks.get(self.mode, 0) >= PATIENCE
+        # who was seen in company needs no look alone
+        return max(self.looks.get((self.mode, alone), 0) for alone in {False, self.alone}) >= PATIENCE
 
     def enter(self, args: tuple, kwargs: dict, rows: int) -> None:
         """The model's forward begins; of so many rows, as far as the shapes tell.
@@ -100,7 +101,7 @@ class Independence:
             self._check_lengths(args, kwargs)
         training = tuple([(id(module), module.training) for module in modules_of(self.model)])
         self.alone = rows == self.rows_per_example
-        self.mode = hash((self.alone, training))
+        self.mode = hash(training)
         self.running = Replay(self.model, args, kwargs) if self.due else None
         if self.running is not None:
             self.waiting.append(self.running)
@@ -179,7 +180,8 @@ class Independence:
             give_back_freed_memory()
         told = num_examples > 1 and any(look.told for look in looks)
         more = PATIENCE // ALONE if self.alone and num_examples == 1 else 1
-        self.looks[self.mode] = PATIENCE if told else self.looks.get(self.mode, 0) + more
+        mode = self.mode, self.alone
+        self.looks[mode] = PATIENCE if told else self.looks.get(mode, 0) + more
         if not any(look.compared for look in looks):
             self._note(looks[0].failure if looks else NOT_ENTERED)
         elif any(look.missed for look in looks):
