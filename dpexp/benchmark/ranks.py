@@ -47,9 +47,14 @@ METHODS = {
     "fsdp": ("nonprivate", "layer", "flat"),
     "pipeline": ("nonprivate", "device", *(f"flat, {way}" for way in WAYS)),
 }
+# as many tokens in short and in long texts: what a norm costs is a question of their length
+_SMALL = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 2048}
 SIZES = {
-    "full": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 2048, "length": 128, "examples": 16, "microbatch": 4},
-    "tiny": {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 50, "length": 8, "examples": 4, "microbatch": 2},
+    "full": (
+        _SMALL | {"length": 128, "examples": 16, "microbatch": 4},
+        _SMALL | {"length": 512, "examples": 4, "microbatch": 1},
+    ),
+    "tiny": ({"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 50, "length": 8, "examples": 4, "microbatch": 2},),
 }  # fmt: skip
 CLIP_NORM, RATE = 0.1, 1e-3
 
@@ -60,15 +65,17 @@ def measure_ranks(
     """Start processes on this machine, let all ways take turns in them, and compare.
 
     Args:
-        size: a key of `SIZES`: GPT-2 with untied embeddings, all parameters trained; ``examples`` of each process.
+        size: a key of `SIZES`: GPT-2 with untied embeddings, all parameters trained, on texts of some lengths; ``examples`` of
+            each process.
         rounds: turns of every way; the first one is not counted.
         steps: in a turn.
         processes: how many; as many stages in the pipeline.
         noise: noise multiplier; 0 leaves the noise out.
 
     Returns:
-        A row for each runtime and way: median seconds of a step (wall, and of the processor, the slowest process), those of its
-        noise, the median ratios to the way without privacy, and the bytes that all processes hand to others in a step, by kind.
+        A row for each length of a text, runtime and way: median seconds of a step (wall, and of the processor, the slowest
+        process), those of its noise, the median ratios to the way without privacy, and the bytes that all processes hand to
+        others in a step, by kind.
     """
     with tempfile.TemporaryDirectory() as name:
         context = mp.get_context("spawn")
@@ -90,7 +97,10 @@ def _work(rank: int, processes: int, folder: str, size: str, rounds: int, steps:
     try:
         ranks = current()
         rows = [
-            row for runtime in METHODS for row in _measure(ranks, runtime, SIZES[size], rounds, steps, noise)
+            row
+            for shape in SIZES[size]
+            for runtime in METHODS
+            for row in _measure(ranks, runtime, shape, rounds, steps, noise)
         ]
         if ranks.writes:
             (Path(folder) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -104,7 +114,7 @@ class Way:
 
     Args:
         runtime, method: see `METHODS`.
-        size: see `SIZES`.
+        size: one of a tuple of `SIZES`.
         ranks: all processes.
         noise: noise multiplier.
         groups: of processes, for what a pipeline sends and for its norms.
@@ -235,7 +245,7 @@ def _measure(
         wall, cpu, noise_s = (statistics.median(values) for values in times)
         rows.append(
             {
-                "runtime": runtime, "method": method, "processes": ranks.size,
+                "runtime": runtime, "method": method, "length": size["length"], "processes": ranks.size,
                 "parameters": sum(p.numel() for p in _model(size).parameters()),
                 "wall_s": wall, "cpu_s": cpu, "noise_s": noise_s, "wall_ratio": ratios[0], "cpu_ratio": ratios[1],
                 "bytes": sent, "load_average": os.getloadavg()[0],

@@ -15,13 +15,20 @@ from dpexp.reproduce.drawing import draw
 def ranks_table(rows: list[dict[str, Any]]) -> Table:
     """Show the rows of `measure_ranks` on a terminal."""
     table = Table(
-        "runtime", "clipping", "step, s", "noise, s", "wall ratio", "processor ratio", "bytes in a step"
+        "tokens",
+        "runtime",
+        "clipping",
+        "step, s",
+        "noise, s",
+        "wall ratio",
+        "processor ratio",
+        "bytes in a step",
     )
     for row in rows:
         sent = ", ".join(f"{kind} {count:,.0f}" for kind, count in row["bytes"].items())
         table.add_row(
-            row["runtime"], row["method"], f"{row['wall_s']:.4g}", f"{row['noise_s']:.3g}", f"{row['wall_ratio']:.3f}",
-            f"{row['cpu_ratio']:.3f}", sent,
+            str(row["length"]), row["runtime"], row["method"], f"{row['wall_s']:.4g}", f"{row['noise_s']:.3g}",
+            f"{row['wall_ratio']:.3f}", f"{row['cpu_ratio']:.3f}", sent,
         )  # fmt: skip
     return table
 
@@ -42,19 +49,20 @@ def ranks_page(rows: list[dict[str, Any]]) -> str:
         f"Made by `python -m dpexp.bench bench=ranks`: GPT-2 of {first['parameters']:,} parameters, all trained, on "
         f"{first['processes']} processes of one core each. A step is forward, backward, clipping, sums over processes, noise and "
         "SGD. Ratios are to the same runtime without privacy (each process alone with its share, DistributedDataParallel, "
-        "`fully_shard`, a 1F1B pipeline), medians of turns. The processor's time is that of the slowest process; other programs "
-        "disturb it least. Bytes are what all processes hand to others in one step.",
+        "`fully_shard`, a 1F1B pipeline) on texts of the same length, medians of turns. The processor's time is that of the "
+        "slowest process; other programs disturb it least. Bytes are what all processes hand to others in one step.",
         "",
-        "| runtime | clipping | step, s | noise, s | wall time ratio | without noise | processor time ratio | bytes in a step |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| tokens in a text | runtime | clipping | step, s | noise, s | wall time ratio | without noise | processor time ratio | "
+        "bytes in a step |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    bases = {row["runtime"]: row for row in rows if row["method"] == "nonprivate"}
+    bases = {(row["length"], row["runtime"]): row for row in rows if row["method"] == "nonprivate"}
     for row in rows:
         sent = ", ".join(f"{kind} {count:,}" for kind, count in row["bytes"].items())
-        bare = (row["wall_s"] - row["noise_s"]) / bases[row["runtime"]]["wall_s"]
+        bare = (row["wall_s"] - row["noise_s"]) / bases[row["length"], row["runtime"]]["wall_s"]
         lines.append(
-            f"| {row['runtime']} | {row['method']} | {row['wall_s']:.3f} | {row['noise_s']:.3f} | {row['wall_ratio']:.3f} | "
-            f"{bare:.3f} | {row['cpu_ratio']:.3f} | {sent} |"
+            f"| {row['length']} | {row['runtime']} | {row['method']} | {row['wall_s']:.3f} | {row['noise_s']:.3f} | "
+            f"{row['wall_ratio']:.3f} | {bare:.3f} | {row['cpu_ratio']:.3f} | {sent} |"
         )
     loads = max(row["load_average"] for row in rows)
     lines += [
@@ -75,8 +83,20 @@ def ranks_plot(rows: list[dict[str, Any]]) -> str:
 
     def plot(axes: Any) -> None:
         left, right = axes
-        labels = [f"{row['runtime']}: {row['method']}" for row in private]
-        left.barh(labels[::-1], [row["cpu_ratio"] for row in private][::-1], color="#0072B2")
+        lengths = sorted({row["length"] for row in private})
+        for length, color, shift in zip(lengths, ("#0072B2", "#E69F00"), (0.2, -0.2), strict=False):
+            some = [row for row in private if row["length"] == length][::-1]
+            places = [place + (shift if len(lengths) > 1 else 0.0) for place in range(len(some))]
+            height = 0.4 if len(lengths) > 1 else 0.8
+            left.barh(
+                places,
+                [row["cpu_ratio"] for row in some],
+                height,
+                color=color,
+                label=f"texts of {length} tokens",
+            )
+            left.set_yticks(range(len(some)), [f"{row['runtime']}: {row['method']}" for row in some])
+        left.legend()
         left.axvline(1.0, color="0.3", linewidth=0.8)
         left.set_xlabel("processor time of a step, relative to no privacy")
         left.set_title(f"measured, {private[0]['processes']} processes")

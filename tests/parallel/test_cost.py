@@ -10,7 +10,7 @@ from tests.parallel.pool import run_ranks
 
 
 def measured(ranks: Ranks):
-    return [row for runtime in METHODS for row in _measure(ranks, runtime, SIZES["tiny"], 1, 1, 1.0)]
+    return [row for runtime in METHODS for row in _measure(ranks, runtime, SIZES["tiny"][0], 1, 1, 1.0)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def rows(tmp_path_factory):
 def test_clipping_by_layer_or_device_sends_nothing_more(rows):
     sent = {(row["runtime"], row["method"]): row["bytes"] for row in rows}
     assert not any(sent["alone", method] for method in METHODS["alone"])
-    parameters, groups = rows[0]["parameters"], SIZES["tiny"]["n_layer"] + 1
+    parameters, groups = rows[0]["parameters"], SIZES["tiny"][0]["n_layer"] + 1
     for method in METHODS["ddp"]:
         # each process gives the sums of all parameters, in float32
         assert sent["ddp", method] == {"sums": 2 * 4 * parameters}
@@ -33,7 +33,7 @@ def test_clipping_by_layer_or_device_sends_nothing_more(rows):
     assert plain["activations"] == plain["gradients"] > 0
     assert sent["pipeline", "device"] == plain
     for way in WAYS:
-        size = SIZES["tiny"]
+        size = SIZES["tiny"][0]
         found = dict(sent["pipeline", f"flat, {way}"])
         assert found.pop("norms") == 2 * 8 * 2 * size["examples"]
         assert (found.pop("parked", 0) > 0) == (way == "offload")
@@ -43,7 +43,7 @@ def test_clipping_by_layer_or_device_sends_nothing_more(rows):
 def test_page_and_plot_show_every_way(rows):
     page, plot = ranks_page(rows), ranks_plot(rows)
     for row in rows:
-        assert f"| {row['runtime']} | {row['method']} |" in page
+        assert f"| {row['length']} | {row['runtime']} | {row['method']} |" in page
         if row["method"] != "nonprivate":
             assert f"{row['runtime']}: {row['method']}" in plot
             assert row["wall_ratio"] > 0 < row["cpu_ratio"]
