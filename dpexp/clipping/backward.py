@@ -21,7 +21,7 @@ from torch import Tensor
 from dpexp.clipping.choice import Methods
 from dpexp.clipping.distributed import LateSum
 from dpexp.clipping.engines import Engine
-from dpexp.clipping.gradients import Lookup, Tied, instantiated, merge, numerics
+from dpexp.clipping.gradients import Dense, Joined, Lookup, Tied, instantiated, merge, numerics
 from dpexp.clipping.gradients.base import Bounded, Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
 from dpexp.clipping.layouts import per_example
@@ -114,6 +114,8 @@ class Step:
         self.sums: Sums = {}
         self.factor: dict[int, Bounded] = {}
         self.kept: dict[int, dict[str, PerExampleGradient]] = {}
+        # by group, what is measured in one go when the group is complete
+        self.small: dict[int, dict[str, Dense]] = {}
         # norms of a group that may have to be measured again, once the whole group's are known
         self.doubts: dict[int, list[Doubt]] = {}
         # examples that are summed alone, of each parameter, for a second pass
@@ -161,6 +163,8 @@ class Step:
         if self.deferred:
             for name in list(self.pending):
                 self._measure(name)
+            for k in list(self.small):
+                self._measure_small(k)
         return self.all_norms
 
     def finish(self, sq_norms: Tensor | None = None) -> tuple[Tensor, Sums]:
@@ -217,9 +221,12 @@ class Step:
         return method
 
     def _measure(self, name: str) -> None:
-        """All uses of a parameter have arrived: add its squared norms to its group's."""
+        """All uses of a parameter have arrived: add its squared norms to its group's, or leave it for `_measure_small`."""
         k = self.group_of[name]
         merged = reduce(merge, self.pending.pop(name))
+        if isinstance(merged, Dense) and merged.joins:
+            self.small.setdefault(k, {})[name] = merged
+            return
         size = self.num_examples * merged.shape.numel() * merged.dtype.itemsize
         light = self.engine.keep and (self.engine.always_keep or size <= merged.nbytes)
         method = self._chosen(name, merged, fused=light)
@@ -233,10 +240,22 @@ class Step:
         if not self.engine.second_pass:
             self.kept.setdefault(k, {})[name] = merged
 
+    def _measure_small(self, k: int) -> None:
+        """Add the squared norms of the small gradients of group k that have arrived."""
+        small = self.small.pop(k)
+        name, one = next(iter(small.items()))
+        rows = one if len(small) == 1 else Joined(small)
+        self.methods.of_parameter.update(dict.fromkeys(small, "instantiate"))
+        self.sq_norms[k].add_(numerics.squared_norms(rows.grad))
+        if not self.engine.second_pass:
+            self.kept.setdefault(k, {})[name] = rows
+
     def _complete(self, k: int, last: str = "") -> None:
         """Measure what has arrived of group k, but for ``last``; again what cancels so much that it matters in its norms."""
         for name in [n for n in self.groups[k].params if n in self.pending and n != last]:
             self._measure(name)
+        if k in self.small:
+            self._measure_small(k)
         doubts = self.doubts.pop(k, None)
         if not doubts:
             return
@@ -249,24 +268,25 @@ class Step:
 
         Its per-example gradients, where they are instantiated, are clipped and added while they are still in the cache.
         """
-        self._complete(k, last=name)
-        merged = reduce(merge, self.pending.pop(name))
-        method = self._chosen(name, merged, fused=True)
-        if isinstance(merged, Lookup | Tied):
-            self.pending[name] = [merged]
+        merged = reduce(merge, self.pending[name])
+        self.pending[name] = [merged]
+        if isinstance(merged, Lookup | Tied) or (isinstance(merged, Dense) and merged.joins):
             self._measure(name)
             self._flush(k)
             return
+        self._complete(k, last=name)
+        del self.pending[name]
+        method = self._chosen(name, merged, fused=True)
         measured = self.sq_norms[k]
         found: list[Bounded] = []
 
         def factors_of(sq_norms: Tensor, examples: slice) -> Bounded:
-            total = measured[examples] + sq_norms
+            # a view
+            total = measured[examples].add_(sq_norms)
             found.append(self._bounded_factors(k, total, examples, wait=numerics.static(total)))
             return found[-1]
 
-        norms, total = merged.norms_and_sum(method, factors_of, self.methods.scratch)
-        measured.add_(norms)
+        _, total = merged.norms_and_sum(method, factors_of, self.methods.scratch)
         self._add(name, total)
         self._flush(k, _joined(found))
 
@@ -280,7 +300,10 @@ class Step:
         for name in sorted(held, key=lambda n: self.params[n].nbytes - held[n].nbytes):
             gradient = held.pop(name)
             gradient = gradient.finite(keep)
-            if isinstance(gradient, Lookup | Tied) and name not in self.sums:
+            if isinstance(gradient, Joined):
+                for each, total in gradient.weighted_sums(factors):
+                    self._add(each, total)
+            elif isinstance(gradient, Lookup | Tied) and name not in self.sums:
                 self.sums[name] = LateSum(gradient, factors)
             else:
                 self._add(name, gradient.weighted_sum(factors))

@@ -81,11 +81,11 @@ class DeferredStep:
     def _parked(self, name: str, gradient: PerExampleGradient) -> PerExampleGradient:
         if isinstance(gradient, Lookup | Tied):
             return gradient
-        rows = gradient.instantiate()
+        rows = gradient if isinstance(gradient, Dense) else Dense(gradient.instantiate())
         self.parked_bytes += rows.nbytes
-        return Dense(rows.to(_HOST, copy=True))
+        return rows.to(_HOST)
 
     def _back(self, name: str, gradient: PerExampleGradient) -> PerExampleGradient:
-        if isinstance(gradient, Dense) and gradient.grad.device != self._home[name]:
-            return Dense(gradient.grad.to(self._home[name]))
+        if isinstance(gradient, Dense) and gradient.device != self._home[name]:
+            return gradient.to(self._home[name])
         return gradient

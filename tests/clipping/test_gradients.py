@@ -17,6 +17,7 @@ from dpexp.clipping.gradients import (
     Conv,
     Dense,
     Geometry,
+    Joined,
     Lookup,
     Outer,
     Pulled,
@@ -170,6 +171,28 @@ def test_tied_norm_in_chunks():
 def test_dense(examples: int, shape: list[int]):
     grad = normal(examples, *shape)
     assert_exact(Dense(grad), grad)
+
+
+@fast
+@given(st.integers(0, 3), st.lists(st.lists(sizes, max_size=3), min_size=1, max_size=4))
+def test_small_gradients_side_by_side(examples: int, shapes: list[list[int]]):
+    parts = {str(i): Dense(normal(examples, *shape, seed=i)) for i, shape in enumerate(shapes)}
+    joined, factors = Joined(parts), normal(examples, seed=9).abs()
+    norms = sum(part.sq_norms("instantiate") for part in parts.values())
+    torch.testing.assert_close(joined.sq_norms("instantiate"), norms, rtol=1e-12, atol=0)
+    keep = torch.arange(examples) != 1
+    for gradient, taken in ((joined, factors), (joined.finite(keep), factors * keep)):
+        sums = dict(gradient.weighted_sums(taken))
+        assert list(sums) == list(parts)
+        for name, total in sums.items():
+            torch.testing.assert_close(total, parts[name].weighted_sum(taken), rtol=1e-12, atol=1e-12)
+            # each is the only one in its memory: it becomes a parameter's gradient
+            assert total.untyped_storage().nbytes() == total.nbytes
+
+
+def test_small_gradients_side_by_side_are_32_bits():
+    parts = {"a": Dense(normal(3, 4).bfloat16()), "b": Dense(normal(3).float())}
+    assert {total.dtype for _, total in Joined(parts).weighted_sums(torch.ones(3))} == {torch.float32}
 
 
 def test_other_mixtures_are_instantiated_and_added():

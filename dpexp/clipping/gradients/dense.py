@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
 from dpexp.clipping.gradients.memory import Scratch
+
+# bytes of a batch's gradients that cost less to copy than to ask about one by one
+SMALL = 1 << 20
 
 
 class Dense(PerExampleGradient):
@@ -23,7 +28,16 @@ class Dense(PerExampleGradient):
 
     def __init__(self, grad: Tensor, magnitudes: Tensor | None = None):
         super().__init__(grad.shape[1:], grad.shape[0], grad.dtype, grad.device)
-        self.grad, self._of_parts = grad.detach(), magnitudes
+        self.grad, self._of_parts = numerics.detached(grad), magnitudes
+
+    @property
+    def joins(self) -> bool:
+        """Whether it may lie beside others in `Joined`: it is small, and the rows that are measured are those that are summed."""
+        return self._of_parts is None and self.grad.nbytes <= SMALL
+
+    def to(self, device: torch.device) -> Self:
+        """A copy in the memory of another device."""
+        return self._replace(grad=self.grad.to(device, copy=True), device=device)
 
     def methods(self) -> tuple[str, ...]:
         return ("instantiate",)
@@ -66,3 +80,25 @@ class Dense(PerExampleGradient):
 
     def mask(self, keep: Tensor) -> Dense:
         return self._replace(grad=numerics.zero_examples(self.grad, keep))
+
+
+class Joined(Dense):
+    """Instantiated per-example gradients of several parameters side by side: one norm and one product for all of them.
+
+    A large model has hundreds of biases and scales, and to ask for the norm of one costs as much as to ask for all.
+
+    Args:
+        parts: by name of the parameter, several; all of the same examples.
+    """
+
+    def __init__(self, parts: dict[str, Dense]):
+        rows = [part.grad.to(part.dtype) for part in parts.values()]
+        super().__init__(torch.cat([x.flatten(1) if x.dim() > 1 else x.unsqueeze(1) for x in rows], 1))
+        self.shapes = {name: part.shape for name, part in parts.items()}
+
+    def weighted_sums(self, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Give ``sum_i factors[i] * g_i`` of each parameter."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        sums = torch.ops.aten.split_with_sizes_copy(self.weighted_sum(factors), sizes)
+        for (name, shape), each in zip(self.shapes.items(), sums, strict=True):
+            yield name, each if len(shape) == 1 else each.view(shape)

@@ -42,12 +42,14 @@ def gram_norms(a: Tensor, g: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
 
 
 def _block_norms(a: Tensor, g: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    found = []
-    for start in range(0, a.shape[1], height):
-        rows = slice(start, start + height)
-        both = numerics.product(a[:, rows], a[:, start:].mT).mul_(
-            numerics.product(g[:, rows], g[:, start:].mT)
-        )
+    found, positions = [], a.shape[1]
+    for start in range(0, positions, height):
+        # the rows of a block, and what stands right of its diagonal
+        parts = [
+            (x[:, start : start + height], x[:, start:]) if height < positions else (x, x) for x in (a, g)
+        ]
+        both, other = (numerics.product(rows, right.mT) for rows, right in parts)
+        both.mul_(other)
         found.append((_unfolded(both), _unfolded(both.abs_())))
     if len(found) == 1:
         total, magnitude = found[0]

@@ -28,13 +28,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def detached(x: Tensor) -> Tensor:
+    """Return ``x`` without the graph that made it: inputs of a layer have one, which is no concern of ours."""
+    return x.detach() if x.requires_grad else x
+
+
 def align(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Bring both to the lower of their dtypes: under autocast an activation and its gradient may differ.
 
     Two different 16-bit formats have no lower one in common and meet in float32.
     """
-    # inputs of a layer have a graph of their own, which is no concern of ours
-    a, b = a.detach(), b.detach()
+    a, b = detached(a), detached(b)
     if a.dtype == b.dtype:
         return a, b
     low = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype
@@ -172,6 +176,8 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
         num_examples: B; may be 0.
         features: how many trailing dimensions are features and stay.
     """
+    if x.dim() == features + 2 and x.shape[0] == num_examples:
+        return x
     kept = x.shape[x.dim() - features :]
     rows = x.shape[0] // num_examples if num_examples else 1
     positions = rows * math.prod(x.shape[1 : x.dim() - features])
@@ -180,6 +186,8 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
 
 def combine(rows: Tensor, factors: Tensor) -> Tensor:
     """``sum_i factors[i] * rows[i]``; ``rows`` is contiguous, ``[B, *shape]``."""
+    if rows.dim() == 2:
+        return torch.mv(rows.t(), factors.to(rows.dtype))
     matrix = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
     return torch.mv(matrix.t(), factors.to(rows.dtype)).view(rows.shape[1:])
 
