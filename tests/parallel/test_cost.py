@@ -7,6 +7,11 @@ from dpexp.benchmark.ranks_page import ranks_page, ranks_plot
 from dpexp.parallel import Ranks
 from dpexp.pipeline.flat import WAYS
 from tests.parallel.pool import run_ranks
+from tests.versions import needs_torch
+
+
+# FSDP2 is one of the runtimes
+pytestmark = needs_torch(2, 15)
 
 
 def measured(ranks: Ranks):
