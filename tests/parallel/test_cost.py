@@ -9,7 +9,6 @@ from dpexp.pipeline.flat import WAYS
 from tests.parallel.pool import run_ranks
 from tests.versions import needs_torch
 
-
 # FSDP2 is one of the runtimes
 pytestmark = needs_torch(2, 15)
 
