@@ -10,10 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scipy import stats as distributions
-
 from dpexp.durable import flattened
-from dpexp.reproduce.statistics import LEVEL, compare, holm, mean_std
+from dpexp.reproduce.statistics import compare, holm, interval, mean_std
 
 # of the metric's own unit
 HEAD = (
@@ -88,9 +86,10 @@ def comparison(summaries: Sequence[Mapping[str, Any]], settings: Sequence[Settin
         values = {name: [float(measured[i][metric]) for i in runs] for name, runs in groups.items()}
         first, *others = values
         results = [compare(values[name], values[first], "greater") for name in others]
-        tested = [r for r in results if r.p_for is not None and r.p_against is not None]
-        p_values = [2 * min(r.p_for or 0.0, r.p_against or 0.0) for r in tested]
-        corrected = dict(zip(map(id, tested), zip(p_values, holm(p_values), strict=True), strict=True))
+        tested = {id(r): p for r in results if (p := r.p_two_sided) is not None}
+        corrected = dict(
+            zip(tested, zip(tested.values(), holm([*tested.values()]), strict=True), strict=True)
+        )
         for name, result in zip(values, [None, *results], strict=True):
             rows.append((
                 metric, name, str(len(values[name])), _budgets([summaries[i] for i in groups[name]]), *_spread(values[name]),
@@ -113,8 +112,7 @@ def _spread(values: Sequence[float]) -> tuple[str, str]:
     mean, std = mean_std(values)
     if std is None:
         return f"{mean:.4g}", ""
-    half = float(distributions.t.ppf(1 - LEVEL / 2, len(values) - 1)) * std / math.sqrt(len(values))
-    return f"{mean:.4g} ± {std:.2g}", _interval(mean - half, mean + half)
+    return f"{mean:.4g} ± {std:.2g}", _interval(*interval(values))
 
 
 def _interval(low: float, high: float) -> str:

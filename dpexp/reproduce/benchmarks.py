@@ -23,6 +23,7 @@ from dpexp.reproduce.documents import (
     Section,
     Verdict,
     as_rows,
+    block,
     grouped,
     number,
     page,
@@ -32,11 +33,6 @@ from dpexp.reproduce.paper import claims, listed, paper_table, printed, target_n
 from dpexp.reproduce.records import believed, code_problems
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
-COLUMNS = (
-    "workload", "method", "batch", "speed / non-private", "added memory / non-private", "examples/s", "largest batch",
-    "speed there / non-private", "relative error", "scale", "hardware", "precision", "record", "note",
-)  # fmt: skip
-_PAPER = ("row", "column", "paper", "note")
 EARLIER = "of an earlier engine: decides nothing"
 _QUANTITIES = {
     "examples/s": "speed", "added memory / non-private": "added memory", "largest batch": "largest batch",
@@ -143,19 +139,20 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
     target = targets()[name]
     blocks = [_block(target, scale, records) for scale in ("small", "paper")]
     rows = [row for block in blocks for row in block.rows]
-    printed = as_rows(_PAPER, [
-        (cell.row, cell.column, f"{cell.value} {cell.unit}".strip() or "-", cell.conditions)
+    printed = [
+        {"row": cell.row, "column": cell.column, "paper": f"{cell.value} {cell.unit}".strip() or "-", "note": cell.conditions}
         for cell in paper_table(target.paper, target.table)
-    ])  # fmt: skip
+    ]  # fmt: skip
     verdicts = _verdicts(target, rows)
     if target.arithmetic:
         verdicts.append(getattr(complexity_tables, target.arithmetic)())
-    bounds = Section("As printed", (), _PAPER, printed, verdicts=tuple(verdicts))
+    bounds = block(printed, "As printed", verdicts=tuple(verdicts))
     count = sum(EARLIER in row["note"] for row in rows)
     earlier = f" {count} rows are of an earlier engine and decide nothing." if rows else ""
     drawn = _newest(rows)
     svg = draw(lambda axes: _bars(axes, drawn), 2, (4.6, 1 + 0.24 * len(drawn))) if drawn else ""
-    columns, words = (*COLUMNS, "row", "column", "paper"), listed("pages")["benchmarks"] | vars(target)
+    columns = tuple(dict.fromkeys(key for row in (*rows, *printed) for key in row))
+    words = listed("pages")["benchmarks"] | vars(target)
     return page(
         name, (bounds, *blocks), columns, otherwise="not run", svg=svg, untold=_untold(rows), words=words, earlier=earlier
     )  # fmt: skip
@@ -170,23 +167,26 @@ def _block(target: Measured, scale: str, records: Sequence[Measurement]) -> Sect
     command = f"python -m dpexp.bench bench={target.preset} {device}'workloads=[{','.join(left)}]' out=results/bench/NAME"
     todo = (f"Not run: {', '.join(left)}. `{command}`",) if left else ()
     status = f"{scale} {len(done)}/{len(wanted)}" if done else ""
-    return Section(f"scale={scale}", todo, COLUMNS if rows else (), rows, scale, done=status)
+    return Section(f"scale={scale}", todo, tuple(rows[0]) if rows else (), rows, scale, done=status)
 
 
 def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
     settings = measured.content["settings"]
     torch = f"{PURE}, without the C++ kernels" if settings.get("native") is False else ""
     earlier = "" if measured.content.get("engine") == ENGINE else EARLIER
-    return as_rows(COLUMNS, [
-        (
-            row["workload"], row["method"], row["batch_size"], number(row["time_ratio"] and 1 / row["time_ratio"]),
-            number(row["memory_ratio"]), number(row["examples_per_s"], ".4g"), number(row["max_batch"], "d"),
-            number(row["max_batch_throughput_ratio"]), number(row["error"], ".1e"), scale, measured.hardware,
-            settings["precision"], measured.path, "; ".join(filter(None, (torch, measured.note(row), earlier))),
-        )
+    return as_rows(
+        {
+            "workload": row["workload"], "method": row["method"], "batch": row["batch_size"],
+            "speed / non-private": number(row["time_ratio"] and 1 / row["time_ratio"]),
+            "added memory / non-private": number(row["memory_ratio"]), "examples/s": number(row["examples_per_s"], ".4g"),
+            "largest batch": row["max_batch"], "speed there / non-private": number(row["max_batch_throughput_ratio"]),
+            "relative error": number(row["error"], ".1e"), "scale": scale, "hardware": measured.hardware,
+            "precision": settings["precision"], "record": measured.path,
+            "note": "; ".join(filter(None, (torch, measured.note(row), earlier))),
+        }
         for row in measured.content["rows"]
         if row["workload"] in workloads and settings.get("size") == "full"
-    ])  # fmt: skip
+    )  # fmt: skip
 
 
 def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
@@ -287,10 +287,6 @@ def _bars(axes: Any, rows: Rows) -> None:
 # Speed and memory on the workloads that this project set itself goals for, before anything was measured.
 
 EFFICIENCY = "efficiency"
-_GOALS = (
-    "workload", "method", "time / non-private", "goal for time", "memory / non-private", "goal for memory", "goals",
-    "printed for the like", "scale", "hardware", "record", "note",
-)  # fmt: skip
 # Of the paper's network of the same kind: its row in Table 1 of Bu et al.
 _TABLE_1 = {
     "gpt2": "E2E, GPT2-large (774M)", "roberta": "QQP, RoBERTa-large (355M)", "vit": "CIFAR, BEiT-large (304M)",
@@ -304,13 +300,12 @@ def efficiency(records: Sequence[Measurement]) -> Document:
     for native, kernels in _BLOCKS.items():
         rows = [row for record in records for row in _beside_goals(record, native)]
         command = f"python -m dpexp.bench native={str(native).lower()} threads=2 out=results/bench/NAME"
-        said = () if rows else (f"Not run: `{command}`",)
-        sections.append(Section(f"scale=small, {kernels}", said, _GOALS if rows else (), rows, "small"))
+        heading = f"scale=small, {kernels}"
+        todo = Section(heading, (f"Not run: `{command}`",), scale="small")
+        sections.append(block(rows, heading, scale="small") if rows else todo)
     every = [row["goals"] for section in sections for row in section.rows if row["goals"]]
     met = f"{every.count('met')} of {len(every)} cells meet both goals." if every else "Not run."
-    return page(
-        EFFICIENCY, sections, _GOALS, otherwise=f"small {len(every)}" if every else "not run", met=met
-    )
+    return page(EFFICIENCY, sections, otherwise=f"small {len(every)}" if every else "not run", met=met)
 
 
 def _beside_goals(measured: Measurement, native: bool) -> Rows:
@@ -325,12 +320,14 @@ def _beside_goals(measured: Measurement, native: bool) -> Rows:
         if workload not in goals["auto/flat"] or method == "nonprivate":
             continue
         time, memory = goals.get(method.removesuffix(LEAN), {}).get(workload, (None, None))
-        lines.append((
-            workload, method, number(row["time_ratio"]), number(time), number(row["memory_ratio"]), number(memory),
-            _met(row, time, memory), for_the_like(workload, method), "small", measured.hardware, measured.path,
-            measured.note(row),
-        ))  # fmt: skip
-    return as_rows(_GOALS, lines)
+        lines.append({
+            "workload": workload, "method": method, "time / non-private": number(row["time_ratio"]),
+            "goal for time": number(time), "memory / non-private": number(row["memory_ratio"]),
+            "goal for memory": number(memory), "goals": _met(row, time, memory),
+            "printed for the like": for_the_like(workload, method), "scale": "small", "hardware": measured.hardware,
+            "record": measured.path, "note": measured.note(row),
+        })  # fmt: skip
+    return as_rows(lines)
 
 
 def _met(row: dict[str, Any], time: float | None, memory: float | None) -> str:

@@ -121,7 +121,7 @@ def _rows(target: Curves, records: Sequence[Record]) -> Rows:
         spent = record.facts.get("privacy.epsilon")
         base = {
             "run": label, "seed": str(record.facts["seed"]), "ε": f"{spent:g}" if spent else "∞",
-            "scale": record.summary["scale"], "record": f"results/runs/{record.name}",
+            "scale": record.summary["scale"], "record": record.path,
         }  # fmt: skip
         points = {"norms": _norms, "sweep": _sweep}.get(target.kind, _dev)(record, target)
         rows += [base | point for point in points]

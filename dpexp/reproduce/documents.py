@@ -191,9 +191,9 @@ def not_run(needs: str) -> str:
     return f"not run; it takes {needs}" if needs else "not run"
 
 
-def as_rows(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> Rows:
-    """Each line's values, as text, under the names of the columns."""
-    return [dict(zip(columns, map(str, line), strict=True)) for line in lines]
+def as_rows(lines: Iterable[Mapping[str, object]]) -> Rows:
+    """The values of each line as text, "" where there is none."""
+    return [{column: "" if value is None else str(value) for column, value in line.items()} for line in lines]
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -24,11 +24,6 @@ from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import Document, Rows, Section, as_rows, block, page
 from dpexp.reproduce.paper import Cell, listed, paper_table, printed
 
-_BESIDE = (
-    "network", "b", "L, MiB", "non-private, MiB", "formula, MiB", "mini-batch clipping, MiB", "measured / formula",
-    "per-layer clipping, MiB", "measured / non-private", "record",
-)  # fmt: skip
-
 # --- Bu et al., Tables 2 and 3 ---
 
 _NAMES = {"Non-DP": "non-DP", "TF-privacy": "TF-Privacy", "BK (ours)": "BK"}
@@ -123,32 +118,32 @@ def memory_monir(measured: Sequence[Measurement]) -> Document:
         _number_row("section 4.3", "mini-batch / per-layer clipping, b = 100, L = C", "2", ratio(100, 1, 1),
                     f"printed as double; for L = 100 C it is {large:.0f}"),
     ]  # fmt: skip
-    counted = [row["agrees"] for row in rows]
-    beside = Section(
-        "Beside measured memory", (listed("pages")["memory-monir"]["beside"],), _BESIDE, _beside(measured)
-    )
-    return page("memory-monir", [block(rows), beside], agree=counted.count("yes"), compared=len(counted))
+    beside = _beside(measured)
+    words = (listed("pages")["memory-monir"]["beside"],)
+    section = Section("Beside measured memory", words, tuple(beside[0]) if beside else (), beside)
+    return _compared("memory-monir", rows, section)
 
 
 def _beside(measured: Sequence[Measurement]) -> Rows:
     """A row for each network of a benchmark with both ways to clip: (b - 1)·L more than without privacy, and nothing more."""
     lines = []
-    for one in measured:
-        found = {
-            (row["workload"], row["method"]): row for row in one.content["rows"] if row["status"] == "ok"
-        }
+    for measurement in measured:
+        done = (row for row in measurement.content["rows"] if row["status"] == "ok")
+        found = {(row["workload"], row["method"]): row for row in done}
         for (workload, method), row in found.items():
             plain, layers = found.get((workload, "nonprivate")), found.get((workload, "auto/layer"))
             if method != "opacus:flat" or plain is None or layers is None:
                 continue
             size, b = row["trainable"] * 4 / 2**20, row["batch_size"]
-            formula = plain["peak_mib"] + (b - 1) * size
-            lines.append((
-                workload, f"{b:g}", f"{size:.0f}", *(f"{x:.0f}" for x in (plain["peak_mib"], formula, row["peak_mib"])),
-                f"{row['peak_mib'] / formula:.2f}", f"{layers['peak_mib']:.0f}",
-                f"{layers['peak_mib'] / plain['peak_mib']:.2f}", one.path,
-            ))  # fmt: skip
-    return as_rows(_BESIDE, lines)
+            peaks = [one["peak_mib"] for one in (plain, row, layers)]
+            formula = peaks[0] + (b - 1) * size
+            lines.append({
+                "network": workload, "b": f"{b:g}", "L, MiB": f"{size:.0f}", "non-private, MiB": f"{peaks[0]:.0f}",
+                "formula, MiB": f"{formula:.0f}", "mini-batch clipping, MiB": f"{peaks[1]:.0f}",
+                "measured / formula": f"{peaks[1] / formula:.2f}", "per-layer clipping, MiB": f"{peaks[2]:.0f}",
+                "measured / non-private": f"{peaks[2] / peaks[0]:.2f}", "record": measurement.path,
+            })  # fmt: skip
+    return as_rows(lines)
 
 
 # --- He et al., section 4: the model of `dpexp.complexity.pipeline` at its size, and what they claim in words ---
@@ -163,10 +158,6 @@ CLAIMS = (
     "(iii) 'costly due to performing the extra round of backpropagation'",
     "'does not bypass the complications in the subsequent gradient rescaling step'",
 )
-_CLIPPING = (
-    "clipping", "devices", "MB to a neighbour", "KB of norms", "GB to the host and back", "MB of sums to replicas", "waits",
-    "step, s", "step / per device", "He et al. say",
-)  # fmt: skip
 
 
 def communication_he() -> Document:
@@ -176,13 +167,15 @@ def communication_he() -> Document:
         base = cost("per device", devices, a).seconds
         for way, claim in zip(WAYS, CLAIMS, strict=True):
             one = cost(way, devices, a)
-            lines.append((
-                way, devices, f"{one.between / 1e6:.0f}", f"{one.norms / 1e3:.2f}", f"{one.host / 1e9:.1f}",
-                f"{one.sums / 1e6:.0f}", one.waits, f"{one.seconds:.1f}", f"{one.seconds / base:.3f}", claim,
-            ))  # fmt: skip
+            lines.append({
+                "clipping": way, "devices": devices, "MB to a neighbour": f"{one.between / 1e6:.0f}",
+                "KB of norms": f"{one.norms / 1e3:.2f}", "GB to the host and back": f"{one.host / 1e9:.1f}",
+                "MB of sums to replicas": f"{one.sums / 1e6:.0f}", "waits": one.waits, "step, s": f"{one.seconds:.1f}",
+                "step / per device": f"{one.seconds / base:.3f}", "He et al. say": claim,
+            })  # fmt: skip
     steps = round(EPOCHS * SAMSUM / a.batch)
     return page(
-        "communication-he", [block(as_rows(_CLIPPING, lines))], a=a, billions=a.parameters / 1e9, tflops=a.flops / 1e12,
+        "communication-he", [block(as_rows(lines))], a=a, billions=a.parameters / 1e9, tflops=a.flops / 1e12,
         between=a.between / 1e9, to_host=a.to_host / 1e9, latency=a.latency * 1e6, epochs=EPOCHS, examples=SAMSUM, steps=steps,
         hours=steps * cost("per device", a.stages, a).seconds / 3600,
         full=2 * a.batch * a.parameters / a.stages * a.gradient / 1e12,
@@ -191,10 +184,14 @@ def communication_he() -> Document:
 
 # --- Monir et al., section 6.2 ---
 
-MNIST = {"N": 60000, "B": 512, "epochs": 30, "delta": 1e-5, "C": 0.2}
-TARGETS = (1.0, 2.0, 3.0)
-# 30 epochs of 60000 / 512 batches: inferred, the paper gives neither B nor epochs
-MNIST_STEPS = 3516
+# The paper gives neither B nor epochs nor C: inferred are 512, 30 and this.
+MNIST_RATE, MNIST_STEPS, MNIST_C = 512 / 60000, 3516, 0.2
+DELTA = 1e-5
+
+
+def budgets() -> list[float]:
+    """ε of each group, Table 9, case 1."""
+    return [float(cell.value) for cell in paper_table("monir2023", "9") if cell.column == "Case 1"]
 
 
 @cache
@@ -212,8 +209,8 @@ def individual_epsilon(kind: str, group: int, steps: int) -> float:
     if kind == "sampling":
         rate = values[group]
     else:
-        rate, sigma = MNIST["B"] / MNIST["N"], sigma * MNIST["C"] / values[group]
-    return epsilon(composed([(step_event(rate, [sigma]), steps)]), MNIST["delta"], "rdp")
+        rate, sigma = MNIST_RATE, sigma * MNIST_C / values[group]
+    return epsilon(composed([(step_event(rate, [sigma]), steps)]), DELTA, "rdp")
 
 
 def individual_monir() -> Document:
@@ -221,7 +218,7 @@ def individual_monir() -> Document:
     rows = []
     for kind, letter in (("sampling", "q"), ("scaling", "C")):
         values, sigma = _printed(kind)
-        for group, (value, target) in enumerate(zip(values, TARGETS, strict=True)):
+        for group, (value, target) in enumerate(zip(values, budgets(), strict=True)):
             spent, note = individual_epsilon(kind, group, MNIST_STEPS), f"{letter} = {value}, σ = {sigma}"
             rows.append(
                 _number_row(f"{kind}, group {group + 1}", "ε at the end", f"{target:.1f}", spent, note)
@@ -231,12 +228,10 @@ def individual_monir() -> Document:
 
 # --- Print beside ours ---
 
-_COMPARED = ("row", "column", "paper", "ours", "agrees", "note")
 
-
-def _compared(name: str, rows: Rows, **values: Any) -> Document:
+def _compared(name: str, rows: Rows, *more: Section, **values: Any) -> Document:
     counted = [row["agrees"] for row in rows if row["agrees"]]
-    return page(name, [block(rows)], agree=counted.count("yes"), compared=len(counted), **values)
+    return page(name, [block(rows), *more], agree=counted.count("yes"), compared=len(counted), **values)
 
 
 def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
@@ -245,15 +240,18 @@ def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
     simple = value.replace("≈ ", "").replace("O(BT²)", "2BT²(p+d)")
     plain = ours.partition(" + 2BT²(p+d)")[0] if value.startswith("≈") else ours
     agrees = _yes(simple == plain or value == ours) if value and ours else ""
-    return dict(zip(_COMPARED, (cell.row, cell.column, value or "-", ours, agrees, note), strict=True))
+    return _beside_print(cell.row, cell.column, value or "-", ours, agrees, note)
 
 
 def _number_row(row: str, column: str, paper: str, ours: float, note: str) -> dict[str, str]:
     """Agrees where ours, rounded as in print, is what is printed; ours is shown with two digits more."""
     digits = len(paper.partition(".")[2])
-    agrees = _yes(f"{ours:.{digits}f}" == paper)
     shown = f"{ours:g}" if float(ours).is_integer() else f"{ours:.{digits + 2}f}"
-    return dict(zip(_COMPARED, (row, column, paper, shown, agrees, note), strict=True))
+    return _beside_print(row, column, paper, shown, _yes(f"{ours:.{digits}f}" == paper), note)
+
+
+def _beside_print(row: str, column: str, paper: str, ours: str, agrees: str, note: str) -> dict[str, str]:
+    return {"row": row, "column": column, "paper": paper, "ours": ours, "agrees": agrees, "note": note}
 
 
 def _yes(value: bool) -> str:

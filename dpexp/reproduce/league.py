@@ -7,18 +7,16 @@ A record belongs to the row whose command it was.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from scipy import stats
-
 from dpexp.reproduce.documents import Document, Rows, Section, Verdict, grouped, number, page
-from dpexp.reproduce.fillings import Filling, printed_factor
+from dpexp.reproduce.fillings import Filling
 from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
 from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
-from dpexp.reproduce.statistics import LEVEL, compare, holm, mean_std
+from dpexp.reproduce.statistics import LEVEL, compare, holm, interval, mean_std
 
 NAME = "league"
 RANKS = ("method", "mean rank", "best", "better than {0}", "worse than {0}")
@@ -41,7 +39,7 @@ class Entry:
         epsilon: target.
         words: of its command, without what `_FREE` names.
         rates: that are to be tried.
-        own: how many of the words are the method's; they come last.
+        settings: those of the words that are the method's.
         seeds: that are to be run at the best rate.
     """
 
@@ -50,7 +48,7 @@ class Entry:
     epsilon: float
     words: tuple[str, ...]
     rates: tuple[float, ...]
-    own: int
+    settings: str
     seeds: tuple[int, ...]
 
     def command(self, rate: float, seeds: Sequence[int], trials: int) -> str:
@@ -61,26 +59,20 @@ class Entry:
 
     def runs(self, records: Sequence[Record]) -> dict[tuple[float, int], Record]:
         """(learning rate, seed) -> its record."""
-        own = (r for r in records if r.matches({"task": self.task, "privacy.epsilon": self.epsilon}))
+        where, asked = {"task": self.task, "privacy.epsilon": self.epsilon}, frozenset(self.words)
         return {
             (float(record.facts["optim.lr"]), int(record.facts["seed"])): record
-            for record in own
-            if self._made(record)
-        }
-
-    def _made(self, record: Record) -> bool:
-        return set(self.words) == {
-            word for word in settings_of(record.summary["command"])[1] if word.partition("=")[0] not in _FREE
+            for record in records
+            if record.matches(where) and settings_of(record.summary["command"], _FREE)[1] == asked
         }
 
 
-def settings_of(command: str) -> tuple[str, frozenset[str]]:
-    """The program of a command, and its settings without those that say which seed, which trial, or where."""
+def settings_of(command: str, free: Collection[str] = _COUNTED) -> tuple[str, frozenset[str]]:
+    """The program of a command, and its settings without those that are free, or that say where it ran."""
     _, _, program, *words = shlex.split(command)
     names = {word: word.partition("=")[0] for word in words if word != "-m"}
-    return program, frozenset(
-        word for word, name in names.items() if name not in _COUNTED and not name.startswith(_ELSEWHERE)
-    )
+    kept = (word for word, name in names.items() if name not in free and not name.startswith(_ELSEWHERE))
+    return program, frozenset(kept)
 
 
 @dataclass(frozen=True)
@@ -110,11 +102,10 @@ def entries(task: str) -> Iterator[Entry]:
     own = said["tasks"][task]
     for epsilon in said["budgets"]:
         for method, settings in said["methods"].items():
-            mine = shlex.split(settings.format(**own["values"]))
-            words = (*shlex.split(f"{said['settings']} {own['settings']}"), *mine)
-            rates = tuple(float(rate) * said["slower"].get(method, 1) for rate in own["rates"])
-            seeds = tuple(own.get("seeds", said["seeds"]))
-            yield Entry(task, method, float(epsilon), words, rates, len(mine), seeds)
+            mine = settings.format(**own["values"])
+            words = tuple(shlex.split(f"{said['settings']} {own['settings']} {mine}"))
+            rates = tuple(float(rate) * said["slower"].get(method, 1) for rate in said["rates"])
+            yield Entry(task, method, float(epsilon), words, rates, mine, tuple(said["seeds"]))
 
 
 def commands(task: str, records: Sequence[Record]) -> list[str]:
@@ -145,15 +136,14 @@ def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[
 
 def standings(task: str, records: Sequence[Record]) -> list[Standing]:
     """The entries of a task that are complete: every rate tried, every seed run."""
-    said, found = listed(NAME), []
-    factor = printed_factor(said["metric"])
+    found = []
     for entry in entries(task):
         runs = entry.runs(records)
         rate, tried = _best_rate(entry, runs)
-        own = [runs[rate, seed] for seed in entry.seeds if (rate, seed) in runs]
-        if len(own) == len(entry.seeds):
-            values = tuple(factor * (record.metric(said["metric"]) or 0.0) for record in own)
-            found.append(Standing(entry, rate, tried, Filling(tuple(own), values, said["metric"])))
+        own = (runs[rate, seed] for seed in entry.seeds if (rate, seed) in runs)
+        filling = Filling.of(own, listed(NAME)["metric"])
+        if filling and len(filling.records) == len(entry.seeds):
+            found.append(Standing(entry, rate, tried, filling))
     return found
 
 
@@ -168,11 +158,8 @@ def document(records: Sequence[Record]) -> Document:
     if ranked := _complete(rows):
         sections += [_ranks(ranked, reference), _claims([one for own in found.values() for one in own])]
     for task, asked in said["tasks"].items():
-        complete, total, settings = (
-            len(rows[task]),
-            len(list(entries(task))),
-            f"{said['settings']} {asked['settings']}",
-        )
+        complete, total = len(rows[task]), len(list(entries(task)))
+        settings = f"{said['settings']} {asked['settings']}"
         done = words["block"].format(settings=settings, complete=complete, total=total)
         done += f" {words['rest'].format(task=task)}" if complete < total else ""
         sections.append(Section(f"scale=small, {asked['words']}", (done,), columns, rows[task], "small"))
@@ -185,12 +172,13 @@ def document(records: Sequence[Record]) -> Document:
 
 def _complete(rows: Mapping[str, Rows]) -> dict[tuple[str, str], Rows]:
     """(task, ε) -> its rows, where every method has one."""
-    blocks = (
-        ((task, epsilon), own)
+    every = len(listed(NAME)["methods"])
+    return {
+        (task, epsilon): own
         for task in rows
         for epsilon, own in grouped(rows[task], itemgetter("ε")).items()
-    )
-    return {key: own for key, own in blocks if len(own) == len(listed(NAME)["methods"])}
+        if len(own) == every
+    }
 
 
 def _rows(found: Sequence[Standing], reference: str) -> Rows:
@@ -206,16 +194,14 @@ def _rows(found: Sequence[Standing], reference: str) -> Rows:
 
 def _row(standing: Standing, rank: int) -> dict[str, str]:
     entry, filling = standing.entry, standing.filling
-    mean, std, n = filling.mean, filling.std or 0.0, len(filling.values)
-    half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * std / n**0.5
+    low, high = interval(filling.values)
     priced = (filling.record.summary["privacy"].get("epsilon_with_tuning") or {}).get("rdp")
     return {
-        "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": str(rank), "ours": f"{mean:.2f} ± {std:.2f}",
-        "95% interval": f"[{mean - half:.2f}, {mean + half:.2f}]", "lr": f"{standing.rate:g}",
-        "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": str(n),
+        "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": str(rank), "ours": filling.said(),
+        "95% interval": f"[{low:.2f}, {high:.2f}]", "lr": f"{standing.rate:g}",
+        "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": str(len(filling.values)),
         "dev error": number(filling.dev_error), "ε with tuning": number(priced),
-        "seconds": f"{filling.seconds:.0f}",
-        "settings": " ".join(entry.words[-entry.own :]),
+        "seconds": f"{filling.seconds:.0f}", "settings": entry.settings,
     }  # fmt: skip
 
 
@@ -226,10 +212,7 @@ def _tests(own: Sequence[Standing], reference: str) -> dict[str, dict[str, str]]
     if base is None or not others:
         return {}
     results = [compare(standing.filling.values, base.filling.values, "greater") for standing in others]
-    p_values = [
-        2 * min(r.p_for, r.p_against) if r.p_for is not None and r.p_against is not None else 1.0
-        for r in results
-    ]
+    p_values = [1.0 if result.p_two_sided is None else result.p_two_sided for result in results]
     found = {}
     for standing, result, p, corrected in zip(others, results, p_values, holm(p_values), strict=True):
         word = "" if corrected >= LEVEL else "better" if result.difference > 0 else "worse"

@@ -56,6 +56,11 @@ class Record:
         )
 
     @property
+    def path(self) -> str:
+        """From the top of the repository."""
+        return f"results/{self.folder}/{self.name}"
+
+    @property
     def spent(self) -> float | None:
         """ε under the record's accountant; None for a run without a guarantee."""
         privacy = self.summary.get("privacy") or {}
@@ -124,7 +129,7 @@ def load(folder: Path, *, audits: bool = False) -> list[Record]:
         UserError: a file is no record, or a record that lacks something.
     """
     found = believed(folder, lambda summary: provenance_problems(summary, audits=audits))
-    return [Record(*each, "audits" if audits else "runs") for each in found]
+    return [Record(*each, folder.name) for each in found]
 
 
 def believed(

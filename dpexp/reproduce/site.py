@@ -88,7 +88,7 @@ def _first(documents: Sequence[Document], records: Sequence[Record]) -> Iterator
         yield f"<h2>Accuracy against ε</h2><p>{_inline(words['picture'])}</p><figure>{picture}</figure>"
     if records:
         found = overview.leaders(records)
-        table = _fold(f"{len(found)} rows", _table("All runs", overview.LEADERS, found, sortable=True))
+        table = _fold(f"{len(found)} rows", _table("All runs", tuple(found[0]), found, sortable=True))
         yield f"<h2>All {len(found)} configurations</h2><p>{_inline(words['runs'])}</p>{table}"
 
 
