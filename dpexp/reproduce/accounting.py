@@ -23,7 +23,7 @@ from dpexp.models.trainable import set_trainable
 from dpexp.privacy.accountants import epsilon, prv_bounds
 from dpexp.privacy.events import releases
 from dpexp.privacy.plan import Plan, make_plan
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows, block, grouped, page
+from dpexp.reproduce.documents import Document, Rows, Section, as_rows, grouped, page
 from dpexp.reproduce.paper import listed, paper_table
 
 plan_of = cache(make_plan)
@@ -70,7 +70,7 @@ def noise_he() -> Document:
                 | {"steps": plan.steps, "δ": f"{plan.delta:.3g}", "r": s["r"], "K": layers, "σ": f"{plan.sigma(0):.4f}",
                    "σ_b": f"{plan.sigma_b(0, layers):.2f}", "σ_new": f"{plan.sigma_new(0):.4f}", "not stated": s.get("open")}
             )  # fmt: skip
-    return page("noise-he", [block(as_rows(lines))])
+    return page("noise-he", [Section(rows=as_rows(lines))])
 
 
 # The ε columns of Li et al.

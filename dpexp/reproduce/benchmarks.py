@@ -23,7 +23,6 @@ from dpexp.reproduce.documents import (
     Section,
     Verdict,
     as_rows,
-    block,
     grouped,
     number,
     page,
@@ -146,7 +145,7 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
     verdicts = _verdicts(target, rows)
     if target.arithmetic:
         verdicts.append(getattr(complexity_tables, target.arithmetic)())
-    bounds = block(printed, "As printed", verdicts=tuple(verdicts))
+    bounds = Section("As printed", rows=printed, verdicts=tuple(verdicts))
     count = sum(EARLIER in row["note"] for row in rows)
     earlier = f" {count} rows are of an earlier engine and decide nothing." if rows else ""
     drawn = _newest(rows)
@@ -167,7 +166,7 @@ def _block(target: Measured, scale: str, records: Sequence[Measurement]) -> Sect
     command = f"python -m dpexp.bench bench={target.preset} {device}'workloads=[{','.join(left)}]' out=results/bench/NAME"
     todo = (f"Not run: {', '.join(left)}. `{command}`",) if left else ()
     status = f"{scale} {len(done)}/{len(wanted)}" if done else ""
-    return Section(f"scale={scale}", todo, tuple(rows[0]) if rows else (), rows, scale, done=status)
+    return Section(f"scale={scale}", todo, rows=rows, scale=scale, done=status)
 
 
 def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
@@ -300,9 +299,8 @@ def efficiency(records: Sequence[Measurement]) -> Document:
     for native, kernels in _BLOCKS.items():
         rows = [row for record in records for row in _beside_goals(record, native)]
         command = f"python -m dpexp.bench native={str(native).lower()} threads=2 out=results/bench/NAME"
-        heading = f"scale=small, {kernels}"
-        todo = Section(heading, (f"Not run: `{command}`",), scale="small")
-        sections.append(block(rows, heading, scale="small") if rows else todo)
+        said = () if rows else (f"Not run: `{command}`",)
+        sections.append(Section(f"scale=small, {kernels}", said, rows=rows, scale="small"))
     every = [row["goals"] for section in sections for row in section.rows if row["goals"]]
     met = f"{every.count('met')} of {len(every)} cells meet both goals." if every else "Not run."
     return page(EFFICIENCY, sections, otherwise=f"small {len(every)}" if every else "not run", met=met)

@@ -19,7 +19,7 @@ from dpexp.complexity.formulas import (
     views,
 )
 from dpexp.complexity.shapes import layers_of
-from dpexp.reproduce.documents import PART, Document, Rows, Section, Verdict, as_rows, block, page
+from dpexp.reproduce.documents import PART, Document, Rows, Section, Verdict, as_rows, page
 from dpexp.reproduce.paper import paper_table, printed
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
@@ -105,7 +105,7 @@ def complexity_bu_table4() -> Document:
                 f"{space.mixed / 1e6:.2f}M",
             )
             rows.append(_beside(name, stage, totals, ours, note))
-    return page("complexity-bu-table4", [block(rows)])
+    return page("complexity-bu-table4", [Section(rows=rows)])
 
 
 def _beside(
@@ -137,7 +137,7 @@ def complexity_bu_table5() -> Document:
         }
         for x in IMPLEMENTATIONS
     )  # fmt: skip
-    return page("complexity-bu-table5", [block(rows)])
+    return page("complexity-bu-table5", [Section(rows=rows)])
 
 
 def complexity_bu_table8() -> Document:
@@ -157,7 +157,7 @@ def complexity_bu_table8() -> Document:
                     row[f"{cost['implementation']} {key}"] = f"{cost[f'{key}_relative']:.3f}"
             rows.append(row)
     shown = tuple(key for key in rows[0] if not key.endswith((" time", " space")))
-    sections = [Section("", (), shown, rows)]
+    sections = [Section(columns=shown, rows=rows)]
     for what in ("time", "space"):
         heading = f"{what.capitalize()} relative to non-DP, derived, B = {BATCH}"
         methods = (f"{x.name} {what}" for x in IMPLEMENTATIONS if x.name not in ("non-DP", "TF-Privacy"))

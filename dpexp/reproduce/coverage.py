@@ -20,7 +20,7 @@ from dpexp.benchmark.workloads import WORKLOADS
 from dpexp.config import conf_dir
 from dpexp.reproduce import benchmarks
 from dpexp.reproduce.benchmarks import Measurement
-from dpexp.reproduce.documents import ARITHMETIC, Document, Section, as_rows, block, page
+from dpexp.reproduce.documents import ARITHMETIC, Document, Section, as_rows, page
 from dpexp.reproduce.paper import FOLDER, PAPERS, paper_table, paper_tables
 from dpexp.reproduce.records import Record
 
@@ -134,4 +134,4 @@ def document(evidence: Evidence) -> Document:
         counts.append(
             {"of": title} | {status: found[status] for status in STATUSES} | {"rows": found.total()}
         )
-    return page("coverage", [block(as_rows(counts), "Counts", in_csv=False), *sections], COLUMNS)
+    return page("coverage", [Section("Counts", rows=as_rows(counts), in_csv=False), *sections], COLUMNS)

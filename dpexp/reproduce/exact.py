@@ -21,7 +21,7 @@ from dpexp.complexity.pipeline import WAYS, Assumptions, cost
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.reproduce.benchmarks import Measurement
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows, block, page
+from dpexp.reproduce.documents import Document, Rows, Section, as_rows, page
 from dpexp.reproduce.paper import Cell, listed, paper_table, printed
 
 # --- Bu et al., Tables 2 and 3 ---
@@ -118,10 +118,8 @@ def memory_monir(measured: Sequence[Measurement]) -> Document:
         _number_row("section 4.3", "mini-batch / per-layer clipping, b = 100, L = C", "2", ratio(100, 1, 1),
                     f"printed as double; for L = 100 C it is {large:.0f}"),
     ]  # fmt: skip
-    beside = _beside(measured)
     words = (listed("pages")["memory-monir"]["beside"],)
-    section = Section("Beside measured memory", words, tuple(beside[0]) if beside else (), beside)
-    return _compared("memory-monir", rows, section)
+    return _compared("memory-monir", rows, Section("Beside measured memory", words, rows=_beside(measured)))
 
 
 def _beside(measured: Sequence[Measurement]) -> Rows:
@@ -175,7 +173,7 @@ def communication_he() -> Document:
             })  # fmt: skip
     steps = round(EPOCHS * SAMSUM / a.batch)
     return page(
-        "communication-he", [block(as_rows(lines))], a=a, billions=a.parameters / 1e9, tflops=a.flops / 1e12,
+        "communication-he", [Section(rows=as_rows(lines))], a=a, billions=a.parameters / 1e9, tflops=a.flops / 1e12,
         between=a.between / 1e9, to_host=a.to_host / 1e9, latency=a.latency * 1e6, epochs=EPOCHS, examples=SAMSUM, steps=steps,
         hours=steps * cost("per device", a.stages, a).seconds / 3600,
         full=2 * a.batch * a.parameters / a.stages * a.gradient / 1e12,
@@ -231,7 +229,9 @@ def individual_monir() -> Document:
 
 def _compared(name: str, rows: Rows, *more: Section, **values: Any) -> Document:
     counted = [row["agrees"] for row in rows if row["agrees"]]
-    return page(name, [block(rows), *more], agree=counted.count("yes"), compared=len(counted), **values)
+    return page(
+        name, [Section(rows=rows), *more], agree=counted.count("yes"), compared=len(counted), **values
+    )
 
 
 def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:

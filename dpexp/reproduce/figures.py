@@ -12,7 +12,7 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.reproduce import accounting, complexity_tables, exact
-from dpexp.reproduce.documents import Document, Rows, Verdict, as_rows, block, grouped, page
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, grouped, page
 from dpexp.reproduce.drawing import draw
 from dpexp.reproduce.drawing import lines as draw_lines
 from dpexp.reproduce.paper import listed, paper_table, printed
@@ -176,4 +176,4 @@ def _figure(name: str, rows: Rows, holds: bool = True, **values: Any) -> Documen
     # in short: what follows the verdict, one sentence
     verdict = Verdict("", said, said.partition(": ")[2].partition(". ")[0])
     svg = draw(plot, len(panels), (3.6, 3.2) if len(panels) > 1 else (5.0, 3.6))
-    return page(name, [block(rows, verdicts=(verdict,))], svg=svg, **values)
+    return page(name, [Section(rows=rows, verdicts=(verdict,))], svg=svg, **values)

@@ -71,7 +71,7 @@ def document(records: Sequence[Record]) -> Document:
     done = listed("pages")[NAME]["block"].format(
         settings=said["settings"], complete=len(rows), total=len(found)
     )
-    section = Section("", (done,), tuple(rows[0]) if rows else (), rows, "small", commands=left)
+    section = Section("", (done,), rows=rows, scale="small", commands=left)
     return page(NAME, [section], otherwise=f"small {len(rows)} rows" if rows else "not run")
 
 

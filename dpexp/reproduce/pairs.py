@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -60,6 +60,14 @@ def best_of_each(
     method, and what is compared: settings of these names, or whose names begin so."""
     found = grouped(fillings, lambda filling: filling.record.without({*TUNED, *names}, prefixes))
     return {context: choose(own) for context, own in found.items()}
+
+
+def agreeing(
+    left: Iterable[Filling], right: Iterable[Filling], names: Collection[str], prefixes: tuple[str, ...] = ()
+) -> Iterator[tuple[Choice, Choice]]:
+    """The configurations that speak for two sides in each context that both have; see `best_of_each`."""
+    ones, others = (best_of_each(side, names, prefixes) for side in (left, right))
+    return ((one, others[context]) for context, one in ones.items() if context in others)
 
 
 def at_the_edge(name: str, chosen: float | None, tried: Iterable[float]) -> str:

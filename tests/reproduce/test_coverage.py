@@ -113,8 +113,8 @@ def test_statuses_follow_from_records(matrix: list[dict[str, str]]):
 
 def test_arithmetic_is_exact_where_a_number_is_printed_and_said_to_agree():
     for name in catalogue.EXACT:
-        page = catalogue.builders()[name][0]()
-        columns = {column for section in page.sections for column in section.columns}
+        page = catalogue.EXACT[name]()
+        columns = {column for section in page.sections for column in section.shown}
         beside = any(column.startswith(("printed", "paper")) for column in columns)
         decided = any(verdict.word != CANNOT_TELL for verdict in page.verdicts)
         assert page.status == "computed" or beside or decided, name
@@ -122,7 +122,7 @@ def test_arithmetic_is_exact_where_a_number_is_printed_and_said_to_agree():
 
 def test_a_run_on_the_scale_of_another_paper_is_none_of_this_one(tmp_path: Path):
     write(tmp_path / "runs", summary("flat", task="mnist", scale="paper"))
-    evidence = catalogue.Context(tmp_path).evidence
+    evidence = catalogue.Context(tmp_path).read("evidence")
     found = {
         row["paper"]: evidence.status(row)["status"]
         for row in coverage.listed()
