@@ -16,7 +16,7 @@ from dpexp.reproduce.fillings import Filling
 from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
 from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
-from dpexp.reproduce.statistics import LEVEL, compare, holm, interval, mean_std
+from dpexp.reproduce.statistics import LEVEL, against, interval, mean_std
 
 NAME = "league"
 RANKS = ("method", "mean rank", "best", "better than {0}", "worse than {0}")
@@ -211,14 +211,14 @@ def _tests(own: Sequence[Standing], reference: str) -> dict[str, dict[str, str]]
     others = [standing for standing in own if standing is not base]
     if base is None or not others:
         return {}
-    results = [compare(standing.filling.values, base.filling.values, "greater") for standing in others]
-    p_values = [1.0 if result.p_two_sided is None else result.p_two_sided for result in results]
+    results = against(base.filling.values, [standing.filling.values for standing in others])
     found = {}
-    for standing, result, p, corrected in zip(others, results, p_values, holm(p_values), strict=True):
-        word = "" if corrected >= LEVEL else "better" if result.difference > 0 else "worse"
+    for standing, (result, p) in zip(others, results, strict=True):
+        told = p is not None and p < LEVEL
         found[standing.entry.method] = {
-            f"minus {reference}": f"{result.difference:+.2f}", "95% of it": f"[{result.low:+.2f}, {result.high:+.2f}]",
-            "p": f"{p:.3f}", "p (Holm)": f"{corrected:.3f}", f"beside {reference}": word or "not told apart",
+            f"minus {reference}": f"{result.difference:+.2f}", "95% of it": result.interval,
+            "p": number(result.p_two_sided, ".3f"), "p (Holm)": number(p, ".3f"),
+            f"beside {reference}": ("better" if result.difference > 0 else "worse") if told else "not told apart",
         }  # fmt: skip
     return found
 

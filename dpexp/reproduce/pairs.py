@@ -140,7 +140,7 @@ class Pair:
     def __str__(self) -> str:
         """Difference, interval, p-values and verdict."""
         result = self.result
-        interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
+        interval = f", 95% {result.interval}" if math.isfinite(result.low) else ""
         p = (
             f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it"
             if result.p_for is not None
@@ -218,9 +218,6 @@ class Finding:
         else:
             pair = max(tested, key=lambda pair: pair.judged.p_for or 0.0)
         result, more = pair.result, f" (1 of {len(tested)} pairs)" if len(tested) > 1 else ""
-        interval = f"[{result.low:+.2f}, {result.high:+.2f}]"
         names = " − ".join(side.name for side in pair.sides)
-        ours = (
-            f"{names} = {result.difference:+.2f} {interval}, n = {pair.seeds}, expected {pair.expect}{more}"
-        )
-        return Verdict(where, self.said, ours)
+        ours = f"{names} = {result.difference:+.2f} {result.interval}, n = {pair.seeds}"
+        return Verdict(where, self.said, f"{ours}, expected {pair.expect}{more}")

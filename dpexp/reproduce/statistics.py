@@ -50,6 +50,11 @@ class Comparison:
     p_against: float | None = None
 
     @property
+    def interval(self) -> str:
+        """In words."""
+        return f"[{self.low:+.2f}, {self.high:+.2f}]"
+
+    @property
     def p_two_sided(self) -> float | None:
         """p-value of "both are alike", of a comparison that expects "greater"; None where there is no test."""
         if self.p_for is None or self.p_against is None:
@@ -107,6 +112,16 @@ def compare(
         bound = -margin if expect == "at_least" else 0.0
         p_for, p_against = above(bound), below(bound)
     return Comparison(difference, difference - half, difference + half, p_for, p_against)
+
+
+def against(
+    first: Sequence[float], others: Sequence[Sequence[float]]
+) -> list[tuple[Comparison, float | None]]:
+    """Compare each of the others with the first: other minus first, and its two-sided p-value after Holm's correction, None where
+    there is no test."""
+    results = [compare(other, first, "greater") for other in others]
+    corrected = iter(holm([p for result in results if (p := result.p_two_sided) is not None]))
+    return [(result, None if result.p_two_sided is None else next(corrected)) for result in results]
 
 
 def overall(comparisons: Sequence[Comparison]) -> str:
