@@ -12,7 +12,7 @@ from statistics import fmean
 from scipy import stats
 
 from dpexp.reproduce.documents import grouped
-from dpexp.reproduce.fillings import Filling, budget, described, measured, method
+from dpexp.reproduce.fillings import budget, described, measured, method
 from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, agreeing, best_of_each, compared
 from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import LEVEL, Comparison, compare
@@ -56,14 +56,12 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
         records: of one task and scale; a grid is of configurations that differ in nothing but the quantile.
     """
     name = "clip.target_quantile"
-    grids: dict[str, dict[float, Filling]] = {}
-    for filling in measured(records, "accuracy"):
-        record = filling.record
-        grids.setdefault(record.without({name}), {})[float(record.facts[name])] = filling
     pairs = []
-    for grid in (grid for grid in grids.values() if len(grid) > 2):
-        record = next(iter(grid.values())).record
-        text = record.facts["task"] == "sst2"
+    for own in grouped(measured(records, "accuracy"), lambda f: f.record.without({name})).values():
+        record, text = own[0].record, own[0].record.facts["task"] == "sst2"
+        grid = {float(f.record.facts[name]): f for f in own}
+        if len(grid) < 3:
+            continue
         means = {q: filling.mean for q, filling in grid.items() if text or 0.3 <= q <= 0.9}
         if text:
             high, low = min(means, key=lambda q: abs(q - 0.9)), min(means)

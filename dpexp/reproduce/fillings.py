@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from dpexp.metrics.text import PERCENT
 from dpexp.reproduce.documents import Key, grouped
@@ -89,9 +88,9 @@ def measured(records: Iterable[Record], metric: str) -> list[Filling]:
     return [found for group in by_configuration(records) if (found := Filling.of(group, metric))]
 
 
-def most_seeds(fillings: Iterable[Filling], key: Callable[[Mapping[str, Any]], Key]) -> dict[Key, Filling]:
-    """What the facts of a record make of the key -> the configuration of the most seeds there."""
-    found = grouped(fillings, lambda filling: key(filling.record.facts))
+def most_seeds(fillings: Iterable[Filling], key: Callable[[Filling], Key]) -> dict[Key, Filling]:
+    """Key -> the configuration of the most seeds there."""
+    found = grouped(fillings, key)
     return {at: max(own, key=lambda filling: len(filling.values)) for at, own in found.items()}
 
 
