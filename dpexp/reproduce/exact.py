@@ -75,21 +75,13 @@ def _property(row: str, implementation: Implementation) -> tuple[str, str]:
 def memory_li() -> Document:
     """Section 4.2: memory of the embedding of GPT-2, per-example gradients beside ghost norms."""
     V, p, T = 50257, 768, 1024
-    gigabytes = 10 * V * p * 4 / 1e9
-    ratio, rounded, typical = V * p / (2 * T * T), 50_000 * p / (2 * T * T), V * p / (2 * 100 * 100)
     passes = {x.name: x.modules[0].split().count("2a") for x in IMPLEMENTATIONS}
-    for_ten = printed(
-        "li2022", "text", "section 4.2, footnote 3", "per-example gradients of the embedding for ten examples"
+    ours = (10 * V * p * 4 / 1e9, 50_000 * p / (2 * T * T), passes["GhostClip"] - passes["non-DP"])
+    ten, saved = (
+        cell.value for cell in paper_table("li2022", "text") if cell.row.startswith("section 4.2, ")
     )
-    saved = printed("li2022", "text", "section 4.2, GPT-2 embedding", "memory saved")
-    return _compared("memory-li", [
-        _number_row("footnote 3", "GB for per-example gradients of the embedding, ten examples, fp32", for_ten, gigabytes,
-                    f"10 · {V} · {p} floats"),
-        _number_row("section 4.2", "pd / 2T² at T = 1024: the memory saved at least", saved, rounded,
-                    f"with the stated d ≈ 50,000 and p = {p}; {ratio:.1f} with d = {V}; {typical:.0f} at the typical T = 100"),
-        _number_row("section 4.2", "back-propagations that ghost clipping adds", "1", passes["GhostClip"] - passes["non-DP"],
-                    "10/6 of the products of a non-private step (docs/complexity.md)"),
-    ])  # fmt: skip
+    return _numbers("memory-li", ours, ten=ten, saved=saved, V=V, p=p, ratio=V * p / (2 * T * T),
+                    typical=V * p / (2 * 100 * 100))  # fmt: skip
 
 
 def memory_monir(measured: Sequence[Measurement]) -> Document:
@@ -101,25 +93,14 @@ def memory_monir(measured: Sequence[Measurement]) -> Document:
     def plain(b: float, L: float, C: float) -> float:
         return b * C + 2 * L
 
-    def ratio(b: float, L: float, C: float) -> float:
-        return private(b, L, C) / plain(b, L, C)
+    def ratio(L: float) -> float:
+        return private(100, L, 1) / plain(100, L, 1)
 
-    large = ratio(100, 100, 1)
     batch, layer = (cell.value for cell in paper_table("monir2023", "figure8"))
-    rows = [
-        _number_row("Figure 8", "mini-batch clipping, b = 100, L = C = 1", batch, private(100, 1, 1), "bC + (1+b)L"),
-        _number_row("Figure 8", "per-layer clipping, b = 100, L = C = 1", layer, plain(100, 1, 1), "bC + 2L: as without privacy"),
-        _number_row("section 4.3", "private / non-private, L/C = 0.01 ≪ b = 100", "1.01", ratio(100, 0.01, 1),
-                    "printed as 1 + L/C"),
-        _number_row("section 4.3", "private / non-private, L/C = b = 100", "33.3", large,
-                    "printed as b/3, it is (2 + b)/3: b/3 for large b alone"),
-        _number_row("section 4.3", "private / non-private, L/C = 10⁹ ≫ b = 100", "50.0", ratio(100, 1e9, 1),
-                    "printed as b/2, it is (1 + b)/2: b/2 for large b alone"),
-        _number_row("section 4.3", "mini-batch / per-layer clipping, b = 100, L = C", "2", ratio(100, 1, 1),
-                    f"printed as double; for L = 100 C it is {large:.0f}"),
-    ]  # fmt: skip
+    ours = (private(100, 1, 1), plain(100, 1, 1), *map(ratio, (0.01, 100, 1e9, 1)))
     words = (listed("pages")["memory-monir"]["beside"],)
-    return _compared("memory-monir", rows, Section("Beside measured memory", words, rows=_beside(measured)))
+    beside = Section("Beside measured memory", words, rows=_beside(measured))
+    return _numbers("memory-monir", ours, beside, batch=batch, layer=layer, large=ratio(100))
 
 
 def _beside(measured: Sequence[Measurement]) -> Rows:
@@ -148,28 +129,20 @@ def _beside(measured: Sequence[Measurement]) -> Rows:
 
 EPOCHS, SAMSUM = 5, 14_732
 DEVICES = (16, 64, 256, 512)
-# of each of WAYS
-CLAIMS = (
-    "no extra communication (section 4, App. C.1)",
-    "(i) 'costly since it forces devices to be idle'",
-    "(ii) 'costly due to slow CPU-GPU data transfer'",
-    "(iii) 'costly due to performing the extra round of backpropagation'",
-    "'does not bypass the complications in the subsequent gradient rescaling step'",
-)
 
 
 def communication_he() -> Document:
     """Section 4 of He et al.: per-device clipping beside flat clipping in its four ways, for each number of devices."""
-    a, lines = Assumptions(), []
+    a, lines, claims = Assumptions(), [], listed("pages")["communication-he"]["say"]
     for devices in DEVICES:
         base = cost("per device", devices, a).seconds
-        for way, claim in zip(WAYS, CLAIMS, strict=True):
+        for way in WAYS:
             one = cost(way, devices, a)
             lines.append({
                 "clipping": way, "devices": devices, "MB to a neighbour": f"{one.between / 1e6:.0f}",
                 "KB of norms": f"{one.norms / 1e3:.2f}", "GB to the host and back": f"{one.host / 1e9:.1f}",
                 "MB of sums to replicas": f"{one.sums / 1e6:.0f}", "waits": one.waits, "step, s": f"{one.seconds:.1f}",
-                "step / per device": f"{one.seconds / base:.3f}", "He et al. say": claim,
+                "step / per device": f"{one.seconds / base:.3f}", "He et al. say": claims[way],
             })  # fmt: skip
     steps = round(EPOCHS * SAMSUM / a.batch)
     return page(
@@ -217,10 +190,10 @@ def individual_monir() -> Document:
     for kind, letter in (("sampling", "q"), ("scaling", "C")):
         values, sigma = _printed(kind)
         for group, (value, target) in enumerate(zip(values, budgets(), strict=True)):
-            spent, note = individual_epsilon(kind, group, MNIST_STEPS), f"{letter} = {value}, σ = {sigma}"
-            rows.append(
-                _number_row(f"{kind}, group {group + 1}", "ε at the end", f"{target:.1f}", spent, note)
-            )
+            note = f"{letter} = {value}, σ = {sigma}"
+            spent = individual_epsilon(kind, group, MNIST_STEPS)
+            row = f"{kind}, group {group + 1}"
+            rows.append(_number_row(row, "ε at the end", f"{target:.1f}", note, spent))
     return _compared("individual-monir", rows, steps=MNIST_STEPS)
 
 
@@ -234,6 +207,16 @@ def _compared(name: str, rows: Rows, *more: Section, **values: Any) -> Document:
     )
 
 
+def _numbers(name: str, ours: Sequence[float], *more: Section, **values: Any) -> Document:
+    """A page of the rows that ``pages.yaml`` has for it, each beside one of our numbers."""
+    texts = (tuple(text.format(**values) for text in row) for row in listed("pages")[name]["rows"])
+    rows = [
+        _number_row(row, column, paper, note, value)
+        for (row, column, paper, note), value in zip(texts, ours, strict=True)
+    ]
+    return _compared(name, rows, *more)
+
+
 def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
     """Print beside ours; what differs in form alone is read as equal: ``≈``, ``O(…)`` with its constant spelt out."""
     value = cell.value
@@ -243,7 +226,7 @@ def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
     return _beside_print(cell.row, cell.column, value or "-", ours, agrees, note)
 
 
-def _number_row(row: str, column: str, paper: str, ours: float, note: str) -> dict[str, str]:
+def _number_row(row: str, column: str, paper: str, note: str, ours: float) -> dict[str, str]:
     """Agrees where ours, rounded as in print, is what is printed; ours is shown with two digits more."""
     digits = len(paper.partition(".")[2])
     shown = f"{ours:g}" if float(ours).is_integer() else f"{ours:.{digits + 2}f}"
