@@ -212,7 +212,10 @@ def _as_one_text(delta: Any) -> Any:
 
 
 def agrees(fact: Any, wanted: Any) -> bool:
-    """Is a fact of a record what is wanted? Numbers may come as text (δ is one); a list means any of its values."""
+    """Is a fact of a record what is wanted? Numbers may come as text (δ is one); a list means any of its values, "*" any that it
+    may have."""
+    if wanted == "*":
+        return fact is not None
     if isinstance(wanted, list | tuple):
         return any(agrees(fact, one) for one in wanted)
     if isinstance(wanted, Near):

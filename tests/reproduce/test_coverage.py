@@ -126,20 +126,20 @@ def test_a_run_on_the_scale_of_another_paper_is_none_of_this_one(tmp_path: Path)
     found = {
         row["paper"]: evidence.status(row)["status"]
         for row in coverage.listed()
-        if row["needs"] == "conf:clip/flat" and row["runs"] == "clip=flat"
+        if (row["choice"], row["test"], row["runs"]) == ("clip/flat", "", "clip=flat")
     }
     assert found == {"he2023": "not run", "monir2023": "paper"}
 
 
 def test_a_pointer_to_nothing_is_not_built():
-    assert not coverage.Evidence({}).has("conf:clip/nosuch")
-    assert not coverage.Evidence({}).has("target:table-he-99")
-    assert coverage.Evidence({}).has("conf:clip/flat")
+    assert not coverage.Evidence({}).has("choice", "clip/nosuch")
+    assert not coverage.Evidence({}).has("target", "table-he-99")
+    assert coverage.Evidence({}).has("choice", "clip/flat")
 
 
 def test_every_test_that_a_row_names_is_one_of_this_suite():
     """The matrix believes the list, as an installed copy must, which comes without tests."""
-    named = {name for row in coverage.listed() for name in coverage.pointers(row, "test")}
+    named = {name for row in coverage.listed() for name in row["test"].split()}
     assert named
     for file, test in (name.split("::") for name in sorted(named)):
         path = TESTS / file
@@ -148,14 +148,11 @@ def test_every_test_that_a_row_names_is_one_of_this_suite():
 
 
 def test_a_row_names_what_is_there_or_says_that_it_is_missing():
-    kinds = {"conf", "bench", "test", "target"}
     known = coverage.Evidence(dict.fromkeys(catalogue.builders(), ""))
     for row in coverage.listed():
-        needs = row["needs"].split()
-        if needs not in (["missing"], ["diagram"], ["this"]):
-            assert needs, row["name"]
-            assert {need.partition(":")[0] for need in needs} <= kinds, row["name"]
-            assert [need for need in needs if not known.has(need)] == [], row["name"]
+        named = [(kind, name) for kind in coverage.KINDS for name in row[kind].split()]
+        assert bool(named) != (row["otherwise"] in ("missing", "diagram", "this list")), row["name"]
+        assert [one for one in named if not known.has(*one)] == [], row["name"]
 
 
 def test_every_selector_names_settings_that_records_have():
