@@ -68,6 +68,15 @@ class Measurement(NamedTuple):
         )
 
 
+class Ratio(NamedTuple):
+    """Of two methods, which are named in words, on a network and a machine."""
+
+    words: str
+    value: float
+    network: str
+    machine: str
+
+
 @dataclass(frozen=True)
 class Bound:
     """A printed bound on the ratio of two methods: at least ``low``, at most ``high``; see ``claims.yaml``."""
@@ -78,16 +87,19 @@ class Bound:
     high: float | None = None
     column: str = "examples/s"
 
-    def ratio(self, rows: Rows) -> tuple[str, float] | None:
-        """In words, and its value in rows of one workload and one record; None where a side was not measured."""
+    def ratio(self, rows: Rows) -> Ratio | None:
+        """In rows of one workload and one record; None where a side was not measured."""
         values = {row["method"]: float(row[self.column]) for row in rows if row[self.column]}
         left, right = (
             next((name for name in side if name in values), "") for side in (self.left, self.right)
         )
         if not left or not values.get(right):
             return None
+        network = rows[0]["workload"] + (" in pure torch" if PURE in rows[0]["note"] else "")
+        # "Intel Xeon" of "Intel(R) Xeon(R) Processor, 2 threads"
+        machine = re.sub(r"\(R\)| Processor| CPU|, \d+ threads?$| @.*", "", rows[0]["hardware"])
         words = f"{_method(left)} ÷ {_method(right)}, {_QUANTITIES[self.column]}"
-        return words, values[left] / values[right]
+        return Ratio(words, values[left] / values[right], network, machine)
 
     def holds(self, value: float) -> bool:
         """Is it within what the paper prints?"""
@@ -191,37 +203,30 @@ def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
 def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
     """One for each bound that rows of the present engine are about; each says so where others have none."""
     present = (row for row in rows if EARLIER not in row["note"])
-    groups = grouped(present, lambda row: (row["record"], row["workload"]))
-    measured = []
-    for bound in (Bound(**asked) for asked in target.bounds):
-        if ratios := {place: said for place, own in groups.items() if (said := bound.ratio(own)) is not None}:
-            measured.append((bound, ratios))
+    runs = grouped(present, lambda row: (row["record"], row["workload"])).values()
+    every = [
+        (bound, [*filter(None, map(bound.ratio, runs))]) for bound in (Bound(**x) for x in target.bounds)
+    ]
+    measured = [(bound, ratios) for bound, ratios in every if ratios]
     some = f"{len(measured)} of {len(target.bounds)} bounds" if len(measured) < len(target.bounds) else ""
     of_it = ", ".join(filter(None, (target.part, some)))
     part = f"{PART}{of_it}" if of_it else ""
     found = []
     for bound, ratios in measured:
-        (where, _), *_ = ratios.values()
         for word, holds in ((SUPPORTS, True), (CONTRADICTS, False)):
             # networks may differ, and machines: then it stands on both sides
-            chosen = [place for place, (_, value) in ratios.items() if bound.holds(value) == holds]
-            if chosen:
+            if chosen := [ratio for ratio in ratios if bound.holds(ratio.value) == holds]:
                 counted = f"{len(chosen)} of {len(ratios)} are {'' if holds else 'not '}{bound}"
-                on_machine = grouped(chosen, lambda place: _machine(groups[place][0]["hardware"]))
-                values = (
-                    f"{', '.join(_on_each({place: ratios[place][1] for place in places}, groups))} ({machine})"
-                    for machine, places in on_machine.items()
-                )
-                found.append(Verdict(where, f"{word}{part} ({counted})", ", ".join(values)))
+                on_machine = grouped(chosen, lambda ratio: ratio.machine).items()
+                values = (f"{', '.join(_on_each(own))} ({machine})" for machine, own in on_machine)
+                found.append(Verdict(ratios[0].words, f"{word}{part} ({counted})", ", ".join(values)))
     return found
 
 
-def _on_each(
-    ratios: Mapping[tuple[str, str], float], groups: Mapping[tuple[str, str], Rows]
-) -> Iterator[str]:
+def _on_each(ratios: Sequence[Ratio]) -> Iterator[str]:
     """ "0.87 to 0.89 on gpt2", "0.22 on roberta in pure torch": the records of each network together."""
-    for network, places in grouped(ratios, lambda place: _network(groups[place][0])).items():
-        ends = dict.fromkeys(f"{end(ratios[place] for place in places):.2f}" for end in (min, max))
+    for network, own in grouped(ratios, lambda ratio: ratio.network).items():
+        ends = dict.fromkeys(f"{end(ratio.value for ratio in own):.2f}" for end in (min, max))
         yield f"{' to '.join(ends)} on {network}"
 
 
@@ -230,15 +235,6 @@ def _method(name: str) -> str:
     engine, _, clipping = re.sub("[:/]", " ", name.removesuffix(LEAN)).partition(" ")
     engine = {"auto": "ours", "opacus": "Opacus", "nonprivate": "no privacy"}.get(engine, engine)
     return " ".join(filter(None, (engine, clipping.replace("layer", "per-layer"))))
-
-
-def _machine(hardware: str) -> str:
-    """Without what says nothing: "Intel Xeon" of "Intel(R) Xeon(R) Processor, 2 threads"."""
-    return re.sub(r"\(R\)| Processor| CPU|, \d+ threads?$| @.*", "", hardware)
-
-
-def _network(row: Mapping[str, str]) -> str:
-    return row["workload"] + (" in pure torch" if PURE in row["note"] else "")
 
 
 def _untold(rows: Rows) -> str:

@@ -110,8 +110,6 @@ class Claim:
         """A cell in a block."""
         said = _said(cell)
         reasons = [_not_ours(cell, said)]
-        if said.get("formulation") == "infilling":
-            said["task"] = f"{said.get('task', '')}_infilling"
         left_out: set[str] = set()
         if scale != "paper":
             # for the printed ε and the length of a small run
@@ -131,16 +129,13 @@ class Claim:
         }
         if said.get("split") in TRAINING:
             reasons.append("not measured: accuracy on the training set is private, and no record releases it")
-        unknown = [
-            f"{name}={chosen[name]}" for name in GROUPS if name in chosen and not _choice(name, chosen[name])
-        ]
-        if unknown:
+        groups = (name for name in GROUPS if name in chosen)
+        if unknown := [f"{name}={chosen[name]}" for name in groups if not _choice(name, chosen[name])]:
             reasons.append(f"not built: {', '.join(unknown)}")
         reason = next(filter(None, reasons), "")
         where = {**_where(said, chosen, scale), **self.instead.get(task, {})}
-        return Slot(
-            cell, scale, where, metric_of(cell), reason, "" if reason else self._command(cell, scale, chosen)
-        )
+        command = "" if reason else self._command(cell, scale, chosen)
+        return Slot(cell, scale, where, metric_of(cell), reason, command)
 
     def _command(self, cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
         """What fills the cell with three seeds: a preset where there is one for its row, else the settings one by one."""
@@ -186,6 +181,8 @@ class Claim:
 def _said(cell: Cell) -> dict[str, str]:
     """The settings of a cell, by the names of `FACTS`."""
     said = dict(cell.settings)
+    if said.get("formulation") == "infilling":
+        said["task"] += "_infilling"
     if "learning_rate" in said:
         said["optim"] = said.pop("learning_rate")
     if any(name in said for name in ("schedule", "individual", "optim")):

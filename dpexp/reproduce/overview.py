@@ -83,18 +83,14 @@ def _line(verdict: Verdict, *, named: bool) -> str:
 
 def leaders(records: Sequence[Record]) -> Rows:
     """A row for each configuration, best first within a task and ε."""
-    fillings = [
-        filling for name in sorted(set(map(_metric, records)) - {""}) for filling in _by_metric(records, name)
-    ]
-    plain: dict[tuple[str, ...], float] = {}
-    for filling in fillings:
-        if filling.record.spent is None:
-            key = _comparable(filling)
-            plain[key] = max(plain.get(key, filling.mean), filling.mean)
+    metrics = sorted(set(map(_metric, records)) - {""})
+    fillings = [filling for name in metrics for filling in _by_metric(records, name)]
+    without = grouped((f for f in fillings if f.record.spent is None), _comparable)
+    plain = {key: max(filling.mean for filling in own) for key, own in without.items()}
 
     def order(filling: Filling) -> tuple[Any, ...]:
         record = filling.record
-        spent = float("inf") if record.spent is None else float(f"{record.spent:.3g}")
+        spent = float(_spent(record).replace("∞", "inf"))
         return _title(record), record.facts["scale"], spent, -filling.mean, record.configuration
 
     lines = []
@@ -103,14 +99,18 @@ def leaders(records: Sequence[Record]) -> Rows:
         best, memory = plain.get(_comparable(filling)), summary["performance"].get("peak_memory_mib")
         lines.append({
             "task": _title(record), "scale": record.facts["scale"],
-            "ε spent": "∞" if record.spent is None else f"{record.spent:.3g}", "method": method(record),
+            "ε spent": _spent(record), "method": method(record),
             "model": in_full(record), "metric": filling.metric, "value": f"{filling.mean:.2f}", "± std": number(filling.std),
             "n": len(filling.records),
             "gap to non-private": "" if best is None or record.spent is None else f"{best - filling.mean:+.2f}",
-            "seconds": f"{filling.seconds:.0f}", "MiB": f"{memory:.0f}" if memory else "",
+            "seconds": f"{filling.seconds:.0f}", "MiB": number(memory or None, ".0f"),
             "δ": number(summary["privacy"].get("delta"), ".1e"),
         })  # fmt: skip
     return as_rows(lines)
+
+
+def _spent(record: Record) -> str:
+    return "∞" if record.spent is None else f"{record.spent:.3g}"
 
 
 def _title(record: Record) -> str:
