@@ -28,7 +28,7 @@ from dpexp.reproduce.documents import (
     page,
 )
 from dpexp.reproduce.drawing import COLOURS, draw
-from dpexp.reproduce.paper import claims, listed, paper_table, printed, target_name
+from dpexp.reproduce.paper import claims, listed, paper_table, selected, target_name
 from dpexp.reproduce.records import believed, code_problems
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
@@ -282,10 +282,8 @@ def _bars(axes: Any, rows: Rows) -> None:
 # Speed and memory on the workloads that this project set itself goals for, before anything was measured.
 
 EFFICIENCY = "efficiency"
-# Of the paper's network of the same kind: its row in Table 1 of Bu et al.
-_TABLE_1 = {
-    "gpt2": "E2E, GPT2-large (774M)", "roberta": "QQP, RoBERTa-large (355M)", "vit": "CIFAR, BEiT-large (304M)",
-}  # fmt: skip
+# the network of the same kind in Table 1 of Bu et al.
+_LIKE = {"gpt2": "gpt2_large", "roberta": "roberta_large", "vit": "beit_large"}
 _BLOCKS = {True: "with the C++ kernels", False: "pure torch, no compiler on the machine"}
 
 
@@ -340,7 +338,7 @@ def for_the_like(workload: str, method: str) -> str:
     if method == "auto/layer" and workload == "gpt2":
         (cell,) = paper_table("he2023", "figure1")
         return f"below {1 / (1 - float(cell.value) / 100):.2f} (GPT-2, He et al.)"
-    if method == "auto/flat" and (row := _TABLE_1.get(workload)):
-        speed = float(printed("bu2023", "1", row, "Relative Speed over non-DP"))
-        return f"{1 / speed:.2f} ({row.split()[1]}, Bu et al.)"
+    if method == "auto/flat" and workload in _LIKE:
+        (cell,) = selected("bu2023", "1", "Relative Speed over non-DP", model=_LIKE[workload])
+        return f"{1 / float(cell.value):.2f} ({cell.row.split()[1]}, Bu et al.)"
     return ""

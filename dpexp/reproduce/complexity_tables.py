@@ -20,7 +20,7 @@ from dpexp.complexity.formulas import (
 )
 from dpexp.complexity.shapes import layers_of
 from dpexp.reproduce.documents import PART, Document, Rows, Section, Verdict, as_rows, page
-from dpexp.reproduce.paper import paper_table, printed
+from dpexp.reproduce.paper import paper_table, printed, selected
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
 NETWORKS = ("resnet18", "resnet34", "resnet50")
@@ -32,12 +32,6 @@ _NOTES_4 = {
     ("resnet34", "conv4_x"): "2.6e5 is a slip: 256 · 128 · 9 = 294,912, as for resnet18",
     ("resnet50", "conv5_x"): "its first 1 x 1 convolution still runs at 14 x 14, as in conv3_x and conv4_x;"
     " only so do the rows add to the printed 528M",
-}
-# Table 1: its row of each network; in parentheses there, the complexity relative to non-DP.
-ROWS_1 = {
-    "roberta-large": "QQP, RoBERTa-large (355M)",
-    "gpt2-large": "E2E, GPT2-large (774M)",
-    "beit_large": "CIFAR, BEiT-large (304M)",
 }
 # Figure 7: model and image.
 FIGURE_7 = (("resnet18", 224), ("resnet18", 512), ("vgg11", 224), ("vit_base", 224))
@@ -60,8 +54,8 @@ def _layers(name: str, image: int | None = None, tokens: int | None = None) -> t
 
 def printed_1(network: str) -> str:
     """The complexity relative to non-DP in Table 1; "" for a network that is not there."""
-    row = ROWS_1.get(network)
-    return printed("bu2023", "1", row, "Relative Speed over non-DP, complexity") if row else ""
+    cells = selected("bu2023", "1", "Relative Speed over non-DP, complexity", model=network.replace("-", "_"))
+    return cells[0].value if cells else ""
 
 
 def printed_4(stage: str, network: str) -> Iterator[str]:
@@ -85,25 +79,20 @@ def complexity_bu_table4() -> Document:
         plain = [layer for layer in every if not layer.is_shortcut]
         for timm_name, stage in _STAGES.items():
             own = [layer for layer in plain if layer.name.partition(".")[0] == timm_name]
-            ghost, instantiation = printed_4(stage, name)
-            ours = (
-                _powers((layer.ghost for layer in own), ghost),
-                _powers((layer.instantiation for layer in own), instantiation),
+            shown = [*printed_4(stage, name), ""]
+            ours = [
+                _powers((layer.ghost for layer in own), shown[0]),
+                _powers((layer.instantiation for layer in own), shown[1]),
                 "",
-            )
-            rows.append(
-                _beside(name, stage, (ghost, instantiation, ""), ours, _NOTES_4.get((name, stage), ""))
-            )
+            ]
+            rows.append(_beside(name, stage, shown, ours, _NOTES_4.get((name, stage), "")))
         for stage, totals, layers, note in (
             ("total", printed_totals(name), plain, "without shortcut convolutions, as printed"),
             ("complete", ("", "", ""), every, "with shortcut convolutions"),
         ):
             space = norm_space(layers)
-            ours = (
-                f"{space.ghost / 1e6:.1f}M",
-                f"{space.instantiation / 1e6:.2f}M",
-                f"{space.mixed / 1e6:.2f}M",
-            )
+            ours = [f"{space.ghost / 1e6:.1f}M"]
+            ours += [f"{floats / 1e6:.2f}M" for floats in (space.instantiation, space.mixed)]
             rows.append(_beside(name, stage, totals, ours, note))
     return page("complexity-bu-table4", [Section(rows=rows)])
 

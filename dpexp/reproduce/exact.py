@@ -22,7 +22,7 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import Document, Rows, Section, as_rows, page
-from dpexp.reproduce.paper import Cell, listed, paper_table, printed
+from dpexp.reproduce.paper import Cell, listed, paper_table, selected
 
 # --- Bu et al., Tables 2 and 3 ---
 
@@ -160,18 +160,16 @@ MNIST_RATE, MNIST_STEPS, MNIST_C = 512 / 60000, 3516, 0.2
 DELTA = 1e-5
 
 
-def budgets() -> list[float]:
+def budgets() -> list[Cell]:
     """ε of each group, Table 9, case 1."""
-    return [float(cell.value) for cell in paper_table("monir2023", "9") if cell.column == "Case 1"]
+    return selected("monir2023", "9", "Case 1")
 
 
 @cache
 def _printed(kind: str) -> tuple[list[float], float]:
     """Of section 6.2: the groups' sampling rates or thresholds, and σ."""
-    row, named = f"section 6.2, MNIST, {kind}", "sampling rates" if kind == "sampling" else "thresholds"
-    values = printed("monir2023", "text", row, f"{named} of the groups").split(", ")
-    sigma = printed("monir2023", "text", row, f"σ_{kind.replace('ing', 'e')}")
-    return [float(value) for value in values], float(sigma)
+    values, sigma, _ = (c.value for c in paper_table("monir2023", "text") if c.has({"individual": kind}))
+    return [float(value) for value in values.split(", ")], float(sigma)
 
 
 def individual_epsilon(kind: str, group: int, steps: int) -> float:
@@ -189,15 +187,16 @@ def individual_monir() -> Document:
     rows = []
     for kind, letter in (("sampling", "q"), ("scaling", "C")):
         values, sigma = _printed(kind)
-        for group, (value, target) in enumerate(zip(values, budgets(), strict=True)):
-            note = f"{letter} = {value}, σ = {sigma}"
+        for group, (value, cell) in enumerate(zip(values, budgets(), strict=True)):
+            name, note = f"{kind}, group {group + 1}", f"{letter} = {value}, σ = {sigma}"
             spent = individual_epsilon(kind, group, MNIST_STEPS)
-            row = f"{kind}, group {group + 1}"
-            rows.append(_number_row(row, "ε at the end", f"{target:.1f}", note, spent))
+            rows.append(_number_row(name, "ε at the end", cell.value, note, spent))
     return _compared("individual-monir", rows, steps=MNIST_STEPS)
 
 
 # --- Print beside ours ---
+
+_COMPARED = ("row", "column", "paper", "ours", "agrees", "note")
 
 
 def _compared(name: str, rows: Rows, *more: Section, **values: Any) -> Document:
@@ -223,18 +222,16 @@ def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
     simple = value.replace("≈ ", "").replace("O(BT²)", "2BT²(p+d)")
     plain = ours.partition(" + 2BT²(p+d)")[0] if value.startswith("≈") else ours
     agrees = _yes(simple == plain or value == ours) if value and ours else ""
-    return _beside_print(cell.row, cell.column, value or "-", ours, agrees, note)
+    texts = (cell.row, cell.column, value or "-", ours, agrees, note)
+    return dict(zip(_COMPARED, texts, strict=True))
 
 
 def _number_row(row: str, column: str, paper: str, note: str, ours: float) -> dict[str, str]:
     """Agrees where ours, rounded as in print, is what is printed; ours is shown with two digits more."""
     digits = len(paper.partition(".")[2])
     shown = f"{ours:g}" if float(ours).is_integer() else f"{ours:.{digits + 2}f}"
-    return _beside_print(row, column, paper, shown, _yes(f"{ours:.{digits}f}" == paper), note)
-
-
-def _beside_print(row: str, column: str, paper: str, ours: str, agrees: str, note: str) -> dict[str, str]:
-    return {"row": row, "column": column, "paper": paper, "ours": ours, "agrees": agrees, "note": note}
+    texts = (row, column, paper, shown, _yes(f"{ours:.{digits}f}" == paper), note)
+    return dict(zip(_COMPARED, texts, strict=True))
 
 
 def _yes(value: bool) -> str:

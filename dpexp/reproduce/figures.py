@@ -127,7 +127,9 @@ def _groups(kind: str, number: str) -> Document:
         for group, step in product(range(3), steps)
     )
     last = [float(row["ε"]) for row in rows if row["step"] == str(exact.MNIST_STEPS)]
-    spent = all(abs(value - target) < 0.05 for value, target in zip(last, exact.budgets(), strict=True))
+    spent = all(
+        abs(value - float(cell.value)) < 0.05 for value, cell in zip(last, exact.budgets(), strict=True)
+    )
     return _figure(
         f"figure-monir-{number}", rows, kind=kind, number=number, have="have" if spent else "have not",
         last=", ".join(f"{value:.2f}" for value in last),
