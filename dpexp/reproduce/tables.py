@@ -65,7 +65,7 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
     words = pages["cells"] if printed else pages["picture"] | {"notes": [claim.note]}
     return page(
         target_name(paper, table), sections, COLUMNS, words=words | vars(claim),
-        otherwise="not run" if runnable or cells.has_presets(paper, table) else "not built",
+        otherwise="not run" if runnable or cells.presets(paper, table) else "not built",
         svg=_heat_map(claim.heat, printed, sections) if claim.heat else "",
         untold="beside the printed numbers, without a test" if measured else not_run(claim.needs),
     )  # fmt: skip
