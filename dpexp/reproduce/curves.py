@@ -169,11 +169,10 @@ def _labels(records: Sequence[Record], target: Curves) -> list[str]:
     """
     found = [_label(record, target.x) for record in records]
     for key, word in (_APART | ({"engine": "engine"} if target.kind == "time" else {})).items():
-        values: dict[str, set[str]] = {}
-        for label, record in zip(found, records, strict=True):
-            values.setdefault(label, set()).add(str(record.facts.get(key)))
+        own = grouped(zip(found, records, strict=True), itemgetter(0))
+        apart = {label for label, runs in own.items() if len({str(r.facts.get(key)) for _, r in runs}) > 1}
         found = [
-            f"{label}, {word} {_short(record.facts.get(key))}" if key != target.x and len(values[label]) > 1 else label
+            f"{label}, {word} {_short(record.facts.get(key))}" if key != target.x and label in apart else label
             for label, record in zip(found, records, strict=True)
         ]  # fmt: skip
     return found

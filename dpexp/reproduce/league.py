@@ -19,7 +19,6 @@ from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import LEVEL, against, interval, mean_std
 
 NAME = "league"
-RANKS = ("method", "mean rank", "best", "better than {0}", "worse than {0}")
 COLUMNS = (
     "method", "ε", "rank", "ours", "95% interval", "minus {0}", "95% of it", "p", "p (Holm)", "beside {0}", "lr", "lr tried",
     "n", "dev error", "ε with tuning", "seconds", "settings",
@@ -225,19 +224,22 @@ def _tests(own: Sequence[Standing], reference: str) -> dict[str, dict[str, str]]
 
 def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
     """The mean rank of each method over tasks and budgets."""
+    by_method = grouped((row for rows in ranked.values() for row in rows), itemgetter("method"))
     table: Rows = []
-    columns = tuple(column.format(reference) for column in RANKS)
     for method in listed(NAME)["methods"]:
-        own = [row for rows in ranked.values() for row in rows if row["method"] == method]
-        ranks = [int(row["rank"]) for row in own]
-        said = [row.get(f"beside {reference}", "") for row in own]
-        counts = (ranks.count(1), said.count("better"), said.count("worse"))
-        cells = (method, f"{mean_std(ranks)[0]:.1f}", *(f"{count} of {len(own)}" for count in counts))
-        table.append(dict(zip(columns, cells, strict=True)))
+        own = by_method[method]
+        ranks, said = [int(row["rank"]) for row in own], [row.get(f"beside {reference}") for row in own]
+        counts = {
+            "best": ranks.count(1),
+            f"better than {reference}": said.count("better"),
+            f"worse than {reference}": said.count("worse"),
+        }
+        row = {"method": method, "mean rank": f"{mean_std(ranks)[0]:.1f}"}
+        table.append(row | {column: f"{count} of {len(own)}" for column, count in counts.items()})
     table.sort(key=lambda row: float(row["mean rank"]))
     cases = ", ".join(f"{task} at ε = {epsilon}" for task, epsilon in ranked)
     words = listed("pages")[NAME]["ranks"].format(cases=cases, methods=len(table))
-    return Section("Ranks", (words,), columns, table, "small")
+    return Section("Ranks", (words,), rows=table, scale="small")
 
 
 def _claims(found: Sequence[Standing]) -> Section:
