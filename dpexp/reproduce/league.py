@@ -11,18 +11,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict, grouped, number, page
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, grouped, number, page
 from dpexp.reproduce.fillings import Filling
 from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
 from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
-from dpexp.reproduce.statistics import LEVEL, against, interval, mean_std
+from dpexp.reproduce.statistics import LEVEL, Comparison, against, interval, mean_std
 
 NAME = "league"
-COLUMNS = (
-    "method", "ε", "rank", "ours", "95% interval", "minus {0}", "95% of it", "p", "p (Holm)", "beside {0}", "lr", "lr tried",
-    "n", "dev error", "ε with tuning", "seconds", "settings",
-)  # fmt: skip
 # words of a command that do not say which method it is
 _COUNTED = ("seed", "trials")
 _FREE = (*_COUNTED, "privacy", "optim.lr")
@@ -152,7 +148,6 @@ def document(records: Sequence[Record]) -> Document:
     reference, *_ = said["methods"]
     found = {task: standings(task, records) for task in said["tasks"]}
     rows = {task: _rows(own, reference) for task, own in found.items()}
-    columns = tuple(column.format(reference) for column in COLUMNS)
     sections: list[Section] = []
     if ranked := _complete(rows):
         sections += [_ranks(ranked, reference), _claims([one for own in found.values() for one in own])]
@@ -161,10 +156,10 @@ def document(records: Sequence[Record]) -> Document:
         settings = f"{said['settings']} {asked['settings']}"
         done = words["block"].format(settings=settings, complete=complete, total=total)
         done += f" {words['rest'].format(task=task)}" if complete < total else ""
-        sections.append(Section(f"scale=small, {asked['words']}", (done,), columns, rows[task], "small"))
-    count = sum(map(len, found.values()))
+        sections.append(Section(f"scale=small, {asked['words']}", (done,), rows=rows[task], scale="small"))
+    every = [row for own in rows.values() for row in own]
     return page(
-        NAME, sections, columns, otherwise=f"small {count} rows" if count else "not run",
+        NAME, sections, tuple(every[0]) if every else (), otherwise=f"small {len(every)} rows" if every else "not run",
         methods=len(said["methods"]), budgets=" and ".join(f"{b:g}" for b in said["budgets"]), reference=reference,
     )  # fmt: skip
 
@@ -183,43 +178,38 @@ def _complete(rows: Mapping[str, Rows]) -> dict[tuple[str, str], Rows]:
 def _rows(found: Sequence[Standing], reference: str) -> Rows:
     """A row for each entry, best first within a budget."""
     rows: Rows = []
-    for of_budget in grouped(found, lambda standing: standing.entry.epsilon).values():
-        own = sorted(of_budget, key=lambda standing: -standing.filling.mean)
-        tests = _tests(own, reference)
-        for rank, standing in enumerate(own, 1):
-            rows.append(_row(standing, rank) | tests.get(standing.entry.method, {}))
+    for own in grouped(found, lambda standing: standing.entry.epsilon).values():
+        base = [standing for standing in own if standing.entry.method == reference]
+        others = [standing for standing in own if base and standing is not base[0]]
+        results = against(base[0].filling.values, [s.filling.values for s in others]) if base else []
+        beside = {s.entry.method: result for s, result in zip(others, results, strict=True)}
+        own.sort(key=lambda standing: -standing.filling.mean)
+        rows += as_rows(
+            _row(standing, rank, reference, beside.get(standing.entry.method))
+            for rank, standing in enumerate(own, 1)
+        )
     return rows
 
 
-def _row(standing: Standing, rank: int) -> dict[str, str]:
+def _row(
+    standing: Standing, rank: int, reference: str, beside: tuple[Comparison, float | None] | None
+) -> dict[str, object]:
+    """The columns of an entry; ``beside``: what `against` says of it and the reference, None for the reference itself."""
     entry, filling = standing.entry, standing.filling
     low, high = interval(filling.values)
+    result, p = beside or (None, None)
+    word = "" if result is None else "better" if result.difference > 0 else "worse"
     priced = (filling.record.summary["privacy"].get("epsilon_with_tuning") or {}).get("rdp")
     return {
-        "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": str(rank), "ours": filling.said(),
-        "95% interval": f"[{low:.2f}, {high:.2f}]", "lr": f"{standing.rate:g}",
-        "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": str(len(filling.values)),
-        "dev error": number(filling.dev_error), "ε with tuning": number(priced),
-        "seconds": f"{filling.seconds:.0f}", "settings": entry.settings,
+        "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": rank, "ours": filling.said(),
+        "95% interval": f"[{low:.2f}, {high:.2f}]", f"minus {reference}": result and f"{result.difference:+.2f}",
+        "95% of it": result and result.interval,
+        "p": number(result.p_two_sided if result else None, ".3f"), "p (Holm)": number(p, ".3f"),
+        f"beside {reference}": "not told apart" if result and (p is None or p >= LEVEL) else word,
+        "lr": f"{standing.rate:g}", "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": len(filling.values),
+        "dev error": number(filling.dev_error), "ε with tuning": number(priced), "seconds": f"{filling.seconds:.0f}",
+        "settings": entry.settings,
     }  # fmt: skip
-
-
-def _tests(own: Sequence[Standing], reference: str) -> dict[str, dict[str, str]]:
-    """Method -> its columns beside the reference, for the methods of one task and budget."""
-    base = next((standing for standing in own if standing.entry.method == reference), None)
-    others = [standing for standing in own if standing is not base]
-    if base is None or not others:
-        return {}
-    results = against(base.filling.values, [standing.filling.values for standing in others])
-    found = {}
-    for standing, (result, p) in zip(others, results, strict=True):
-        told = p is not None and p < LEVEL
-        found[standing.entry.method] = {
-            f"minus {reference}": f"{result.difference:+.2f}", "95% of it": result.interval,
-            "p": number(result.p_two_sided, ".3f"), "p (Holm)": number(p, ".3f"),
-            f"beside {reference}": ("better" if result.difference > 0 else "worse") if told else "not told apart",
-        }  # fmt: skip
-    return found
 
 
 def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
