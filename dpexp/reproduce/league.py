@@ -229,7 +229,7 @@ def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
     table.sort(key=lambda row: float(row["mean rank"]))
     cases = ", ".join(f"{task} at ε = {epsilon}" for task, epsilon in ranked)
     words = listed("pages")[NAME]["ranks"].format(cases=cases, methods=len(table))
-    return Section("Ranks", (words,), rows=table, scale="small")
+    return Section("Ranks", (words,), rows=table, scale="small", in_csv=False)
 
 
 def _claims(found: Sequence[Standing]) -> Section:
