@@ -10,10 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scipy import stats as distributions
-
 from dpexp.durable import flattened
-from dpexp.reproduce.statistics import LEVEL, compare, holm, mean_std
+from dpexp.reproduce.documents import number
+from dpexp.reproduce.statistics import Comparison, against, interval, mean_std
 
 # of the metric's own unit
 HEAD = (
@@ -63,8 +62,8 @@ def by_configuration(settings: Sequence[Settings]) -> dict[str, list[int]]:
         if len(set(finer)) > len(set(told)):
             told = finer
     found: dict[str, list[int]] = {}
-    for number, parts in enumerate(told):
-        found.setdefault(", ".join(parts) or "all", []).append(number)
+    for at, parts in enumerate(told):
+        found.setdefault(", ".join(parts) or "all", []).append(at)
     return found
 
 
@@ -87,17 +86,17 @@ def comparison(summaries: Sequence[Mapping[str, Any]], settings: Sequence[Settin
     for metric in common:
         values = {name: [float(measured[i][metric]) for i in runs] for name, runs in groups.items()}
         first, *others = values
-        results = [compare(values[name], values[first], "greater") for name in others]
-        tested = [r for r in results if r.p_for is not None and r.p_against is not None]
-        p_values = [2 * min(r.p_for or 0.0, r.p_against or 0.0) for r in tested]
-        corrected = dict(zip(map(id, tested), zip(p_values, holm(p_values), strict=True), strict=True))
-        for name, result in zip(values, [None, *results], strict=True):
-            rows.append((
-                metric, name, str(len(values[name])), _budgets([summaries[i] for i in groups[name]]), *_spread(values[name]),
-                *(("", "") if result is None else (f"{result.difference:+.4g}", _interval(result.low, result.high))),
-                *(f"{p:.2g}" for p in corrected.get(id(result), ())), *[""] * (2 - len(corrected.get(id(result), ()))),
-            ))  # fmt: skip
+        beside = against(values[first], [values[name] for name in others])
+        for name, told in zip(values, [("",) * 4, *(_told(*each) for each in beside)], strict=True):
+            budgets = _budgets([summaries[i] for i in groups[name]])
+            rows.append((metric, name, str(len(values[name])), budgets, *_spread(values[name]), *told))
     return rows
+
+
+def _told(result: Comparison, corrected: float | None) -> Row:
+    """The columns about the difference from the first one."""
+    between = _interval(result.low, result.high)
+    return f"{result.difference:+.4g}", between, number(result.p_two_sided, ".2g"), number(corrected, ".2g")
 
 
 def _budgets(summaries: Sequence[Mapping[str, Any]]) -> str:
@@ -113,8 +112,7 @@ def _spread(values: Sequence[float]) -> tuple[str, str]:
     mean, std = mean_std(values)
     if std is None:
         return f"{mean:.4g}", ""
-    half = float(distributions.t.ppf(1 - LEVEL / 2, len(values) - 1)) * std / math.sqrt(len(values))
-    return f"{mean:.4g} ± {std:.2g}", _interval(mean - half, mean + half)
+    return f"{mean:.4g} ± {std:.2g}", _interval(*interval(values))
 
 
 def _interval(low: float, high: float) -> str:

@@ -56,7 +56,7 @@ def test_the_arithmetic_and_the_page_are_what_is_committed(context: Context, tmp
     for name in sorted(SLOW):
         _assert_committed(name, context, tmp_path)
     documents = [context.document(name) for name in catalogue.builders()]
-    assert site.page(documents, context.records).encode() == (RESULTS / "report.html").read_bytes(), (
+    assert site.page(documents, context.read("runs")).encode() == (RESULTS / "report.html").read_bytes(), (
         "report.html: run `make report` and commit"
     )
 

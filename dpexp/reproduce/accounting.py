@@ -23,14 +23,12 @@ from dpexp.models.trainable import set_trainable
 from dpexp.privacy.accountants import epsilon, prv_bounds
 from dpexp.privacy.events import releases
 from dpexp.privacy.plan import Plan, make_plan
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows, block, grouped, page
+from dpexp.reproduce.documents import Document, Rows, Section, as_rows, grouped, page
 from dpexp.reproduce.paper import listed, paper_table
 
-# The noise of He et al.: σ, σ_b and σ_new of every setting (Algorithm 1, Proposition 3.1).
+plan_of = cache(make_plan)
 
-_NOISE = (
-    "tables", "task", "model", "trains", "ε", "N", "B", "E", "steps", "δ", "r", "K", "σ", "σ_b", "σ_new", "not stated",
-)  # fmt: skip
+# The noise of He et al.: σ, σ_b and σ_new of every setting (Algorithm 1, Proposition 3.1).
 
 
 @cache
@@ -48,27 +46,15 @@ def num_layers(model: str, trainable: str = "all") -> int:
     return len(build_groups(network, "layer"))
 
 
-@cache
-def plan_of(
-    num_examples: int, batch_size: float, steps: int, delta: str | float, target: float, budget: float = 0.0
-) -> Plan:
-    """The plan that spends ε = ``target`` under RDP; ``budget`` is r, the share that pays for quantiles."""
-    return make_plan(
-        num_examples=num_examples,
-        expected_batch_size=batch_size,
-        steps=steps,
-        delta=delta,
-        epsilon=target,
-        quantile_budget=budget,
-    )
-
-
 def plan_of_setting(setting: dict[str, Any], target: float, budget: float | None = None) -> Plan:
-    """The plan of an entry of ``settings.yaml`` that spends a target ε; ``budget`` in the place of its own r."""
-    # rounded as the trainer rounds them
-    steps = round(setting["E"] * setting["N"] / setting["B"])
-    share = setting["r"] if budget is None else budget
-    return plan_of(setting["N"], setting["B"], steps, setting["δ"], float(target), share)
+    """The plan of an entry of ``settings.yaml`` that spends a target ε under RDP; ``budget`` in the place of its own r, the share
+    that pays for quantiles."""
+    return plan_of(
+        num_examples=setting["N"], expected_batch_size=setting["B"], delta=setting["δ"], epsilon=float(target),
+        # rounded as the trainer rounds them
+        steps=round(setting["E"] * setting["N"] / setting["B"]),
+        quantile_budget=setting["r"] if budget is None else budget,
+    )  # fmt: skip
 
 
 def noise_he() -> Document:
@@ -78,19 +64,17 @@ def noise_he() -> Document:
         layers = num_layers(s["model"], s["trains"])
         for target in s["ε"]:
             plan = plan_of_setting(s, target)
-            lines.append((
-                *(s[name] for name in _NOISE[:4]), target, s["N"], s["B"], s["E"], plan.steps, f"{plan.delta:.3g}", s["r"],
-                layers, f"{plan.sigma(0):.4f}", f"{plan.sigma_b(0, layers):.2f}", f"{plan.sigma_new(0):.4f}", s.get("open", ""),
-            ))  # fmt: skip
-    return page("noise-he", [block(as_rows(_NOISE, lines))])
+            lines.append(
+                {name: s[name] for name in ("tables", "task", "model", "trains")} | {"ε": target}
+                | {name: s[name] for name in ("N", "B", "E")}
+                | {"steps": plan.steps, "δ": f"{plan.delta:.3g}", "r": s["r"], "K": layers, "σ": f"{plan.sigma(0):.4f}",
+                   "σ_b": f"{plan.sigma_b(0, layers):.2f}", "σ_new": f"{plan.sigma_new(0):.4f}", "not stated": s.get("open")}
+            )  # fmt: skip
+    return page("noise-he", [Section(rows=as_rows(lines))])
 
 
 # The ε columns of Li et al.
 
-COLUMNS = (
-    "paper", "table", "row", "target ε", "printed CLT", "our CLT", "difference CLT", "printed composed", "our composed",
-    "difference composed", "to the digit", "σ that gives both", "settings", "N", "B", "E", "steps", "δ", "σ", "note",
-)  # fmt: skip
 # a value under the CLT, and composed
 Pair = tuple[float, float]
 
@@ -144,7 +128,8 @@ def _printed(table: str, of: str) -> dict[float, Pair]:
 def reproduce(run: Run, target: float, factor: float = 1.0) -> tuple[Plan, Pair]:
     """The plan with σ that spends the target under RDP, times a factor, and what it costs under the CLT and composed."""
     sampled = run.as_in or run.N
-    plan = plan_of(run.N, run.B * run.N / sampled, run.E * (sampled // run.B), run.δ, target)
+    batch, steps = run.B * run.N / sampled, run.E * (sampled // run.B)
+    plan = plan_of(num_examples=run.N, expected_batch_size=batch, steps=steps, delta=run.δ, epsilon=target)
     plan = replace(plan, noise_multiplier=plan.noise_multiplier * factor)
     event = plan.event()
     parts = releases(event)
@@ -180,18 +165,29 @@ def rows() -> Rows:
     found = []
     for line in lines():
         plan, ours = reproduce(line.run, line.target)
-        pairs = zip(line.printed, ours, strict=True)
-        beside = (text for a, b in pairs for text in (f"{a:.2f}", f"{b:.2f}", f"{b - a:+.3f}"))
-        found.append((
-            "Li et al. 2022", line.table, line.row, f"{line.target:g}", *beside, _to_the_digit(line.printed, ours),
-            _sigma_for_both(line, ours), line.source, line.run.N, f"{plan.expected_batch_size:.0f}", line.run.E, plan.steps,
-            f"{plan.delta:.3g}", f"{plan.noise_multiplier:.3f}", line.note,
-        ))  # fmt: skip
-    return as_rows(COLUMNS, found)
+        row: dict[str, object] = {
+            "paper": "Li et al. 2022",
+            "table": line.table,
+            "row": line.row,
+            "target ε": f"{line.target:g}",
+        }
+        for name, a, b in zip(("CLT", "composed"), line.printed, ours, strict=True):
+            row |= {
+                f"printed {name}": f"{a:.2f}",
+                f"our {name}": f"{b:.2f}",
+                f"difference {name}": f"{b - a:+.3f}",
+            }
+        found.append(row | {
+            "to the digit": _to_the_digit(line.printed, ours), "σ that gives both": _sigma_for_both(line, ours),
+            "settings": line.source, "N": line.run.N, "B": f"{plan.expected_batch_size:.0f}", "E": line.run.E,
+            "steps": plan.steps, "δ": f"{plan.delta:.3g}", "σ": f"{plan.noise_multiplier:.3f}", "note": line.note,
+        })  # fmt: skip
+    return as_rows(found)
 
 
 def accounting_li() -> Document:
     """The page: a section for each table of the paper."""
-    blocks = grouped(rows(), lambda row: row["table"])
-    sections = [Section(f"Table {name}", (), COLUMNS[2:], own) for name, own in blocks.items()]
-    return page("accounting-li", sections, COLUMNS)
+    every = rows()
+    blocks = grouped(every, lambda row: row["table"])
+    sections = [Section(f"Table {name}", (), tuple(own[0])[2:], own) for name, own in blocks.items()]
+    return page("accounting-li", sections, tuple(every[0]))

@@ -28,15 +28,10 @@ from dpexp.reproduce.documents import (
     page,
 )
 from dpexp.reproduce.drawing import COLOURS, draw
-from dpexp.reproduce.paper import claims, listed, paper_table, printed, target_name
+from dpexp.reproduce.paper import claims, listed, paper_table, selected, target_name
 from dpexp.reproduce.records import believed, code_problems
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
-COLUMNS = (
-    "workload", "method", "batch", "speed / non-private", "added memory / non-private", "examples/s", "largest batch",
-    "speed there / non-private", "relative error", "scale", "hardware", "precision", "record", "note",
-)  # fmt: skip
-_PAPER = ("row", "column", "paper", "note")
 EARLIER = "of an earlier engine: decides nothing"
 _QUANTITIES = {
     "examples/s": "speed", "added memory / non-private": "added memory", "largest batch": "largest batch",
@@ -73,6 +68,15 @@ class Measurement(NamedTuple):
         )
 
 
+class Ratio(NamedTuple):
+    """Of two methods, which are named in words, on a network and a machine."""
+
+    words: str
+    value: float
+    network: str
+    machine: str
+
+
 @dataclass(frozen=True)
 class Bound:
     """A printed bound on the ratio of two methods: at least ``low``, at most ``high``; see ``claims.yaml``."""
@@ -83,16 +87,19 @@ class Bound:
     high: float | None = None
     column: str = "examples/s"
 
-    def ratio(self, rows: Rows) -> tuple[str, float] | None:
-        """In words, and its value in rows of one workload and one record; None where a side was not measured."""
+    def ratio(self, rows: Rows) -> Ratio | None:
+        """In rows of one workload and one record; None where a side was not measured."""
         values = {row["method"]: float(row[self.column]) for row in rows if row[self.column]}
         left, right = (
             next((name for name in side if name in values), "") for side in (self.left, self.right)
         )
         if not left or not values.get(right):
             return None
+        network = rows[0]["workload"] + (" in pure torch" if PURE in rows[0]["note"] else "")
+        # "Intel Xeon" of "Intel(R) Xeon(R) Processor, 2 threads"
+        machine = re.sub(r"\(R\)| Processor| CPU|, \d+ threads?$| @.*", "", rows[0]["hardware"])
         words = f"{_method(left)} ÷ {_method(right)}, {_QUANTITIES[self.column]}"
-        return words, values[left] / values[right]
+        return Ratio(words, values[left] / values[right], network, machine)
 
     def holds(self, value: float) -> bool:
         """Is it within what the paper prints?"""
@@ -143,19 +150,20 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
     target = targets()[name]
     blocks = [_block(target, scale, records) for scale in ("small", "paper")]
     rows = [row for block in blocks for row in block.rows]
-    printed = as_rows(_PAPER, [
-        (cell.row, cell.column, f"{cell.value} {cell.unit}".strip() or "-", cell.conditions)
+    printed = [
+        {"row": cell.row, "column": cell.column, "paper": f"{cell.value} {cell.unit}".strip() or "-", "note": cell.conditions}
         for cell in paper_table(target.paper, target.table)
-    ])  # fmt: skip
+    ]  # fmt: skip
     verdicts = _verdicts(target, rows)
     if target.arithmetic:
         verdicts.append(getattr(complexity_tables, target.arithmetic)())
-    bounds = Section("As printed", (), _PAPER, printed, verdicts=tuple(verdicts))
+    bounds = Section("As printed", rows=printed, verdicts=tuple(verdicts))
     count = sum(EARLIER in row["note"] for row in rows)
     earlier = f" {count} rows are of an earlier engine and decide nothing." if rows else ""
     drawn = _newest(rows)
     svg = draw(lambda axes: _bars(axes, drawn), 2, (4.6, 1 + 0.24 * len(drawn))) if drawn else ""
-    columns, words = (*COLUMNS, "row", "column", "paper"), listed("pages")["benchmarks"] | vars(target)
+    columns = tuple(dict.fromkeys(key for row in (*rows, *printed) for key in row))
+    words = listed("pages")["benchmarks"] | vars(target)
     return page(
         name, (bounds, *blocks), columns, otherwise="not run", svg=svg, untold=_untold(rows), words=words, earlier=earlier
     )  # fmt: skip
@@ -170,59 +178,55 @@ def _block(target: Measured, scale: str, records: Sequence[Measurement]) -> Sect
     command = f"python -m dpexp.bench bench={target.preset} {device}'workloads=[{','.join(left)}]' out=results/bench/NAME"
     todo = (f"Not run: {', '.join(left)}. `{command}`",) if left else ()
     status = f"{scale} {len(done)}/{len(wanted)}" if done else ""
-    return Section(f"scale={scale}", todo, COLUMNS if rows else (), rows, scale, done=status)
+    return Section(f"scale={scale}", todo, rows=rows, scale=scale, done=status)
 
 
 def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
     settings = measured.content["settings"]
     torch = f"{PURE}, without the C++ kernels" if settings.get("native") is False else ""
     earlier = "" if measured.content.get("engine") == ENGINE else EARLIER
-    return as_rows(COLUMNS, [
-        (
-            row["workload"], row["method"], row["batch_size"], number(row["time_ratio"] and 1 / row["time_ratio"]),
-            number(row["memory_ratio"]), number(row["examples_per_s"], ".4g"), number(row["max_batch"], "d"),
-            number(row["max_batch_throughput_ratio"]), number(row["error"], ".1e"), scale, measured.hardware,
-            settings["precision"], measured.path, "; ".join(filter(None, (torch, measured.note(row), earlier))),
-        )
+    return as_rows(
+        {
+            "workload": row["workload"], "method": row["method"], "batch": row["batch_size"],
+            "speed / non-private": number(row["time_ratio"] and 1 / row["time_ratio"]),
+            "added memory / non-private": number(row["memory_ratio"]), "examples/s": number(row["examples_per_s"], ".4g"),
+            "largest batch": row["max_batch"], "speed there / non-private": number(row["max_batch_throughput_ratio"]),
+            "relative error": number(row["error"], ".1e"), "scale": scale, "hardware": measured.hardware,
+            "precision": settings["precision"], "record": measured.path,
+            "note": "; ".join(filter(None, (torch, measured.note(row), earlier))),
+        }
         for row in measured.content["rows"]
         if row["workload"] in workloads and settings.get("size") == "full"
-    ])  # fmt: skip
+    )  # fmt: skip
 
 
 def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
     """One for each bound that rows of the present engine are about; each says so where others have none."""
     present = (row for row in rows if EARLIER not in row["note"])
-    groups = grouped(present, lambda row: (row["record"], row["workload"]))
-    measured = []
-    for bound in (Bound(**asked) for asked in target.bounds):
-        if ratios := {place: said for place, own in groups.items() if (said := bound.ratio(own)) is not None}:
-            measured.append((bound, ratios))
+    runs = grouped(present, lambda row: (row["record"], row["workload"])).values()
+    every = [
+        (bound, [*filter(None, map(bound.ratio, runs))]) for bound in (Bound(**x) for x in target.bounds)
+    ]
+    measured = [(bound, ratios) for bound, ratios in every if ratios]
     some = f"{len(measured)} of {len(target.bounds)} bounds" if len(measured) < len(target.bounds) else ""
     of_it = ", ".join(filter(None, (target.part, some)))
     part = f"{PART}{of_it}" if of_it else ""
     found = []
     for bound, ratios in measured:
-        (where, _), *_ = ratios.values()
         for word, holds in ((SUPPORTS, True), (CONTRADICTS, False)):
             # networks may differ, and machines: then it stands on both sides
-            chosen = [place for place, (_, value) in ratios.items() if bound.holds(value) == holds]
-            if chosen:
+            if chosen := [ratio for ratio in ratios if bound.holds(ratio.value) == holds]:
                 counted = f"{len(chosen)} of {len(ratios)} are {'' if holds else 'not '}{bound}"
-                on_machine = grouped(chosen, lambda place: _machine(groups[place][0]["hardware"]))
-                values = (
-                    f"{', '.join(_on_each({place: ratios[place][1] for place in places}, groups))} ({machine})"
-                    for machine, places in on_machine.items()
-                )
-                found.append(Verdict(where, f"{word}{part} ({counted})", ", ".join(values)))
+                on_machine = grouped(chosen, lambda ratio: ratio.machine).items()
+                values = (f"{', '.join(_on_each(own))} ({machine})" for machine, own in on_machine)
+                found.append(Verdict(ratios[0].words, f"{word}{part} ({counted})", ", ".join(values)))
     return found
 
 
-def _on_each(
-    ratios: Mapping[tuple[str, str], float], groups: Mapping[tuple[str, str], Rows]
-) -> Iterator[str]:
+def _on_each(ratios: Sequence[Ratio]) -> Iterator[str]:
     """ "0.87 to 0.89 on gpt2", "0.22 on roberta in pure torch": the records of each network together."""
-    for network, places in grouped(ratios, lambda place: _network(groups[place][0])).items():
-        ends = dict.fromkeys(f"{end(ratios[place] for place in places):.2f}" for end in (min, max))
+    for network, own in grouped(ratios, lambda ratio: ratio.network).items():
+        ends = dict.fromkeys(f"{end(ratio.value for ratio in own):.2f}" for end in (min, max))
         yield f"{' to '.join(ends)} on {network}"
 
 
@@ -231,15 +235,6 @@ def _method(name: str) -> str:
     engine, _, clipping = re.sub("[:/]", " ", name.removesuffix(LEAN)).partition(" ")
     engine = {"auto": "ours", "opacus": "Opacus", "nonprivate": "no privacy"}.get(engine, engine)
     return " ".join(filter(None, (engine, clipping.replace("layer", "per-layer"))))
-
-
-def _machine(hardware: str) -> str:
-    """Without what says nothing: "Intel Xeon" of "Intel(R) Xeon(R) Processor, 2 threads"."""
-    return re.sub(r"\(R\)| Processor| CPU|, \d+ threads?$| @.*", "", hardware)
-
-
-def _network(row: Mapping[str, str]) -> str:
-    return row["workload"] + (" in pure torch" if PURE in row["note"] else "")
 
 
 def _untold(rows: Rows) -> str:
@@ -287,14 +282,8 @@ def _bars(axes: Any, rows: Rows) -> None:
 # Speed and memory on the workloads that this project set itself goals for, before anything was measured.
 
 EFFICIENCY = "efficiency"
-_GOALS = (
-    "workload", "method", "time / non-private", "goal for time", "memory / non-private", "goal for memory", "goals",
-    "printed for the like", "scale", "hardware", "record", "note",
-)  # fmt: skip
-# Of the paper's network of the same kind: its row in Table 1 of Bu et al.
-_TABLE_1 = {
-    "gpt2": "E2E, GPT2-large (774M)", "roberta": "QQP, RoBERTa-large (355M)", "vit": "CIFAR, BEiT-large (304M)",
-}  # fmt: skip
+# the network of the same kind in Table 1 of Bu et al.
+_LIKE = {"gpt2": "gpt2_large", "roberta": "roberta_large", "vit": "beit_large"}
 _BLOCKS = {True: "with the C++ kernels", False: "pure torch, no compiler on the machine"}
 
 
@@ -305,12 +294,10 @@ def efficiency(records: Sequence[Measurement]) -> Document:
         rows = [row for record in records for row in _beside_goals(record, native)]
         command = f"python -m dpexp.bench native={str(native).lower()} threads=2 out=results/bench/NAME"
         said = () if rows else (f"Not run: `{command}`",)
-        sections.append(Section(f"scale=small, {kernels}", said, _GOALS if rows else (), rows, "small"))
+        sections.append(Section(f"scale=small, {kernels}", said, rows=rows, scale="small"))
     every = [row["goals"] for section in sections for row in section.rows if row["goals"]]
     met = f"{every.count('met')} of {len(every)} cells meet both goals." if every else "Not run."
-    return page(
-        EFFICIENCY, sections, _GOALS, otherwise=f"small {len(every)}" if every else "not run", met=met
-    )
+    return page(EFFICIENCY, sections, otherwise=f"small {len(every)}" if every else "not run", met=met)
 
 
 def _beside_goals(measured: Measurement, native: bool) -> Rows:
@@ -325,12 +312,14 @@ def _beside_goals(measured: Measurement, native: bool) -> Rows:
         if workload not in goals["auto/flat"] or method == "nonprivate":
             continue
         time, memory = goals.get(method.removesuffix(LEAN), {}).get(workload, (None, None))
-        lines.append((
-            workload, method, number(row["time_ratio"]), number(time), number(row["memory_ratio"]), number(memory),
-            _met(row, time, memory), for_the_like(workload, method), "small", measured.hardware, measured.path,
-            measured.note(row),
-        ))  # fmt: skip
-    return as_rows(_GOALS, lines)
+        lines.append({
+            "workload": workload, "method": method, "time / non-private": number(row["time_ratio"]),
+            "goal for time": number(time), "memory / non-private": number(row["memory_ratio"]),
+            "goal for memory": number(memory), "goals": _met(row, time, memory),
+            "printed for the like": for_the_like(workload, method), "scale": "small", "hardware": measured.hardware,
+            "record": measured.path, "note": measured.note(row),
+        })  # fmt: skip
+    return as_rows(lines)
 
 
 def _met(row: dict[str, Any], time: float | None, memory: float | None) -> str:
@@ -349,7 +338,7 @@ def for_the_like(workload: str, method: str) -> str:
     if method == "auto/layer" and workload == "gpt2":
         (cell,) = paper_table("he2023", "figure1")
         return f"below {1 / (1 - float(cell.value) / 100):.2f} (GPT-2, He et al.)"
-    if method == "auto/flat" and (row := _TABLE_1.get(workload)):
-        speed = float(printed("bu2023", "1", row, "Relative Speed over non-DP"))
-        return f"{1 / speed:.2f} ({row.split()[1]}, Bu et al.)"
+    if method == "auto/flat" and workload in _LIKE:
+        (cell,) = selected("bu2023", "1", "Relative Speed over non-DP", model=_LIKE[workload])
+        return f"{1 / float(cell.value):.2f} ({cell.row.split()[1]}, Bu et al.)"
     return ""

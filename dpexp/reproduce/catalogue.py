@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from dpexp.errors import UserError, did_you_mean
 from dpexp.reproduce import (
@@ -24,10 +25,8 @@ from dpexp.reproduce import (
 )
 from dpexp.reproduce import complexity_tables as complexity
 from dpexp.reproduce import records as run_records
-from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import Document
 from dpexp.reproduce.paper import PAPERS, listed, short, target_name
-from dpexp.reproduce.records import Record
 
 GROUPS = ("all", "tables", "figures")
 
@@ -38,47 +37,36 @@ class Context:
 
     results: Path
     built: dict[str, Document] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def document(self, name: str) -> Document:
         """A target's document, built once."""
         if name not in self.built:
             make, needs = builders()[name]
-            self.built[name] = make(getattr(self, needs)) if needs else make()
+            self.built[name] = make(self.read(needs)) if needs else make()
         return self.built[name]
 
-    @cached_property
-    def records(self) -> list[Record]:
-        return run_records.load(self.results / "runs")
+    def read(self, what: str) -> Any:
+        """The records of a folder, or "evidence", all that the matrix is made from. Those of the league and of other methods are
+        apart from the runs: they are shorter than any printed cell asks for."""
+        if what not in self.kept:
+            folder = self.results / what
+            if what == "evidence":
+                self.kept[what] = self._evidence()
+            elif what == "bench":
+                self.kept[what] = benchmarks.load(folder)
+            else:
+                self.kept[what] = run_records.load(folder, audits=what == "audits")
+        return self.kept[what]
 
-    @cached_property
-    def audits(self) -> list[Record]:
-        return run_records.load(self.results / "audits", audits=True)
-
-    @cached_property
-    def league(self) -> list[Record]:
-        """Apart from `records`: they are shorter runs than any printed cell asks for."""
-        return run_records.load(self.results / "league")
-
-    @cached_property
-    def methods(self) -> list[Record]:
-        """Apart from `records`, as those of the league are."""
-        return run_records.load(self.results / "methods")
-
-    @cached_property
-    def benchmarks(self) -> list[Measurement]:
-        return benchmarks.load(self.results / "bench")
-
-    @cached_property
-    def evidence(self) -> coverage.Evidence:
-        """What the matrix is made from, the status of other documents among it."""
-        wanted = sorted(coverage.targets() & builders().keys())
+    def _evidence(self) -> coverage.Evidence:
         words = listed("pages")
         # arithmetic takes long; its status is known without it
         statuses = {
             name: words[name].get("otherwise", "exact") if name in EXACT else self.document(name).status
-            for name in wanted
+            for name in sorted(coverage.targets() & builders().keys())
         }
-        return coverage.Evidence(statuses, [*self.records, *self.league], self.benchmarks)
+        return coverage.Evidence(statuses, [*self.read("runs"), *self.read("league")], self.read("bench"))
 
 
 # a function, and what it takes of a context; "" for nothing
@@ -108,17 +96,17 @@ def builders() -> dict[str, Builder]:
     found: dict[str, Builder] = {
         **{name: (make, "") for name, make in EXACT.items()},
         **{
-            target_name(*key): (partial(tables.build, *key), "audits" if claim.audits else "records")
+            target_name(*key): (partial(tables.build, *key), "audits" if claim.audits else "runs")
             for key, claim in tables.claims().items()
         },
-        **{name: (partial(benchmarks.build, name), "benchmarks") for name in benchmarks.targets()},
-        **{name: (partial(curves.build, name), "records") for name in curves.targets()},
-        thresholds.NAME: (thresholds.document, "records"),
+        **{name: (partial(benchmarks.build, name), "bench") for name in benchmarks.targets()},
+        **{name: (partial(curves.build, name), "runs") for name in curves.targets()},
+        thresholds.NAME: (thresholds.document, "runs"),
         league.NAME: (league.document, "league"),
         methods.NAME: (methods.document, "methods"),
-        "memory-monir": (exact.memory_monir, "benchmarks"),
-        benchmarks.EFFICIENCY: (benchmarks.efficiency, "benchmarks"),
-        "runs": (overview.runs, "records"),
+        "memory-monir": (exact.memory_monir, "bench"),
+        benchmarks.EFFICIENCY: (benchmarks.efficiency, "bench"),
+        "runs": (overview.runs, "runs"),
         "coverage": (coverage.document, "evidence"),
     }
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))

@@ -7,11 +7,11 @@ a record's own configuration stands beside every number instead.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
 from typing import Any
 
 import yaml
@@ -110,8 +110,6 @@ class Claim:
         """A cell in a block."""
         said = _said(cell)
         reasons = [_not_ours(cell, said)]
-        if said.get("formulation") == "infilling":
-            said["task"] = f"{said.get('task', '')}_infilling"
         left_out: set[str] = set()
         if scale != "paper":
             # for the printed ε and the length of a small run
@@ -131,38 +129,25 @@ class Claim:
         }
         if said.get("split") in TRAINING:
             reasons.append("not measured: accuracy on the training set is private, and no record releases it")
-        unknown = [
-            f"{name}={chosen[name]}" for name in GROUPS if name in chosen and not _choice(name, chosen[name])
-        ]
-        if unknown:
+        groups = (name for name in GROUPS if name in chosen)
+        if unknown := [f"{name}={chosen[name]}" for name in groups if not _choice(name, chosen[name])]:
             reasons.append(f"not built: {', '.join(unknown)}")
         reason = next(filter(None, reasons), "")
         where = {**_where(said, chosen, scale), **self.instead.get(task, {})}
-        return Slot(
-            cell, scale, where, metric_of(cell), reason, "" if reason else self._command(cell, scale, chosen)
-        )
+        command = "" if reason else self._command(cell, scale, chosen)
+        return Slot(cell, scale, where, metric_of(cell), reason, command)
 
     def _command(self, cell: Cell, scale: str, chosen: Mapping[str, str]) -> str:
         """What fills the cell with three seeds: a preset where there is one for its row, else the settings one by one."""
         plain = chosen.get("clip") == "nonprivate"
-        covered = {"epsilon", "delta"} if plain else set()
         noise = next((name for name in NOISE if name in chosen), "")
-        overrides: list[str] = []
-        added: list[str] = []
-        preset, named = "", tuple[str, ...]()
+        preset, covered, added = "", set[str](), list[str]()
         if scale == "paper":
             added = [word for one in self.tuned if cell.has(one["where"]) for word in shlex.split(one["add"])]
-            preset, named = _preset(cell, chosen, (cell.table, *self.same_runs))
-        if preset:
-            overrides.append(f"experiment={preset}")
-            covered |= {*named, "delta", "peft", "init", "schedule", "individual", "optim", noise}
-            if preset.endswith(tuple(chosen[name] for name in METHODS if name in chosen)):
-                covered.add("clip")
-        elif noise:
-            overrides.append("privacy=noise")
-        if noise:
-            # it comes out
-            covered.add("epsilon")
+            preset, covered = _preset(cell, chosen, (cell.table, *self.same_runs))
+        overrides = [f"experiment={preset}"] if preset else ["privacy=noise"] if noise else []
+        # where the noise is given it comes out
+        covered |= {"epsilon", "delta"} if plain else {"epsilon"} if noise else set()
         at_scale = _choice(f"task_at_scale/{chosen.get('task', '')}", scale).get("optim") or {}
         if "epochs" in chosen and (noise or at_scale.get("steps")):
             # the length of the cell is given in epochs
@@ -186,6 +171,8 @@ class Claim:
 def _said(cell: Cell) -> dict[str, str]:
     """The settings of a cell, by the names of `FACTS`."""
     said = dict(cell.settings)
+    if said.get("formulation") == "infilling":
+        said["task"] += "_infilling"
     if "learning_rate" in said:
         said["optim"] = said.pop("learning_rate")
     if any(name in said for name in ("schedule", "individual", "optim")):
@@ -237,31 +224,36 @@ def _choice(group: str, name: str) -> dict[str, Any]:
     return (yaml.safe_load(path.read_text(encoding="utf-8")) or {"": None}) if path.is_file() else {}
 
 
-def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The preset of a cell's row in the first of the tables that has one, "" without one, and which of task and model it names.
+@cache
+def presets(paper: str, table: str) -> list[str]:
+    """Those of a table, whose names begin with its own; the most specific come first."""
+    stem = f"{paper}_{numbered(table)}"
+    names = [path.stem for path in (conf_dir() / "experiment").glob(f"{stem}*.yaml")]
+    return sorted((name for name in names if f"{name}_".startswith(f"{stem}_")), key=len, reverse=True)
 
-    One that names neither, or the task alone, holds several rows of the table: the command adds what it leaves open.
+
+def _preset(cell: Cell, chosen: Mapping[str, str], tables: Sequence[str]) -> tuple[str, set[str]]:
+    """The preset of a cell's row in the first of the tables that has one, and the settings that it makes; "" without one.
+
+    Its name says nothing but choices of the cell. One that says neither task nor model holds several rows of the table: the
+    command adds what it leaves open.
     """
-    method = next((chosen[name] for name in METHODS if name in chosen), "")
-    kind = "infilling" if cell.settings.get("formulation") == "infilling" else chosen.get("peft", "")
-    kind = "retrain" if "init" in chosen else kind
-    about = {"task": cell.settings.get("task", ""), "model": chosen.get("model", "")}
-    ways: list[tuple[str, ...]] = [(method,), (kind or "full",)]
-    if kind or chosen.get("clip") == "nonprivate":
-        ways.append((kind, "flat"))
+    methods = [chosen[name] for name in METHODS if name in chosen]
+    infilling = cell.settings.get("formulation") == "infilling"
+    kind = "retrain" if "init" in chosen else "infilling" if infilling else chosen.get("peft", "")
+    either = "|flat" if kind or chosen.get("clip") == "nonprivate" else ""
+    said = {
+        "task": cell.settings.get("task"), "model": chosen.get("model"), "kind": kind or "full", "clip": f"{methods[0]}{either}",
+    }  # fmt: skip
+    pattern = "".join(f"(_(?P<{name}>{text}))?" for name, text in said.items() if text)
     for table in tables:
-        for named, way in (*product((("task", "model"), ("task",)), ways), ((), ())):
-            parts = (cell.paper, numbered(table), *(about[name] for name in named), *way)
-            preset = "_".join(filter(None, parts))
-            if _choice("experiment", preset):
-                return preset, named
-    return "", ()
-
-
-def has_presets(paper: str, table: str) -> bool:
-    """Can a row of it be run, even where no single cell is one run (a gain is the difference of two)?"""
-    stem, folder = f"{paper}_{numbered(table)}", conf_dir() / "experiment"
-    return any(any(folder.glob(name)) for name in (f"{stem}.yaml", f"{stem}_*.yaml"))
+        for preset in presets(cell.paper, table):
+            if found := re.fullmatch(f"{cell.paper}_{numbered(table)}{pattern}", preset):
+                named = found.groupdict()
+                made = {name for name in ("task", "model") if named.get(name)}
+                made |= {"clip"} if named["clip"] in methods else set()
+                return preset, {*made, "delta", "peft", "init", "schedule", "individual", "optim", *NOISE}
+    return "", set()
 
 
 def _not_ours(cell: Cell, said: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 from dpexp.complexity.architectures import build
@@ -19,8 +19,8 @@ from dpexp.complexity.formulas import (
     views,
 )
 from dpexp.complexity.shapes import layers_of
-from dpexp.reproduce.documents import PART, Document, Rows, Section, Verdict, as_rows, block, page
-from dpexp.reproduce.paper import paper_table, printed
+from dpexp.reproduce.documents import PART, Document, Rows, Section, Verdict, as_rows, page
+from dpexp.reproduce.paper import paper_table, printed, selected
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
 NETWORKS = ("resnet18", "resnet34", "resnet50")
@@ -32,12 +32,6 @@ _NOTES_4 = {
     ("resnet34", "conv4_x"): "2.6e5 is a slip: 256 · 128 · 9 = 294,912, as for resnet18",
     ("resnet50", "conv5_x"): "its first 1 x 1 convolution still runs at 14 x 14, as in conv3_x and conv4_x;"
     " only so do the rows add to the printed 528M",
-}
-# Table 1: its row of each network; in parentheses there, the complexity relative to non-DP.
-ROWS_1 = {
-    "roberta-large": "QQP, RoBERTa-large (355M)",
-    "gpt2-large": "E2E, GPT2-large (774M)",
-    "beit_large": "CIFAR, BEiT-large (304M)",
 }
 # Figure 7: model and image.
 FIGURE_7 = (("resnet18", 224), ("resnet18", 512), ("vgg11", 224), ("vit_base", 224))
@@ -60,49 +54,56 @@ def _layers(name: str, image: int | None = None, tokens: int | None = None) -> t
 
 def printed_1(network: str) -> str:
     """The complexity relative to non-DP in Table 1; "" for a network that is not there."""
-    row = ROWS_1.get(network)
-    return printed("bu2023", "1", row, "Relative Speed over non-DP, complexity") if row else ""
+    cells = selected("bu2023", "1", "Relative Speed over non-DP, complexity", model=network.replace("-", "_"))
+    return cells[0].value if cells else ""
 
 
-def printed_4(stage: str, network: str) -> tuple[str, str]:
-    """(2T², pd) of Table 4 as transcribed; "3.7e4 x 4" is [3.7 × 10⁴] × 4."""
-    label = f"{network.removeprefix('resnet')}-layer"
-    columns = f"{label}, ghost norm 2T²", f"{label}, per-sample grad instantiation pd"
-    texts = (printed("bu2023", "4", stage, column) for column in columns)
-    ghost, instantiation = (text if " x " in text else f"{text} x 1" for text in texts)
-    return ghost, instantiation
+def printed_4(stage: str, network: str) -> Iterator[str]:
+    """2T² and pd of Table 4 as transcribed; "3.7e4 x 4" is [3.7 × 10⁴] × 4."""
+    for what in ("ghost norm 2T²", "per-sample grad instantiation pd"):
+        text = printed("bu2023", "4", stage, f"{network.removeprefix('resnet')}-layer, {what}")
+        yield text if " x " in text else f"{text} x 1"
 
 
-def printed_totals(network: str) -> tuple[str, str, str]:
+def printed_totals(network: str) -> list[str]:
     """2T², pd and the mixed minimum of the whole network in Table 4, in millions."""
     totals = [cell for cell in paper_table("bu2023", "4") if cell.unit == "million floats"]
-    ghost, instantiation, mixed = (f"{c.value}M" for c in totals if c.settings["network"] == network)
-    return ghost, instantiation, mixed
+    return [f"{cell.value}M" for cell in totals if cell.settings["network"] == network]
 
 
-def table_4() -> Rows:
-    """One row for each network and stage, then the totals without and with shortcut convolutions."""
-    lines: list[tuple[str, ...]] = []
+def complexity_bu_table4() -> Document:
+    """Table 4: one row for each network and stage, then the totals without and with shortcut convolutions."""
+    rows: Rows = []
     for name in NETWORKS:
         every = _layers(name, image=224)
         plain = [layer for layer in every if not layer.is_shortcut]
         for timm_name, stage in _STAGES.items():
             own = [layer for layer in plain if layer.name.partition(".")[0] == timm_name]
-            ghost, instantiation = printed_4(stage, name)
-            pairs = [ghost, _powers((layer.ghost for layer in own), ghost)]
-            pairs += [instantiation, _powers((layer.instantiation for layer in own), instantiation)]
-            lines.append((name, stage, *pairs, "", "", _NOTES_4.get((name, stage), "")))
+            shown = [*printed_4(stage, name), ""]
+            ours = [
+                _powers((layer.ghost for layer in own), shown[0]),
+                _powers((layer.instantiation for layer in own), shown[1]),
+                "",
+            ]
+            rows.append(_beside(name, stage, shown, ours, _NOTES_4.get((name, stage), "")))
         for stage, totals, layers, note in (
             ("total", printed_totals(name), plain, "without shortcut convolutions, as printed"),
             ("complete", ("", "", ""), every, "with shortcut convolutions"),
         ):
             space = norm_space(layers)
-            large, *others = space.ghost / 1e6, space.instantiation / 1e6, space.mixed / 1e6
-            sums = f"{large:.1f}M", *(f"{value:.2f}M" for value in others)
-            pairs = [text for pair in zip(totals, sums, strict=True) for text in pair]
-            lines.append((name, stage, *pairs, note))
-    columns = (f"{whose} {what}" for what in ("2T²", "pd", "mixed") for whose in ("printed", "our"))
-    return as_rows(("network", "stage", *columns, "note"), lines)
+            ours = [f"{space.ghost / 1e6:.1f}M"]
+            ours += [f"{floats / 1e6:.2f}M" for floats in (space.instantiation, space.mixed)]
+            rows.append(_beside(name, stage, totals, ours, note))
+    return page("complexity-bu-table4", [Section(rows=rows)])
+
+
+def _beside(
+    network: str, stage: str, printed: Sequence[str], ours: Sequence[str], note: str
+) -> dict[str, str]:
+    row = {"network": network, "stage": stage}
+    for what, theirs, own in zip(("2T²", "pd", "mixed"), printed, ours, strict=True):
+        row |= {f"printed {what}": theirs, f"our {what}": own}
+    return row | {"note": note}
 
 
 def _powers(values: Iterable[int], printed: str) -> str:
@@ -115,19 +116,20 @@ def _powers(values: Iterable[int], printed: str) -> str:
     return ", ".join(sorted(shown, key=lambda x: order.index(x) if x in order else -1))
 
 
-def table_5() -> Rows:
-    """Every implementation: its modules, and the printed and derived formulas of one layer."""
-    rows: Rows = []
-    for x in IMPLEMENTATIONS:
-        modules = x.ways[0] if len(x.ways) == 1 else f"⟨{', '.join(x.ways)}⟩"
-        rows.append({
-            "implementation": x.name, "modules": modules, "printed time": str(x.printed_time or ""), "derived time": str(x.time),
-            "printed space": str(x.printed_space or ""), "derived space": str(x.space), "note": x.note,
-        })  # fmt: skip
-    return rows
+def complexity_bu_table5() -> Document:
+    """Tables 2 and 5: of every implementation its modules, and the printed and derived formulas of one layer."""
+    rows = as_rows(
+        {
+            "implementation": x.name, "modules": x.ways[0] if len(x.ways) == 1 else f"⟨{', '.join(x.ways)}⟩",
+            "printed time": x.printed_time, "derived time": x.time,
+            "printed space": x.printed_space, "derived space": x.space, "note": x.note,
+        }
+        for x in IMPLEMENTATIONS
+    )  # fmt: skip
+    return page("complexity-bu-table5", [Section(rows=rows)])
 
 
-def table_8() -> Rows:
+def complexity_bu_table8() -> Document:
     """The networks of the paper: space of the norms, and what every implementation costs relative to non-DP."""
     rows: Rows = []
     for size, name in ((size, name) for size, names in ZOO for name in names.split()):
@@ -143,17 +145,23 @@ def table_8() -> Rows:
                 for key in ("time", "space"):
                     row[f"{cost['implementation']} {key}"] = f"{cost[f'{key}_relative']:.3f}"
             rows.append(row)
-    return rows
+    shown = tuple(key for key in rows[0] if not key.endswith((" time", " space")))
+    sections = [Section(columns=shown, rows=rows)]
+    for what in ("time", "space"):
+        heading = f"{what.capitalize()} relative to non-DP, derived, B = {BATCH}"
+        methods = (f"{x.name} {what}" for x in IMPLEMENTATIONS if x.name not in ("non-DP", "TF-Privacy"))
+        sections.append(Section(heading, (), ("network", "layers", *methods), rows, in_csv=False))
+    return page("complexity-bu-table8", sections, tuple(rows[0]))
 
 
 def figure_7() -> Rows:
     """Space of the norm of one example, layer by layer, shortcut convolutions left out."""
     own = ("name", "T", "p", "d", "ghost", "instantiation", "choice")
-    return as_rows(("network", "image", "layer", *own), [
-        (name, image, number, *(getattr(layer, key) for key in own))
+    return as_rows(
+        {"network": name, "image": image, "layer": number} | {key: getattr(layer, key) for key in own}
         for name, image in FIGURE_7
         for number, layer in enumerate(_figure_layers(name, image), 1)
-    ])  # fmt: skip
+    )
 
 
 def _figure_layers(name: str, image: int) -> list[Layer]:
@@ -182,28 +190,3 @@ def figure_6() -> Verdict:
 def depth_thresholds() -> dict[tuple[str, int], int | str]:
     """(network, image) -> the last layer that instantiates, of which section 3.3 speaks; "none" where all take the ghost norm."""
     return {key: depth_threshold(_figure_layers(*key)) or "none" for key in FIGURE_7}
-
-
-# Pages.
-
-
-def complexity_bu_table4() -> Document:
-    """Table 4."""
-    return page("complexity-bu-table4", [block(table_4())])
-
-
-def complexity_bu_table5() -> Document:
-    """Tables 2 and 5."""
-    return page("complexity-bu-table5", [block(table_5())])
-
-
-def complexity_bu_table8() -> Document:
-    """Whole networks."""
-    rows = table_8()
-    shown = tuple(key for key in rows[0] if not key.endswith((" time", " space")))
-    sections = [Section("", (), shown, rows)]
-    for what in ("time", "space"):
-        heading = f"{what.capitalize()} relative to non-DP, derived, B = {BATCH}"
-        methods = (f"{x.name} {what}" for x in IMPLEMENTATIONS if x.name not in ("non-DP", "TF-Privacy"))
-        sections.append(Section(heading, (), ("network", "layers", *methods), rows, in_csv=False))
-    return page("complexity-bu-table8", sections, tuple(rows[0]))

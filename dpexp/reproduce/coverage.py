@@ -2,9 +2,10 @@
 
 ``coverage.csv`` is the list; the status of each row is found out, never written down:
 
-* needs: what must exist, separated by spaces. ``conf:clip/flat`` (a choice; ``conf:experiment/he2023_*``: some choice),
-  ``bench:mlp`` (a workload), ``test:clipping/test_layers.py::test_linear`` (a test of this suite, which holds it),
-  ``target:table-he-2`` (its own status counts); ``this``: this list; ``missing`` and ``diagram``: nothing to point at.
+* what must exist, in a column for each kind, separated by spaces. target: ``table-he-2`` (its own status counts); choice:
+  ``clip/flat``, of conf/ (``experiment/he2023_*``: some choice); workload: ``mlp``, of the benchmarks; test:
+  ``clipping/test_layers.py::test_linear``, of this suite, which holds it.
+* otherwise: why there is none of them: ``missing``, ``diagram``, ``this list``.
 * runs: settings of the records that show it in use, ``clip=flat,privacy.epsilon=*``; ``a|b``: either; ``bench``: benchmarks.
 """
 
@@ -15,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from dpexp.benchmark.workloads import WORKLOADS
 from dpexp.config import conf_dir
@@ -25,8 +25,8 @@ from dpexp.reproduce.documents import ARITHMETIC, Document, Section, as_rows, pa
 from dpexp.reproduce.paper import FOLDER, PAPERS, paper_table, paper_tables
 from dpexp.reproduce.records import Record
 
+KINDS = ("target", "choice", "workload", "test")
 STATUSES = (*ARITHMETIC, "tested", "paper", "small", "not run", "not built")
-_TESTS = Path(__file__).parents[2] / "tests"
 COLUMNS = ("paper", "kind", "name", "importance", "printed in", "status", "where", "note")
 
 
@@ -37,15 +37,9 @@ def listed() -> tuple[dict[str, str], ...]:
         return tuple(csv.DictReader(file))
 
 
-def pointers(row: Mapping[str, str], kind: str) -> list[str]:
-    """What a row points at, of one kind: "target" -> ["table-he-2"]."""
-    parts = (need.partition(":") for need in row["needs"].split())
-    return [name for own, colon, name in parts if colon and own == kind]
-
-
 def targets() -> set[str]:
     """The targets of which the matrix wants the status."""
-    return {name for row in listed() for name in pointers(row, "target")}
+    return {name for row in listed() for name in row["target"].split()}
 
 
 @dataclass(frozen=True)
@@ -62,29 +56,31 @@ class Evidence:
     records: Sequence[Record] = ()
     measured: Sequence[Measurement] = ()
 
-    def has(self, need: str) -> bool:
-        """Is there what a row points at?"""
-        kind, _, name = need.partition(":")
+    def has(self, kind: str, name: str) -> bool:
+        """Is there what a row names?"""
         return {
-            "conf": lambda: any(conf_dir().glob(f"{name}.yaml")),
-            "bench": lambda: name in WORKLOADS,
-            "target": lambda: name in self.statuses,
-            "test": lambda: _is_a_test(*name.split("::")),
-        }.get(kind, lambda: need == "this")()
+            "target": name in self.statuses,
+            "choice": any(conf_dir().glob(f"{name}.yaml")),
+            "workload": name in WORKLOADS,
+            # the list is believed: a test of this suite looks for them
+            "test": True,
+        }[kind]
 
     def status(self, row: Mapping[str, str]) -> dict[str, str]:
         """One of `STATUSES`, and in words where to look."""
-        needs = row["needs"].split()
-        if not needs or not all(map(self.has, needs)):
+        if row["otherwise"] == "this list":
+            return {"status": ARITHMETIC[0], "where": ""}
+        named = [(kind, name) for kind in KINDS for name in row[kind].split()]
+        if not named or not all(self.has(*one) for one in named):
             return {"status": "not built", "where": ""}
-        own = [self.statuses[name] for name in pointers(row, "target")]
-        where = [", ".join(need.partition(":")[2] for need in needs if need != "this")]
+        own = [self.statuses[name] for kind, name in named if kind == "target"]
+        where = [", ".join(name for _, name in named)]
         counts = {scale: self._runs(row, scale) for scale in ("paper", "small")}
         where += [f"{scale}: {n} record{'s' if n > 1 else ''}" for scale, n in counts.items() if n]
         scale = next((s for s, n in counts.items() if n or any(f"{s} " in status for status in own)), "")
-        if needs == ["this"] or (own and set(own) <= set(ARITHMETIC)):
-            status = max(own, default="exact", key=ARITHMETIC.index)
-        elif not own and pointers(row, "test"):
+        if own and set(own) <= set(ARITHMETIC):
+            status = max(own, key=ARITHMETIC.index)
+        elif not own and row["test"]:
             status = "tested"
         elif scale:
             status, where = scale, [*where, *own]
@@ -95,7 +91,7 @@ class Evidence:
     def _runs(self, row: Mapping[str, str], scale: str) -> int:
         """Committed records that show it in use; on the paper's scale those of its own tasks alone, and benchmarks on its own
         networks."""
-        workloads = set(pointers(row, "bench"))
+        workloads = set(row["workload"].split())
         if workloads or row["runs"] == "bench":
             of_paper = (target for target in benchmarks.targets().values() if target.paper == row["paper"])
             own = {w for target in of_paper for w, s in target.workloads.items() if s == scale}
@@ -104,17 +100,11 @@ class Evidence:
                 any(line["workload"] in chosen for line in one.content["rows"]) for one in self.measured
             )
         asked = dict(part.split("=") for part in filter(None, row["runs"].split(",")))
-        where = {name: wanted.split("|") for name, wanted in asked.items() if wanted != "*"} | {
-            "scale": scale
-        }
+        where = {name: wanted.split("|") for name, wanted in asked.items()} | {"scale": [scale]}
         if scale == "paper":
             # the settings of another paper are none of this one's
             where.setdefault("task", _tasks(row["paper"]))
-        known = [name for name, wanted in asked.items() if wanted == "*"]
-        return sum(
-            record.matches(where) and all(record.facts.get(name) is not None for name in known)
-            for record in (self.records if asked else ())
-        )
+        return sum(record.matches(where) for record in self.records) if asked else 0
 
 
 @cache
@@ -122,15 +112,6 @@ def _tasks(paper: str) -> list[str]:
     """Those of which a paper prints something."""
     cells = (cell for own, table in paper_tables() if own == paper for cell in paper_table(own, table))
     return sorted({cell.settings["task"] for cell in cells if "task" in cell.settings})
-
-
-@cache
-def _is_a_test(file: str, name: str) -> bool:
-    """Does this suite have the test? An installed copy comes without its tests; there the list, which they check, is believed."""
-    path = _TESTS / file
-    if not _TESTS.is_dir():
-        return True
-    return path.is_file() and f"\ndef {name}(" in path.read_text(encoding="utf-8")
 
 
 def document(evidence: Evidence) -> Document:
@@ -141,7 +122,7 @@ def document(evidence: Evidence) -> Document:
         rows = [row | evidence.status(row) for row in own]
         sections.append(Section(title, (), COLUMNS[1:], rows))
         found = Counter(row["status"] for row in rows)
-        counts.append((title, *(found[status] for status in STATUSES), found.total()))
-    columns = ("of", *STATUSES, "rows")
-    summary = Section("Counts", (), columns, as_rows(columns, counts), in_csv=False)
-    return page("coverage", [summary, *sections], COLUMNS)
+        counts.append(
+            {"of": title} | {status: found[status] for status in STATUSES} | {"rows": found.total()}
+        )
+    return page("coverage", [Section("Counts", rows=as_rows(counts), in_csv=False), *sections], COLUMNS)

@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import fmean
 
 from scipy import stats
 
 from dpexp.reproduce.documents import grouped
-from dpexp.reproduce.fillings import Filling, budget, described, measured, method
-from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, best_of_each, compared
+from dpexp.reproduce.fillings import budget, described, measured, method
+from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, agreeing, best_of_each, compared
 from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import LEVEL, Comparison, compare
 
@@ -37,16 +38,13 @@ def adaptive_closes_the_gap(records: Sequence[Record]) -> Finding:
     pairs = []
     for spent, own in sorted(grouped(records, budget).items()):
         tried = grouped(measured(own, "accuracy"), lambda filling: filling.record.summary["clip"])
-        best = {clip: best_of_each(fillings, {"clip"}, ("clip.",)) for clip, fillings in tried.items()}
         for left, right, expect, margin in (
             ("adaptive_perlayer", "flat", "at_least", MARGIN),
             ("flat", "perlayer", "greater", 0.0),
         ):
-            others = best.get(right, {})
-            for context, choice in best.get(left, {}).items():
-                if context in others:
-                    what = f"{spent}, {described(choice.filling.record)}"
-                    pairs.append(compared(what, (left, choice), (right, others[context]), expect, margin))
+            for one, two in agreeing(tried.get(left, ()), tried.get(right, ()), {"clip"}, ("clip.",)):
+                what = f"{spent}, {described(one.filling.record)}"
+                pairs.append(compared(what, (left, one), (right, two), expect, margin))
     noiseless = any(record.facts.get("privacy.noise_multiplier") == 0 for record in records)
     return Finding(pairs, "" if noiseless else "the half with noise")
 
@@ -58,14 +56,12 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
         records: of one task and scale; a grid is of configurations that differ in nothing but the quantile.
     """
     name = "clip.target_quantile"
-    grids: dict[str, dict[float, Filling]] = {}
-    for filling in measured(records, "accuracy"):
-        record = filling.record
-        grids.setdefault(record.without({name}), {})[float(record.facts[name])] = filling
     pairs = []
-    for grid in (grid for grid in grids.values() if len(grid) > 2):
-        record = next(iter(grid.values())).record
-        text = record.facts["task"] == "sst2"
+    for own in grouped(measured(records, "accuracy"), lambda f: f.record.without({name})).values():
+        record, text = own[0].record, own[0].record.facts["task"] == "sst2"
+        grid = {float(f.record.facts[name]): f for f in own}
+        if len(grid) < 3:
+            continue
         means = {q: filling.mean for q, filling in grid.items() if text or 0.3 <= q <= 0.9}
         if text:
             high, low = min(means, key=lambda q: abs(q - 0.9)), min(means)
@@ -110,13 +106,9 @@ def extreme_splits_are_slower(records: Sequence[Record]) -> Finding:
     for how, own in grouped(measured(records, "accuracy"), lambda filling: method(filling.record)).items():
         splits = grouped(own, lambda filling: tuple(filling.record.facts[name]))
         even, *others = sorted(splits, key=lambda budgets: max(budgets) / min(budgets))
-        best = best_of_each(splits[even], {name})
-        for context, choice in (
-            pair for split in others for pair in best_of_each(splits[split], {name}).items()
-        ):
-            if context in best:
-                left, right = ((budget(side.filling.record), side) for side in (best[context], choice))
-                pairs.append(compared(f"{how}, {described(choice.filling.record)}", left, right, "greater"))
+        for one, two in chain.from_iterable(agreeing(splits[even], splits[s], {name}) for s in others):
+            left, right = ((budget(side.filling.record), side) for side in (one, two))
+            pairs.append(compared(f"{how}, {described(two.filling.record)}", left, right, "greater"))
     return Finding(pairs, unstated="network, batch size, length and learning rate")
 
 

@@ -62,12 +62,15 @@ def build(name: str, records: Sequence[Record]) -> Document:
     sections, svg = [], ""
     for scale in ("paper", "small"):
         of_scale = [record for record in matching if record.summary["scale"] == scale]
+        by_task = dict(sorted(grouped(of_scale, lambda record: str(record.facts["task"])).items()))
+        # the picture of a sweep has all tasks
+        together = [by_task] if target.kind == "sweep" else [{task: own} for task, own in by_task.items()]
         blocks = []
-        for tasks in _tasks(target, of_scale):
+        for tasks in together:
             own = [record for record in of_scale if record.facts["task"] in tasks]
             if rows := _rows(target, own):
-                blocks.append(_block(target, scale, tasks, own, rows))
-                svg = svg or _draw(target, _rows(target, _speaking(target, own)), tasks)
+                blocks.append(_block(target, scale, tasks, rows))
+                svg = svg or _draw(target, _rows(target, _speaking(target, own)))
         sections += blocks or [_not_run(target, scale)]
     has_runs = any(section.rows for section in sections)
     words = (listed("pages")[target.kind] if has_runs else {}) | vars(target)
@@ -77,15 +80,10 @@ def build(name: str, records: Sequence[Record]) -> Document:
     )  # fmt: skip
 
 
-def _block(
-    target: Curves, scale: str, tasks: Sequence[str], records: Sequence[Record], rows: Rows
-) -> Section:
+def _block(target: Curves, scale: str, tasks: Mapping[str, Sequence[Record]], rows: Rows) -> Section:
     named = {task: f"{task} instead" if task in target.stand_ins else task for task in tasks}
     says = getattr(curve_claims, target.says) if target.says else lambda _: Finding(())
-    found = {
-        f"scale={scale}, {name}": says([record for record in records if record.facts["task"] == task])
-        for task, name in named.items()
-    }
+    found = {f"scale={scale}, {named[task]}": says(own) for task, own in tasks.items()}
     told = {where: finding for where, finding in found.items() if finding.pairs}
     return Section(
         f"scale={scale}, {', '.join(named.values())}",
@@ -105,12 +103,6 @@ def _not_run(target: Curves, scale: str) -> Section:
     return Section(f"scale={scale}", (said,), scale=scale, commands=commands)
 
 
-def _tasks(target: Curves, records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """The tasks of each block: one by one, but for a sweep whose picture has them all."""
-    tasks = sorted({str(record.facts["task"]) for record in records})
-    return [tuple(tasks)] if target.kind == "sweep" and tasks else [(task,) for task in tasks]
-
-
 def _rows(target: Curves, records: Sequence[Record]) -> Rows:
     """Of all records; of one seed for each configuration where norms of all layers would make too many."""
     if target.kind == "norms":
@@ -121,7 +113,7 @@ def _rows(target: Curves, records: Sequence[Record]) -> Rows:
         spent = record.facts.get("privacy.epsilon")
         base = {
             "run": label, "seed": str(record.facts["seed"]), "ε": f"{spent:g}" if spent else "∞",
-            "scale": record.summary["scale"], "record": f"results/runs/{record.name}",
+            "scale": record.summary["scale"], "record": record.path,
         }  # fmt: skip
         points = {"norms": _norms, "sweep": _sweep}.get(target.kind, _dev)(record, target)
         rows += [base | point for point in points]
@@ -177,11 +169,10 @@ def _labels(records: Sequence[Record], target: Curves) -> list[str]:
     """
     found = [_label(record, target.x) for record in records]
     for key, word in (_APART | ({"engine": "engine"} if target.kind == "time" else {})).items():
-        values: dict[str, set[str]] = {}
-        for label, record in zip(found, records, strict=True):
-            values.setdefault(label, set()).add(str(record.facts.get(key)))
+        own = grouped(zip(found, records, strict=True), itemgetter(0))
+        apart = {label for label, runs in own.items() if len({str(r.facts.get(key)) for _, r in runs}) > 1}
         found = [
-            f"{label}, {word} {_short(record.facts.get(key))}" if key != target.x and len(values[label]) > 1 else label
+            f"{label}, {word} {_short(record.facts.get(key))}" if key != target.x and label in apart else label
             for label, record in zip(found, records, strict=True)
         ]  # fmt: skip
     return found
@@ -206,7 +197,7 @@ def _speaking(target: Curves, records: Sequence[Record]) -> Sequence[Record]:
     return [record for fillings in tried.values() for record in choose(fillings).filling.records]
 
 
-def _draw(target: Curves, rows: Rows, tasks: Sequence[str]) -> str:
+def _draw(target: Curves, rows: Rows) -> str:
     if target.kind == "norms":
         first = [row for row in rows if row["record"] == rows[0]["record"]]
         return draw(lambda axes: _draw_norms(axes, first), 2, (5.2, 4.4))

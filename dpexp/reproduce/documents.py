@@ -60,7 +60,7 @@ class Section:
     Attributes:
         heading: "" for a block without one.
         paragraphs: text above the table; inline Markdown (`code`, **bold**).
-        columns: of the table, in order; empty for text alone, or for rows that the CSV alone has.
+        columns: of the table, in order, where they are not those of its first row.
         rows: column -> text.
         scale: "exact" for arithmetic, else that of the runs.
         in_csv: whether its rows are part of the CSV; not those of a summary.
@@ -69,7 +69,7 @@ class Section:
         commands: that make the records which it still lacks.
     """
 
-    heading: str
+    heading: str = ""
     paragraphs: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     rows: Rows = field(default_factory=list)
@@ -78,6 +78,11 @@ class Section:
     done: str = ""
     verdicts: tuple[Verdict, ...] = ()
     commands: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The columns of its table."""
+        return self.columns or tuple(self.rows[0] if self.rows else ())
 
 
 @dataclass(frozen=True)
@@ -149,12 +154,12 @@ class Document:
         for section in self.sections:
             parts += [f"## {section.heading}"] if section.heading else []
             parts += section.paragraphs
-            parts += [_table(section.columns, section.rows)] if section.columns else []
+            parts += [_table(section.shown, section.rows)] if section.shown else []
         return "\n\n".join(parts) + "\n"
 
     def as_csv(self) -> str:
         """All rows with unix line ends, a row's missing cells empty."""
-        columns = self.columns or dict.fromkeys(key for section in self.sections for key in section.columns)
+        columns = self.columns or dict.fromkeys(key for section in self.sections for key in section.shown)
         text = io.StringIO()
         writer = csv.DictWriter(text, list(columns), lineterminator="\n", restval="", extrasaction="ignore")
         writer.writeheader()
@@ -181,19 +186,14 @@ def page(
     return Document(*shown)
 
 
-def block(rows: Rows, heading: str = "", **more: Any) -> Section:
-    """A table of all columns that its rows have; ``more``: of the `Section`."""
-    return Section(heading, (), tuple(rows[0]), rows, **more)
-
-
 def not_run(needs: str) -> str:
     """Why there is no verdict, with what a run takes."""
     return f"not run; it takes {needs}" if needs else "not run"
 
 
-def as_rows(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> Rows:
-    """Each line's values, as text, under the names of the columns."""
-    return [dict(zip(columns, map(str, line), strict=True)) for line in lines]
+def as_rows(lines: Iterable[Mapping[str, object]]) -> Rows:
+    """The values of each line as text, "" where there is none."""
+    return [{column: "" if value is None else str(value) for column, value in line.items()} for line in lines]
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -21,13 +21,8 @@ from dpexp.complexity.pipeline import WAYS, Assumptions, cost
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.reproduce.benchmarks import Measurement
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows, block, page
-from dpexp.reproduce.paper import Cell, listed, paper_table, printed
-
-_BESIDE = (
-    "network", "b", "L, MiB", "non-private, MiB", "formula, MiB", "mini-batch clipping, MiB", "measured / formula",
-    "per-layer clipping, MiB", "measured / non-private", "record",
-)  # fmt: skip
+from dpexp.reproduce.documents import Document, Rows, Section, as_rows, page
+from dpexp.reproduce.paper import Cell, listed, paper_table, selected
 
 # --- Bu et al., Tables 2 and 3 ---
 
@@ -80,21 +75,13 @@ def _property(row: str, implementation: Implementation) -> tuple[str, str]:
 def memory_li() -> Document:
     """Section 4.2: memory of the embedding of GPT-2, per-example gradients beside ghost norms."""
     V, p, T = 50257, 768, 1024
-    gigabytes = 10 * V * p * 4 / 1e9
-    ratio, rounded, typical = V * p / (2 * T * T), 50_000 * p / (2 * T * T), V * p / (2 * 100 * 100)
     passes = {x.name: x.modules[0].split().count("2a") for x in IMPLEMENTATIONS}
-    for_ten = printed(
-        "li2022", "text", "section 4.2, footnote 3", "per-example gradients of the embedding for ten examples"
+    ours = (10 * V * p * 4 / 1e9, 50_000 * p / (2 * T * T), passes["GhostClip"] - passes["non-DP"])
+    ten, saved = (
+        cell.value for cell in paper_table("li2022", "text") if cell.row.startswith("section 4.2, ")
     )
-    saved = printed("li2022", "text", "section 4.2, GPT-2 embedding", "memory saved")
-    return _compared("memory-li", [
-        _number_row("footnote 3", "GB for per-example gradients of the embedding, ten examples, fp32", for_ten, gigabytes,
-                    f"10 · {V} · {p} floats"),
-        _number_row("section 4.2", "pd / 2T² at T = 1024: the memory saved at least", saved, rounded,
-                    f"with the stated d ≈ 50,000 and p = {p}; {ratio:.1f} with d = {V}; {typical:.0f} at the typical T = 100"),
-        _number_row("section 4.2", "back-propagations that ghost clipping adds", "1", passes["GhostClip"] - passes["non-DP"],
-                    "10/6 of the products of a non-private step (docs/complexity.md)"),
-    ])  # fmt: skip
+    return _numbers("memory-li", ours, ten=ten, saved=saved, V=V, p=p, ratio=V * p / (2 * T * T),
+                    typical=V * p / (2 * 100 * 100))  # fmt: skip
 
 
 def memory_monir(measured: Sequence[Measurement]) -> Document:
@@ -106,83 +93,60 @@ def memory_monir(measured: Sequence[Measurement]) -> Document:
     def plain(b: float, L: float, C: float) -> float:
         return b * C + 2 * L
 
-    def ratio(b: float, L: float, C: float) -> float:
-        return private(b, L, C) / plain(b, L, C)
+    def ratio(L: float) -> float:
+        return private(100, L, 1) / plain(100, L, 1)
 
-    large = ratio(100, 100, 1)
     batch, layer = (cell.value for cell in paper_table("monir2023", "figure8"))
-    rows = [
-        _number_row("Figure 8", "mini-batch clipping, b = 100, L = C = 1", batch, private(100, 1, 1), "bC + (1+b)L"),
-        _number_row("Figure 8", "per-layer clipping, b = 100, L = C = 1", layer, plain(100, 1, 1), "bC + 2L: as without privacy"),
-        _number_row("section 4.3", "private / non-private, L/C = 0.01 ≪ b = 100", "1.01", ratio(100, 0.01, 1),
-                    "printed as 1 + L/C"),
-        _number_row("section 4.3", "private / non-private, L/C = b = 100", "33.3", large,
-                    "printed as b/3, it is (2 + b)/3: b/3 for large b alone"),
-        _number_row("section 4.3", "private / non-private, L/C = 10⁹ ≫ b = 100", "50.0", ratio(100, 1e9, 1),
-                    "printed as b/2, it is (1 + b)/2: b/2 for large b alone"),
-        _number_row("section 4.3", "mini-batch / per-layer clipping, b = 100, L = C", "2", ratio(100, 1, 1),
-                    f"printed as double; for L = 100 C it is {large:.0f}"),
-    ]  # fmt: skip
-    counted = [row["agrees"] for row in rows]
-    beside = Section(
-        "Beside measured memory", (listed("pages")["memory-monir"]["beside"],), _BESIDE, _beside(measured)
-    )
-    return page("memory-monir", [block(rows), beside], agree=counted.count("yes"), compared=len(counted))
+    ours = (private(100, 1, 1), plain(100, 1, 1), *map(ratio, (0.01, 100, 1e9, 1)))
+    words = (listed("pages")["memory-monir"]["beside"],)
+    beside = Section("Beside measured memory", words, rows=_beside(measured))
+    return _numbers("memory-monir", ours, beside, batch=batch, layer=layer, large=ratio(100))
 
 
 def _beside(measured: Sequence[Measurement]) -> Rows:
     """A row for each network of a benchmark with both ways to clip: (b - 1)·L more than without privacy, and nothing more."""
     lines = []
-    for one in measured:
-        found = {
-            (row["workload"], row["method"]): row for row in one.content["rows"] if row["status"] == "ok"
-        }
+    for measurement in measured:
+        done = (row for row in measurement.content["rows"] if row["status"] == "ok")
+        found = {(row["workload"], row["method"]): row for row in done}
         for (workload, method), row in found.items():
             plain, layers = found.get((workload, "nonprivate")), found.get((workload, "auto/layer"))
             if method != "opacus:flat" or plain is None or layers is None:
                 continue
             size, b = row["trainable"] * 4 / 2**20, row["batch_size"]
-            formula = plain["peak_mib"] + (b - 1) * size
-            lines.append((
-                workload, f"{b:g}", f"{size:.0f}", *(f"{x:.0f}" for x in (plain["peak_mib"], formula, row["peak_mib"])),
-                f"{row['peak_mib'] / formula:.2f}", f"{layers['peak_mib']:.0f}",
-                f"{layers['peak_mib'] / plain['peak_mib']:.2f}", one.path,
-            ))  # fmt: skip
-    return as_rows(_BESIDE, lines)
+            peaks = [one["peak_mib"] for one in (plain, row, layers)]
+            formula = peaks[0] + (b - 1) * size
+            lines.append({
+                "network": workload, "b": f"{b:g}", "L, MiB": f"{size:.0f}", "non-private, MiB": f"{peaks[0]:.0f}",
+                "formula, MiB": f"{formula:.0f}", "mini-batch clipping, MiB": f"{peaks[1]:.0f}",
+                "measured / formula": f"{peaks[1] / formula:.2f}", "per-layer clipping, MiB": f"{peaks[2]:.0f}",
+                "measured / non-private": f"{peaks[2] / peaks[0]:.2f}", "record": measurement.path,
+            })  # fmt: skip
+    return as_rows(lines)
 
 
 # --- He et al., section 4: the model of `dpexp.complexity.pipeline` at its size, and what they claim in words ---
 
 EPOCHS, SAMSUM = 5, 14_732
 DEVICES = (16, 64, 256, 512)
-# of each of WAYS
-CLAIMS = (
-    "no extra communication (section 4, App. C.1)",
-    "(i) 'costly since it forces devices to be idle'",
-    "(ii) 'costly due to slow CPU-GPU data transfer'",
-    "(iii) 'costly due to performing the extra round of backpropagation'",
-    "'does not bypass the complications in the subsequent gradient rescaling step'",
-)
-_CLIPPING = (
-    "clipping", "devices", "MB to a neighbour", "KB of norms", "GB to the host and back", "MB of sums to replicas", "waits",
-    "step, s", "step / per device", "He et al. say",
-)  # fmt: skip
 
 
 def communication_he() -> Document:
     """Section 4 of He et al.: per-device clipping beside flat clipping in its four ways, for each number of devices."""
-    a, lines = Assumptions(), []
+    a, lines, claims = Assumptions(), [], listed("pages")["communication-he"]["say"]
     for devices in DEVICES:
         base = cost("per device", devices, a).seconds
-        for way, claim in zip(WAYS, CLAIMS, strict=True):
+        for way in WAYS:
             one = cost(way, devices, a)
-            lines.append((
-                way, devices, f"{one.between / 1e6:.0f}", f"{one.norms / 1e3:.2f}", f"{one.host / 1e9:.1f}",
-                f"{one.sums / 1e6:.0f}", one.waits, f"{one.seconds:.1f}", f"{one.seconds / base:.3f}", claim,
-            ))  # fmt: skip
+            lines.append({
+                "clipping": way, "devices": devices, "MB to a neighbour": f"{one.between / 1e6:.0f}",
+                "KB of norms": f"{one.norms / 1e3:.2f}", "GB to the host and back": f"{one.host / 1e9:.1f}",
+                "MB of sums to replicas": f"{one.sums / 1e6:.0f}", "waits": one.waits, "step, s": f"{one.seconds:.1f}",
+                "step / per device": f"{one.seconds / base:.3f}", "He et al. say": claims[way],
+            })  # fmt: skip
     steps = round(EPOCHS * SAMSUM / a.batch)
     return page(
-        "communication-he", [block(as_rows(_CLIPPING, lines))], a=a, billions=a.parameters / 1e9, tflops=a.flops / 1e12,
+        "communication-he", [Section(rows=as_rows(lines))], a=a, billions=a.parameters / 1e9, tflops=a.flops / 1e12,
         between=a.between / 1e9, to_host=a.to_host / 1e9, latency=a.latency * 1e6, epochs=EPOCHS, examples=SAMSUM, steps=steps,
         hours=steps * cost("per device", a.stages, a).seconds / 3600,
         full=2 * a.batch * a.parameters / a.stages * a.gradient / 1e12,
@@ -191,19 +155,21 @@ def communication_he() -> Document:
 
 # --- Monir et al., section 6.2 ---
 
-MNIST = {"N": 60000, "B": 512, "epochs": 30, "delta": 1e-5, "C": 0.2}
-TARGETS = (1.0, 2.0, 3.0)
-# 30 epochs of 60000 / 512 batches: inferred, the paper gives neither B nor epochs
-MNIST_STEPS = 3516
+# The paper gives neither B nor epochs nor C: inferred are 512, 30 and this.
+MNIST_RATE, MNIST_STEPS, MNIST_C = 512 / 60000, 3516, 0.2
+DELTA = 1e-5
+
+
+def budgets() -> list[Cell]:
+    """ε of each group, Table 9, case 1."""
+    return selected("monir2023", "9", "Case 1")
 
 
 @cache
 def _printed(kind: str) -> tuple[list[float], float]:
     """Of section 6.2: the groups' sampling rates or thresholds, and σ."""
-    row, named = f"section 6.2, MNIST, {kind}", "sampling rates" if kind == "sampling" else "thresholds"
-    values = printed("monir2023", "text", row, f"{named} of the groups").split(", ")
-    sigma = printed("monir2023", "text", row, f"σ_{kind.replace('ing', 'e')}")
-    return [float(value) for value in values], float(sigma)
+    values, sigma, _ = (c.value for c in paper_table("monir2023", "text") if c.has({"individual": kind}))
+    return [float(value) for value in values.split(", ")], float(sigma)
 
 
 def individual_epsilon(kind: str, group: int, steps: int) -> float:
@@ -212,8 +178,8 @@ def individual_epsilon(kind: str, group: int, steps: int) -> float:
     if kind == "sampling":
         rate = values[group]
     else:
-        rate, sigma = MNIST["B"] / MNIST["N"], sigma * MNIST["C"] / values[group]
-    return epsilon(composed([(step_event(rate, [sigma]), steps)]), MNIST["delta"], "rdp")
+        rate, sigma = MNIST_RATE, sigma * MNIST_C / values[group]
+    return epsilon(composed([(step_event(rate, [sigma]), steps)]), DELTA, "rdp")
 
 
 def individual_monir() -> Document:
@@ -221,11 +187,10 @@ def individual_monir() -> Document:
     rows = []
     for kind, letter in (("sampling", "q"), ("scaling", "C")):
         values, sigma = _printed(kind)
-        for group, (value, target) in enumerate(zip(values, TARGETS, strict=True)):
-            spent, note = individual_epsilon(kind, group, MNIST_STEPS), f"{letter} = {value}, σ = {sigma}"
-            rows.append(
-                _number_row(f"{kind}, group {group + 1}", "ε at the end", f"{target:.1f}", spent, note)
-            )
+        for group, (value, cell) in enumerate(zip(values, budgets(), strict=True)):
+            name, note = f"{kind}, group {group + 1}", f"{letter} = {value}, σ = {sigma}"
+            spent = individual_epsilon(kind, group, MNIST_STEPS)
+            rows.append(_number_row(name, "ε at the end", cell.value, note, spent))
     return _compared("individual-monir", rows, steps=MNIST_STEPS)
 
 
@@ -234,9 +199,21 @@ def individual_monir() -> Document:
 _COMPARED = ("row", "column", "paper", "ours", "agrees", "note")
 
 
-def _compared(name: str, rows: Rows, **values: Any) -> Document:
+def _compared(name: str, rows: Rows, *more: Section, **values: Any) -> Document:
     counted = [row["agrees"] for row in rows if row["agrees"]]
-    return page(name, [block(rows)], agree=counted.count("yes"), compared=len(counted), **values)
+    return page(
+        name, [Section(rows=rows), *more], agree=counted.count("yes"), compared=len(counted), **values
+    )
+
+
+def _numbers(name: str, ours: Sequence[float], *more: Section, **values: Any) -> Document:
+    """A page of the rows that ``pages.yaml`` has for it, each beside one of our numbers."""
+    texts = (tuple(text.format(**values) for text in row) for row in listed("pages")[name]["rows"])
+    rows = [
+        _number_row(row, column, paper, note, value)
+        for (row, column, paper, note), value in zip(texts, ours, strict=True)
+    ]
+    return _compared(name, rows, *more)
 
 
 def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
@@ -245,15 +222,16 @@ def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
     simple = value.replace("≈ ", "").replace("O(BT²)", "2BT²(p+d)")
     plain = ours.partition(" + 2BT²(p+d)")[0] if value.startswith("≈") else ours
     agrees = _yes(simple == plain or value == ours) if value and ours else ""
-    return dict(zip(_COMPARED, (cell.row, cell.column, value or "-", ours, agrees, note), strict=True))
+    texts = (cell.row, cell.column, value or "-", ours, agrees, note)
+    return dict(zip(_COMPARED, texts, strict=True))
 
 
-def _number_row(row: str, column: str, paper: str, ours: float, note: str) -> dict[str, str]:
+def _number_row(row: str, column: str, paper: str, note: str, ours: float) -> dict[str, str]:
     """Agrees where ours, rounded as in print, is what is printed; ours is shown with two digits more."""
     digits = len(paper.partition(".")[2])
-    agrees = _yes(f"{ours:.{digits}f}" == paper)
     shown = f"{ours:g}" if float(ours).is_integer() else f"{ours:.{digits + 2}f}"
-    return dict(zip(_COMPARED, (row, column, paper, shown, agrees, note), strict=True))
+    texts = (row, column, paper, shown, _yes(f"{ours:.{digits}f}" == paper), note)
+    return dict(zip(_COMPARED, texts, strict=True))
 
 
 def _yes(value: bool) -> str:

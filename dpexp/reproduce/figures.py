@@ -12,17 +12,13 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.reproduce import accounting, complexity_tables, exact
-from dpexp.reproduce.documents import Document, Rows, Verdict, as_rows, block, grouped, page
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, grouped, page
 from dpexp.reproduce.drawing import draw
 from dpexp.reproduce.drawing import lines as draw_lines
-from dpexp.reproduce.paper import listed, paper_table
+from dpexp.reproduce.paper import listed, paper_table, printed
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
 E2E = 42061
-# the legend of Figure 3, left
-STEPS = (16, 64, 256, 1024, 4096)
-# Figure 6 of He et al.
-BUDGETS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.4, 0.8)
 # Figure 10 of Monir et al. prints no decay rates; these are what a public implementation of Yu et al. (2019), whose settings it
 # says it takes, has as defaults.
 _DECAYS = (
@@ -35,11 +31,12 @@ _DECAYS = (
 def figure_li_3() -> Document:
     """Left: effective noise multiplier σ/q against q, for several numbers of steps."""
     lines = []
-    for steps, power in product(STEPS, range(-10, 1)):
+    legend = printed("li2022", "figure3", "left, legend", "S").split(", ")
+    for steps, power in product(legend, range(-10, 1)):
         rate = 2.0**power
-        sigma = accounting.plan_of(E2E, rate * E2E, steps, 1 / (2 * E2E), 3.0).noise_multiplier
-        lines.append((steps, f"2^{power}", f"{rate:.6g}", f"{sigma / rate:.4g}"))
-    rows = as_rows(("S", "q", "rate", "σ_eff"), lines)
+        effective = _sigma(E2E, rate, int(steps), 1 / (2 * E2E)) / rate
+        lines.append({"S": steps, "q": f"2^{power}", "rate": f"{rate:.6g}", "σ_eff": f"{effective:.4g}"})
+    rows = as_rows(lines)
     curves = [_numbers(own, "σ_eff") for own in _by(rows, "{S}").values()]
     falls = all(curve == sorted(curve, reverse=True) for curve in curves)
     return _figure("figure-li-3", rows, falls, falls="falls" if falls else "does not fall", N=E2E)
@@ -47,12 +44,15 @@ def figure_li_3() -> Document:
 
 def figure_li_7() -> Document:
     """The noise that ε = 3 takes against the square-root rule."""
-    lines = []
+    (cell,), lines = paper_table("li2022", "figure7"), []
+    examples, epochs, delta = (float(cell.settings[name]) for name in ("N", "epochs", "delta"))
     for power in range(-12, 1):
         rate = 2.0**power
-        sigma = accounting.plan_of(50000, rate * 50000, round(50 / rate), 1e-5, 3.0).noise_multiplier
-        lines.append((f"2^{power}", f"{rate:.6g}", f"{sigma:.4g}", f"{10.34 * rate**0.5:.4g}"))
-    rows = as_rows(("q", "rate", "σ", "square-root rule"), lines)
+        sigma, rule = _sigma(int(examples), rate, round(epochs / rate), delta), float(cell.value) * rate**0.5
+        lines.append(
+            {"q": f"2^{power}", "rate": f"{rate:.6g}", "σ": f"{sigma:.4g}", "square-root rule": f"{rule:.4g}"}
+        )
+    rows = as_rows(lines)
     below = [row["q"] for row in rows if float(row["square-root rule"]) < 0.9 * float(row["σ"])]
     return _figure("figure-li-7", rows, bool(below), below=", ".join(below) or "no rate")
 
@@ -61,13 +61,16 @@ def figure_he_6() -> Document:
     """σ_new as the share r of the budget for quantiles grows."""
     setting = next(s for s in listed("settings")["he2023"] if s["model"] == "RoBERTa-base")
     layers, lines = accounting.num_layers(setting["model"]), []
-    for target, budget in product((3, 8), BUDGETS):
+    shares = printed("he2023", "figure6", "SST-2", "budgets r").split(", ")
+    for target, share in product((3, 8), shares):
+        budget = float(share.removesuffix("%")) / 100
         plan = accounting.plan_of_setting(setting, target, budget)
         sigma, new, sigma_b = plan.sigma(0), plan.sigma_new(0), plan.sigma_b(0, layers)
-        lines.append(
-            (target, budget, f"{sigma:.4g}", f"{new:.4g}", f"{sigma_b:.4g}", f"{new / sigma - 1:.2%}")
-        )
-    rows = as_rows(("ε", "r", "σ", "σ_new", "σ_b", "noise added to gradients"), lines)
+        lines.append({
+            "ε": target, "r": budget, "σ": f"{sigma:.4g}", "σ_new": f"{new:.4g}", "σ_b": f"{sigma_b:.4g}",
+            "noise added to gradients": f"{new / sigma - 1:.2%}",
+        })  # fmt: skip
+    rows = as_rows(lines)
     growth = max(float(r["σ_new"]) / float(r["σ"]) - 1 for r in rows if float(r["r"]) <= 0.1)
     return _figure("figure-he-6", rows, growth < 0.1, growth=growth)
 
@@ -82,25 +85,27 @@ def figure_bu_7() -> Document:
 
 def figure_monir_8() -> Document:
     """Memory against the batch."""
-    names = ("per-layer clipping", "mini-batch clipping")
-    rows = as_rows(("b", *names), [(b, b + 2, 2 * b + 1) for b in (1, *range(10, 101, 10))])
-    layer, batch = (rows[-1][name] for name in names)
+    batches = (1, *range(10, 101, 10))
+    rows = as_rows({"b": b, "per-layer clipping": b + 2, "mini-batch clipping": 2 * b + 1} for b in batches)
+    _, layer, batch = rows[-1].values()
     holds = [batch, layer] == [cell.value for cell in paper_table("monir2023", "figure8")]
     return _figure("figure-monir-8", rows, holds, batch=batch, layer=layer)
 
 
 def figure_monir_10() -> Document:
     """ε over the epochs of a run: constant noise and the three decays of the picture."""
-    rate, epochs, per_epoch, lines = 512 / 60000, 100, 117, []
+    rate, epochs, per_epoch, lines = exact.MNIST_RATE, 100, 117, []
+    initial, fixed = (float(cell.value) for cell in paper_table("monir2023", "figure10"))
     for schedule, epoch in product((CONSTANT, *_DECAYS), (1, *range(10, epochs + 1, 10))):
-        sigma = 8.0 if schedule == CONSTANT else 10.0
+        sigma = fixed if schedule == CONSTANT else initial
         counts = factor_counts(schedule, epoch * per_epoch, epochs * per_epoch, rate)
         event = composed((step_event(rate, [sigma * scale]), count) for scale, count in counts)
-        lines.append((schedule.name, f"{sigma:g}", epoch, f"{epsilon(event, 1e-5, 'rdp'):.4g}"))
-    rows = as_rows(("schedule", "σ_0", "epoch", "ε"), lines)
-    spent = {name: _numbers(own, "ε") for name, own in _by(rows, "{schedule}").items()}
-    decays = [spent[schedule.name] for schedule in _DECAYS]
-    holds = all(own[0] < spent["constant"][0] for own in decays) and spent["time"] == [*map(max, *decays)]
+        spent = f"{epsilon(event, 1e-5, 'rdp'):.4g}"
+        lines.append({"schedule": schedule.name, "σ_0": f"{sigma:g}", "epoch": epoch, "ε": spent})
+    rows = as_rows(lines)
+    curves = {name: _numbers(own, "ε") for name, own in _by(rows, "{schedule}").items()}
+    decays = [curves[schedule.name] for schedule in _DECAYS]
+    holds = all(own[0] < curves["constant"][0] for own in decays) and curves["time"] == [*map(max, *decays)]
     return _figure("figure-monir-10", rows, then="holds" if holds else "does not hold")
 
 
@@ -115,16 +120,27 @@ def figure_monir_14() -> Document:
 
 
 def _groups(kind: str, number: str) -> Document:
-    shares = range(exact.MNIST_STEPS // 12, exact.MNIST_STEPS + 1, exact.MNIST_STEPS // 12)
-    rows = as_rows(("group", "step", "ε"), [
-        (group + 1, step, f"{exact.individual_epsilon(kind, group, step):.4g}") for group in range(3) for step in shares
-    ])  # fmt: skip
+    every = exact.MNIST_STEPS // 12
+    steps = range(every, exact.MNIST_STEPS + 1, every)
+    rows = as_rows(
+        {"group": group + 1, "step": step, "ε": f"{exact.individual_epsilon(kind, group, step):.4g}"}
+        for group, step in product(range(3), steps)
+    )
     last = [float(row["ε"]) for row in rows if row["step"] == str(exact.MNIST_STEPS)]
-    spent = all(abs(value - target) < 0.05 for value, target in zip(last, exact.TARGETS, strict=True))
+    spent = all(
+        abs(value - float(cell.value)) < 0.05 for value, cell in zip(last, exact.budgets(), strict=True)
+    )
     return _figure(
         f"figure-monir-{number}", rows, kind=kind, number=number, have="have" if spent else "have not",
         last=", ".join(f"{value:.2f}" for value in last),
     )  # fmt: skip
+
+
+def _sigma(examples: int, rate: float, steps: int, delta: float) -> float:
+    """Of ε = 3 under RDP."""
+    return accounting.plan_of(
+        num_examples=examples, expected_batch_size=rate * examples, steps=steps, delta=delta, epsilon=3.0
+    ).noise_multiplier
 
 
 def _numbers(rows: Rows, column: str) -> list[float]:
@@ -162,4 +178,4 @@ def _figure(name: str, rows: Rows, holds: bool = True, **values: Any) -> Documen
     # in short: what follows the verdict, one sentence
     verdict = Verdict("", said, said.partition(": ")[2].partition(". ")[0])
     svg = draw(plot, len(panels), (3.6, 3.2) if len(panels) > 1 else (5.0, 3.6))
-    return page(name, [block(rows, verdicts=(verdict,))], svg=svg, **values)
+    return page(name, [Section(rows=rows, verdicts=(verdict,))], svg=svg, **values)

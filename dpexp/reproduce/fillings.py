@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from dpexp.metrics.text import PERCENT
 from dpexp.reproduce.documents import Key, grouped
@@ -36,6 +35,17 @@ class Filling:
         """Of the first seed: what it is set to holds for all."""
         return self.records[0]
 
+    @classmethod
+    def of(cls, records: Iterable[Record], metric: str) -> Filling | None:
+        """What the records of one configuration say that have the metric; None where none has it."""
+        values = [(record, value) for record in records if (value := record.metric(metric)) is not None]
+        if not values:
+            return None
+        factor = printed_factor(metric)
+        return cls(
+            tuple(record for record, _ in values), tuple(factor * value for _, value in values), metric
+        )
+
     @property
     def mean(self) -> float:
         """Of the values."""
@@ -45,6 +55,15 @@ class Filling:
     def std(self) -> float | None:
         """Of a sample; None for a single value."""
         return mean_std(self.values)[1]
+
+    def said(self, digits: int = 2) -> str:
+        """Mean ± standard deviation, the latter where there is one."""
+        return f"{self.mean:.{digits}f}" + ("" if self.std is None else f" ± {self.std:.2f}")
+
+    @property
+    def paths(self) -> str:
+        """Of the records, from the top of the repository."""
+        return ", ".join(record.path for record in self.records)
 
     @property
     def seconds(self) -> float:
@@ -66,18 +85,12 @@ class Filling:
 
 def measured(records: Iterable[Record], metric: str) -> list[Filling]:
     """Every configuration of these records that has the metric, sorted; values as in print."""
-    factor = printed_factor(metric)
-    found = []
-    for group in by_configuration(records):
-        values = [(r, value) for r in group if (value := r.metric(metric)) is not None]
-        if values:
-            found.append(Filling(tuple(r for r, _ in values), tuple(factor * v for _, v in values), metric))
-    return found
+    return [found for group in by_configuration(records) if (found := Filling.of(group, metric))]
 
 
-def most_seeds(fillings: Iterable[Filling], key: Callable[[Mapping[str, Any]], Key]) -> dict[Key, Filling]:
-    """What the facts of a record make of the key -> the configuration of the most seeds there."""
-    found = grouped(fillings, lambda filling: key(filling.record.facts))
+def most_seeds(fillings: Iterable[Filling], key: Callable[[Filling], Key]) -> dict[Key, Filling]:
+    """Key -> the configuration of the most seeds there."""
+    found = grouped(fillings, key)
     return {at: max(own, key=lambda filling: len(filling.values)) for at, own in found.items()}
 
 
@@ -90,7 +103,7 @@ def columns(filling: Filling, digits: int) -> dict[str, str]:
     """What a table says of a configuration: mean ± std, n, configuration, privacy, hardware, records."""
     record, privacy = filling.record, filling.record.summary["privacy"]
     return {
-        "ours": f"{filling.mean:.{digits}f}" + ("" if filling.std is None else f" ± {filling.std:.2f}"),
+        "ours": filling.said(digits),
         "n": str(len(filling.values)),
         "dev error": "" if filling.dev_error is None else f"± {filling.dev_error:.2f}",
         "configuration": in_full(record),
@@ -99,7 +112,7 @@ def columns(filling: Filling, digits: int) -> dict[str, str]:
         "accountant": privacy.get("accountant") or "none",
         "sampling": str(privacy.get("sampling")),
         "hardware": record.summary["performance"].get("device", ""),
-        "record": ", ".join(f"results/{r.folder}/{r.name}" for r in filling.records),
+        "record": filling.paths,
     }
 
 

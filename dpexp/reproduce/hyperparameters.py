@@ -9,7 +9,7 @@ from typing import Any
 
 from dpexp.config import compose
 from dpexp.reproduce.documents import Document, Section, page
-from dpexp.reproduce.paper import Cell, listed, paper_table
+from dpexp.reproduce.paper import PAPERS, Cell, as_number, listed, paper_table
 
 COLUMNS = ("setting", "of", "printed", "preset", "agrees", "command")
 # of a rate: C times it is among those (He et al., App. A.1)
@@ -22,9 +22,8 @@ def hyperparameters() -> Document:
     for name, presets in listed("hyperparameters")["presets"].items():
         paper, _, table = name.partition("_")
         rows = [row for cell in paper_table(paper, table) if (row := _row(cell, presets))]
-        sections.append(
-            Section(f"{'He' if paper == 'he2023' else 'Li'} et al., Table {table}", (), COLUMNS, rows)
-        )
+        authors = PAPERS[paper].partition(" (")[0]
+        sections.append(Section(f"{authors}, Table {table}", (), COLUMNS, rows))
     said = [row["agrees"] for section in sections for row in section.rows]
     told = [word for word in said if word in ("yes", "no")]
     return page("hyperparameters", sections, COLUMNS, agree=told.count("yes"), compared=len(told))
@@ -66,17 +65,12 @@ def values(printed: str) -> list[Any] | None:
     text = printed.strip().lower().removeprefix(_EQUIVALENT)
     if match := re.fullmatch(r"\{(.*)\}(?: x (\d+)\^(-?\d+))?", text):
         factor = float(match[2]) ** int(match[3]) if match[2] else 1.0
-        parts = [values(part) for part in match[1].split(", ")]
-        if any(part is None for part in parts):
-            return None
-        flat = [value for part in parts for value in part or []]
-        return [value * factor if isinstance(value, float) else value for value in flat]
+        found = [one for part in match[1].split(", ") for one in values(part) or [None]]
+        return None if None in found else [one * factor if isinstance(one, float) else one for one in found]
     if match := re.fullmatch(r"\((.*)\)", text):
         return [[float(part) for part in match[1].split(", ")]]
-    try:
-        return [float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)]
-    except ValueError:
-        pass
+    if (number := as_number(text.removesuffix("%"))) is not None:
+        return [number / (100 if text.endswith("%") else 1)]
     words = listed("hyperparameters")["words"].get(text, text)
     return [words] if re.fullmatch(r"[a-z0-9_]+", words) else None
 

@@ -7,25 +7,18 @@ A record belongs to the row whose command it was.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from scipy import stats
-
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict, grouped, number, page
-from dpexp.reproduce.fillings import Filling, printed_factor
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, grouped, number, page
+from dpexp.reproduce.fillings import Filling
 from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
 from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
-from dpexp.reproduce.statistics import LEVEL, compare, holm, mean_std
+from dpexp.reproduce.statistics import LEVEL, Comparison, against, interval, mean_std
 
 NAME = "league"
-RANKS = ("method", "mean rank", "best", "better than {0}", "worse than {0}")
-COLUMNS = (
-    "method", "ε", "rank", "ours", "95% interval", "minus {0}", "95% of it", "p", "p (Holm)", "beside {0}", "lr", "lr tried",
-    "n", "dev error", "ε with tuning", "seconds", "settings",
-)  # fmt: skip
 # words of a command that do not say which method it is
 _COUNTED = ("seed", "trials")
 _FREE = (*_COUNTED, "privacy", "optim.lr")
@@ -41,7 +34,7 @@ class Entry:
         epsilon: target.
         words: of its command, without what `_FREE` names.
         rates: that are to be tried.
-        own: how many of the words are the method's; they come last.
+        settings: those of the words that are the method's.
         seeds: that are to be run at the best rate.
     """
 
@@ -50,7 +43,7 @@ class Entry:
     epsilon: float
     words: tuple[str, ...]
     rates: tuple[float, ...]
-    own: int
+    settings: str
     seeds: tuple[int, ...]
 
     def command(self, rate: float, seeds: Sequence[int], trials: int) -> str:
@@ -61,26 +54,20 @@ class Entry:
 
     def runs(self, records: Sequence[Record]) -> dict[tuple[float, int], Record]:
         """(learning rate, seed) -> its record."""
-        own = (r for r in records if r.matches({"task": self.task, "privacy.epsilon": self.epsilon}))
+        where, asked = {"task": self.task, "privacy.epsilon": self.epsilon}, frozenset(self.words)
         return {
             (float(record.facts["optim.lr"]), int(record.facts["seed"])): record
-            for record in own
-            if self._made(record)
-        }
-
-    def _made(self, record: Record) -> bool:
-        return set(self.words) == {
-            word for word in settings_of(record.summary["command"])[1] if word.partition("=")[0] not in _FREE
+            for record in records
+            if record.matches(where) and settings_of(record.summary["command"], _FREE)[1] == asked
         }
 
 
-def settings_of(command: str) -> tuple[str, frozenset[str]]:
-    """The program of a command, and its settings without those that say which seed, which trial, or where."""
+def settings_of(command: str, free: Collection[str] = _COUNTED) -> tuple[str, frozenset[str]]:
+    """The program of a command, and its settings without those that are free, or that say where it ran."""
     _, _, program, *words = shlex.split(command)
     names = {word: word.partition("=")[0] for word in words if word != "-m"}
-    return program, frozenset(
-        word for word, name in names.items() if name not in _COUNTED and not name.startswith(_ELSEWHERE)
-    )
+    kept = (word for word, name in names.items() if name not in free and not name.startswith(_ELSEWHERE))
+    return program, frozenset(kept)
 
 
 @dataclass(frozen=True)
@@ -110,11 +97,10 @@ def entries(task: str) -> Iterator[Entry]:
     own = said["tasks"][task]
     for epsilon in said["budgets"]:
         for method, settings in said["methods"].items():
-            mine = shlex.split(settings.format(**own["values"]))
-            words = (*shlex.split(f"{said['settings']} {own['settings']}"), *mine)
-            rates = tuple(float(rate) * said["slower"].get(method, 1) for rate in own["rates"])
-            seeds = tuple(own.get("seeds", said["seeds"]))
-            yield Entry(task, method, float(epsilon), words, rates, len(mine), seeds)
+            mine = settings.format(**own["values"])
+            words = tuple(shlex.split(f"{said['settings']} {own['settings']} {mine}"))
+            rates = tuple(float(rate) * said["slower"].get(method, 1) for rate in said["rates"])
+            yield Entry(task, method, float(epsilon), words, rates, mine, tuple(said["seeds"]))
 
 
 def commands(task: str, records: Sequence[Record]) -> list[str]:
@@ -145,15 +131,14 @@ def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[
 
 def standings(task: str, records: Sequence[Record]) -> list[Standing]:
     """The entries of a task that are complete: every rate tried, every seed run."""
-    said, found = listed(NAME), []
-    factor = printed_factor(said["metric"])
+    found = []
     for entry in entries(task):
         runs = entry.runs(records)
         rate, tried = _best_rate(entry, runs)
-        own = [runs[rate, seed] for seed in entry.seeds if (rate, seed) in runs]
-        if len(own) == len(entry.seeds):
-            values = tuple(factor * (record.metric(said["metric"]) or 0.0) for record in own)
-            found.append(Standing(entry, rate, tried, Filling(tuple(own), values, said["metric"])))
+        own = (runs[rate, seed] for seed in entry.seeds if (rate, seed) in runs)
+        filling = Filling.of(own, listed(NAME)["metric"])
+        if filling and len(filling.records) == len(entry.seeds):
+            found.append(Standing(entry, rate, tried, filling))
     return found
 
 
@@ -163,98 +148,88 @@ def document(records: Sequence[Record]) -> Document:
     reference, *_ = said["methods"]
     found = {task: standings(task, records) for task in said["tasks"]}
     rows = {task: _rows(own, reference) for task, own in found.items()}
-    columns = tuple(column.format(reference) for column in COLUMNS)
     sections: list[Section] = []
     if ranked := _complete(rows):
         sections += [_ranks(ranked, reference), _claims([one for own in found.values() for one in own])]
     for task, asked in said["tasks"].items():
-        complete, total, settings = (
-            len(rows[task]),
-            len(list(entries(task))),
-            f"{said['settings']} {asked['settings']}",
-        )
+        complete, total = len(rows[task]), len(list(entries(task)))
+        settings = f"{said['settings']} {asked['settings']}"
         done = words["block"].format(settings=settings, complete=complete, total=total)
         done += f" {words['rest'].format(task=task)}" if complete < total else ""
-        sections.append(Section(f"scale=small, {asked['words']}", (done,), columns, rows[task], "small"))
-    count = sum(map(len, found.values()))
+        sections.append(Section(f"scale=small, {asked['words']}", (done,), rows=rows[task], scale="small"))
+    every = [row for own in rows.values() for row in own]
     return page(
-        NAME, sections, columns, otherwise=f"small {count} rows" if count else "not run",
+        NAME, sections, tuple(every[0]) if every else (), otherwise=f"small {len(every)} rows" if every else "not run",
         methods=len(said["methods"]), budgets=" and ".join(f"{b:g}" for b in said["budgets"]), reference=reference,
     )  # fmt: skip
 
 
 def _complete(rows: Mapping[str, Rows]) -> dict[tuple[str, str], Rows]:
     """(task, ε) -> its rows, where every method has one."""
-    blocks = (
-        ((task, epsilon), own)
+    every = len(listed(NAME)["methods"])
+    return {
+        (task, epsilon): own
         for task in rows
         for epsilon, own in grouped(rows[task], itemgetter("ε")).items()
-    )
-    return {key: own for key, own in blocks if len(own) == len(listed(NAME)["methods"])}
+        if len(own) == every
+    }
 
 
 def _rows(found: Sequence[Standing], reference: str) -> Rows:
     """A row for each entry, best first within a budget."""
     rows: Rows = []
-    for of_budget in grouped(found, lambda standing: standing.entry.epsilon).values():
-        own = sorted(of_budget, key=lambda standing: -standing.filling.mean)
-        tests = _tests(own, reference)
-        for rank, standing in enumerate(own, 1):
-            rows.append(_row(standing, rank) | tests.get(standing.entry.method, {}))
+    for own in grouped(found, lambda standing: standing.entry.epsilon).values():
+        base = [standing for standing in own if standing.entry.method == reference]
+        others = [standing for standing in own if base and standing is not base[0]]
+        results = against(base[0].filling.values, [s.filling.values for s in others]) if base else []
+        beside = {s.entry.method: result for s, result in zip(others, results, strict=True)}
+        own.sort(key=lambda standing: -standing.filling.mean)
+        rows += as_rows(
+            _row(standing, rank, reference, beside.get(standing.entry.method))
+            for rank, standing in enumerate(own, 1)
+        )
     return rows
 
 
-def _row(standing: Standing, rank: int) -> dict[str, str]:
+def _row(
+    standing: Standing, rank: int, reference: str, beside: tuple[Comparison, float | None] | None
+) -> dict[str, object]:
+    """The columns of an entry; ``beside``: what `against` says of it and the reference, None for the reference itself."""
     entry, filling = standing.entry, standing.filling
-    mean, std, n = filling.mean, filling.std or 0.0, len(filling.values)
-    half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * std / n**0.5
+    low, high = interval(filling.values)
+    result, p = beside or (None, None)
+    word = "" if result is None else "better" if result.difference > 0 else "worse"
     priced = (filling.record.summary["privacy"].get("epsilon_with_tuning") or {}).get("rdp")
     return {
-        "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": str(rank), "ours": f"{mean:.2f} ± {std:.2f}",
-        "95% interval": f"[{mean - half:.2f}, {mean + half:.2f}]", "lr": f"{standing.rate:g}",
-        "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": str(n),
-        "dev error": number(filling.dev_error), "ε with tuning": number(priced),
-        "seconds": f"{filling.seconds:.0f}",
-        "settings": " ".join(entry.words[-entry.own :]),
+        "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": rank, "ours": filling.said(),
+        "95% interval": f"[{low:.2f}, {high:.2f}]", f"minus {reference}": result and f"{result.difference:+.2f}",
+        "95% of it": result and result.interval,
+        "p": number(result.p_two_sided if result else None, ".3f"), "p (Holm)": number(p, ".3f"),
+        f"beside {reference}": "not told apart" if result and (p is None or p >= LEVEL) else word,
+        "lr": f"{standing.rate:g}", "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": len(filling.values),
+        "dev error": number(filling.dev_error), "ε with tuning": number(priced), "seconds": f"{filling.seconds:.0f}",
+        "settings": entry.settings,
     }  # fmt: skip
-
-
-def _tests(own: Sequence[Standing], reference: str) -> dict[str, dict[str, str]]:
-    """Method -> its columns beside the reference, for the methods of one task and budget."""
-    base = next((standing for standing in own if standing.entry.method == reference), None)
-    others = [standing for standing in own if standing is not base]
-    if base is None or not others:
-        return {}
-    results = [compare(standing.filling.values, base.filling.values, "greater") for standing in others]
-    p_values = [
-        2 * min(r.p_for, r.p_against) if r.p_for is not None and r.p_against is not None else 1.0
-        for r in results
-    ]
-    found = {}
-    for standing, result, p, corrected in zip(others, results, p_values, holm(p_values), strict=True):
-        word = "" if corrected >= LEVEL else "better" if result.difference > 0 else "worse"
-        found[standing.entry.method] = {
-            f"minus {reference}": f"{result.difference:+.2f}", "95% of it": f"[{result.low:+.2f}, {result.high:+.2f}]",
-            "p": f"{p:.3f}", "p (Holm)": f"{corrected:.3f}", f"beside {reference}": word or "not told apart",
-        }  # fmt: skip
-    return found
 
 
 def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
     """The mean rank of each method over tasks and budgets."""
+    by_method = grouped((row for rows in ranked.values() for row in rows), itemgetter("method"))
     table: Rows = []
-    columns = tuple(column.format(reference) for column in RANKS)
     for method in listed(NAME)["methods"]:
-        own = [row for rows in ranked.values() for row in rows if row["method"] == method]
-        ranks = [int(row["rank"]) for row in own]
-        said = [row.get(f"beside {reference}", "") for row in own]
-        counts = (ranks.count(1), said.count("better"), said.count("worse"))
-        cells = (method, f"{mean_std(ranks)[0]:.1f}", *(f"{count} of {len(own)}" for count in counts))
-        table.append(dict(zip(columns, cells, strict=True)))
+        own = by_method[method]
+        ranks, said = [int(row["rank"]) for row in own], [row.get(f"beside {reference}") for row in own]
+        counts = {
+            "best": ranks.count(1),
+            f"better than {reference}": said.count("better"),
+            f"worse than {reference}": said.count("worse"),
+        }
+        row = {"method": method, "mean rank": f"{mean_std(ranks)[0]:.1f}"}
+        table.append(row | {column: f"{count} of {len(own)}" for column, count in counts.items()})
     table.sort(key=lambda row: float(row["mean rank"]))
     cases = ", ".join(f"{task} at ε = {epsilon}" for task, epsilon in ranked)
     words = listed("pages")[NAME]["ranks"].format(cases=cases, methods=len(table))
-    return Section("Ranks", (words,), columns, table, "small")
+    return Section("Ranks", (words,), rows=table, scale="small", in_csv=False)
 
 
 def _claims(found: Sequence[Standing]) -> Section:

@@ -9,16 +9,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows, number, page
-from dpexp.reproduce.fillings import Filling, budget, printed_factor
+from dpexp.reproduce.documents import Document, Section, as_rows, number, page
+from dpexp.reproduce.fillings import Filling, budget
 from dpexp.reproduce.league import settings_of
 from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
 
 NAME = "methods"
-COLUMNS = (
-    "method", "ours", "n", "to be spent", "ε rdp", "ε pld", "released", "steps", "seconds", "command", "record",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,18 +32,16 @@ class Method:
     command: str
     seeds: tuple[int, ...]
 
-    @property
-    def words(self) -> set[str]:
-        """The program, and all settings that are given to it."""
-        return set(shlex.split(self.command))
-
     def runs(self, records: Sequence[Record]) -> dict[int, Record]:
-        """Seed -> its record."""
-        return {
-            int(record.facts["seed"]): record
-            for record in records
-            if settings_of(record.summary["command"]) == settings_of(self.command)
-        }
+        """Seed -> its record, sorted."""
+        asked = settings_of(self.command)
+        own = (record for record in records if settings_of(record.summary["command"]) == asked)
+        return dict(sorted((int(record.facts["seed"]), record) for record in own))
+
+    def left(self, records: Sequence[Record]) -> str:
+        """The command of the seeds without a record; "" where all have one."""
+        seeds = [str(seed) for seed in self.seeds if seed not in self.runs(records)]
+        return f"{self.command} seed={','.join(seeds)}{' -m' if len(seeds) > 1 else ''}" if seeds else ""
 
 
 def methods() -> list[Method]:
@@ -63,38 +58,28 @@ def methods() -> list[Method]:
 
 def commands(records: Sequence[Record]) -> list[str]:
     """What is still to run."""
-    found = []
-    for method in methods():
-        if left := [seed for seed in method.seeds if seed not in method.runs(records)]:
-            several = " -m" if len(left) > 1 else ""
-            found.append(f"{method.command} seed={','.join(map(str, left))}{several}")
-    return found
+    return [command for method in methods() if (command := method.left(records))]
 
 
 def document(records: Sequence[Record]) -> Document:
     """A row for each method that has a record."""
-    rows: Rows = []
-    for method in methods():
-        if own := [record for _, record in sorted(method.runs(records).items())]:
-            rows += as_rows(COLUMNS, [_row(method, own)])
-    total = len(methods())
+    said = listed(NAME)
+    found = {method: Filling.of(method.runs(records).values(), said["metric"]) for method in methods()}
+    rows = as_rows(_row(method, filling) for method, filling in found.items() if filling)
     # of teachers' answers there is no training to run
-    left = [command for command in commands(records) if command.startswith("python -m dpexp.train ")]
-    words = listed("pages")[NAME]
-    done = words["block"].format(settings=listed(NAME)["settings"], complete=len(rows), total=total)
-    section = Section("", (done,), COLUMNS, rows, "small", commands=tuple(left))
-    return page(NAME, [section], COLUMNS, otherwise=f"small {len(rows)} rows" if rows else "not run")
+    left = tuple(command for command in commands(records) if command.startswith("python -m dpexp.train "))
+    done = listed("pages")[NAME]["block"].format(
+        settings=said["settings"], complete=len(rows), total=len(found)
+    )
+    section = Section("", (done,), rows=rows, scale="small", commands=left)
+    return page(NAME, [section], otherwise=f"small {len(rows)} rows" if rows else "not run")
 
 
-def _row(method: Method, own: Sequence[Record]) -> tuple[str, ...]:
-    metric = listed(NAME)["metric"]
-    factor = printed_factor(metric)
-    filling = Filling(tuple(own), tuple(factor * (record.metric(metric) or 0.0) for record in own), metric)
+def _row(method: Method, filling: Filling) -> dict[str, object]:
     privacy = filling.record.summary["privacy"]
-    spread = "" if filling.std is None else f" ± {filling.std:.2f}"
-    return (
-        method.name, f"{filling.mean:.2f}{spread}", str(len(own)), budget(filling.record),
-        *(number(privacy["epsilon"].get(name)) for name in ("rdp", "pld")), ", ".join(privacy["released"]),
-        str(privacy["steps"]), f"{filling.seconds:.0f}", method.command.removeprefix("python -m "),
-        ", ".join(f"results/methods/{record.name}" for record in own),
-    )  # fmt: skip
+    return {
+        "method": method.name, "ours": filling.said(), "n": len(filling.records), "to be spent": budget(filling.record),
+        **{f"ε {name}": number(privacy["epsilon"].get(name)) for name in ("rdp", "pld")},
+        "released": ", ".join(privacy["released"]), "steps": privacy["steps"], "seconds": f"{filling.seconds:.0f}",
+        "command": method.command.removeprefix("python -m "), "record": filling.paths,
+    }  # fmt: skip

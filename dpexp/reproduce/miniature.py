@@ -56,8 +56,10 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> Section:
 def _grid(asked: Mapping[str, Any], records: Sequence[Record]) -> dict[tuple[float, float], Filling]:
     """(row, column) -> the configuration there, of the most seeds."""
     row, column = (asked[side][1] for side in ("row", "column"))
-    found = measured(records, asked["metric"])
-    return most_seeds(found, lambda facts: (float(facts[row]), float(facts[column])))
+    return most_seeds(
+        measured(records, asked["metric"]),
+        lambda filling: (float(filling.record.facts[row]), float(filling.record.facts[column])),
+    )
 
 
 def _pairs(asked: Mapping[str, Any], grid: Mapping[tuple[float, float], Filling]) -> Iterator[Pair]:

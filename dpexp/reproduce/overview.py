@@ -32,9 +32,6 @@ VERDICTS = ("claim", "verdict", "where", "ours", "evidence")
 MIXED = "mixed"
 # evidence that needs no run
 RECOMPUTED = "recomputed"
-LEADERS = (
-    "task", "scale", "ε spent", "method", "model", "metric", "value", "± std", "n", "gap to non-private", "seconds", "MiB", "δ",
-)  # fmt: skip
 # task in print -> title, and our task
 DRAWN = {
     "sst2": ("SST-2", "sst2"),
@@ -86,33 +83,34 @@ def _line(verdict: Verdict, *, named: bool) -> str:
 
 def leaders(records: Sequence[Record]) -> Rows:
     """A row for each configuration, best first within a task and ε."""
-    fillings = [
-        filling for name in sorted(set(map(_metric, records)) - {""}) for filling in _by_metric(records, name)
-    ]
-    plain: dict[tuple[str, ...], float] = {}
-    for filling in fillings:
-        if filling.record.spent is None:
-            key = _comparable(filling)
-            plain[key] = max(plain.get(key, filling.mean), filling.mean)
+    metrics = sorted(set(map(_metric, records)) - {""})
+    fillings = [filling for name in metrics for filling in _by_metric(records, name)]
+    without = grouped((f for f in fillings if f.record.spent is None), _comparable)
+    plain = {key: max(filling.mean for filling in own) for key, own in without.items()}
 
     def order(filling: Filling) -> tuple[Any, ...]:
         record = filling.record
-        spent = float("inf") if record.spent is None else float(f"{record.spent:.3g}")
+        spent = float(_spent(record).replace("∞", "inf"))
         return _title(record), record.facts["scale"], spent, -filling.mean, record.configuration
 
     lines = []
     for filling in sorted(fillings, key=order):
         record, summary = filling.record, filling.record.summary
         best, memory = plain.get(_comparable(filling)), summary["performance"].get("peak_memory_mib")
-        delta = summary["privacy"].get("delta")
-        lines.append((
-            _title(record), record.facts["scale"], "∞" if record.spent is None else f"{record.spent:.3g}", method(record),
-            in_full(record), filling.metric, f"{filling.mean:.2f}", number(filling.std), len(filling.records),
-            "" if best is None or record.spent is None else f"{best - filling.mean:+.2f}",
-            f"{filling.seconds:.0f}", f"{memory:.0f}" if memory else "",
-            number(delta, ".1e"),
-        ))  # fmt: skip
-    return as_rows(LEADERS, lines)
+        lines.append({
+            "task": _title(record), "scale": record.facts["scale"],
+            "ε spent": _spent(record), "method": method(record),
+            "model": in_full(record), "metric": filling.metric, "value": f"{filling.mean:.2f}", "± std": number(filling.std),
+            "n": len(filling.records),
+            "gap to non-private": "" if best is None or record.spent is None else f"{best - filling.mean:+.2f}",
+            "seconds": f"{filling.seconds:.0f}", "MiB": number(memory or None, ".0f"),
+            "δ": number(summary["privacy"].get("delta"), ".1e"),
+        })  # fmt: skip
+    return as_rows(lines)
+
+
+def _spent(record: Record) -> str:
+    return "∞" if record.spent is None else f"{record.spent:.3g}"
 
 
 def _title(record: Record) -> str:
@@ -211,35 +209,34 @@ def _printed(task: str) -> list[tuple[float, float]]:
 
 # The page of committed training records: one row per run, scales never mixed.
 
-RUNS = (
-    "task", "scale", "model", "trainable", "clip", "target ε", "ε rdp", "ε pld", "δ", "σ", "B", "steps", "lr",
-    "accuracy", "other metrics", "seed", "trials", "sampling", "hardware", "data", "record",
-)  # fmt: skip
 _SORTED = ("task", "scale", "model", "trainable", "target ε", "clip", "lr", "seed")
 
 
 def runs(records: Sequence[Record]) -> Document:
     """The page of all records, with a block for each task and scale."""
-    every = sorted(map(_of_run, records), key=itemgetter(*_SORTED))
+    every = sorted(as_rows(map(_of_run, records)), key=itemgetter(*_SORTED))
     blocks = grouped(every, itemgetter("task", "scale"))
     sections = (
-        Section(f"{task}, scale={scale}", (), RUNS[2:], rows, scale) for (task, scale), rows in blocks.items()
+        Section(f"{task}, scale={scale}", (), tuple(rows[0])[2:], rows, scale)
+        for (task, scale), rows in blocks.items()
     )
-    return page("runs", sections, RUNS, otherwise="measured")
+    return page("runs", sections, tuple(every[0]) if every else (), otherwise="measured")
 
 
-def _of_run(record: Record) -> dict[str, str]:
+def _of_run(record: Record) -> dict[str, object]:
     summary, config = record.summary, record.summary["details"]["config"]
     privacy, metrics, epsilon = summary["privacy"], summary["metrics"], summary["privacy"]["epsilon"]
     accuracy = metrics.get("accuracy")
     others = (f"{name} {value:.4g}" for name, value in sorted(metrics.items()) if name != "accuracy")
-    values = (
-        summary["task"], summary["scale"], summary["model"], config["model"]["trainable"], summary["clip"],
-        number(config["privacy"]["epsilon"], ".4g"), number(epsilon["rdp"], ".3f"), number(epsilon["pld"], ".3f"),
-        number(privacy["delta"], ".3g"), number(privacy["noise_multiplier"], ".4f"),
-        number(config["optim"]["batch_size"], "g"), number(privacy["steps"] or None, "d"), number(config["optim"]["lr"], "g"),
-        number(None if accuracy is None else 100 * accuracy, ".2f"), ", ".join(others), str(summary["seed"]),
-        str(privacy.get("trials", "")), str(privacy["sampling"]), summary["performance"]["device"],
-        f"{summary['data']['name']} ({summary['data']['rows']['train']} train)", f"results/runs/{record.name}",
-    )  # fmt: skip
-    return dict(zip(RUNS, values, strict=True))
+    return {
+        "task": summary["task"], "scale": summary["scale"], "model": summary["model"],
+        "trainable": config["model"]["trainable"], "clip": summary["clip"],
+        "target ε": number(config["privacy"]["epsilon"], ".4g"),
+        "ε rdp": number(epsilon["rdp"], ".3f"), "ε pld": number(epsilon["pld"], ".3f"), "δ": number(privacy["delta"], ".3g"),
+        "σ": number(privacy["noise_multiplier"], ".4f"), "B": number(config["optim"]["batch_size"], "g"),
+        "steps": privacy["steps"] or None, "lr": number(config["optim"]["lr"], "g"),
+        "accuracy": number(None if accuracy is None else 100 * accuracy), "other metrics": ", ".join(others),
+        "seed": summary["seed"], "trials": privacy.get("trials"), "sampling": privacy["sampling"],
+        "hardware": summary["performance"]["device"],
+        "data": f"{summary['data']['name']} ({summary['data']['rows']['train']} train)", "record": record.path,
+    }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -60,6 +60,14 @@ def best_of_each(
     method, and what is compared: settings of these names, or whose names begin so."""
     found = grouped(fillings, lambda filling: filling.record.without({*TUNED, *names}, prefixes))
     return {context: choose(own) for context, own in found.items()}
+
+
+def agreeing(
+    left: Iterable[Filling], right: Iterable[Filling], names: Collection[str], prefixes: tuple[str, ...] = ()
+) -> Iterator[tuple[Choice, Choice]]:
+    """The configurations that speak for two sides in each context that both have; see `best_of_each`."""
+    ones, others = (best_of_each(side, names, prefixes) for side in (left, right))
+    return ((one, others[context]) for context, one in ones.items() if context in others)
 
 
 def at_the_edge(name: str, chosen: float | None, tried: Iterable[float]) -> str:
@@ -132,7 +140,7 @@ class Pair:
     def __str__(self) -> str:
         """Difference, interval, p-values and verdict."""
         result = self.result
-        interval = f", 95% [{result.low:+.2f}, {result.high:+.2f}]" if math.isfinite(result.low) else ""
+        interval = f", 95% {result.interval}" if math.isfinite(result.low) else ""
         p = (
             f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it"
             if result.p_for is not None
@@ -210,9 +218,6 @@ class Finding:
         else:
             pair = max(tested, key=lambda pair: pair.judged.p_for or 0.0)
         result, more = pair.result, f" (1 of {len(tested)} pairs)" if len(tested) > 1 else ""
-        interval = f"[{result.low:+.2f}, {result.high:+.2f}]"
         names = " − ".join(side.name for side in pair.sides)
-        ours = (
-            f"{names} = {result.difference:+.2f} {interval}, n = {pair.seeds}, expected {pair.expect}{more}"
-        )
-        return Verdict(where, self.said, ours)
+        ours = f"{names} = {result.difference:+.2f} {result.interval}, n = {pair.seeds}"
+        return Verdict(where, self.said, f"{ours}, expected {pair.expect}{more}")

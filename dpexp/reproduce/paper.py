@@ -157,6 +157,11 @@ def printed(paper: str, table: str, row: str, column: str) -> str:
     raise UserError(f"{paper}, {table}: nothing is transcribed for {row!r}, {column!r}")
 
 
+def selected(paper: str, table: str, column: str, **settings: str) -> list[Cell]:
+    """The cells of a column that have these settings, in the order of print."""
+    return [cell for cell in paper_table(paper, table) if cell.column == column and cell.has(settings)]
+
+
 def as_number(text: str) -> float | None:
     """None where it is none."""
     try:

@@ -56,6 +56,11 @@ class Record:
         )
 
     @property
+    def path(self) -> str:
+        """From the top of the repository."""
+        return f"results/{self.folder}/{self.name}"
+
+    @property
     def spent(self) -> float | None:
         """ε under the record's accountant; None for a run without a guarantee."""
         privacy = self.summary.get("privacy") or {}
@@ -124,7 +129,7 @@ def load(folder: Path, *, audits: bool = False) -> list[Record]:
         UserError: a file is no record, or a record that lacks something.
     """
     found = believed(folder, lambda summary: provenance_problems(summary, audits=audits))
-    return [Record(*each, "audits" if audits else "runs") for each in found]
+    return [Record(*each, folder.name) for each in found]
 
 
 def believed(
@@ -207,7 +212,10 @@ def _as_one_text(delta: Any) -> Any:
 
 
 def agrees(fact: Any, wanted: Any) -> bool:
-    """Is a fact of a record what is wanted? Numbers may come as text (δ is one); a list means any of its values."""
+    """Is a fact of a record what is wanted? Numbers may come as text (δ is one); a list means any of its values, "*" any that it
+    may have."""
+    if wanted == "*":
+        return fact is not None
     if isinstance(wanted, list | tuple):
         return any(agrees(fact, one) for one in wanted)
     if isinstance(wanted, Near):

@@ -36,7 +36,7 @@ def write(context: Context) -> Path:
     """Write ``report.html`` beside the tables."""
     documents = [context.document(name) for name in catalogue.builders()]
     path = context.results / "report.html"
-    path.write_text(page(documents, context.records), encoding="utf-8")
+    path.write_text(page(documents, context.read("runs")), encoding="utf-8")
     return path
 
 
@@ -88,7 +88,7 @@ def _first(documents: Sequence[Document], records: Sequence[Record]) -> Iterator
         yield f"<h2>Accuracy against ε</h2><p>{_inline(words['picture'])}</p><figure>{picture}</figure>"
     if records:
         found = overview.leaders(records)
-        table = _fold(f"{len(found)} rows", _table("All runs", overview.LEADERS, found, sortable=True))
+        table = _fold(f"{len(found)} rows", _table("All runs", tuple(found[0]), found, sortable=True))
         yield f"<h2>All {len(found)} configurations</h2><p>{_inline(words['runs'])}</p>{table}"
 
 
@@ -101,7 +101,7 @@ def _article(document: Document) -> str:
     words = "".join(map(_paragraph, document.paragraphs))
     figure = f"<figure>{_svg(document.svg, document.name, document.title)}</figure>" if document.svg else ""
     printed = next(
-        (section for section in document.sections if set(section.columns) >= _BESIDE and section.rows), None
+        (section for section in document.sections if set(section.shown) >= _BESIDE and section.rows), None
     )
     sections = "".join(_section(section, section is printed) for section in document.sections)
     stem = f"{'figures' if catalogue.is_figure(document.name) else 'tables'}/{document.name}"
@@ -120,7 +120,7 @@ def _section(section: Section, printed: bool) -> str:
     words = "".join(_paragraph(text) for text in section.paragraphs if text != SELECTED)
     label, rows = section.heading or "Table", section.rows
     # the heading says it
-    columns = [c for c in section.columns if c != "scale"]
+    columns = [c for c in section.shown if c != "scale"]
     table = ""
     if rows and set(columns) >= _BESIDE:
         filled = [row for row in rows if row.get("n")]

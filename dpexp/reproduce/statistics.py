@@ -23,6 +23,15 @@ def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
     return stats.fmean(values), stats.stdev(values) if len(values) > 1 else None
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% confidence interval of a mean, Student's t; infinite for a single value."""
+    mean, std = mean_std(values)
+    if std is None:
+        return -math.inf, math.inf
+    half = float(distributions.t.ppf(1 - LEVEL / 2, len(values) - 1)) * std / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Left minus right, in the unit of the values.
@@ -39,6 +48,18 @@ class Comparison:
     high: float = math.inf
     p_for: float | None = None
     p_against: float | None = None
+
+    @property
+    def interval(self) -> str:
+        """In words."""
+        return f"[{self.low:+.2f}, {self.high:+.2f}]"
+
+    @property
+    def p_two_sided(self) -> float | None:
+        """p-value of "both are alike", of a comparison that expects "greater"; None where there is no test."""
+        if self.p_for is None or self.p_against is None:
+            return None
+        return 2 * min(self.p_for, self.p_against)
 
     @property
     def verdict(self) -> str:
@@ -91,6 +112,16 @@ def compare(
         bound = -margin if expect == "at_least" else 0.0
         p_for, p_against = above(bound), below(bound)
     return Comparison(difference, difference - half, difference + half, p_for, p_against)
+
+
+def against(
+    first: Sequence[float], others: Sequence[Sequence[float]]
+) -> list[tuple[Comparison, float | None]]:
+    """Compare each of the others with the first: other minus first, and its two-sided p-value after Holm's correction, None where
+    there is no test."""
+    results = [compare(other, first, "greater") for other in others]
+    corrected = iter(holm([p for result in results if (p := result.p_two_sided) is not None]))
+    return [(result, None if result.p_two_sided is None else next(corrected)) for result in results]
 
 
 def overall(comparisons: Sequence[Comparison]) -> str:

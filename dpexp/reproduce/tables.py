@@ -12,7 +12,7 @@ from dpexp.reproduce.cells import FACTS, Claim, Slot
 from dpexp.reproduce.documents import Document, Section, not_run, page
 from dpexp.reproduce.drawing import draw, heat
 from dpexp.reproduce.fillings import Filling, columns, described
-from dpexp.reproduce.pairs import Finding, Pair, best_of_each, compared
+from dpexp.reproduce.pairs import Finding, Pair, agreeing, compared
 from dpexp.reproduce.paper import Cell, as_number, listed, numbered, paper_table, paper_tables, target_name
 from dpexp.reproduce.paper import claims as paper_claims
 from dpexp.reproduce.records import Record
@@ -65,7 +65,7 @@ def build(paper: str, table: str, records: Sequence[Record]) -> Document:
     words = pages["cells"] if printed else pages["picture"] | {"notes": [claim.note]}
     return page(
         target_name(paper, table), sections, COLUMNS, words=words | vars(claim),
-        otherwise="not run" if runnable or cells.has_presets(paper, table) else "not built",
+        otherwise="not run" if runnable or cells.presets(paper, table) else "not built",
         svg=_heat_map(claim.heat, printed, sections) if claim.heat else "",
         untold="beside the printed numbers, without a test" if measured else not_run(claim.needs),
     )  # fmt: skip
@@ -174,12 +174,11 @@ def _finding(claim: Claim, filled: Sequence[Filled]) -> Finding:
                 continue
             partner, others = partners[_rest(slot.cell, varied)]
             asked.append(bool(own and others))
-            common, *names = _apart(slot.cell, partner.cell)
-            left, right = (best_of_each(side, apart, prefixes) for side in (own, others))
-            for context in (context for context in left if context in right):
-                what = f"{common}, {described(left[context].filling.record)}"
-                one, two = zip(names, (left[context], right[context]), strict=True)
-                pairs.append(compared(what, one, two, rule["expect"], float(rule.get("margin", 0.0))))
+            common, name, partner_name = _apart(slot.cell, partner.cell)
+            for one, two in agreeing(own, others, apart, prefixes):
+                what = f"{common}, {described(one.filling.record)}"
+                margin = float(rule.get("margin", 0.0))
+                pairs.append(compared(what, (name, one), (partner_name, two), rule["expect"], margin))
     part = "" if all(asked) else f"{sum(asked)} of {len(asked)} comparisons in print"
     return Finding(pairs, part, claim.unstated)
 

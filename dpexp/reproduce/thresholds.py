@@ -7,39 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from dpexp.reproduce.documents import Document, Rows, Section, page
 from dpexp.reproduce.drawing import draw, style
-from dpexp.reproduce.fillings import Filling, columns, measured, most_seeds
+from dpexp.reproduce.fillings import Filling, budget, columns, measured, most_seeds
 from dpexp.reproduce.pairs import Choice, Pair, compared
+from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import mean_std
 
 NAME = "figure-thresholds"
-LR = 0.01
-HEADS = {"linear": "with a bias", "unbiased": "without a bias"}
-NOISE: dict[str, dict[str, Any]] = {
-    "ε = 3": {"privacy.epsilon": 3},
-    "no noise": {"privacy.epsilon": None, "privacy.noise_multiplier": 0},
-}
-WHERE = {
-    "task": "sst2", "scale": "small", "model": "minilm", "model.frozen_features": True, "optim.name": "adam",
-    "optim.batch_size": 1024, "optim.epochs": 1, "optim.lr": LR, "clip": ("flat", "adaptive_flat"),
-}  # fmt: skip
-_COMMON = (
-    "task=sst2 scale=small peft=head model.trainable=all model.pooling=mean model.head=linear,unbiased model.frozen_features=true"
-    f" model.dropout=0 optim.batch_size=1024 optim.epochs=1 optim.lr={LR:g} seed=0,1,2 -m"
-)
-COMMANDS = tuple(
-    f"python -m dpexp.train {clip} {privacy} {_COMMON}"
-    for clip in ("clip=flat clip.clip_norm=0.05,0.2,0.5,2,8", "clip=adaptive_flat")
-    for privacy in ("privacy=eps3", "privacy=noise privacy.noise_multiplier=0")
-)
 COLUMNS = (
     "head", "noise", "threshold", "ours", "n", "dev error", "loss", "configuration", "ε", "δ", "accountant", "hardware", "record",
 )  # fmt: skip
+# what was to be spent -> what it is called here
+NOISE = {"ε = 3": "ε = 3", "σ = 0": "no noise"}
 # in the place of a threshold that is fixed; the largest of all
 ADAPTIVE = math.inf
 # of one head: (noise, C) -> its configuration
@@ -48,33 +32,39 @@ Grid = Mapping[tuple[str, float], Filling]
 
 def document(records: Sequence[Record]) -> Document:
     """A block and a panel for each head."""
-    grids = {head: own for head in HEADS if (own := grid(records, head))}
+    said = listed("pages")[NAME]
+    grids = {head: own for head in said["heads"] if (own := grid(records, head))}
     sections = [
-        Section(f"a head {HEADS[head]}", _said(own), COLUMNS, _rows(head, own), "small")
+        Section(said["heads"][head], _said(own), COLUMNS, _rows(head, own), "small")
         for head, own in grids.items()
     ]
-    todo = "Not run: " + ", ".join(f"`{command}`" for command in COMMANDS)
+    todo = "Not run: " + ", ".join(f"`{command}`" for command in commands())
     count = sum(len(filling.records) for own in grids.values() for filling in own.values())
     return page(
-        NAME, sections or [Section("", (todo,), scale="small", commands=COMMANDS)], COLUMNS,
+        NAME, sections or [Section("", (todo,), scale="small", commands=commands())], COLUMNS,
         otherwise=f"small {count} runs" if count else "not run",
-        svg=draw(lambda axes: _plot(axes, grids), len(grids), (4.4, 3.6)) if grids else "", lr=LR,
+        svg=draw(lambda axes: _plot(axes, grids), len(grids), (4.4, 3.6)) if grids else "", lr=said["where"]["optim.lr"],
+    )  # fmt: skip
+
+
+def commands() -> tuple[str, ...]:
+    """That make its records."""
+    said = listed("pages")[NAME]["runs"]
+    return tuple(
+        f"python -m dpexp.train {clip} {noise} {said['settings']}" for clip, noise in product(said["clip"], said["noise"])
     )  # fmt: skip
 
 
 def grid(records: Sequence[Record], head: str) -> Grid:
     """The configuration of the most seeds at each noise and threshold, sorted."""
-    found: dict[tuple[str, float], Filling] = {}
-    for noise, where in NOISE.items():
-        own = [record for record in records if record.matches({**WHERE, **where, "model.head": head})]
-        found |= {
-            (noise, c): filling for c, filling in most_seeds(measured(own, "accuracy"), _threshold).items()
-        }
+    where = {**listed("pages")[NAME]["where"], "model.head": head}
+    own = (record for record in records if record.matches(where) and budget(record) in NOISE)
+    found = most_seeds(measured(own, "accuracy"), lambda f: (NOISE[budget(f.record)], _threshold(f.record)))
     return dict(sorted(found.items()))
 
 
-def _threshold(facts: Mapping[str, Any]) -> float:
-    return float(facts["clip.clip_norm"]) if facts["clip"] == "flat" else ADAPTIVE
+def _threshold(record: Record) -> float:
+    return float(record.facts["clip.clip_norm"]) if record.facts["clip"] == "flat" else ADAPTIVE
 
 
 def _named(threshold: float) -> str:
@@ -92,7 +82,7 @@ def _rows(head: str, found: Grid) -> Rows:
 
 
 def _said(found: Grid) -> tuple[str, ...]:
-    lines = [f"- {pair}" for noise in NOISE for pair in _pairs(noise, found)]
+    lines = [f"- {pair}" for noise in NOISE.values() for pair in _pairs(noise, found)]
     return ("\n".join(lines),) if lines else ()
 
 
@@ -107,8 +97,9 @@ def _pairs(noise: str, found: Grid) -> Iterator[Pair]:
 
 
 def _plot(axes: Any, grids: Mapping[str, Grid]) -> None:
+    heads = listed("pages")[NAME]["heads"]
     for axis, (head, found) in zip(axes, grids.items(), strict=True):
-        for number, noise in enumerate(NOISE):
+        for number, noise in enumerate(NOISE.values()):
             looks = style(number)
             own = {c: filling for (n, c), filling in found.items() if n == noise}
             adaptive = own.pop(ADAPTIVE, None)
@@ -121,7 +112,7 @@ def _plot(axes: Any, grids: Mapping[str, Grid]) -> None:
                 axis.axhline(height, color=looks["color"], linestyle="--", linewidth=1, label=label)
         axis.set_xscale("log")
         axis.set_xlabel("threshold C")
-        axis.set_title(f"a head {HEADS[head]}", fontsize=9)
+        axis.set_title(heads[head], fontsize=9)
         axis.sharey(axes[0])
     axes[0].set_ylabel("accuracy, %")
     axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.0, 1.0))

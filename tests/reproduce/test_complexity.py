@@ -137,7 +137,7 @@ def timm():
 
 def test_table_4_to_the_digit(timm):
     """Every cell of every stage, with two known slips, and every total."""
-    for row in complexity_tables.table_4():
+    for row in complexity_tables.complexity_bu_table4().rows:
         where = row["network"], row["stage"]
         if row["stage"] == "complete":
             assert (row["our 2T²"], row["our pd"], row["our mixed"]) == COMPLETE[row["network"]]

@@ -34,6 +34,9 @@ SYSTEMS = {
 }
 
 
+TESTS = Path(__file__).parents[1]
+
+
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     results = tmp_path_factory.mktemp("results")
@@ -110,8 +113,8 @@ def test_statuses_follow_from_records(matrix: list[dict[str, str]]):
 
 def test_arithmetic_is_exact_where_a_number_is_printed_and_said_to_agree():
     for name in catalogue.EXACT:
-        page = catalogue.builders()[name][0]()
-        columns = {column for section in page.sections for column in section.columns}
+        page = catalogue.EXACT[name]()
+        columns = {column for section in page.sections for column in section.shown}
         beside = any(column.startswith(("printed", "paper")) for column in columns)
         decided = any(verdict.word != CANNOT_TELL for verdict in page.verdicts)
         assert page.status == "computed" or beside or decided, name
@@ -119,33 +122,37 @@ def test_arithmetic_is_exact_where_a_number_is_printed_and_said_to_agree():
 
 def test_a_run_on_the_scale_of_another_paper_is_none_of_this_one(tmp_path: Path):
     write(tmp_path / "runs", summary("flat", task="mnist", scale="paper"))
-    evidence = catalogue.Context(tmp_path).evidence
+    evidence = catalogue.Context(tmp_path).read("evidence")
     found = {
         row["paper"]: evidence.status(row)["status"]
         for row in coverage.listed()
-        if row["needs"] == "conf:clip/flat" and row["runs"] == "clip=flat"
+        if (row["choice"], row["test"], row["runs"]) == ("clip/flat", "", "clip=flat")
     }
     assert found == {"he2023": "not run", "monir2023": "paper"}
 
 
 def test_a_pointer_to_nothing_is_not_built():
-    assert not coverage.Evidence({}).has("conf:clip/nosuch")
-    assert not coverage.Evidence({}).has("test:clipping/test_layers.py::test_no_such_thing")
-    assert not coverage.Evidence({}).has("test:clipping/nosuch.py::test_linear")
-    assert not coverage.Evidence({}).has("target:table-he-99")
-    assert coverage.Evidence({}).has("test:clipping/test_layers.py::test_linear")
-    assert coverage.Evidence({}).has("conf:clip/flat")
+    assert not coverage.Evidence({}).has("choice", "clip/nosuch")
+    assert not coverage.Evidence({}).has("target", "table-he-99")
+    assert coverage.Evidence({}).has("choice", "clip/flat")
+
+
+def test_every_test_that_a_row_names_is_one_of_this_suite():
+    """The matrix believes the list, as an installed copy must, which comes without tests."""
+    named = {name for row in coverage.listed() for name in row["test"].split()}
+    assert named
+    for file, test in (name.split("::") for name in sorted(named)):
+        path = TESTS / file
+        assert path.is_file(), file
+        assert f"\ndef {test}(" in path.read_text(encoding="utf-8"), f"{file} has no {test}"
 
 
 def test_a_row_names_what_is_there_or_says_that_it_is_missing():
-    kinds = {"conf", "bench", "test", "target"}
     known = coverage.Evidence(dict.fromkeys(catalogue.builders(), ""))
     for row in coverage.listed():
-        needs = row["needs"].split()
-        if needs not in (["missing"], ["diagram"], ["this"]):
-            assert needs, row["name"]
-            assert {need.partition(":")[0] for need in needs} <= kinds, row["name"]
-            assert [need for need in needs if not known.has(need)] == [], row["name"]
+        named = [(kind, name) for kind in coverage.KINDS for name in row[kind].split()]
+        assert bool(named) != (row["otherwise"] in ("missing", "diagram", "this list")), row["name"]
+        assert [one for one in named if not known.has(*one)] == [], row["name"]
 
 
 def test_every_selector_names_settings_that_records_have():

@@ -20,7 +20,7 @@ CIFAR = {"task": "cifar10_jpeg", "model": "cnn_cifar", "epsilon": 3.0, "title": 
 
 
 def _build(name: str, tmp_path: Path, *summaries: dict) -> Document:
-    return curves.build(name, load(write(tmp_path, *summaries)))
+    return curves.build(name, load(write(tmp_path / "runs", *summaries)))
 
 
 def _three_ways(
@@ -283,7 +283,7 @@ def test_label_words_are_a_setting_of_their_own(tmp_path: Path):
             runs.append(one)
     document = _build("figure-li-8", tmp_path, *runs)
     assert {row["x"] for row in document.rows} == {"terrible/great", "terrible/awesome"}
-    assert len(by_configuration(load(tmp_path))) == 2
+    assert len(by_configuration(load(tmp_path / "runs"))) == 2
 
 
 def test_against_time_engines_are_lines_of_their_own(tmp_path: Path):

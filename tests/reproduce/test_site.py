@@ -55,7 +55,7 @@ class Structure(HTMLParser):
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> list[Document]:
-    records = load(write(tmp_path_factory.mktemp("runs"), summary(), summary(seed=1)))
+    records = load(write(tmp_path_factory.mktemp("results") / "runs", summary(), summary(seed=1)))
     hostile = Document(
         "hostile", "A <b>title</b> & more", ("<script>alert(1)</script> `a < b`",), (Section("x"),)
     )

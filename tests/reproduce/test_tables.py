@@ -18,7 +18,7 @@ SEEDS = (0, 1, 2)
 
 
 def _build(tmp_path: Path, *summaries: dict, table: str = "1b") -> Document:
-    return tables.build("he2023", table, load(write(tmp_path, *summaries)))
+    return tables.build("he2023", table, load(write(tmp_path / "runs", *summaries)))
 
 
 def _cell(**settings: str) -> Cell:
