@@ -230,3 +230,34 @@ def test_what_it_cannot_do_is_refused_in_one_sentence():
     clipper.prepare(1)
     with pytest.raises(UserError, match="mixes examples"):
         clipper.backward(nn.functional.cross_entropy(centred(x), y, reduction="none"))
+
+
+def test_projections_follow_from_every_bit_of_the_seed_and_no_gradient_escapes_many_of_them():
+    """Of a generator that keeps 32 bits a gradient can be made to which thousands of seeds are blind: T is infinite there."""
+    model = nn.Linear(120, 1, bias=False)
+    clipper = ProjectedClipper(model, 2)
+
+    def directions(seed: int) -> Tensor:
+        clipper.prepare(seed)
+        return torch.stack([next(iter(v.values())).flatten() for v in clipper._directions()]).double()
+
+    low = range(50)
+    assert torch.equal(directions(3), directions(3))
+    assert not torch.equal(directions(3), directions(3 + (1 << 40)))
+    assert not torch.equal(directions(3), directions(3 + (1 << 32)))
+    blind = torch.linalg.svd(torch.cat([directions(seed) for seed in low]))[2][-1]
+    for seed in low:
+        assert directions(seed + (5 << 32)).matmul(blind).norm() > 1e-3
+
+
+@pytest.mark.parametrize("size", [1e32, 3e37])
+def test_a_factor_that_32_bits_cannot_hold_lets_nothing_through(size: float):
+    """C/M below the smallest normal number has few bits left, and was rounded up by a third of itself."""
+    model = nn.Linear(40, 1, bias=False)
+    clipper = ProjectedClipper(model, 8, clip_norm=1e-6 if size > 1e35 else 1e-10)
+    clipper.prepare(1)
+    clipper.backward(model(torch.full((1, 40), size))[:, 0])
+    estimated = float(clipper._squared_norms(model(torch.full((1, 40), size))[:, 0]).sqrt())
+    assert model.weight.grad is not None
+    moved = float(model.weight.grad.double().norm())
+    assert moved <= float(clipper.thresholds) * size * math.sqrt(40) / estimated * (1 + 1e-5)
