@@ -120,6 +120,32 @@ def test_a_gradient_whose_scaled_form_overflows_does_not_spoil_the_sum(name):
     assert float((with_it - without).norm()) <= float(clipper.sensitivity) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e8, 1e20])
+def test_gradients_within_the_subspace_leave_no_rounding_that_goes_by_who_else_was_drawn(size):
+    """What is left of them is rounding, longer than its threshold where they are long; products of other sizes round otherwise."""
+    d, k, limits = 97, 20, (1.0, 0.5)
+    method = Embedding(k, limits[1])
+    method.setup({"weight": nn.Parameter(torch.zeros(1, d))}, limits[0])
+    draw = torch.Generator().manual_seed(0)
+    public = torch.randn(64, 1, d, generator=draw)
+    method.prepare(0, lambda: {"weight": public})
+    rows = size * (torch.randn(9, k, generator=draw).double() @ method.directions.double()).float()
+
+    def summed(chosen):
+        def factors(group, squares):
+            return (squares.rsqrt() * limits[group]).clamp(max=1)
+
+        keep = torch.ones(len(chosen), dtype=torch.bool)
+        return method.clip({"weight": rows[chosen][:, None]}, keep, factors)[1]
+
+    for count in range(2, 10):
+        for left_out in range(count):
+            everybody = list(range(count))
+            whole, rest = summed(everybody), summed([i for i in everybody if i != left_out])
+            assert float((whole["weight"] - rest["weight"]).norm()) <= limits[1] * (1 + 1e-6)
+            assert float((whole[EMBEDDING] - rest[EMBEDDING]).norm()) <= limits[0] * (1 + 1e-6)
+
+
 def sums_of(model, clipper, x):
     for p in [*model.parameters(), *clipper.extra]:
         p.grad = None
