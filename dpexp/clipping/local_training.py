@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import LateSum, deliver
 from dpexp.clipping.groups import GroupsSpec
+from dpexp.clipping.independence.replay import State
 from dpexp.clipping.reports import Report
-from dpexp.clipping.rules import RULES
+from dpexp.clipping.rules import RULES, shortened
 from dpexp.errors import UserError
 
 Batch = dict[str, Tensor]
@@ -56,7 +57,8 @@ class LocalClipper(AnyClipper):
     def see(self, batch: Batch) -> Tensor:
         """Keep the batch of one user for `backward`, and return the ``[1]`` loss under the weights before local training."""
         self._batch = batch
-        with torch.no_grad():
+        # what a forward writes to buffers is a function of this user's rows, and no noise covers it
+        with torch.no_grad(), State(self.model).installed():
             return self.losses(batch)
 
     def backward(
@@ -81,16 +83,16 @@ class LocalClipper(AnyClipper):
             return Report.of(torch.zeros(len(self.groups), 0, device=self.thresholds.device), self.thresholds)
         if len(losses) > 1 or batch is None:
             raise UserError("clip=fedavg trains on one user after the other: give it one at a time, by see()")
-        kept = [(t, t.detach().clone()) for t in (*self.params.values(), *self.model.buffers())]
-        before = {id(t): value for t, value in kept}
+        before = {name: p.detach().clone() for name, p in self.params.items()}
         try:
-            for part in self._parts(batch):
-                self._descend(part, loss_scale)
-            updates = {name: p.detach() - before[id(p)] for name, p in self.params.items()}
+            with State(self.model).installed():
+                for part in self._parts(batch):
+                    self._descend(part, loss_scale)
+            updates = {name: p.detach() - before[name] for name, p in self.params.items()}
         finally:
             with torch.no_grad():
-                for tensor, value in kept:
-                    tensor.copy_(value)
+                for name, p in self.params.items():
+                    p.copy_(before[name])
         return self._add(updates)
 
     def _add(self, updates: dict[str, Tensor]) -> Report:
@@ -104,7 +106,7 @@ class LocalClipper(AnyClipper):
         if finite := bool(squares.isfinite().all()):
             for k, group in enumerate(self.groups):
                 factor = RULES[self.rule](squares[k], float(self.thresholds[k])) * (1 - ROUNDING)
-                sums |= {name: -updates[name] * factor.to(updates[name].dtype) for name in group.params}
+                sums |= {name: shortened(-updates[name], factor) for name in group.params}
         deliver(None, self.params, sums)
         norms = squares.sqrt()[:, None]
         return Report.of(norms if finite else torch.full_like(norms, torch.nan), self.thresholds)

@@ -169,3 +169,50 @@ def test_what_it_cannot_do_is_refused() -> None:
     assert clipper.backward(torch.zeros(0)).norms.shape == (1, 0)
     with pytest.raises(UserError, match="bounds nothing here"):
         clipper_of(network(), rule="none")
+
+
+class Remembers(nn.Module):
+    """Its forward leaves the mean of its rows behind, in a buffer and in an attribute that the next forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 3).double(), torch.zeros(4, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            x, self.last = x - self.last, x.detach().mean(0)
+        return self.layer(x)
+
+
+def test_nothing_of_a_user_stays_in_the_model_but_the_clipped_update() -> None:
+    """What a forward writes lies in every checkpoint and in the exported model, without noise, and reaches the next user."""
+    model = Remembers()
+    clipper = clipper_of(model, batch_size=2)
+    first, second, _ = users_data()
+    add(clipper, second)
+    alone = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert not model.mean.any()
+    assert not model.last.any()
+    for p in model.parameters():
+        p.grad = None
+    torch.manual_seed(0)
+    add(clipper, first)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    add(clipper, second)
+    for p, one, other in zip(model.parameters(), before, alone, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, one + other)
+
+
+@pytest.mark.parametrize("size", [3e37, 2e38])
+def test_an_update_near_overflow_is_clipped_too(size: float) -> None:
+    """The factor has few bits below 1e-38, where 32-bit numbers are no longer normal: it was rounded up to 1.8 times itself."""
+    model = nn.Linear(40, 1, bias=False)
+    clipper = LocalClipper(
+        model, lambda batch: model(batch["x"])[:, 0] * size, epochs=1, batch_size=0, lr=1.0, clip_norm=1e-6
+    )
+    clipper.backward(clipper.see({"x": torch.ones(1, 40)}))
+    assert model.weight.grad is not None
+    assert float(model.weight.grad.double().norm()) <= 1e-6 * (1 + 1e-5)
