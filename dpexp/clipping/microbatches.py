@@ -8,12 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.apart import Apart
 from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
-from dpexp.clipping.dataflow import entered, rows_in
 from dpexp.clipping.distributed import LateSum, deliver
-from dpexp.clipping.independence import Independence
 from dpexp.clipping.reports import Report
-from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES, shortened
 
 
@@ -24,8 +22,7 @@ class MicrobatchClipper(AnyClipper):
     One example more or less then changes one of the clipped vectors, from one of norm C at most to another: the sum moves
     by up to 2C. It is not C, as is often assumed, for the rest of the microbatch is not the same after clipping.
 
-    Nothing may stay in the model from one microbatch to the next, or for whoever gets the model (a buffer that its forward
-    writes): `Independence` looks for that, to which a microbatch is one example.
+    Nothing of a microbatch may stay in the model: `Apart` looks for that.
 
     Args:
         model: its trainable parameters are clipped together.
@@ -40,12 +37,8 @@ class MicrobatchClipper(AnyClipper):
         refuse_unbounded(rule)
         super().__init__(model, "flat", clip_norm, rule)
         self.size = size
-        self._independence = Independence(model)
-        self._hooks = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(lambda module, args, output: self._independence.leave(output)),
-        ]
-        self.notes = self._independence.notes
+        self._apart = Apart(model)
+        self.notes = self._apart.notes
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -62,7 +55,7 @@ class MicrobatchClipper(AnyClipper):
         sums: dict[str, Tensor | LateSum] = {}
         if len(losses):
             mean = losses.sum() * (loss_scale / self.size)
-            self._independence.begin(Roots.of_losses(mean[None]), self.params.values())
+            self._apart.begin(mean, self.params.values())
             found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
             pairs = zip(self.params, found, strict=True)
             gradients = {
@@ -70,7 +63,7 @@ class MicrobatchClipper(AnyClipper):
             }
             square = sum((g.double().square().sum() for g in gradients.values()), norms.new_zeros(()))
             norms = square.sqrt().view(1, 1)
-            self._independence.check(1)
+            self._apart.check()
             if bool(square.isfinite()):
                 factor = RULES[self.rule](square, float(self.thresholds))
                 sums |= {name: shortened(g, factor) for name, g in gradients.items()}
@@ -85,12 +78,4 @@ class MicrobatchClipper(AnyClipper):
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.is_grad_enabled() and not self._independence.looking:
-            _, shapes, first = entered((args, kwargs))
-            rows = rows_in(shapes, first)
-            self._independence.rows_per_example = max(1, rows)
-            self._independence.enter(args, kwargs, rows)
+        self._apart.detach()

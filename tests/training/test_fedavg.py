@@ -172,38 +172,52 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 
 class Remembers(nn.Module):
-    """Its forward leaves the mean of its rows behind, in a buffer and in an attribute that the next forward uses."""
+    """What its forward leaves behind: in a buffer that nothing uses, or in an attribute that the next forward uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: bool) -> None:
         super().__init__()
         self.layer, self.last = nn.Linear(4, 3).double(), torch.zeros(4, dtype=torch.float64)
+        self.buffer = buffer
         self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+        if self.buffer:
             self.mean.lerp_(x.detach().mean(0), 0.1)
+        else:
             x, self.last = x - self.last, x.detach().mean(0)
         return self.layer(x)
 
 
-def test_nothing_of_a_user_stays_in_the_model_but_the_clipped_update() -> None:
-    """What a forward writes lies in every checkpoint and in the exported model, without noise, and reaches the next user."""
-    model = Remembers()
-    clipper = clipper_of(model, batch_size=2)
-    first, second, _ = users_data()
-    add(clipper, second)
-    alone = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    assert not model.mean.any()
-    assert not model.last.any()
-    for p in model.parameters():
-        p.grad = None
-    torch.manual_seed(0)
-    add(clipper, first)
-    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    add(clipper, second)
-    for p, one, other in zip(model.parameters(), before, alone, strict=True):
-        assert p.grad is not None
-        torch.testing.assert_close(p.grad, one + other)
+@pytest.mark.parametrize("buffer", [True, False])
+def test_what_a_user_leaves_in_the_model_is_refused(buffer: bool) -> None:
+    """It would lie in every checkpoint and in the exported model, without noise, or reach the next user."""
+    model = Remembers(buffer)
+    clipper = clipper_of(model)
+    with pytest.raises(UserError, match="buffer 'mean'" if buffer else "after another batch"):
+        add(clipper, users_data()[0])
+    clipper.detach()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_buffer_that_counts_forwards_does_not_count_users() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3).double()
+            self.register_buffer("forwards", torch.zeros(()))
+            self.register_buffer("replaced", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.forwards += 1
+            self.replaced = self.replaced + 1
+            return self.layer(x)
+
+    model = Counts()
+    clipper = clipper_of(model)
+    for user in users_data():
+        add(clipper, user)
+    assert (float(model.forwards), float(model.replaced)) == (0, 0)
 
 
 @pytest.mark.parametrize("size", [3e37, 2e38])
