@@ -194,8 +194,14 @@ def _number(value: float | None) -> str:
 
 
 def _check(arguments: AccountArguments) -> None:
-    if arguments.individual.name != "none":
+    individual = arguments.individual
+    if individual.name != "none":
         _check_groups(arguments)
+    elif given := [n for n in ("epsilons", "shares", "groups", "budgets") if getattr(individual, n)]:
+        raise UserError(
+            f"individual.{given[0]} is of groups with an epsilon of their own, and individual.name=none has none: give "
+            "individual.name=sampling or scaling, or leave it out"
+        )
     elif (arguments.noise_multiplier is None) == (arguments.target_epsilon is None):
         raise UserError("give either noise_multiplier=… or target_epsilon=…, not both and not neither")
     if arguments.noise_multiplier is not None and not 0 <= arguments.noise_multiplier < math.inf:
@@ -208,7 +214,8 @@ def _check(arguments: AccountArguments) -> None:
         raise UserError(f"steps={arguments.steps} must be 0 or larger")
     check_delta(arguments.delta)
     accountant = arguments.accountant
-    if accountant.name == "gdp" and arguments.target_epsilon is not None and not accountant.allow_clt:
+    decides = arguments.target_epsilon is not None or individual.name != "none"
+    if accountant.name == "gdp" and decides and not accountant.allow_clt:
         raise UserError(
             "accountant=gdp is an approximation that under-estimates epsilon: choose rdp, prv or pld, or accept it with"
             " accountant.allow_clt=true"

@@ -208,3 +208,5 @@ def _analysis(run: RunConfig) -> Iterator[str]:
         yield f"{what} is for fixed thresholds, rule=abadi and Poisson batches: take clip=flat or perlayer"
     if run.individual.name != "none" or run.search.name != "none":
         yield f"{what} speaks of gradients alone: set individual=none search=none"
+    if run.optim.name == "disk":
+        yield f"{what} looks at gradients where the weights are, and optim=disk takes them at a point ahead: choose another optim"

@@ -215,6 +215,11 @@ def privacy_notes(
             'the lines marked "not_private" in metrics.jsonl, the SHA-256 of the training data, times, sizes and what '
             "details.data_notes counted on the training data are outside the guarantee: keep them to yourself"
         )
+    if run.analysis.output_specific_every:
+        notes.append(
+            "details.output_specific, output_specific.npy and the checkpoint hold what single examples contributed, without "
+            "noise: they are outside the guarantee too"
+        )
     return notes
 
 

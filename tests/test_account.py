@@ -7,7 +7,7 @@ import pytest
 
 from dpexp.account import AccountArguments, account, as_text
 from dpexp.errors import UserError
-from dpexp.schemas import AccountantConfig, ScheduleConfig
+from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
 from tests.commands import called
 
 PUBLISHED = ["noise_multiplier=1.07", "sample_rate=0.0243", "steps=410", "delta=1.2e-5"]
@@ -77,6 +77,16 @@ def values(**changes):
             "accountant.allow_clt=true",
         ),
         ({"noise_multiplier": None, "target_epsilon": 1.0, "delta": 0.0}, "cannot be met"),
+        (
+            {
+                "noise_multiplier": None,
+                "individual": IndividualConfig("scaling", [1.0, 2.0], [0.5, 0.5]),
+                "accountant": AccountantConfig(name="gdp"),
+            },
+            "accountant.allow_clt=true",
+        ),
+        ({"individual": IndividualConfig(epsilons=[1.0, 2.0])}, r"individual\.epsilons is of groups"),
+        ({"individual": IndividualConfig(shares=[0.5, 0.5])}, r"individual\.shares is of groups"),
     ],
 )
 def test_values_that_make_no_mechanism_are_refused(changes, message):

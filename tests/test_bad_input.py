@@ -42,6 +42,10 @@ SETTINGS = [
     ([*DEMO, "runtime=pipeline", "runtime.microbatch=0"], "runtime.microbatch=0 must be above 0"),
     ([*DEMO, "optim=sgd", "search=noisybtls", "search.backtrack=0"], "search.backtrack=0.0 must be above 0"),
     ([*DEMO, "analysis.output_specific_every=1", "analysis.rounding=1e-9"], "must be between 0.0001 and 1"),
+    (
+        [*DEMO, "analysis.output_specific_every=1", "optim=disk", "clip=flat"],
+        "optim=disk takes them at a point ahead",
+    ),
     ([*TEXTS, "task.generation.splits=[train]"], "text is generated for dev and test alone"),
     ([*TEXTS, "task.generation.length_penalty=1e18"], "must be a power between -100 and 100"),
     (["task=mnist", "scale=demo", "task.image_size=1000000000"], "must be at most 10000"),

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from dpexp.clipping.base import Rows
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
-from dpexp.clipping.whole import Method, flatten, representable, split
+from dpexp.clipping.whole import Method, flatten, split
 from dpexp.errors import UserError
 
 EMBEDDING = "(embedding)"
+# of gradients, in thresholds; both parts of a longer one are clipped, but for a part that is less than a millionth of it
+LONGEST = 2.0**20
 
 
 class Embedding(Method):
@@ -23,6 +25,10 @@ class Embedding(Method):
 
     and the optimiser sees the mean of Vᵀẽ + r̃. Little is left of a gradient outside of the subspace, so C₂ is small, and so is
     the noise in d dimensions. Both are two groups of one step, of the norms ‖e_i‖ and ‖r_i‖, and accounted like any two groups.
+
+    r_i is a difference. Of a long gradient within the subspace nothing is left but rounding, which goes by how many rows the
+    product has, so by who else was drawn, and may be longer than C₂. So gradients are shortened to `LONGEST` thresholds before
+    they are projected, in 64 bits: rounding is then 1e-10 of a threshold, whoever is there.
 
     Args:
         basis: k.
@@ -40,6 +46,7 @@ class Embedding(Method):
         one = next(iter(params.values()))
         self.embedding = nn.Parameter(torch.zeros(self.basis, dtype=one.dtype, device=one.device))
         self.directions = torch.zeros(0)
+        self.limits = clip_norm, self.residual
         groups = [Group("embedding", {EMBEDDING: self.embedding}), Group("residual", params)]
         return groups, [clip_norm, self.residual]
 
@@ -58,16 +65,16 @@ class Embedding(Method):
         # the Gram matrix is small; singular vectors beyond its numerical rank would be noise of rounding, and still orthonormal
         _, vectors = torch.linalg.eigh(anchors @ anchors.T)
         found = vectors[:, -self.basis :].T @ anchors
-        self.directions = torch.linalg.qr(found.T)[0].T.to(self.embedding.dtype)
+        self.directions = torch.linalg.qr(found.T)[0].T
 
     def clip(self, rows: Rows, keep: Tensor, factors: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Rows]:
         """Σ ê_i and Σ r̂_i."""
-        gradients = flatten(rows)
+        gradients = flatten(rows).double()
+        longest = LONGEST * max(self.limits)
+        gradients *= (longest / gradients.norm(dim=1).clamp(min=longest))[:, None]
         directions = self.directions.to(gradients)
         inside = gradients @ directions.T
         outside = gradients - inside @ directions
-        fits = representable(inside) & representable(outside)
-        inside, outside = (numerics.zero_examples(part, fits) for part in (inside, outside))
         squares = torch.stack([numerics.squared_norms(inside), numerics.squared_norms(outside)])
         first, second = (
             factors(k, squares[k]).to(gradients) @ part for k, part in enumerate((inside, outside))
@@ -77,7 +84,7 @@ class Embedding(Method):
     def finish(self, stds: dict[int, float]) -> None:
         """Vᵀẽ + r̃."""
         assert self.embedding.grad is not None
-        inside = split(self.embedding.grad @ self.directions, self.params)
+        inside = split(self.embedding.grad @ self.directions.to(self.embedding), self.params)
         for name, p in self.params.items():
             assert p.grad is not None
             p.grad.add_(inside[name])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.apart import Apart
 from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import LateSum, deliver
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.reports import Report
-from dpexp.clipping.rules import RULES
+from dpexp.clipping.rules import RULES, shortened
 from dpexp.errors import UserError
 
 Batch = dict[str, Tensor]
@@ -19,6 +21,24 @@ WEIGHTS = "weights"
 """Of a user's rows in their loss, as `dpexp.tasks.users` names them."""
 # so that a product in float32 is not longer than its threshold
 ROUNDING = 2.0**-20
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Whatever is written to buffers inside is lost: even a number of forwards says how many users were drawn."""
+    kept = [
+        (module._buffers, name, b, b.detach().clone())
+        for module in model.modules()
+        for name, b in module._buffers.items()
+        if b is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffers, name, b, value in kept:
+                b.copy_(value)
+                buffers[name] = b
 
 
 class LocalClipper(AnyClipper):
@@ -52,11 +72,17 @@ class LocalClipper(AnyClipper):
         super().__init__(model, groups, clip_norm, rule)
         self.losses, self.epochs, self.batch_size, self.lr = losses, epochs, batch_size, lr
         self._batch: Batch | None = None
+        self._apart = Apart(model)
+        self.notes = self._apart.notes
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        self._apart.detach()
 
     def see(self, batch: Batch) -> Tensor:
         """Keep the batch of one user for `backward`, and return the ``[1]`` loss under the weights before local training."""
         self._batch = batch
-        with torch.no_grad():
+        with torch.no_grad(), buffers_kept(self.model):
             return self.losses(batch)
 
     def backward(
@@ -81,16 +107,16 @@ class LocalClipper(AnyClipper):
             return Report.of(torch.zeros(len(self.groups), 0, device=self.thresholds.device), self.thresholds)
         if len(losses) > 1 or batch is None:
             raise UserError("clip=fedavg trains on one user after the other: give it one at a time, by see()")
-        kept = [(t, t.detach().clone()) for t in (*self.params.values(), *self.model.buffers())]
-        before = {id(t): value for t, value in kept}
+        before = {name: p.detach().clone() for name, p in self.params.items()}
         try:
-            for part in self._parts(batch):
-                self._descend(part, loss_scale)
-            updates = {name: p.detach() - before[id(p)] for name, p in self.params.items()}
+            with buffers_kept(self.model):
+                for part in self._parts(batch):
+                    self._descend(part, loss_scale)
+            updates = {name: p.detach() - before[name] for name, p in self.params.items()}
         finally:
             with torch.no_grad():
-                for tensor, value in kept:
-                    tensor.copy_(value)
+                for name, p in self.params.items():
+                    p.copy_(before[name])
         return self._add(updates)
 
     def _add(self, updates: dict[str, Tensor]) -> Report:
@@ -104,7 +130,7 @@ class LocalClipper(AnyClipper):
         if finite := bool(squares.isfinite().all()):
             for k, group in enumerate(self.groups):
                 factor = RULES[self.rule](squares[k], float(self.thresholds[k])) * (1 - ROUNDING)
-                sums |= {name: -updates[name] * factor.to(updates[name].dtype) for name in group.params}
+                sums |= {name: shortened(-updates[name], factor) for name in group.params}
         deliver(None, self.params, sums)
         norms = squares.sqrt()[:, None]
         return Report.of(norms if finite else torch.full_like(norms, torch.nan), self.thresholds)
@@ -129,7 +155,9 @@ class LocalClipper(AnyClipper):
         """One step of SGD."""
         loss = self.losses(batch).sum() * loss_scale
         params = tuple(self.params.values())
+        self._apart.begin(loss, params)
         found = torch.autograd.grad(loss, params, allow_unused=True)
+        self._apart.check()
         with torch.no_grad():
             for p, gradient in zip(params, found, strict=True):
                 if gradient is not None:

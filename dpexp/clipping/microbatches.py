@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.apart import Apart
 from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import LateSum, deliver
 from dpexp.clipping.reports import Report
-from dpexp.clipping.rules import RULES
+from dpexp.clipping.rules import RULES, shortened
 
 
 class MicrobatchClipper(AnyClipper):
@@ -20,6 +21,8 @@ class MicrobatchClipper(AnyClipper):
     Which microbatch an example is in must not depend on which others were drawn (`dpexp.training.batching.microbatches`).
     One example more or less then changes one of the clipped vectors, from one of norm C at most to another: the sum moves
     by up to 2C. It is not C, as is often assumed, for the rest of the microbatch is not the same after clipping.
+
+    Nothing of a microbatch may stay in the model: `Apart` looks for that.
 
     Args:
         model: its trainable parameters are clipped together.
@@ -34,6 +37,8 @@ class MicrobatchClipper(AnyClipper):
         refuse_unbounded(rule)
         super().__init__(model, "flat", clip_norm, rule)
         self.size = size
+        self._apart = Apart(model)
+        self.notes = self._apart.notes
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -50,6 +55,7 @@ class MicrobatchClipper(AnyClipper):
         sums: dict[str, Tensor | LateSum] = {}
         if len(losses):
             mean = losses.sum() * (loss_scale / self.size)
+            self._apart.begin(mean, self.params.values())
             found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
             pairs = zip(self.params, found, strict=True)
             gradients = {
@@ -57,9 +63,10 @@ class MicrobatchClipper(AnyClipper):
             }
             square = sum((g.double().square().sum() for g in gradients.values()), norms.new_zeros(()))
             norms = square.sqrt().view(1, 1)
+            self._apart.check()
             if bool(square.isfinite()):
                 factor = RULES[self.rule](square, float(self.thresholds))
-                sums |= {name: g * factor.to(g.dtype) for name, g in gradients.items()}
+                sums |= {name: shortened(g, factor) for name, g in gradients.items()}
         deliver(None, self.params, sums)
         return Report.of(norms, self.thresholds)
 
@@ -68,3 +75,7 @@ class MicrobatchClipper(AnyClipper):
         for p in self.params.values():
             if p.grad is not None:
                 p.grad.mul_(self.size)
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        self._apart.detach()

@@ -158,17 +158,29 @@ def refuse_overrides(trainer: Any, plain: type, private: type) -> None:
     packed = "seq_lengths" in getattr(trainer.train_dataset, "column_names", ())
     if packed or "Flattening" in type(trainer.data_collator).__name__:
         raise UserError(f"the rows are packed: {_PACKED}")
-    given = trainer.eval_dataset
-    held_out = given.values() if isinstance(given, Mapping) else [given]
-    if trainer.train_dataset is not None and any(_same(trainer.train_dataset, part) for part in held_out):
-        raise UserError(
-            "eval_dataset is train_dataset: metrics are logged without noise, and decide which weights are kept, so their rows "
-            "must be public. Give other rows, or leave eval_dataset out"
-        )
+    refuse_private_rows(trainer.train_dataset, trainer.eval_dataset)
     if trainer.train_dataset is not None and trainer.expected_batch > len(trainer.train_dataset):
         raise UserError(
             f"a batch of {trainer.expected_batch} (per_device_train_batch_size · gradient_accumulation_steps · processes) "
             f"is more than the {len(trainer.train_dataset)} rows of train_dataset: make it smaller"
+        )
+
+
+def refuse_private_rows(train_dataset: Any, eval_dataset: Any) -> None:
+    """Refuse to evaluate on what is trained on.
+
+    Args:
+        train_dataset: None where there is none.
+        eval_dataset: one, or several by name.
+
+    Raises:
+        UserError: one of them is the training data.
+    """
+    parts = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
+    if train_dataset is not None and any(_same(train_dataset, part) for part in parts):
+        raise UserError(
+            "eval_dataset is train_dataset: metrics are logged without noise, and decide which weights are kept, so their rows "
+            "must be public. Give other rows, or leave eval_dataset out"
         )
 
 

@@ -39,7 +39,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dpexp.durable import read_json
 from dpexp.errors import UserError
-from dpexp.integrations.refusals import check_privacy, outside, refuse_arguments, refuse_overrides
+from dpexp.integrations.refusals import (
+    check_privacy,
+    outside,
+    refuse_arguments,
+    refuse_overrides,
+    refuse_private_rows,
+)
 from dpexp.tasks.target_loss import IGNORED
 from dpexp.training.engine import PrivacyEngine
 from dpexp.training.own_losses import first_rows, look_at_losses
@@ -209,6 +215,13 @@ class Trainer(transformers.Trainer):
             return result
         metrics = {name: value for name, value in result.metrics.items() if name not in NOT_PRIVATE}
         return result._replace(training_loss=math.nan, metrics=metrics)
+
+    def evaluate(self, eval_dataset: Any = None, *arguments: Any, **named: Any) -> dict[str, float]:
+        """As Hugging Face's, whose metrics are logged as they are: on other rows than the training data's."""
+        for given in (self.eval_dataset, eval_dataset):
+            refuse_private_rows(self.train_dataset, given)
+        found: dict[str, float] = super().evaluate(eval_dataset, *arguments, **named)
+        return found
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
         """As Hugging Face's, with epsilon, and without what private rows leave in the clear."""

@@ -154,6 +154,7 @@ class Trainer:
             )  # fmt: skip
             self.feedback = build_feedback(plan.schedule, release, run.task.metric)
             if plan.search is not None:
+                self._look_in_evaluation_mode()
                 self.search = build_search(
                     run.search, release, self.model, self.losses_of,
                     expected_batch=expected_batch, largest=run.optim.lr,
@@ -198,6 +199,19 @@ class Trainer:
             # two runs on one machine then add up in the same order
             clipper.recall({"choices": choices})
         return clipper
+
+    def _look_in_evaluation_mode(self) -> None:
+        """Look at the losses that a search asks for: without dropout, and so in a mode that clipping never sees.
+
+        Raises:
+            UserError: what an example loses there depends on the others.
+        """
+        self.model.eval()
+        try:
+            note = look_at_task(self.task, self.model, self.run.seed)
+        finally:
+            self.model.train()
+        self.notes += [] if note is None else [note]
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, where there is one."""

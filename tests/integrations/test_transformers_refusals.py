@@ -17,6 +17,7 @@ from dpexp.integrations.transformers import Trainer
 from tests.integrations.hugging_face import (
     PRIVACY,
     VOCABULARY,
+    collate,
     make,
     network,
     rows,
@@ -283,6 +284,13 @@ def test_private_rows_are_not_evaluated_on(tmp_path, given):
         Trainer(network("classifier"), args, train_dataset=data, eval_dataset=other, privacy=PRIVACY)
     with pytest.raises(UserError, match="eval_dataset is train_dataset"):
         Trainer(network("classifier"), args, train_dataset=data, eval_dataset=given(data), privacy=PRIVACY)
+    later = Trainer(network("classifier"), args, train_dataset=data, data_collator=collate, privacy=PRIVACY)
+    with pytest.raises(UserError, match="eval_dataset is train_dataset"):
+        later.evaluate(given(data))
+    later.eval_dataset = given(data)
+    with pytest.raises(UserError, match="eval_dataset is train_dataset"):
+        later.evaluate()
+    assert not later.state.log_history
 
 
 @pytest.mark.parametrize(

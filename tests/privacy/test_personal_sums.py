@@ -105,6 +105,39 @@ def test_answers_lie_on_a_grid_that_does_not_depend_on_the_data(kind: str) -> No
         assert answer == round(answer)
 
 
+@pytest.mark.parametrize("kind", list(NOISES))
+def test_a_value_that_is_no_number_adds_nothing(kind: str) -> None:
+    """The answer would be none either, and say that this person is there."""
+    one = Round(0.7, np.ones(2), kind, 1.0)
+    answers = [
+        noisy_sum(np.array(values), one, 1.0, np.random.default_rng(5))
+        for values in ([1.0], [1.0, math.nan], [1.0, -math.inf])
+    ]
+    assert math.isfinite(answers[0])
+    assert answers[0] == answers[1] == answers[2]
+
+
+class Bytes:
+    """A source of bytes and of nothing else."""
+
+    def __init__(self, seed: int):
+        self.bytes = np.random.default_rng(seed).bytes
+
+
+@pytest.mark.parametrize("kind", list(NOISES))
+def test_noise_is_made_of_whole_numbers_and_not_of_a_logarithm(kind: str) -> None:
+    """Which jumps by whole scales far out, so that the sum behind an answer there is known whatever ε is."""
+    rng, bound, epsilon = Bytes(2), 3.0, 0.5
+    grid = 1.0 if kind == "geometric" else bound / 2**20
+    drawn = np.array([NOISES[kind][1](bound, epsilon, rng) for _ in range(4000)]) / grid  # type: ignore[arg-type]
+    assert (drawn == np.rint(drawn)).all()
+    if kind != "staircase":
+        rate = epsilon * grid / bound
+        for k in (0.2, 1.0, 2.0):
+            assert np.mean(np.abs(drawn) * rate > k) == pytest.approx(math.exp(-k), abs=0.04)
+    assert np.mean(drawn > 0) == pytest.approx(np.mean(drawn < 0), abs=0.05)
+
+
 def test_the_rounds_beat_the_smallest_budget_for_all() -> None:
     """Values that do not go with budgets: the error of the rounds is smaller than that of one answer at the smallest ε."""
     rng = np.random.default_rng(1)

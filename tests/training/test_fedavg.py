@@ -169,3 +169,64 @@ def test_what_it_cannot_do_is_refused() -> None:
     assert clipper.backward(torch.zeros(0)).norms.shape == (1, 0)
     with pytest.raises(UserError, match="bounds nothing here"):
         clipper_of(network(), rule="none")
+
+
+class Remembers(nn.Module):
+    """What its forward leaves behind: in a buffer that nothing uses, or in an attribute that the next forward uses."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 3).double(), torch.zeros(4, dtype=torch.float64)
+        self.buffer = buffer
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.buffer:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        else:
+            x, self.last = x - self.last, x.detach().mean(0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_what_a_user_leaves_in_the_model_is_refused(buffer: bool) -> None:
+    """It would lie in every checkpoint and in the exported model, without noise, or reach the next user."""
+    model = Remembers(buffer)
+    clipper = clipper_of(model)
+    with pytest.raises(UserError, match="buffer 'mean'" if buffer else "after another batch"):
+        add(clipper, users_data()[0])
+    clipper.detach()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_buffer_that_counts_forwards_does_not_count_users() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3).double()
+            self.register_buffer("forwards", torch.zeros(()))
+            self.register_buffer("replaced", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.forwards += 1
+            self.replaced = self.replaced + 1
+            return self.layer(x)
+
+    model = Counts()
+    clipper = clipper_of(model)
+    for user in users_data():
+        add(clipper, user)
+    assert (float(model.forwards), float(model.replaced)) == (0, 0)
+
+
+@pytest.mark.parametrize("size", [3e37, 2e38])
+def test_an_update_near_overflow_is_clipped_too(size: float) -> None:
+    """The factor has few bits below 1e-38, where 32-bit numbers are no longer normal: it was rounded up to 1.8 times itself."""
+    model = nn.Linear(40, 1, bias=False)
+    clipper = LocalClipper(
+        model, lambda batch: model(batch["x"])[:, 0] * size, epochs=1, batch_size=0, lr=1.0, clip_norm=1e-6
+    )
+    clipper.backward(clipper.see({"x": torch.ones(1, 40)}))
+    assert model.weight.grad is not None
+    assert float(model.weight.grad.double().norm()) <= 1e-6 * (1 + 1e-5)

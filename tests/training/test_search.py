@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from dpexp.config import compose
 from dpexp.errors import UserError
@@ -171,3 +172,24 @@ def test_bad_settings(changes, message):
 def test_presets_compose_and_none_leaves_no_trace():
     assert compose(["task=mnist", "search=noisybtls"]).search.mechanism == "above_threshold"
     assert compose(["task=mnist", "search=none"]) == compose(["task=mnist"])
+
+
+class CoupledInEvaluation(nn.Module):
+    """Each row for itself in training; in evaluation mode every row is scaled by all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(10, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y if self.training else y * x.detach().sum()
+
+
+def test_losses_that_go_by_the_batch_in_evaluation_mode_are_refused(tmp_path):
+    """A search asks for losses there, and one example would move everybody's: its price is that of one bounded loss."""
+    make_trainer(tmp_path / "plain", tiny_run(adaptive=False), model=CoupledInEvaluation())
+    model = CoupledInEvaluation()
+    with pytest.raises(UserError, match=r"TinyTask.losses: .* mixes examples"):
+        make_trainer(tmp_path / "searched", searching(), model=model)
+    assert model.training

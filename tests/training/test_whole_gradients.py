@@ -120,6 +120,69 @@ def test_a_gradient_whose_scaled_form_overflows_does_not_spoil_the_sum(name):
     assert float((with_it - without).norm()) <= float(clipper.sensitivity) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e8, 1e20])
+def test_gradients_within_the_subspace_leave_no_rounding_that_goes_by_who_else_was_drawn(size):
+    """What is left of long ones is rounding, longer than its threshold, and products of other sizes round otherwise."""
+    d, k, limits = 97, 20, (1.0, 0.5)
+    method = Embedding(k, limits[1])
+    method.setup({"weight": nn.Parameter(torch.zeros(1, d))}, limits[0])
+    draw = torch.Generator().manual_seed(0)
+    public = torch.randn(64, 1, d, generator=draw)
+    method.prepare(0, lambda: {"weight": public})
+    rows = size * (torch.randn(9, k, generator=draw).double() @ method.directions.double()).float()
+
+    def summed(chosen):
+        def factors(group, squares):
+            return (squares.rsqrt() * limits[group]).clamp(max=1)
+
+        keep = torch.ones(len(chosen), dtype=torch.bool)
+        return method.clip({"weight": rows[chosen][:, None]}, keep, factors)[1]
+
+    for count in range(2, 10):
+        for left_out in range(count):
+            everybody = list(range(count))
+            whole, rest = summed(everybody), summed([i for i in everybody if i != left_out])
+            assert float((whole["weight"] - rest["weight"]).norm()) <= limits[1] * (1 + 1e-6)
+            assert float((whole[EMBEDDING] - rest[EMBEDDING]).norm()) <= limits[0] * (1 + 1e-6)
+
+
+class Remembers(nn.Module):
+    """What its forward leaves behind: in a buffer that nothing uses, or in an attribute that the next forward uses."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self.layer, self.last, self.buffer = nn.Linear(4, 1), torch.zeros(4), buffer
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        if not self.buffer:
+            x, self.last = x - self.last, x.detach().mean(0)
+        elif self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_what_a_microbatch_leaves_in_the_model_is_refused(buffer):
+    """Running statistics of private rows would lie in every checkpoint and in the exported model, without noise."""
+    model = Remembers(buffer)
+    clipper = MicrobatchClipper(model, 3.0)
+    with pytest.raises(UserError, match="buffer 'mean'" if buffer else "after another batch"):
+        clipper.backward(model(torch.randn(3, 4))[:, 0])
+    clipper.detach()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("clip_norm", "size"), [(1e-6, 3e37), (1e-10, 1e32)])
+def test_a_microbatch_near_overflow_is_clipped_too(clip_norm, size):
+    """The factor has few bits below 1e-38, where 32-bit numbers are no longer normal, and may be rounded up."""
+    model = nn.Linear(40, 1, bias=False)
+    clipper = MicrobatchClipper(model, 2.0, clip_norm)
+    clipper.backward(model(torch.full((1, 40), size))[:, 0])
+    assert float(model.weight.grad.double().norm()) <= clip_norm * (1 + 1e-5)
+
+
 def sums_of(model, clipper, x):
     for p in [*model.parameters(), *clipper.extra]:
         p.grad = None
