@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dpexp.errors import UserError, did_you_mean
 from dpexp.tasks.target_loss import IGNORED
+from dpexp.training.arguments import rows_in_common
 
 _WHOLE = (
     "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "
@@ -158,18 +159,32 @@ def refuse_overrides(trainer: Any, plain: type, private: type) -> None:
     packed = "seq_lengths" in getattr(trainer.train_dataset, "column_names", ())
     if packed or "Flattening" in type(trainer.data_collator).__name__:
         raise UserError(f"the rows are packed: {_PACKED}")
-    given = trainer.eval_dataset
-    held_out = given.values() if isinstance(given, Mapping) else [given]
-    if trainer.train_dataset is not None and any(_same(trainer.train_dataset, part) for part in held_out):
-        raise UserError(
-            "eval_dataset is train_dataset: metrics are logged without noise, and decide which weights are kept, so their rows "
-            "must be public. Give other rows, or leave eval_dataset out"
-        )
+    refuse_private_rows(trainer.train_dataset, trainer.eval_dataset)
     if trainer.train_dataset is not None and trainer.expected_batch > len(trainer.train_dataset):
         raise UserError(
             f"a batch of {trainer.expected_batch} (per_device_train_batch_size · gradient_accumulation_steps · processes) "
             f"is more than the {len(trainer.train_dataset)} rows of train_dataset: make it smaller"
         )
+
+
+def refuse_private_rows(private: Any, measured: Any) -> None:
+    """Refuse rows of the training data to measure on, as far as the two data sets tell where their rows come from.
+
+    Args:
+        private: the training data; None: there is none.
+        measured: a data set, or several by name; a name alone, or None, is nothing to look at.
+
+    Raises:
+        UserError: they have rows in common.
+    """
+    for part in measured.values() if isinstance(measured, Mapping) else [measured]:
+        sized = all(hasattr(rows, "__len__") and not isinstance(rows, str) for rows in (private, part))
+        if sized and (_same(private, part) or rows_in_common(private, part)):
+            what = "is train_dataset" if _same(private, part) else "holds rows of train_dataset"
+            raise UserError(
+                f"eval_dataset {what}: metrics are logged without noise, and decide which weights are kept, so their rows "
+                "must be public. Give other rows, or leave eval_dataset out; predict(...) tells its metrics to nobody but you"
+            )
 
 
 def outside(model: Any, batch: Any) -> str | None:

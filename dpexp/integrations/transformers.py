@@ -39,7 +39,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dpexp.durable import read_json
 from dpexp.errors import UserError
-from dpexp.integrations.refusals import check_privacy, outside, refuse_arguments, refuse_overrides
+from dpexp.integrations.refusals import (
+    check_privacy,
+    outside,
+    refuse_arguments,
+    refuse_overrides,
+    refuse_private_rows,
+)
 from dpexp.tasks.target_loss import IGNORED
 from dpexp.training.engine import PrivacyEngine
 from dpexp.training.own_losses import first_rows, look_at_losses
@@ -94,6 +100,11 @@ class Trainer(transformers.Trainer):
         args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
         # The losses of an evaluation would be multiplied by the number of processes, also where a head takes its own mean.
         args.average_tokens_across_devices = False
+        # as they were given: another Trainer may make new rows of them
+        names = [name for name in inspect.signature(self.plain.__init__).parameters if name != "self"][2:]  # type: ignore[misc]
+        given = dict(zip(names, others, strict=False)) | named
+        self._private_rows = given.get("train_dataset")
+        refuse_private_rows(self._private_rows, given.get("eval_dataset"))
         super().__init__(model, args, *others, **named)
         refuse_overrides(self, self.plain, Trainer)
 
@@ -209,6 +220,16 @@ class Trainer(transformers.Trainer):
             return result
         metrics = {name: value for name, value in result.metrics.items() if name not in NOT_PRIVATE}
         return result._replace(training_loss=math.nan, metrics=metrics)
+
+    def evaluate(self, eval_dataset: Any = None, *arguments: Any, **named: Any) -> dict[str, float]:
+        """As Hugging Face's, on public rows: what is measured is logged.
+
+        Raises:
+            UserError: they are rows of the training data.
+        """
+        for private in (self._private_rows, self.train_dataset):
+            refuse_private_rows(private, eval_dataset)
+        return super().evaluate(eval_dataset, *arguments, **named)
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
         """As Hugging Face's, with epsilon, and without what private rows leave in the clear."""
