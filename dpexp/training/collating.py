@@ -170,6 +170,9 @@ def refuse_company(
         UserError: a row of the batch depends on several examples.
     """
     units = min(len(examples) // rows_per_unit, max(2, EXAMPLES // rows_per_unit))
+    if units < 2:
+        # nor is it asked for nothing: one that remembers would remember this
+        return
     kinds = [_sizes(examples[u * rows_per_unit : (u + 1) * rows_per_unit]) for u in range(units)]
 
     def make(chosen: list[int]) -> Any:
@@ -181,18 +184,16 @@ def refuse_company(
         try:
             # an honest one that sorts by length gives other random numbers to what has got another place
             draws = _drawn(make, list(range(units)), 0)[1] != _drawn(lambda _: None, [], 0)[1]
-            for seed, alone in itertools.product(range(2 if draws else 1), range(units if units > 1 else 0)):
+            here, count = list(range(units)), units * rows_per_unit
+            kept = [[_drawn(make, here, seed) for _ in range(2)] for seed in range(2 if draws else 1)]
+            for seed, alone in itertools.product(range(len(kept)), here):
                 if (other := _stand_in(alone, kinds, draws)) is None:
                     continue
-                here = list(range(units))
-                there = [other if u == alone else u for u in here]
-                (first, left), (again, left_again), (others, left_there) = (
-                    _drawn(make, chosen, seed) for chosen in (here, here, there)
-                )
+                (first, left), (again, left_again) = kept[seed]
+                others, left_there = _drawn(make, [other if u == alone else u for u in here], seed)
                 if left != left_again or left != left_there or not all(map(_equal, first, again)):
                     # they draw by what they are, or from a generator of their own: nothing can be compared
                     continue
-                count = units * rows_per_unit
                 pairs = [(a, b) for a, b in zip(first, others, strict=True) if a.dim() and len(a) == count]
                 lost = [gone for a, b in pairs if (gone := _lost(a, b, count)) is not None]
                 if lost and int(torch.stack(lost).any(0).sum()) > rows_per_unit:
