@@ -25,6 +25,7 @@ from dpexp.errors import UserError
 from dpexp.own_comparison import HEAD, comparison
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, decode_groups
+from dpexp.record import TIMES as MEASURED
 from dpexp.reproduce.drawing import draw, lines
 from dpexp.usage import shipped
 
@@ -111,7 +112,9 @@ def main(arguments: list[str]) -> int:
         "folder", nargs="+", type=Path, help="of a run: it holds ledger.jsonl or summary.json"
     )
     parser.add_argument("--out", type=Path, help="default: FOLDER/report of one run, ./report of several")
-    parser.add_argument("--released", action="store_true", help="leave out what is not private")
+    parser.add_argument(
+        "--released", action="store_true", help="leave out what is not private, times and memory too"
+    )
     given = parser.parse_args(arguments)
     runs = [read(folder) for folder in given.folder]
     out = given.out or (runs[0].folder / "report" if len(runs) == 1 else Path("report"))
@@ -163,13 +166,13 @@ def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         parts = [
             *_compared(runs),
-            _table(runs),
-            *(part for name, part in _figures(runs, out) if not (released and name in PRIVATE)),
+            _table(runs, released),
+            *(part for name, part in _figures(runs, out) if not (released and name in WITHHELD)),
         ]
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from error
     if released:
-        for name, kind in product(PRIVATE, ("svg", "png")):
+        for name, kind in product(WITHHELD, ("svg", "png")):
             (out / f"{name}.{kind}").unlink(missing_ok=True)
     style = shipped("reproduce").joinpath("site.css").read_text(encoding="utf-8")
     title = html.escape(" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs")
@@ -223,13 +226,17 @@ PUBLIC = {
     "epsilon": "ε of everything charged so far, by each accountant",
     "dev": "on the dev set, which is public",
     "thresholds": "clipping thresholds (released through noise)",
-    "throughput": "examples per second, of the expected batch",
 }
+# what follows from the sizes of private batches
+TIMES = {
+    "throughput": "examples per second, of the expected batch (outside of the guarantee: keep it to yourself)"
+}
+WITHHELD = (*PRIVATE, *TIMES)
 
 
 def _figures(runs: list[OwnRun], out: Path) -> Iterator[tuple[str, str]]:
     """Draw what there is of each picture. Yields its name and its part of the page."""
-    for name, what in (PUBLIC | PRIVATE).items():
+    for name, what in (PUBLIC | PRIVATE | TIMES).items():
         series = [
             (_label(runs, run, label), x, y)
             for run in runs
@@ -317,11 +324,13 @@ def _compared(runs: list[OwnRun]) -> Iterator[str]:
         yield "<h2>By configuration</h2>\n<table>\n" + "\n".join(lines) + "\n</table>\n<h2>Run by run</h2>"
 
 
-def _table(runs: list[OwnRun]) -> str:
-    """The runs beside each other, a column for each."""
+def _table(runs: list[OwnRun], released: bool) -> str:
+    """The runs beside each other, a column for each; without times and memory where only what is released is shown."""
     rows: dict[str, list[str]] = {}
     for number, run in enumerate(runs):
         for name, value in _facts(run).items():
+            if released and name in MEASURED:
+                continue
             rows.setdefault(name, [""] * len(runs))[number] = value
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
     body = "\n".join(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
-from dpexp.own_run import PRIVATE, main, read
+from dpexp.own_run import WITHHELD, main, read
 from dpexp.privacy.ledger import Ledger
 from dpexp.report import main as report
 
@@ -60,12 +60,26 @@ def test_a_run_is_a_page_with_its_pictures(tmp_path: Path) -> None:
 
 
 def test_what_is_not_private_can_be_left_out(tmp_path: Path) -> None:
+    """Nor how long steps took, which follows from how many rows were drawn."""
     folder = _run(tmp_path / "a")
+    # charges of this test come at once
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    for number, line in enumerate(line for line in lines if "event" in line):
+        line["time"] = number**2
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    performance = {"examples_per_s": 4321.0, "step_s": 0.1, "peak_memory_mib": 5.0, "device": "cpu"}
+    (folder / "summary.json").write_text(json.dumps({"performance": performance}))
     main([str(folder)])
+    page = (folder / "report" / "index.html").read_text()
+    assert 'src="throughput.svg"' in page
+    assert "4321" in page
     main([str(folder), "--released"])
     page = (folder / "report" / "index.html").read_text()
     assert "not private" not in page
-    assert not [name for name in PRIVATE for _ in (folder / "report").glob(f"{name}.*")]
+    assert "throughput" not in page
+    assert "4321" not in page
+    assert "<td>cpu</td>" in page
+    assert not [name for name in WITHHELD for _ in (folder / "report").glob(f"{name}.*")]
 
 
 def test_runs_stand_beside_each_other(tmp_path: Path) -> None:

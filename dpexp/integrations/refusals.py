@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dpexp.errors import UserError, did_you_mean
 from dpexp.tasks.target_loss import IGNORED
+from dpexp.training.arguments import rows_in_common
 
 _WHOLE = (
     "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "
@@ -166,22 +167,24 @@ def refuse_overrides(trainer: Any, plain: type, private: type) -> None:
         )
 
 
-def refuse_private_rows(train_dataset: Any, eval_dataset: Any) -> None:
-    """Refuse to evaluate on what is trained on.
+def refuse_private_rows(private: Any, measured: Any) -> None:
+    """Refuse rows of the training data to measure on, as far as the two data sets tell where their rows come from.
 
     Args:
-        train_dataset: None where there is none.
-        eval_dataset: one, or several by name.
+        private: the training data; None: there is none.
+        measured: a data set, or several by name; a name alone, or None, is nothing to look at.
 
     Raises:
-        UserError: one of them is the training data.
+        UserError: they have rows in common.
     """
-    parts = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
-    if train_dataset is not None and any(_same(train_dataset, part) for part in parts):
-        raise UserError(
-            "eval_dataset is train_dataset: metrics are logged without noise, and decide which weights are kept, so their rows "
-            "must be public. Give other rows, or leave eval_dataset out"
-        )
+    for part in measured.values() if isinstance(measured, Mapping) else [measured]:
+        sized = all(hasattr(rows, "__len__") and not isinstance(rows, str) for rows in (private, part))
+        if sized and (_same(private, part) or rows_in_common(private, part)):
+            what = "is train_dataset" if _same(private, part) else "holds rows of train_dataset"
+            raise UserError(
+                f"eval_dataset {what}: metrics are logged without noise, and decide which weights are kept, so their rows "
+                "must be public. Give other rows, or leave eval_dataset out; predict(...) tells its metrics to nobody but you"
+            )
 
 
 def outside(model: Any, batch: Any) -> str | None:

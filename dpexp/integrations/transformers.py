@@ -100,6 +100,11 @@ class Trainer(transformers.Trainer):
         args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
         # The losses of an evaluation would be multiplied by the number of processes, also where a head takes its own mean.
         args.average_tokens_across_devices = False
+        # as they were given: another Trainer may make new rows of them
+        names = [name for name in inspect.signature(self.plain.__init__).parameters if name != "self"][2:]  # type: ignore[misc]
+        given = dict(zip(names, others, strict=False)) | named
+        self._private_rows = given.get("train_dataset")
+        refuse_private_rows(self._private_rows, given.get("eval_dataset"))
         super().__init__(model, args, *others, **named)
         refuse_overrides(self, self.plain, Trainer)
 
@@ -217,11 +222,15 @@ class Trainer(transformers.Trainer):
         return result._replace(training_loss=math.nan, metrics=metrics)
 
     def evaluate(self, eval_dataset: Any = None, *arguments: Any, **named: Any) -> dict[str, float]:
-        """As Hugging Face's, whose metrics are logged as they are: on other rows than the training data's."""
-        for given in (self.eval_dataset, eval_dataset):
-            refuse_private_rows(self.train_dataset, given)
-        found: dict[str, float] = super().evaluate(eval_dataset, *arguments, **named)
-        return found
+        """As Hugging Face's, on public rows: what is measured is logged.
+
+        Raises:
+            UserError: they are rows of the training data.
+        """
+        measured = self.eval_dataset if eval_dataset is None else eval_dataset
+        for private in (self._private_rows, self.train_dataset):
+            refuse_private_rows(private, measured)
+        return super().evaluate(eval_dataset, *arguments, **named)
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
         """As Hugging Face's, with epsilon, and without what private rows leave in the clear."""

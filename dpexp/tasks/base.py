@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import get_annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -197,6 +197,9 @@ COUNTED = (
 )
 
 
+SHARED = "dev holds rows of train: what is measured on these rows is published without noise, and nothing protects them"
+
+
 def declared_num_examples(task: TaskConfig, data: DataConfig, scale: str) -> int | None:
     """N as the configuration declares it, or None. The task knows N of its own data alone, and `data` wins."""
     if data.num_examples is not None or data.train is not None:
@@ -259,7 +262,26 @@ def build_task(task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any, s
     made: Task = made_of(task, data, scale, tokenizer)
     if task.kind == "custom":
         check_num_examples(task, data, scale, len(made.train), f"task.factory={task.factory}")
+        _look_at_dev(made)
     return made
+
+
+def _look_at_dev(made: Task) -> None:
+    """Say in the record where dev holds rows of train, as far as that can be told.
+
+    Raises:
+        UserError: dev is train.
+    """
+    # the training knows tasks
+    from dpexp.training.arguments import rows_in_common
+
+    if made.dev is made.train:
+        raise UserError(
+            f"{type(made).__name__}.dev is its train: what is measured on dev is published without noise, as if it were public. "
+            "Give it other rows, or none: dev = []"
+        )
+    if rows_in_common(made.train, made.dev):
+        made.data = replace(made.data, notes=[*made.data.notes, SHARED])
 
 
 def padded_length(task: TaskConfig, tokenizer: Any) -> int | None:

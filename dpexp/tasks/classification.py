@@ -138,7 +138,9 @@ class TextClassification(Task):
         for split, table in found.splits.items():
             texts = table.columns[columns.text]
             pairs = table.columns[columns.text_pair] if columns.text_pair else None
-            content = " ".join([table.sha256, str(columns.wanted), *filter(None, [table.part])])
+            # which cells have these names is task.columns' to say, where the file does not
+            named = str(list(task.columns)) if task.columns else ""
+            content = " ".join([table.sha256, str(columns.wanted), *filter(None, [table.part, named])])
             tokens = self._tokenize(cache, content, tokenizer, texts, pairs, max_length)
             private = " (counted without noise on private data)" if split == "train" else ""
             if empty := sum(not text.strip() for text in texts):

@@ -29,8 +29,14 @@ def find_pairs(task: TaskConfig, data: DataConfig, scale: str) -> Found[Table]:
 
     A row without a target is an error in train, where N counts it; elsewhere it is left out and counted.
     """
-    found = find(PairReader(task, data), scale)
-    return replace(found, splits={split: _checked(split, table) for split, table in found.splits.items()})
+    reader = PairReader(task, data)
+    found = find(reader, scale)
+    several = reader.format.several
+    return replace(
+        found,
+        splits={split: _checked(split, table) for split, table in found.splits.items()},
+        notes=[*found.notes, *([f"{several} (epsilon is that of one example)"] if several else [])],
+    )
 
 
 class PairReader(Reader[Table]):

@@ -181,6 +181,15 @@ def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
         warnings.warn(f"a row stands in the data set up to {_copies(rows)} times, and {COPIES}", stacklevel=3)
 
 
+def rows_in_common(dataset: Any, other: Any) -> int:
+    """Count the examples of ``other`` that stand in ``dataset`` too, where `Subset` or `datasets` has cut them out of it."""
+    if isinstance(dataset, list) and isinstance(other, list):
+        known = {id(row) for row in dataset if isinstance(row, MADE)}
+        return sum(id(row) in known for row in other)
+    met: dict[int, int] = {}
+    return int(np.isin(_origins(other, met), _origins(dataset, met)).sum())
+
+
 def _made_of_others(dataset: Any) -> bool:
     return isinstance(dataset, Subset | ConcatDataset) or hasattr(dataset, "_indices")
 

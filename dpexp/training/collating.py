@@ -5,8 +5,9 @@ it keeps them apart. Mixup and CutMix stand there, and what they mix no gradient
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +31,19 @@ OTHERWISE = (
     "torch, numpy or random (seed=None): they are seeded from the run's key for every batch"
 )
 
+_APART = "Make each row of its own example alone, with public numbers"
+MIXES = (
+    "collate_fn mixes examples: what it makes of one changes when others of its batch do (mixup, CutMix, a mean over the batch, "
+    "negatives or weights from the batch), or one stands there twice. An example would then move more than its own clipped "
+    f"gradient. {_APART}"
+)
+READ_TOGETHER = (
+    "the data set (its __getitems__, or a transform of several rows) or collate_fn mixes examples: what is made of one changes "
+    "when others are read with it. An example would then move more than its own clipped gradient. " + _APART
+)
+
 Collate = Callable[[list[Any]], Any]
+Read = Callable[[list[int]], list[Any]]
 
 
 class Collation:
@@ -46,7 +59,9 @@ class Collation:
         self.clipper, self.ordered, self.looks = clipper, ordered, looks
         self._known: Collate | None = None
 
-    def of(self, collate_fn: Collate, examples: list[Any], units: int, alone: bool) -> Any:
+    def of(
+        self, collate_fn: Collate, examples: list[Any], units: int, alone: bool, read: Read | None = None
+    ) -> Any:
         """Return the batch.
 
         Args:
@@ -54,6 +69,7 @@ class Collation:
             examples: adjacent ones are of one unit.
             units: how many units there are.
             alone: whether there never are several.
+            read: gives examples by their places in ``examples``, where the data set makes several of them at once.
 
         Raises:
             UserError: it mixes examples; it puts them in another order, where that matters; or it does not pad, and has to.
@@ -61,6 +77,7 @@ class Collation:
         if collate_fn == self._known or not self.looks:
             return _batch_of(collate_fn, examples)
         refuse_mixing(collate_fn, examples, len(examples) // units)
+        refuse_company(collate_fn, examples, len(examples) // units, read)
         batch = _batch_of(collate_fn, examples)
         if (token := padding_token(collate_fn, examples, batch)) is not None:
             self.clipper.pads_with(token)
@@ -128,16 +145,88 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
                 return compared
             # a row is one example's in all tensors: others, like negatives from the batch, are lost with other examples
             if lost and int(torch.stack(lost).any(0).sum()) > len(few) - sum(kept):
-                raise UserError(
-                    "collate_fn mixes examples: what it makes of one changes when others of its batch do (mixup, CutMix, a mean "
-                    "over the batch), or one stands there twice. An example would then move more than its own clipped gradient. "
-                    "Make each row of its own example alone, with public numbers"
-                )
+                raise UserError(MIXES)
             compared = compared or bool(lost)
             if not compared:
                 # texts and labels alone
                 return False
     return compared
+
+
+def refuse_company(
+    collate_fn: Collate, examples: Sequence[Any], rows_per_unit: int = 1, read: Read | None = None
+) -> None:
+    """Collate a few examples twice, by the same random numbers: as they are, and with others of the batch instead of some.
+
+    So texts, tokens and labels are other ones too, and a data set is asked again that makes several examples at once.
+
+    Args:
+        collate_fn: a list of examples -> a batch.
+        examples: of one batch; copies of a few are used.
+        rows_per_unit: adjacent examples that may be mixed, because they are one user's.
+        read: see `Collation.of`.
+
+    Raises:
+        UserError: a row of the batch depends on several examples.
+    """
+    units = min(len(examples) // rows_per_unit, max(2, EXAMPLES // rows_per_unit))
+    if units < 2:
+        # nor is it asked for nothing: one that remembers would remember this
+        return
+    kinds = [_sizes(examples[u * rows_per_unit : (u + 1) * rows_per_unit]) for u in range(units)]
+
+    def make(chosen: list[int]) -> Any:
+        places = [u * rows_per_unit + row for u in chosen for row in range(rows_per_unit)]
+        rows = copy.deepcopy([examples[place] for place in places]) if read is None else read(places)
+        return collate_fn(rows)
+
+    with _generators_kept():
+        try:
+            # an honest one that sorts by length gives other random numbers to what has got another place
+            draws = _drawn(make, list(range(units)), 0)[1] != _drawn(lambda _: None, [], 0)[1]
+            here, count = list(range(units)), units * rows_per_unit
+            kept = [[_drawn(make, here, seed) for _ in range(2)] for seed in range(2 if draws else 1)]
+            for seed, alone in itertools.product(range(len(kept)), here):
+                if (other := _stand_in(alone, kinds, draws)) is None:
+                    continue
+                (first, left), (again, left_again) = kept[seed]
+                others, left_there = _drawn(make, [other if u == alone else u for u in here], seed)
+                if left != left_again or left != left_there or not all(map(_equal, first, again)):
+                    # they draw by what they are, or from a generator of their own: nothing can be compared
+                    continue
+                pairs = [(a, b) for a, b in zip(first, others, strict=True) if a.dim() and len(a) == count]
+                lost = [gone for a, b in pairs if (gone := _lost(a, b, count)) is not None]
+                if lost and int(torch.stack(lost).any(0).sum()) > rows_per_unit:
+                    break
+            else:
+                return
+        except Exception:
+            # what does not take these
+            return
+    raise UserError(MIXES if read is None else READ_TOGETHER)
+
+
+def _stand_in(alone: int, kinds: Sequence[Any], draws: bool) -> int | None:
+    """Which unit of the batch takes the place of another: the next one of its sizes, or, where nothing is drawn, the next."""
+    others = [(alone + i) % len(kinds) for i in range(1, len(kinds))]
+    alike = [u for u in others if kinds[u] == kinds[alone]]
+    return alike[0] if alike else None if draws else others[0]
+
+
+def _sizes(rows: Any) -> Any:
+    """The structure of examples, and how long their parts are."""
+    if isinstance(rows, Mapping):
+        return {name: _sizes(value) for name, value in rows.items()}
+    if isinstance(rows, list | tuple):
+        return [_sizes(value) for value in rows]
+    return tuple(rows.shape) if hasattr(rows, "shape") else len(rows) if isinstance(rows, str) else None
+
+
+def _drawn(make: Collate, chosen: list[int], seed: int) -> tuple[list[Tensor], Any]:
+    """The tensors of a batch, and where the random generators are then."""
+    tensors = _seeded(make, chosen, seed)
+    state: Any = np.random.get_state()
+    return tensors, (random.getstate(), state[1].tobytes(), state[2:], _bytes(torch.get_rng_state()[None]))
 
 
 def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> int | None:

@@ -46,7 +46,7 @@ from dpexp.training.arguments import (
     checked_folder,
     checked_schedule,
 )
-from dpexp.training.collating import Collation
+from dpexp.training.collating import Collation, Read
 from dpexp.training.decisions import Decisions
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import Batches, GradientGuard, GuardedOptimizer, OneAtATime
@@ -333,7 +333,8 @@ class PrivacyEngine:
                 for piece in self._steps.pieces(size, facts, length):
                     numbers = self._units.rows(piece, self._steps.key, self.steps_taken)
                     examples = several(numbers) if several else [self.dataset[i] for i in numbers]
-                    batch = self._collation.of(collate_fn, examples, len(piece), alone=size == 1)
+                    read = _reader(several, numbers) if several else None
+                    batch = self._collation.of(collate_fn, examples, len(piece), size == 1, read)
                     if not self._steps.sums.drawn:
                         # of the first piece: all gradients are None
                         self._gradients.look()
@@ -564,6 +565,11 @@ class PrivacyEngine:
         self._held.enter_context(state.exclusive(self.folder))
         refuse_other_ledgers(self.folder)
         return open_keys(self.folder, noise_seed)
+
+
+def _reader(several: Callable[[list[int]], list[Any]], numbers: Sequence[int]) -> Read:
+    """From places in a batch to examples."""
+    return lambda places: several([numbers[place] for place in places])
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

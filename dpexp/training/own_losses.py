@@ -17,7 +17,7 @@ from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
 from dpexp.errors import UserError
-from dpexp.training.collating import refuse_mixing
+from dpexp.training.collating import refuse_company, refuse_mixing
 
 if TYPE_CHECKING:
     from dpexp.tasks.base import Task
@@ -76,6 +76,7 @@ def look_at_task(task: Task, model: nn.Module, seed: int) -> str | None:
     count = min(EXAMPLES, len(task.dev))
     rows = [task.dev[i] for i in range(count)]
     refuse_mixing(task.collate, rows)
+    refuse_company(task.collate, rows)
     batch = task.augmented(task.collate(rows), np.arange(count), seed, 0)
     here = next(model.parameters()).device
     placed = {name: part.to(here) if isinstance(part, Tensor) else part for name, part in batch.items()}

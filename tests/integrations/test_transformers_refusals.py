@@ -276,21 +276,41 @@ def test_nothing_to_train_is_refused(tmp_path):
         make(tmp_path, model=network("classifier").requires_grad_(False)).train()
 
 
-@pytest.mark.parametrize("given", [lambda data: data, lambda data: {"seen": data}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda data: data,
+        lambda data: {"seen": data},
+        lambda data: data.select(range(3, 9)),
+        lambda data: {"new": Dataset.from_list(rows("classifier")), "seen": data.shuffle(seed=0)},
+        lambda data: torch.utils.data.Subset(data, [7]),
+    ],
+)
 def test_private_rows_are_not_evaluated_on(tmp_path, given):
     data = Dataset.from_list(rows("classifier"))
     args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    for other in (data.select(range(5)), None):
-        Trainer(network("classifier"), args, train_dataset=data, eval_dataset=other, privacy=PRIVACY)
-    with pytest.raises(UserError, match="eval_dataset is train_dataset"):
-        Trainer(network("classifier"), args, train_dataset=data, eval_dataset=given(data), privacy=PRIVACY)
-    later = Trainer(network("classifier"), args, train_dataset=data, data_collator=collate, privacy=PRIVACY)
-    with pytest.raises(UserError, match="eval_dataset is train_dataset"):
-        later.evaluate(given(data))
-    later.eval_dataset = given(data)
-    with pytest.raises(UserError, match="eval_dataset is train_dataset"):
-        later.evaluate()
-    assert not later.state.log_history
+    parts = data.train_test_split(0.2, seed=0)
+    train, held_out = parts["train"], parts["test"]
+    for other in (held_out, {"new": held_out}, Dataset.from_list(rows("classifier")), None):
+        Trainer(network("classifier"), args, train_dataset=train, eval_dataset=other, privacy=PRIVACY)
+    model = network("classifier")
+    for seen in (data, train):
+        with pytest.raises(UserError, match=r"eval_dataset (is|holds rows of) train_dataset"):
+            Trainer(model, args, None, seen, given(seen), privacy=PRIVACY)
+    trainer = Trainer(model, args, collate, train, held_out, privacy=PRIVACY)
+    assert "eval_loss" in trainer.evaluate()
+    with pytest.raises(UserError, match=r"eval_dataset (is|holds rows of) train_dataset"):
+        trainer.evaluate(given(train))
+    trainer.eval_dataset = given(train)
+    with pytest.raises(UserError, match=r"eval_dataset (is|holds rows of) train_dataset"):
+        trainer.evaluate()
+
+
+def test_rows_of_a_list_are_not_evaluated_on(tmp_path):
+    private = rows("classifier")
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(UserError, match="holds rows of train_dataset"):
+        Trainer(network("classifier"), args, train_dataset=private, eval_dataset=private[:5], privacy=PRIVACY)
 
 
 @pytest.mark.parametrize(

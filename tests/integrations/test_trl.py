@@ -96,3 +96,12 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(torch.from_numpy(flat(resumed.model)), torch.from_numpy(flat(whole.model)))
     assert resumed.engine.ledger.steps_charged == 6
+
+
+def test_private_rows_are_not_evaluated_on_although_trl_makes_new_ones_of_them(tmp_path):
+    data = conversations()
+    with pytest.raises(UserError, match="eval_dataset holds rows of train_dataset"):
+        SFTTrainer(
+            network("causal"), trl.SFTConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False), train_dataset=data,
+            eval_dataset=data.select(range(5)), processing_class=tokenizer(), privacy=PRIVACY,
+        )  # fmt: skip

@@ -12,7 +12,11 @@ from torch import nn
 from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
 from dpexp.models.custom import custom_network, imported
-from dpexp.schemas import ModelConfig
+from dpexp.models.images import ImageInputs
+from dpexp.schemas import DataConfig, ModelConfig, TaskConfig
+from dpexp.tasks import build_task
+from dpexp.tasks.base import SHARED
+from tests.training.tiny import TinyTask
 
 MINE = """
 import numpy as np
@@ -112,6 +116,20 @@ def test_a_task_and_a_network_of_ones_own_train(mine: str, tmp_path: Path) -> No
     assert summary["privacy"]["epsilon"]["rdp"] <= 8
     assert summary["details"]["model_source"] == f"{mine}:line (seed 0)"
     assert (folder / "model" / "model.pt").is_file()
+    # its dev set is a part of its training data
+    assert f"data: {SHARED}" in summary["privacy"]["notes"]
+
+
+class OnItself(TinyTask):
+    def __init__(self, task, data, scale, tokenizer):
+        super().__init__(40)
+        self.dev = self.train
+
+
+def test_a_task_of_ones_own_is_not_measured_on_its_training_data() -> None:
+    task = TaskConfig(name="custom", kind="custom", factory=f"{__name__}:OnItself")
+    with pytest.raises(UserError, match=r"OnItself\.dev is its train"):
+        build_task(task, DataConfig(num_examples=40), "own", ImageInputs(), 0)
 
 
 def test_the_documented_task_trains_without_being_about_images(
@@ -134,9 +152,6 @@ def test_the_documented_task_trains_without_being_about_images(
 def test_a_class_that_is_no_task_and_another_number_of_examples_are_refused(
     mine: str, tmp_path: Path
 ) -> None:
-    from dpexp.models.images import ImageInputs
-    from dpexp.tasks import build_task
-
     given = ["task=custom", f"model.factory={mine}:line", "scale=own", "clip=flat", "data.num_examples=41"]
     for name, says in {
         "small": "is no subclass of dpexp.tasks.Task",

@@ -90,6 +90,20 @@ def test_a_label_that_one_row_alone_has_shows_nowhere(
     assert written[0] == written[1]
 
 
+def test_columns_under_other_names_are_read_anew(own: TaskConfig, tokenizer: Any, tmp_path: Path) -> None:
+    """Not the tokens of another column that the cache holds from a run before."""
+    file, own.labels = tmp_path / "rows.tsv", ["0", "1"]
+    file.write_text("".join(f"name {i}\tfilm {i}\t{i % 2}\n" for i in range(4)))
+    data = DataConfig(
+        train=str(file), text="text", label="label", num_examples=4, cache=str(tmp_path / "cache")
+    )
+    found = []
+    for own.columns in (["text", "other", "label"], ["other", "text", "label"]):
+        built = build_task(own, data, "small", tokenizer, 0)
+        found.append(tokenizer.decode(built.train[2].tokens, skip_special_tokens=True))
+    assert found == ["name 2", "film 2"]
+
+
 def test_labels_outside_the_classes(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:
     with pytest.raises(
         UserError, match=r"dev\.csv, line 3: the label in column label is none of the 2 classes 0, 1"

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from dpexp import statement
 from dpexp.clipping import attach
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.models import ModelBundle
-from dpexp.schemas import DataConfig, GenerationConfig, TaskConfig
+from dpexp.schemas import DataConfig, GenerationConfig, RunConfig, TaskConfig
 from dpexp.tasks import build_task
+from dpexp.tasks.formats import FORMATS
 from dpexp.tasks.generation import Generation
 from dpexp.tasks.target_loss import IGNORED, target_logits, token_losses
 from tests.tasks.text_tasks import bundle, make, network
@@ -27,6 +29,16 @@ def batch_of(task: Generation, rows: list[int]) -> dict[str, torch.Tensor]:
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_record_says_where_a_text_of_the_file_stands_in_several_examples(
+    make: Callable[..., Generation],
+) -> None:
+    note = "a meaning representation with several texts stands in several (epsilon is that of one example)"
+    said = statement.privacy_block(RunConfig(), None, {}, 0, 0, data=make().data.notes)["notes"]
+    assert any(note in sentence for sentence in said)
+    for layout, words in (("personachat", "a dialogue gives several"), ("triples", "a set of triples")):
+        assert words in FORMATS[layout].several
 
 
 def test_prompt_and_target(make: Callable[..., Generation], bundle: ModelBundle) -> None:

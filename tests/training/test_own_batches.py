@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
 from dpexp.errors import UserError
-from dpexp.training.collating import refuse_mixing
+from dpexp.training.collating import refuse_company, refuse_mixing
 from tests.training.own_loop import data, first_batch, losses_of, make, network, train
 
 cross_entropy = nn.functional.cross_entropy
@@ -407,6 +407,84 @@ def test_a_collate_function_that_mixes_is_refused(tmp_path, collate_fn):
     engine = make(tmp_path)
     with pytest.raises(UserError, match="collate_fn mixes examples"):
         next(engine.batches(collate_fn, 20))
+    assert engine.ledger.steps_charged == 0
+
+
+def tokens(count=24, lengths=(6,)):
+    generator = torch.Generator().manual_seed(0)
+    made = [
+        torch.randint(1, 30, (lengths[i % len(lengths)],), generator=generator).tolist() for i in range(count)
+    ]
+    return [{"ids": ids, "label": i % 3} for i, ids in enumerate(made)]
+
+
+def padded(rows, mix=lambda ids: ids):
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(row["ids"]) for row in rows], batch_first=True)
+    return {"ids": mix(ids), "label": torch.tensor([row["label"] for row in rows])}
+
+
+def sentence_pairs(rows):
+    return padded(rows, lambda ids: torch.cat([ids, ids.roll(1, 0)], 1))
+
+
+def cut_into_each_other(rows):
+    return padded(
+        rows,
+        lambda ids: torch.where(torch.rand(()) < 0.9, torch.cat([ids[:, :3], ids.roll(1, 0)[:, 3:]], 1), ids),
+    )
+
+
+def weighted_by_counts(rows):
+    batch = padded(rows)
+    return batch | {"weight": 1 / torch.bincount(batch["label"], minlength=3)[batch["label"]]}
+
+
+def masked(rows):
+    """Draws for each token, and sorts by length."""
+    rows = sorted(rows, key=lambda row: -len(row["ids"]))
+    return padded(rows, lambda ids: ids.masked_fill(torch.rand(ids.shape) < 0.3, 0))
+
+
+def masked_by_word(rows):
+    rows = [row | {"ids": [0 if random.random() < 0.3 else i for i in row["ids"] if i % 2]} for row in rows]
+    return padded(rows)
+
+
+@pytest.mark.parametrize("lengths", [(6,), (6, 4, 6, 5)])
+@pytest.mark.parametrize("collate_fn", [sentence_pairs, cut_into_each_other, weighted_by_counts])
+def test_a_collate_function_that_mixes_tokens_or_counts_labels_is_refused(collate_fn, lengths):
+    with pytest.raises(UserError, match="collate_fn mixes examples"):
+        refuse_company(collate_fn, tokens(lengths=lengths))
+
+
+@pytest.mark.parametrize("lengths", [(6,), (6, 4, 6, 5), (3, 4, 5, 6, 7, 8, 9, 10)])
+@pytest.mark.parametrize("collate_fn", [padded, masked, masked_by_word])
+def test_a_collate_function_may_pad_tokens_and_mask_them(collate_fn, lengths):
+    refuse_company(collate_fn, tokens(lengths=lengths))
+
+
+class ReadTogether(torch.utils.data.Dataset):
+    """Makes several examples at once, each of itself alone or of all of them."""
+
+    def __init__(self, mixes):
+        self.mixes, self.rows = mixes, data()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+    def __getitems__(self, numbers):
+        x, y = default_collate([self.rows[i] for i in numbers])
+        return list(zip(x - x.mean(0) if self.mixes else x, y, strict=True))
+
+
+def test_a_data_set_that_mixes_what_it_reads_together_is_refused(tmp_path):
+    train(make(tmp_path / "apart", dataset=ReadTogether(False), data_name="apart"))
+    engine = make(tmp_path / "mixed", dataset=ReadTogether(True), data_name="mixed")
+    with pytest.raises(UserError, match=r"__getitems__.* mixes examples"):
+        train(engine)
     assert engine.ledger.steps_charged == 0
 
 

@@ -30,6 +30,8 @@ class Format(ABC):
     layout = ""
     # what the number of a pair counts
     unit = "line"
+    # what a text of the file has to do with several examples, for the record: epsilon is that of one of them
+    several = ""
 
     def layouts(self, stem: str) -> list[tuple[str, ...]]:
         """The files that can hold a split, the usual one first; each is one file or several that belong together."""

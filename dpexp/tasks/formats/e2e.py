@@ -45,6 +45,7 @@ class E2E(Format):
     """
 
     layout = "e2e"
+    several = "one text is one example: a meaning representation with several texts stands in several"
 
     def __init__(self, change: Callable[[str], str] = str) -> None:
         self.change = change

@@ -34,6 +34,10 @@ class PersonaChat(Format):
     """The original personas of the one who answers ("self_original")."""
 
     layout = "personachat"
+    several = (
+        "one reply is one example: a dialogue gives several, its persona stands in all of them, and what was said before in "
+        "those that follow"
+    )
 
     def layouts(self, stem: str) -> list[tuple[str, ...]]:
         """ParlAI's file, the one without candidates, or the latter's source and target files."""

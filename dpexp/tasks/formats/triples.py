@@ -35,6 +35,7 @@ class Triples(Format):
     """
 
     layout = "triples"
+    several = "one text is one example: a set of triples with several texts stands in several"
     unit = "item"
 
     def __init__(self, words: bool = True) -> None:
