@@ -111,8 +111,12 @@ class Evidence:
             # the settings of another paper are none of this one's
             where.setdefault("task", _tasks(row["paper"]))
         known = [name for name, wanted in asked.items() if wanted == "*"]
+        untrained = "optim.steps" in asked
         return sum(
-            record.matches(where) and all(record.facts.get(name) is not None for name in known)
+            record.matches(where)
+            and all(record.facts.get(name) is not None for name in known)
+            # what was measured before any training shows no training
+            and (untrained or record.facts.get("optim.steps") != 0)
             for record in (self.records if asked else ())
         )
 
