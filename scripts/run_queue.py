@@ -69,7 +69,7 @@ class Job:
     def examples(self) -> float:
         """How many it processes: what its time is estimated from."""
         optim = self.run.optim
-        if optim.steps:
+        if optim.steps is not None:
             return float(optim.steps) * optim.batch_size
         return float(optim.epochs) * declared_num_examples(self.run)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dpexp.errors import UserError
-from scripts.run_queue import read
+from scripts.run_queue import read, table
 from tests.commands import called
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "run_queue.py"
@@ -52,6 +52,12 @@ def test_each_seed_is_a_job():
     assert [job.run.seed for job in jobs] == [3, 5]
     assert all(job.overrides[-2:] == ("runtime=cpu", f"seed={job.run.seed}") for job in jobs)
     assert jobs[0].examples == 2 * jobs[0].run.optim.batch_size
+
+
+def test_an_evaluation_without_training_is_a_job():
+    (job,) = read(f"{DEMO} optim.steps=0")
+    assert job.examples == 0
+    assert "1 waiting; ? h left" in str(table([job], set(), None, Path("nowhere")).title)
 
 
 def test_what_failed_is_named_the_rest_runs_and_nothing_runs_twice(tmp_path: Path):

@@ -135,7 +135,7 @@ def build_image_network(
         )
     with hub() as reason:
         try:
-            network: nn.Module = timm.create_model(name, pretrained=pretrained, **settings)
+            network: nn.Module = _created(timm, name, pretrained, settings)
         except (TypeError, AssertionError) as error:
             raise UserError(
                 f"model.config does not make a {name} of timm: {str(error).splitlines()[0]}"
@@ -151,6 +151,17 @@ def build_image_network(
         network,
         f"timm {timm.__version__} {tag.get('architecture', name)}.{tag.get('tag', '')}, head drawn with seed {seed}",
     )
+
+
+def _created(timm: Any, name: str, pretrained: bool, settings: dict[str, Any]) -> Any:
+    """timm's network. A size of images is only what `image_inputs` has them scaled to, where a network takes every size."""
+    try:
+        return timm.create_model(name, pretrained=pretrained, **settings)
+    except TypeError as error:
+        if "'img_size'" not in str(error) or "img_size" not in settings:
+            raise
+        rest = {key: value for key, value in settings.items() if key != "img_size"}
+        return timm.create_model(name, pretrained=pretrained, **rest)
 
 
 def build_own_network(model: ModelConfig, shape: Shape | None, num_labels: int) -> nn.Module:

@@ -104,7 +104,10 @@ class Evidence:
         if scale == "paper":
             # the settings of another paper are none of this one's
             where.setdefault("task", _tasks(row["paper"]))
-        return sum(record.matches(where) for record in self.records) if asked else 0
+        # what was measured before any training shows no training
+        untrained = "optim.steps" in asked
+        counted = (record for record in self.records if untrained or record.facts.get("optim.steps") != 0)
+        return sum(record.matches(where) for record in counted) if asked else 0
 
 
 @cache

@@ -86,6 +86,8 @@ class Record:
             found.pop(name, None)
         found["task.max_length"] = self.facts.get("task.max_length")
         found |= {k: v for k, v in self.facts.items() if k.startswith("task.label_words.")}
+        # what a prompt shows, and how text is written and for how much of the data
+        found |= {k: v for k, v in {**_neutral(), **self.facts}.items() if k.startswith("task.generation.")}
         return found | {"data.sha256": json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)}
 
     @cached_property

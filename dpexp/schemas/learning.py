@@ -42,6 +42,8 @@ class GenerationConfig:
     splits: list[str] = field(default_factory=lambda: ["dev"])
     # sources of each of them, spread evenly; null = all
     examples: int | None = None
+    # rows of each split that loss and perplexity are measured on, spread evenly; null = all
+    loss_examples: int | None = None
     # bertscore, bleurt -> folder, or id in the hub's cache, of the model; else the published one, where it is cached
     metric_models: dict[str, str] = field(default_factory=dict)
 

@@ -180,6 +180,12 @@ class Generation(Task):
             for rows in self._groups(split)
         ]
 
+    def _rows(self, split: str) -> np.ndarray:
+        """Those whose loss is measured."""
+        count = len(self.splits[split])
+        wanted = min(self.settings.loss_examples or count, count)
+        return np.arange(wanted) * count // max(1, wanted)
+
     def _groups(self, split: str) -> list[list[int]]:
         groups: dict[str, list[int]] = {}
         for row, group in enumerate(self.tables[split].columns[GROUP]):
@@ -215,7 +221,7 @@ class Generation(Task):
         when = self.settings.when
         wanted = self.settings.splits if when == "always" or (final and when == "end") else []
         contexts = {split: self.contexts(split) for split in wanted if split in measured}
-        total = sum(len(self.splits[s]) for s in measured) + sum(map(len, contexts.values()))
+        total = sum(len(self._rows(s)) for s in measured) + sum(map(len, contexts.values()))
         if contexts:
             from dpexp.metrics import text
 
@@ -236,7 +242,7 @@ class Generation(Task):
                     name + suffix: x
                     for name, x in self._likelihood(model, device, batch_size, split, say).items()
                 }
-                done += len(self.splits[split])
+                done += len(self._rows(split))
                 if final and self.settings.candidates and split in self.settings.splits:
                     from dpexp.tasks.ranking import hits_at_1
 
@@ -274,7 +280,8 @@ class Generation(Task):
             counts = (batch["targets"] != IGNORED).sum(1)
             return float(losses.sum()), int(counts.sum()), float((losses.sum(1) / counts).sum())
 
-        batches = list(_batches(examples, batch_size, EVALUATED_LOGITS // vocabulary(model)))
+        limit = EVALUATED_LOGITS // vocabulary(model)
+        batches = list(_batches(examples, self._rows(split), batch_size, limit))
         for chosen, (of_batch, its_tokens, its_means) in shared_out(batches, measure):
             total += of_batch
             tokens += its_tokens
@@ -303,9 +310,9 @@ def with_shots(settings: GenerationConfig, train: Table) -> GenerationConfig:
     return replace(settings, prefix=shown + settings.prefix)
 
 
-def _batches(examples: Sequences, size: int, most: int) -> Iterator[Sequence[int]]:
-    """Indices of examples of similar length, longest first; at most `size`, and at most `most` targets after padding."""
-    order = np.argsort(-examples.lengths, kind="stable")
+def _batches(examples: Sequences, rows: np.ndarray, size: int, most: int) -> Iterator[Sequence[int]]:
+    """Those rows, of similar length together, longest first; at most `size`, and at most `most` targets after padding."""
+    order = rows[np.argsort(-examples.lengths[rows], kind="stable")]
     start = 0
     while start < len(order):
         stop, longest = start, 0

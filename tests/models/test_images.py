@@ -12,7 +12,7 @@ from dpexp.errors import UserError
 from dpexp.explain import ExplainArguments, explain
 from dpexp.models import build_model, build_tokenizer
 from dpexp.models.cnn import MaxPool
-from dpexp.models.images import ImageInputs, build_own_network
+from dpexp.models.images import ImageInputs, build_image_network, build_own_network, image_inputs
 from dpexp.models.wide_resnet import ResidualBlock, StandardisedConv2d, WideResNet
 from dpexp.schemas import ModelConfig, PeftConfig
 
@@ -198,6 +198,15 @@ def test_a_model_that_the_hub_can_not_give_is_one_clear_error() -> None:
 def test_wrong_settings_name_the_way_out(model: ModelConfig, says: str) -> None:
     with pytest.raises(UserError, match=says):
         built(model)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg11"])
+def test_a_network_of_convolutions_sees_images_of_the_size_that_is_asked_for(name: str) -> None:
+    config = {"img_size": 32} | ({"norm_layer": "groupnorm"} if name == "resnet18" else {})
+    model = ModelConfig(name=name, family="random_timm", id=name, config=config)
+    assert image_inputs(model).size == 32
+    network, _ = build_image_network(model, (3, 32, 32), 10, "small", 0)
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
 def test_images_that_are_too_small_are_refused() -> None:

@@ -131,6 +131,13 @@ def test_a_run_on_the_scale_of_another_paper_is_none_of_this_one(tmp_path: Path)
     assert found == {"he2023": "not run", "monir2023": "paper"}
 
 
+def test_what_was_measured_before_any_training_shows_no_training(tmp_path: Path):
+    write(tmp_path / "runs", summary("nonprivate", epochs=None, steps=0))
+    evidence = catalogue.Context(tmp_path).evidence
+    (row,) = (r for r in coverage.listed() if r["paper"] == "he2023" and r["name"] == "non-private training")
+    assert evidence.status(row)["status"] == "not run"
+
+
 def test_a_pointer_to_nothing_is_not_built():
     assert not coverage.Evidence({}).has("choice", "clip/nosuch")
     assert not coverage.Evidence({}).has("target", "table-he-99")
@@ -158,7 +165,8 @@ def test_a_row_names_what_is_there_or_says_that_it_is_missing():
 def test_every_selector_names_settings_that_records_have():
     facts = {"task", "model", "clip", "optim.name", "optim.lr", "optim.lr_schedule", "optim.warmup_ratio", "peft.name",
              "peft.rank", "model.trainable", "clip.allocation", "clip.clip_norm", "privacy.epsilon",
-             "privacy.noise_multiplier", "search.name", "optim.batch_size", "task.generation.num_beams"}  # fmt: skip
+             "privacy.noise_multiplier", "search.name", "optim.batch_size", "optim.steps", "task.generation.num_beams",
+             "task.generation.shots", "task.generation.top_p"}  # fmt: skip
     for row in coverage.listed():
         for part in filter(None, row["runs"].split(",")):
             assert part == "bench" or part.partition("=")[0] in facts, row

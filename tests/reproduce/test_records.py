@@ -63,6 +63,14 @@ def test_seeds_of_one_configuration_are_together_and_other_settings_apart(tmp_pa
     assert [record.facts["seed"] for record in pair] == [0, 1]  # threads differ, and don't matter
 
 
+@pytest.mark.parametrize("setting", [{"shots": 4}, {"prompt_set": 1}, {"top_p": 0.9}, {"examples": 8}])
+def test_prompts_and_decoding_are_settings_of_a_configuration(setting: dict[str, Any], tmp_path: Path):
+    other = summary(task="samsum")
+    other["details"]["config"]["task"]["generation"] = setting
+    write(tmp_path, summary(task="samsum"), other)
+    assert len(records.by_configuration(records.load(tmp_path))) == 2
+
+
 def test_a_seed_that_was_run_twice_counts_once(tmp_path: Path):
     write(tmp_path, summary(accuracy=0.9), summary(accuracy=0.8))
     ((only,),) = records.by_configuration(records.load(tmp_path))

@@ -97,6 +97,17 @@ def test_an_interrupted_evaluation_goes_on(
     assert seen[0] == 0
 
 
+def test_the_loss_of_some_rows_spread_evenly(make: Callable[..., Generation], bundle: ModelBundle) -> None:
+    task = make(loss_examples=5)
+    calls: list[tuple[int, int]] = []
+    found = task.evaluate(bundle.model, CPU, 16, lambda done, total: calls.append((done, total)))
+    with torch.no_grad():
+        losses = [task.losses(bundle.model.eval(), task.collate([task.dev[i]])) for i in (0, 9, 19, 28, 38)]
+    assert found["loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
+    assert calls[-1] == (5, 5)
+    assert make(loss_examples=1000).evaluate(bundle.model, CPU, 16) == make().evaluate(bundle.model, CPU, 16)
+
+
 def test_evaluation_measures_and_leaves_the_model_as_it_was(
     make: Callable[..., Generation], bundle: ModelBundle, tmp_path: Path
 ) -> None:
