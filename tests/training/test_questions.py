@@ -19,6 +19,8 @@ from dpexp.tasks import build_task
 from dpexp.training.questions import NextTokens, on_the_simplex
 
 DEVICE = torch.device("cpu")
+# E2E, whose texts are asked about, has metrics of text
+pytest.importorskip("sacrebleu")
 
 
 def settings(tmp_path, *more):

@@ -88,6 +88,12 @@ class PerExampleGradient(ABC):
         """How many terms an example's gradient is the sum of."""
         return 1
 
+    def _magnitude(self, example: int) -> Tensor:
+        """Squared magnitude of one example, as near to its squared norm as the kind can tell; a number."""
+        found = self._magnitudes()
+        assert found is not None
+        return found[example]
+
     def magnitudes(self) -> Tensor:
         """Squared magnitudes ``[B]``: what the squared norms would be, at most, if no terms cancelled (see `rounding`)."""
         found = self._magnitudes()
@@ -173,8 +179,37 @@ class PerExampleGradient(ABC):
         bounds = rounding.of_instantiated_norms(squares, magnitudes, terms, rounding.UNCORRELATED * terms)
         if not numerics.static(bounds):
             return rounding.raised(bounds, magnitudes, terms)
-        self.set_apart(rounding.rough(bounds, magnitudes, terms))
+        return self.set_apart(bounds, rounding.rough(bounds, magnitudes, terms))
+
+    def set_apart(self, bounds: Tensor, rough: Tensor) -> Tensor:
+        """Sum those alone where ``rough`` (``[B]``, bool) is True, and put their own bounds in the place of ``bounds``."""
+        alone = {int(i): self._alone(int(i)) for i in rough.nonzero()}
+        for i, (_, bound) in alone.items():
+            bounds[i] = bound
+        self.apart = torch.tensor(list(alone), device=bounds.device) if alone else None
         return bounds
+
+    def _alone(self, example: int) -> tuple[Tensor, Tensor]:
+        """One example's gradient, ``[*shape]``, and the bound of its squared norm: the same in whatever company.
+
+        Where its terms cancel, another product rounds them to another gradient: one over several examples, or of another shape.
+        """
+        row = self._gradients(example, example + 1, self.resolve("instantiate"), None).to(self.dtype)
+        square, magnitude = numerics.squared_norms(row), self._magnitude(example).to(self.dtype)
+        return row[0], rounding.of_instantiated_norms(square, magnitude, self._terms(), rounding.ORDINARY)[0]
+
+    def _settled_rows(self, rows: Tensor, examples: slice, magnitudes: Tensor | None) -> Tensor:
+        """Squared norms ``[b]`` of instantiated gradients that are themselves summed; in the place of rough ones, which are
+        rounding that goes by the company, each has its own in ``rows``."""
+        squares = numerics.squared_norms(rows)
+        if magnitudes is None:
+            return squares
+        magnitudes, terms = magnitudes[examples], self._terms()
+        if not numerics.static(squares):
+            return rounding.raised(squares, magnitudes, terms)
+        for i in rounding.rough(squares, magnitudes, terms).nonzero().squeeze(1).tolist():
+            rows[i], squares[i] = self._alone(examples.start + i)
+        return squares
 
     def weighted_sum(self, factors: Tensor, out: Tensor | None = None) -> Tensor:
         """``sum_i factors[i] * g_i``.
@@ -196,11 +231,6 @@ class PerExampleGradient(ABC):
         for i in self.apart.tolist():
             total += self._gradients(i, i + 1, method, None)[0] * factors[i]
         return total
-
-    def set_apart(self, rough: Tensor) -> None:
-        """Have the examples where ``rough`` (``[B]``, bool) is True summed alone."""
-        found = rough.nonzero().squeeze(1)
-        self.apart = found if len(found) else None
 
     def finite(self, keep: Tensor | None) -> PerExampleGradient:
         """As `mask`, with the same examples set apart; None keeps all."""
@@ -233,9 +263,9 @@ class PerExampleGradient(ABC):
             norms = self.sq_norms(method, scratch=scratch)
             factors, keep = factors_of(norms, slice(0, self.num_examples))
             return norms, self.finite(keep).weighted_sum(factors)
-        found, total = [], None
+        found, total, magnitudes = [], None, self._magnitudes()
         for rows, examples in self._chunks(method, scratch):
-            norms = numerics.squared_norms(rows)
+            norms = self._settled_rows(rows, examples, magnitudes)
             factors, keep = factors_of(norms, examples)
             rows = rows if keep is None else numerics.zero_examples(rows, keep)
             total = self._accumulate(rows, factors, total)
@@ -245,16 +275,25 @@ class PerExampleGradient(ABC):
 
     def instantiate(self, method: str = "instantiate", scratch: Scratch | None = None) -> Tensor:
         """All per-example gradients, ``[B, *shape]``, by a method that instantiates."""
+        return self.rows_and_norms(method, scratch)[0]
+
+    def rows_and_norms(self, method: str, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        """All per-example gradients, ``[B, *shape]``, by a method that instantiates, and their squared norms ``[B]``.
+
+        What is summed must be these rows; their norms are bounds, see `_alone`.
+        """
         if self.num_examples == 0:
-            return self._zeros(0, *self.shape)
+            return self._zeros(0, *self.shape), self._zeros(0)
         method, scratch = self.resolve(method), scratch or SHARED
+        everybody = slice(0, self.num_examples)
         fits = scratch.chunk(self.workspace(method), self.device) >= self.num_examples
         if fits and method not in self.looped:
-            return self._gradients(0, self.num_examples, method, None)
-        found = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
-        for rows, examples in self._chunks(method, scratch):
-            found[examples] = rows
-        return found
+            found = self._gradients(everybody.start, everybody.stop, method, None)
+        else:
+            found = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
+            for rows, examples in self._chunks(method, scratch):
+                found[examples] = rows
+        return found, self._settled_rows(found, everybody, self._magnitudes())
 
     # Helpers.
 
@@ -364,5 +403,4 @@ class Doubt:
         whole = bounds[examples] if total is None else torch.maximum(bounds[examples], total[examples])
         rough = torch.zeros(len(bounds), dtype=torch.bool)
         rough[examples] = rounding.rough(whole, magnitudes)
-        self.per_example.set_apart(rough)
-        return bounds
+        return self.per_example.set_apart(bounds, rough)

@@ -24,11 +24,12 @@ class Dense(PerExampleGradient):
         grad: ``[B, *shape]``, any floating dtype.
         magnitudes: ``[B]``, squared (see `rounding`), where a second back-propagation will not add up these very rows but
             their parts one after the other.
+        squares: ``[B]``, bounds of the squared norms of these very rows, where they are known.
     """
 
-    def __init__(self, grad: Tensor, magnitudes: Tensor | None = None):
+    def __init__(self, grad: Tensor, magnitudes: Tensor | None = None, squares: Tensor | None = None):
         super().__init__(grad.shape[1:], grad.shape[0], grad.dtype, grad.device)
-        self.grad, self._of_parts = numerics.detached(grad), magnitudes
+        self.grad, self._of_parts, self._squares = numerics.detached(grad), magnitudes, squares
 
     @property
     def joins(self) -> bool:
@@ -61,7 +62,7 @@ class Dense(PerExampleGradient):
         scratch: Scratch | None = None,
         doubts: list[Doubt] | None = None,
     ) -> Tensor:
-        norms = numerics.squared_norms(self.grad)
+        norms = numerics.squared_norms(self.grad) if self._squares is None else self._squares
         if self._of_parts is None:
             return norms
         return rounding.of_instantiated_norms(norms, self._of_parts, 1, rounding.ORDINARY)
@@ -79,7 +80,7 @@ class Dense(PerExampleGradient):
         return numerics.add_to(out, numerics.combine(self.grad.to(self.dtype).contiguous(), factors))
 
     def mask(self, keep: Tensor) -> Dense:
-        return self._replace(grad=numerics.zero_examples(self.grad, keep))
+        return self._replace(grad=numerics.zero_examples(self.grad, keep), _squares=None)
 
 
 class Joined(Dense):

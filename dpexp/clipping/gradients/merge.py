@@ -45,4 +45,7 @@ def _parts(per_example: PerExampleGradient) -> tuple[PerExampleGradient, ...]:
 
 def instantiated(per_example: PerExampleGradient, method: str, scratch: Scratch) -> Dense:
     """Return the gradients themselves, without the activations that they were made of."""
-    return per_example if isinstance(per_example, Dense) else Dense(per_example.instantiate(method, scratch))
+    if isinstance(per_example, Dense):
+        return per_example
+    rows, squares = per_example.rows_and_norms(method, scratch)
+    return Dense(rows, squares=squares)

@@ -12,7 +12,7 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.memory import Scratch, fresh
+from dpexp.clipping.gradients.memory import SHARED, Scratch, fresh
 
 
 class Outer(PerExampleGradient):
@@ -83,6 +83,10 @@ class Outer(PerExampleGradient):
             return None
         a, g = self.parts
         return numerics.squared_norms(a.flatten(1)).mul_(numerics.squared_norms(g.flatten(1)))
+
+    def _magnitude(self, example: int) -> Tensor:
+        a, g = (part[example : example + 1] for part in self.parts)
+        return gram_norms(a, g, SHARED)[1][0]
 
     def select(self, examples: Tensor) -> Outer:
         return self._replace(

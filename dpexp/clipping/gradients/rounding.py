@@ -13,7 +13,9 @@ Frobenius norms of activations and output gradients, up to ``sqrt(T)`` times the
 A bound does not help the others in the batch. One product over all examples rounds each partial sum, and where huge terms of
 one example pass through it, the errors depend on who else is there: by up to u m of what an example adds, for everyone who
 leaves. So examples whose m is far above their norm are *rough*: they are left out of the product, summed alone, where their terms
-cancel first, and then added. A GPU would have to be waited for to find them; there the bound is raised until none is rough.
+cancel first, and then added. Their own gradient is rounding too, and another one wherever the product that forms it is: for one
+example, for several, by this method or that. So what is measured of them, and what is added, is the product of each alone. A GPU
+would have to be waited for to find them; there the bound is raised until none is rough.
 
 What this does not cover is what every sum has: the rounding of the total over the batch, of ``p.grad`` where the parameter
 itself has 16 bits, and of convolutions whose library adds up more than some thousand equal products in one register (a blank
