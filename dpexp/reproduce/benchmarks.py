@@ -212,7 +212,13 @@ def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
     of_it = ", ".join(filter(None, (target.part, some)))
     part = f"{PART}{of_it}" if of_it else ""
     found = []
-    for bound, ratios in measured:
+    # a method that was not measured has another one in its place in some records: that is another comparison
+    compared = [
+        (bound, own)
+        for bound, ratios in measured
+        for own in grouped(ratios, lambda ratio: ratio.words).values()
+    ]
+    for bound, ratios in compared:
         for word, holds in ((SUPPORTS, True), (CONTRADICTS, False)):
             # networks may differ, and machines: then it stands on both sides
             if chosen := [ratio for ratio in ratios if bound.holds(ratio.value) == holds]:
