@@ -88,6 +88,10 @@ class PerExampleGradient(ABC):
         """How many terms an example's gradient is the sum of."""
         return 1
 
+    def _magnitudes_of_rows(self) -> Tensor | None:
+        """As `_magnitudes`, to find which instantiated gradients are nothing but rounding; None: they are not looked for."""
+        return self._magnitudes()
+
     def _magnitude(self, example: int) -> Tensor:
         """Squared magnitude of one example, as near to its squared norm as the kind can tell; a number."""
         found = self._magnitudes()
@@ -263,7 +267,7 @@ class PerExampleGradient(ABC):
             norms = self.sq_norms(method, scratch=scratch)
             factors, keep = factors_of(norms, slice(0, self.num_examples))
             return norms, self.finite(keep).weighted_sum(factors)
-        found, total, magnitudes = [], None, self._magnitudes()
+        found, total, magnitudes = [], None, self._magnitudes_of_rows()
         for rows, examples in self._chunks(method, scratch):
             norms = self._settled_rows(rows, examples, magnitudes)
             factors, keep = factors_of(norms, examples)
@@ -293,7 +297,7 @@ class PerExampleGradient(ABC):
             found = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
             for rows, examples in self._chunks(method, scratch):
                 found[examples] = rows
-        return found, self._settled_rows(found, everybody, self._magnitudes())
+        return found, self._settled_rows(found, everybody, self._magnitudes_of_rows())
 
     # Helpers.
 

@@ -77,8 +77,9 @@ class Pulled(PerExampleGradient):
         longer = 2 * self.pull(probe.to(self.device)).norm() / probe.norm()
         return self.inner.magnitudes() * longer.square()
 
-    def _settled_rows(self, rows: Tensor, examples: slice, magnitudes: Tensor | None) -> Tensor:
-        return numerics.squared_norms(rows)
+    def _magnitudes_of_rows(self) -> None:
+        # they cost another pull-back in every step
+        return None
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         if self.rounds:
