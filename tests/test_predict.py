@@ -98,7 +98,14 @@ def test_images_are_classified_as_dev_was(tmp_path, model):
         sum(row["prediction"] == Path(row["file"]).parent.name for row in found) / 40 == metrics["accuracy"]
     )
     (one,) = predicted(folder, found[-1]["file"])
-    assert one == found[-1]
+    for name, said in one.items():
+        # alone, a product may round in the last digit that is written
+        shares = name.startswith("P(")
+        assert (
+            (float(said) == pytest.approx(float(found[-1][name]), abs=2e-6))
+            if shares
+            else said == found[-1][name]
+        )
     (tmp_path / "dev" / "torn.png").write_bytes(b"no picture")
     with pytest.raises(UserError, match=f"{tmp_path}/dev/torn.png"):
         predicted(folder, tmp_path / "dev")

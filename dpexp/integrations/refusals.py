@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from dpexp.errors import UserError, did_you_mean
+from dpexp.tasks.origins import rows_in_common
 from dpexp.tasks.target_loss import IGNORED
-from dpexp.training.arguments import rows_in_common
 
 _WHOLE = (
     "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "

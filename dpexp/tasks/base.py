@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpexp.errors import UserError
 from dpexp.models.custom import imported
 from dpexp.models.images import ImageInputs
+from dpexp.tasks.origins import rows_in_common
 
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
@@ -272,9 +273,6 @@ def _look_at_dev(made: Task) -> None:
     Raises:
         UserError: dev is train.
     """
-    # the training knows tasks
-    from dpexp.training.arguments import rows_in_common
-
     if made.dev is made.train:
         raise UserError(
             f"{type(made).__name__}.dev is its train: what is measured on dev is published without noise, as if it were public. "

@@ -18,6 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 from dpexp.errors import UserError
 from dpexp.privacy.schedules import Schedule
 from dpexp.privacy.sensitivity import ALLOCATIONS
+from dpexp.tasks.origins import MADE, origins
 
 WHOLE = ("steps", "rows_per_example", "checkpoint_every", "noise_seed", "physical_batch_size")
 """Counts; the others may have a fraction."""
@@ -27,8 +28,6 @@ OPTIONAL = ("steps", "epochs", "epsilon", "noise_multiplier", "target_quantile",
 """May be None."""
 LARGEST = {"clip_norm": 1e18, "loss_scale": 1e18}
 """Of what is computed with in 32 bits."""
-MADE = (dict, list, tuple, torch.Tensor, np.ndarray)
-"""Rows, of which no two are one object by chance; numbers and texts may be."""
 AGAIN = "a Subset or a selection with repeated numbers, a part that is put in again"
 COPIES = (
     "privacy would protect each copy by itself. Give every example once, with a weight in its loss where it is to count more; or "
@@ -172,7 +171,7 @@ def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
         )
     if users is not None:
         return
-    most = _copies(_origins(dataset, {})) if _made_of_others(dataset) else 1
+    most = _copies(origins(dataset, {})) if _made_of_others(dataset) else 1
     if most > 1:
         raise UserError(f"an example stands in the data set up to {most} times ({AGAIN}), and {COPIES}")
     # a list may be a stand-in for data, in which nobody is anybody
@@ -181,51 +180,13 @@ def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
         warnings.warn(f"a row stands in the data set up to {_copies(rows)} times, and {COPIES}", stacklevel=3)
 
 
-def rows_in_common(dataset: Any, other: Any) -> int:
-    """Count the examples of ``other`` that stand in ``dataset`` too, where `Subset` or `datasets` has cut them out of it."""
-    if isinstance(dataset, list) and isinstance(other, list):
-        known = {id(row) for row in dataset if isinstance(row, MADE)}
-        return sum(id(row) in known for row in other)
-    met: dict[int, int] = {}
-    return int(np.isin(_origins(other, met), _origins(dataset, met)).sum())
-
-
 def _made_of_others(dataset: Any) -> bool:
     return isinstance(dataset, Subset | ConcatDataset) or hasattr(dataset, "_indices")
 
 
-def _copies(origins: Any) -> int:
+def _copies(numbers: Any) -> int:
     """How often the most frequent number is there."""
-    return int(np.unique(origins, return_counts=True)[1].max(initial=1))
-
-
-def _origins(dataset: Any, met: dict[int, int]) -> np.ndarray:
-    """Number the examples of a data set, ``[N]``, so that copies have one number.
-
-    Args:
-        dataset: a `Subset`, a `ConcatDataset` and a `datasets.Dataset` tell what they are made of; any other one counts as made
-            of different examples.
-        met: the parts that were met before, by identity, and which of them it was.
-    """
-
-    def first(identity: int) -> int:
-        return met.setdefault(identity, len(met)) << 32
-
-    if isinstance(dataset, Subset):
-        return _origins(dataset.dataset, met)[np.asarray(dataset.indices, dtype=np.int64)]
-    if isinstance(dataset, ConcatDataset):
-        return np.concatenate([_origins(part, met) for part in dataset.datasets])
-    if hasattr(dataset, "_indices") and getattr(dataset, "column_names", False):
-        # where the rows lie in memory, which concatenate_datasets() leaves as it is
-        chunks = dataset.data.column(0).chunks
-        # empty buffers may all lie at one place
-        kept = [[b.address for b in chunk.buffers() if b is not None and b.size] for chunk in chunks]
-        places = [own[-1] if own else id(chunk) for own, chunk in zip(kept, chunks, strict=True)]
-        pairs = zip(places, chunks, strict=True)
-        parts = [first(place) + chunk.offset + np.arange(len(chunk)) for place, chunk in pairs]
-        found = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-        return found if dataset._indices is None else found[dataset._indices.column(0).to_numpy()]
-    return first(id(dataset)) + np.arange(len(dataset))
+    return int(np.unique(numbers, return_counts=True)[1].max(initial=1))
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:

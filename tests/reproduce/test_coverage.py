@@ -133,7 +133,7 @@ def test_a_run_on_the_scale_of_another_paper_is_none_of_this_one(tmp_path: Path)
 
 def test_what_was_measured_before_any_training_shows_no_training(tmp_path: Path):
     write(tmp_path / "runs", summary("nonprivate", epochs=None, steps=0))
-    evidence = catalogue.Context(tmp_path).evidence
+    evidence = catalogue.Context(tmp_path).read("evidence")
     (row,) = (r for r in coverage.listed() if r["paper"] == "he2023" and r["name"] == "non-private training")
     assert evidence.status(row)["status"] == "not run"
 
