@@ -23,6 +23,10 @@ class Group:
     name: str
     params: dict[str, nn.Parameter] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        # not the numbers of all weights
+        return f"Group({self.name}: {', '.join(self.params)})"
+
     @property
     def size(self) -> int:
         """Number of coordinates d_k."""

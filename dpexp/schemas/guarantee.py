@@ -44,7 +44,7 @@ class ClipConfig:
     rule: str = "abadi"
     # the smallest that an adaptive threshold becomes
     threshold_floor: float = 1e-6
-    # what is clipped: gradients by their norms, or as dpexp.clipping.whole and .microbatches say
+    # what is clipped: gradients by their norms, or as dpexp.clipping.methods.whole and .microbatches say
     method: str = "norm"
     # adaclip: of mean and variance; scaled: of v
     memory: list[float] = field(default_factory=lambda: [0.99, 0.9])

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.clipping.base import AnyClipper
-from dpexp.clipping.coordinates import AdaClip, Ellipsoid, ScaleThenPrivatise
 from dpexp.clipping.devices import device_groups
-from dpexp.clipping.embedding import Embedding
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.clipping.local_training import LocalClipper
-from dpexp.clipping.microbatches import MicrobatchClipper
-from dpexp.clipping.projected import ProjectedClipper
-from dpexp.clipping.whole import Method, VectorClipper
+from dpexp.clipping.methods.coordinates import AdaClip, Ellipsoid, ScaleThenPrivatise
+from dpexp.clipping.methods.embedding import Embedding
+from dpexp.clipping.methods.local_training import LocalClipper
+from dpexp.clipping.methods.microbatches import MicrobatchClipper
+from dpexp.clipping.methods.projected import ProjectedClipper
+from dpexp.clipping.methods.whole import Method, VectorClipper
 from dpexp.errors import UserError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from dpexp import provenance, record
 from dpexp.clipping.base import AnyClipper, Rows
-from dpexp.clipping.local_training import LocalClipper
+from dpexp.clipping.methods.local_training import LocalClipper
+from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.thresholds import FixedThresholds
-from dpexp.clipping.whole import VectorClipper
 from dpexp.errors import UserError
 from dpexp.models import rgp
 from dpexp.models.precision import autocast

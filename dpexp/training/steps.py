@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from dpexp.clipping import Clipper, Report
 from dpexp.clipping.base import AnyClipper, Rows
-from dpexp.clipping.microbatches import MicrobatchClipper
+from dpexp.clipping.methods.microbatches import MicrobatchClipper
+from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.thresholds import FixedThresholds
-from dpexp.clipping.whole import VectorClipper
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
@@ -75,7 +75,7 @@ class Steps:
         loss_scale: static, for fp16: a scale that reacted to an overflow would release, unnoised, that there was one.
         clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
         search: moves the weights in the place of the optimiser (`dpexp.training.search`).
-        public: per-example gradients of public examples, for the methods that ask for them (`dpexp.clipping.whole`).
+        public: per-example gradients of public examples, for the methods that ask for them (`dpexp.clipping.methods.whole`).
         on_taken: called after each step.
         ranks: the processes that take the steps together. Each computes its share of every logical batch; the sums are added
             up over ranks once, behind the last piece, and every rank then adds the same noise to the same sum.

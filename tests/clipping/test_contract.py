@@ -345,6 +345,7 @@ def test_custom_groups_and_thresholds_in_place() -> None:
     }
     clipper = attach(problem.model, groups=mapping, clip_norm=[0.3, 0.7])
     assert [g.name for g in clipper.groups] == ["a", "b"]
+    assert repr(clipper.groups[1]) == "Group(b: body.weight, norm.weight, norm.bias)"
     check(problem, clipper, per_example)
     clipper.thresholds[0] = 5.0
     check(problem, clipper, per_example)

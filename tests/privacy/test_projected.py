@@ -14,7 +14,7 @@ from scipy.integrate import quad
 from scipy.stats import chi2, norm
 from torch import Tensor, nn
 
-from dpexp.clipping.projected import ProjectedClipper
+from dpexp.clipping.methods.projected import ProjectedClipper
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon, epsilons

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dpexp.auditing.gaussian import pair_lower_bound
-from dpexp.clipping.whole import VectorClipper
+from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.users import Users
 from dpexp.schemas import UnitConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.local_training import LocalClipper
+from dpexp.clipping.methods.local_training import LocalClipper
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.privacy.users import Users, of_users

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from dpexp.clipping.coordinates import AdaClip, Coordinates, Ellipsoid, ScaleThenPrivatise
-from dpexp.clipping.embedding import EMBEDDING, Embedding
-from dpexp.clipping.microbatches import MicrobatchClipper
-from dpexp.clipping.whole import VectorClipper, flatten
+from dpexp.clipping.methods.coordinates import AdaClip, Coordinates, Ellipsoid, ScaleThenPrivatise
+from dpexp.clipping.methods.embedding import EMBEDDING, Embedding
+from dpexp.clipping.methods.microbatches import MicrobatchClipper
+from dpexp.clipping.methods.whole import VectorClipper, flatten
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.training import release

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpexp.clipping.base import Rows
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
-from dpexp.clipping.whole import Method, flatten, representable, split
+from dpexp.clipping.methods.whole import Method, flatten, representable, split
 
 
 class Coordinates(Method):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.apart import Apart
 from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import LateSum, deliver
+from dpexp.clipping.methods.apart import Apart
 from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import RULES, shortened
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.apart import Apart
 from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import LateSum, deliver
 from dpexp.clipping.groups import GroupsSpec
+from dpexp.clipping.methods.apart import Apart
 from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import RULES, shortened
 from dpexp.errors import UserError
