@@ -194,7 +194,7 @@ def refuse_company(
                 if left != left_again or left != left_there or not all(map(_equal, first, again)):
                     # they draw by what they are, or from a generator of their own: nothing can be compared
                     continue
-                pairs = [(a, b) for a, b in zip(first, others, strict=True) if a.dim() and len(a) == count]
+                pairs = [(a, b) for a, b in zip(first, others, strict=True) if count in a.shape]
                 lost = [gone for a, b in pairs if (gone := _lost(a, b, count)) is not None]
                 if lost and int(torch.stack(lost).any(0).sum()) > rows_per_unit:
                     break
@@ -291,20 +291,25 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _lost(a: Tensor, b: Tensor, count: int) -> Tensor | None:
-    """``[count]``: which rows are not found again, in whatever order; None where nothing has changed, or it has other rows."""
-    if a.shape != b.shape or not a.numel():
+    """``[count]``: which examples are not found again, in whatever order; None where nothing has changed, or in other rows."""
+    if a.shape != b.shape or not a.numel() or _equal(a, b):
         return None
-    by_row = a.dim() > 0 and len(a) % count == 0
-    a, b = (t.detach().double().reshape(count if by_row else len(t) if t.dim() else 1, -1) for t in (a, b))
-    allowed = ROUNDING * torch.maximum(a.abs(), 1e-3 * a.abs().amax(0))
-    if bool((a - b).abs().le(allowed).all()):
-        return None
-    rows = zip(a, allowed, strict=True)
-    lost = torch.tensor([bool(((row - b).abs() > limit).any(1).all()) for row, limit in rows])
-    if by_row:
-        return lost
+    # examples stand in the first dimension, or in another one of their number, as in [T, B, d]: where the fewest are lost
+    axes = [axis for axis, size in enumerate(a.shape) if size == count or (axis == 0 and size % count == 0)]
+    if axes:
+        found = [_unlike(*(t.movedim(axis, 0).reshape(count, -1) for t in (a, b))) for axis in axes]
+        return min(found, key=lambda lost: int(lost.sum()))
+    lost = _unlike(*(t.reshape(len(t) if t.dim() else 1, -1) for t in (a, b)))
     # a number of the whole batch; of rows end to end those of other examples are found again
     return lost.new_ones(count) if bool(lost.all()) else None
+
+
+def _unlike(a: Tensor, b: Tensor) -> Tensor:
+    """Which rows of ``a`` are none of those of ``b``."""
+    a, b = a.detach().double(), b.detach().double()
+    allowed = ROUNDING * torch.maximum(a.abs(), 1e-3 * a.abs().amax(0))
+    rows = zip(a, allowed, strict=True)
+    return torch.tensor([bool(((row - b).abs() > limit).any(1).all()) for row, limit in rows])
 
 
 def _changed(leaf: Any) -> Any:

@@ -532,6 +532,25 @@ def test_a_collate_function_may_draw_and_sort_and_pad():
         refuse_mixing(lambda rows: augmented([(x + rows[-1][0].sum(), y) for x, y in rows]), rows)
 
 
+@pytest.mark.parametrize("times", [5, 8, 16])
+@pytest.mark.parametrize("words", [False, True])
+def test_time_may_come_before_the_batch(times, words):
+    """As torch's recurrent networks have it; also where there are as many times as examples."""
+    made = [torch.randint(0, 90, (times,)) if words else torch.rand(times, 3) for _ in range(8)]
+    rows = [(x, i % 2) for i, x in enumerate(made)]
+
+    def collate(rows, mix=lambda x: x):
+        return torch.stack([mix(x) for x, _ in rows], 1), torch.tensor([y for _, y in rows])
+
+    def check(collate_fn):
+        refuse_mixing(collate_fn, rows)
+        refuse_company(collate_fn, rows)
+
+    check(collate)
+    with pytest.raises(UserError, match="collate_fn mixes"):
+        check(lambda rows: collate(rows, lambda x: x + rows[0][0]))
+
+
 @pytest.mark.parametrize("kind", ["array", "picture", "list", "bytes"])
 def test_examples_of_all_kinds_are_looked_at(kind):
     made = {
