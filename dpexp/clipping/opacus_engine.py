@@ -193,7 +193,8 @@ class OpacusBackend(Backend):
         largest = max(
             (float(g.abs().max()) for g in plain.values() if g is not None and g.numel()), default=0.0
         )
-        self.rounding = 1e-4 * largest if math.isfinite(largest) else 0.0
+        double = all(p.dtype == torch.float64 for p in self.params.values())
+        self.rounding = (1e-12 if double else 1e-4) * largest if math.isfinite(largest) else 0.0
         found = {name: self._checked(name, samples[name], plain[name], losses) for name in samples}
         for name, gradient in signed.items():
             self._compare(name, signs, found[name], gradient)

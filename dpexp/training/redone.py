@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.independence.batches import rows_of
 from dpexp.clipping.independence.chance import Chance, WithoutChance
-from dpexp.clipping.independence.comparison import ROUNDING, ROUNDING_16
+from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
 from dpexp.training.trace import COUNTED, EARLIER, SHAPES, WRITTEN, Slot, Trace, name_of, slots_of
@@ -187,8 +187,7 @@ class Redone:
 
     def _unlike(self, a: Tensor, b: Tensor) -> Tensor:
         """``[b]``: which rows are not equal, up to rounding."""
-        low = any(t.is_floating_point() and t.itemsize < 4 for t in self.trace.held.values())
         a, b = a.double().reshape(len(a), -1), b.double().reshape(len(a), -1)
         size = a.abs().nan_to_num(posinf=0.0)
-        allowed = (ROUNDING_16 if low else ROUNDING) * torch.maximum(size, 1e-3 * size.amax(0))
+        allowed = ROUNDING[bits_of(self.trace.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
         return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1)

@@ -130,6 +130,22 @@ def test_a_buffer_that_learns_where_gradients_are_on_is_named() -> None:
         step(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scale_of_the_batch_that_a_norm_all_but_removes_is_seen(dtype: torch.dtype) -> None:
+    """What is left of it, a few 1e-5 by the epsilon of the norm, adds up over a large batch."""
+
+    class Scaled(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            h = super().forward(ids)
+            return h / (1 + h.detach().abs().max())
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Sequential(Scaled(7, 4), nn.LayerNorm(4), nn.Linear(4, 4)).to(dtype)
+        with pytest.raises(UserError, match="mixes examples"):
+            attach(model).backward((model(torch.randint(7, (4, 2))) - 0.3).square().flatten(1).sum(1))
+
+
 @dataclass(slots=True)
 class Slots:
     first: Tensor | None = None

@@ -49,6 +49,17 @@ def test_the_error_says_where_and_what_else_to_take():
         model(torch.randn(2, 3))
 
 
+def test_small_gradients_are_looked_at_too():
+    """Opacus unfolds a convolution of groups that pads in a circle wrongly; behind a norm its gradient may be the smallest."""
+    torch.manual_seed(0)
+    convolution = nn.Conv1d(4, 4, 3, padding=1, groups=2, padding_mode="circular")
+    model = nn.Sequential(convolution, nn.GroupNorm(2, 4)).double()
+    clipper = attach(model, engine="opacus")
+    losses = model(30 * torch.randn(2, 4, 2).double()).square().flatten(1).sum(1)
+    with pytest.raises(UserError, match=r"per-example gradients of 0\.weight do not add up"):
+        clipper.backward(losses)
+
+
 class Prompted(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ Places = set[tuple[int, bool]]
 
 # numbers of one output that are compared; of larger ones every n-th feature
 LARGE = 1 << 22
-# largest difference, relative to the largest number that an example gets: of 32 bits and more, and of 16
-ROUNDING, ROUNDING_16 = 1e-4, 0.05
+# largest difference, relative to the largest number that an example gets, by bits: in batches of other sizes, which are added up
+# in another order, and of the same size, where others change no bit but by what is multiplied together (experts: by 2e-7)
+ROUNDING = {16: (0.05, 0.05), 32: (1e-4, 2e-6), 64: (1e-9, 1e-9)}
 # so many times larger than all that differs, a number that is the same to the last bit is none of these: a mask's -1e9, a time
 FAR = 1e5
 
@@ -28,7 +29,7 @@ class Comparison:
     Args:
         num_examples: B of the first batch.
         rows_per_example: adjacent rows of each.
-        low: whether the numbers have 16 bits.
+        bits: of the numbers, see `bits_of`.
         places: of some outputs, where the rows of an example can be, see `places_of`.
     """
 
@@ -36,11 +37,11 @@ class Comparison:
         self,
         num_examples: int,
         rows_per_example: int,
-        low: bool,
+        bits: int,
         places: Mapping[int, Places] | None = None,
     ):
         self.examples, self.multiple, self.places = num_examples, rows_per_example, places or {}
-        self.tolerance = ROUNDING_16 if low else ROUNDING
+        self.tolerance, self.same_size = ROUNDING[bits]
         # by output, the dimension that was found to be the batch
         self._axes: dict[int, int] = {}
 
@@ -53,6 +54,8 @@ class Comparison:
             for m in range(self.multiple)
         ]
 
+        tolerance = self.same_size if count_here == count else self.tolerance
+
         def differs(a: Tensor, b: Tensor, leaf: int | None = None) -> bool | None:
             known = None if leaf is None else self._axes.get(leaf)
             allowed = None if leaf is None else self.places.get(leaf)
@@ -62,16 +65,17 @@ class Comparison:
                     if allowed is not None and (axis, strided) not in allowed:
                         continue
                     rows = [_rows(t, axis, n, strided) for t, n in ((a, count), (b, count_here))]
-                    verdict = self.unequal(*(r[[p[k] for p in pairs]] for k, r in enumerate(rows)))
-                    verdicts.append(verdict)
+                    before, here = (r[[p[k] for p in pairs]] for k, r in enumerate(rows))
+                    verdicts.append(self.unequal(before, here, tolerance))
                 if leaf is not None and count != count_here and not all(verdicts):
                     self._axes[leaf] = axis
             return None if not verdicts else all(verdicts)
 
         return differs
 
-    def unequal(self, a: Tensor, b: Tensor) -> bool:
+    def unequal(self, a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
         """Whether two ``[rows, …]`` differ by more than rounding in any row."""
+        tolerance = self.tolerance if tolerance is None else tolerance
         a, b = (t.reshape(t.shape[0], -1).to(torch.promote_types(t.dtype, torch.float32)) for t in (a, b))
         if not a.numel():
             return False
@@ -82,7 +86,13 @@ class Comparison:
         largest = torch.where(a == b, 0.0, a.abs()).amax(1, keepdim=True)
         size = torch.where((a == b) & (a.abs() > FAR * largest), 0.0, a.abs()).amax(1)
         size = torch.maximum(size, 1e-3 * size.max())
-        return bool(((a - b).abs().amax(1) > self.tolerance * size).any())
+        return bool(((a - b).abs().amax(1) > tolerance * size).any())
+
+
+def bits_of(tensors: Iterable[Tensor]) -> int:
+    """Return 16, 32 or 64: the fewest bits of floating-point tensors, 32 where there are none."""
+    found = [torch.finfo(t.dtype).bits for t in tensors if t.is_floating_point()]
+    return max(16, min(found, default=32))
 
 
 def places_of(gradient: Tensor, chosen: Tensor) -> Places:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dpexp.clipping.independence.arguments import Inputs, positional_names
 from dpexp.clipping.independence.batches import Batches, Reading, Variant
 from dpexp.clipping.independence.blame import first_module
-from dpexp.clipping.independence.comparison import Comparison, outputs, same_buffer, thin
+from dpexp.clipping.independence.comparison import Comparison, bits_of, outputs, same_buffer, thin
 from dpexp.clipping.independence.padding import FIXED, Padding
 from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
 from dpexp.errors import UserError
@@ -77,9 +76,9 @@ class Look:
         self.told = self.compared = False
         self.seen: set[int] = set()
         self.failure = "no input has the size of the batch"
-        low = any(torch.finfo(p.dtype).bits < 32 for p in replay.model.parameters() if p.is_floating_point())
+        bits = 16 if autocast else bits_of(replay.model.parameters())
         self.batches = Batches(replay.inputs, num_examples, rows_per_example, positional_names(replay.model))
-        self.comparison = Comparison(num_examples, rows_per_example, low or autocast, replay.places)
+        self.comparison = Comparison(num_examples, rows_per_example, bits, replay.places)
 
     @property
     def missed(self) -> bool:
