@@ -155,7 +155,13 @@ def _names(run: RunConfig, rows: int) -> Sequence[Hashable]:
         names = table.columns[unit.column]
         if run.task.held_out:
             # the last rows are the dev set
-            names = names[:rows]
+            names, measured = names[:rows], {name.strip() for name in names[rows:]}
+            if both := sorted(measured.intersection(name.strip() for name in names)):
+                raise UserError(
+                    f"task.held_out={run.task.held_out} measures on rows of {len(both)} users who are trained on, too "
+                    f"({both[0]!r}, say): nothing protects those rows. Sort the file so that the users of its last rows are in "
+                    "no other row, or give a file of other users as data.dev"
+                )
     if len(names) != rows:
         raise UserError(
             f"{where} names {len(names)} users for {rows} training rows: one name for each is needed, in the order of the data"

@@ -284,6 +284,13 @@ def test_users_come_from_a_file_a_column_or_are_made_up(tmp_path: Path):
     table.write_text("text,author\n" + "".join(f"t,{name}\n" for name in NAMES))
     run.unit, run.data.train = UnitConfig("user", column="author", num_users=31), str(table)
     assert by_user(run, task).data.sha256["users"] == Users(NAMES, 1).sha256()
+    with table.open("a") as file:
+        file.write("t,nobody else\nt,zoe\n")
+    run.task.held_out = 2
+    assert by_user(run, task).num_examples == 31
+    table.write_text(table.read_text().replace("zoe", f"{NAMES[0]} "))
+    with pytest.raises(UserError, match="measures on rows of 1 users who are trained on"):
+        by_user(run, task)
     run.unit, run.data.train, run.data.num_examples = UnitConfig("user", size=7), None, 60
     made = by_user(run, task)
     assert made.num_examples == 9
