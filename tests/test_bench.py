@@ -43,7 +43,7 @@ def error_of(workload, method):
 
 
 @pytest.mark.parametrize("method", ["nonprivate", "auto/flat", "auto/layer"])
-@pytest.mark.parametrize("workload", [*SEVEN, "vit_timm"])
+@pytest.mark.parametrize("workload", [*SEVEN, "vit_timm", "lstm", "lstm_opacus"])
 def test_our_sums_are_those_of_the_naive_loop(workload, method):
     assert error_of(workload, method) < 1e-4
 
@@ -55,8 +55,9 @@ def test_the_lean_losses_change_no_sum(workload, method):
 
 
 @pytest.mark.parametrize("method", OTHERS[:3])
-def test_so_are_those_of_opacus_on_a_plain_network(method):
-    assert error_of("mlp", method) < 1e-3
+@pytest.mark.parametrize("workload", ["mlp", "lstm_opacus"])
+def test_so_are_those_of_opacus_on_a_plain_network(workload, method):
+    assert error_of(workload, method) < 1e-3
 
 
 @pytest.mark.parametrize(("spoil", "expected"), [(2.0, 1.0), (float("nan"), float("nan")), (0.0, 1.0)])

@@ -179,6 +179,38 @@ def roberta(*, layers: int, width: int, heads: int, vocabulary: int, length: int
     return Parts(model, batch, losses)
 
 
+class _Recurrent(nn.Module):
+    def __init__(self, layer: Callable[..., nn.Module], width: int, vocabulary: int, classes: int):
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(vocabulary, width), nn.Linear(width, classes)
+        self.recurrent = layer(width, width, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.recurrent(self.embedding(tokens))[0][:, -1])
+
+
+def lstm(*, width: int, vocabulary: int, length: int, opacus: bool, classes: int = 4) -> Parts:
+    """A classifier of texts with one recurrent layer, torch's; `opacus`: its DPLSTM, without which Opacus takes none."""
+
+    def model() -> nn.Module:
+        if opacus:
+            from opacus.layers import DPLSTM
+
+            return _Recurrent(DPLSTM, width, vocabulary, classes)
+        return _Recurrent(nn.LSTM, width, vocabulary, classes)
+
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        return {
+            "tokens": torch.randint(vocabulary, (size, length), generator=generator),
+            "labels": torch.randint(classes, (size,), generator=generator),
+        }
+
+    def losses(network: Callable[..., Any], batch: Batch) -> Tensor:
+        return F.cross_entropy(network(batch["tokens"]), batch["labels"], reduction="none")
+
+    return Parts(model, batch, losses)
+
+
 def _classified(model: Callable[[], nn.Module], shape: tuple[int, ...], classes: int) -> Parts:
     """Random inputs of one shape, one of so many classes each."""
 
@@ -290,6 +322,7 @@ class _Residual(nn.Module):
 
 _TINY_TEXT = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 97, "length": 12}
 _TINY_MLP = {"depth": 3, "width": 24, "inputs": 20, "classes": 7}
+_TINY_LSTM = {"width": 8, "vocabulary": 11, "length": 5}
 _TINY_VIT = {"layers": 2, "width": 32, "heads": 2, "image": 48, "classes": 7}
 
 
@@ -326,6 +359,7 @@ def _resnet(depth: int) -> Workload:
     )  # fmt: skip
 
 
+_LSTM = {"width": 256, "vocabulary": 5000, "length": 64}
 _VIT = {"layers": 6, "width": 384, "heads": 6, "image": 224}
 
 WORKLOADS: dict[str, Workload] = {
@@ -339,6 +373,9 @@ WORKLOADS: dict[str, Workload] = {
     "vit": Workload(vit, 8, _VIT | {"bare": False}, _TINY_VIT),
     # with bare parameters
     "vit_timm": Workload(vit, 8, _VIT | {"bare": True}, _TINY_VIT),
+    # recurrent, and the same for Opacus
+    "lstm": Workload(lstm, 32, _LSTM | {"opacus": False}, _TINY_LSTM),
+    "lstm_opacus": Workload(lstm, 32, _LSTM | {"opacus": True}, _TINY_LSTM),
     # how cost grows with the length of a text
     "llama_256": _llama(256),
     "llama_1024": _llama(1024),

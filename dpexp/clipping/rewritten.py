@@ -1,8 +1,8 @@
 """Modules whose own forward hides its parameters inside one fused call, written out as ordinary linear maps.
 
 `nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU` and `nn.RNN` hand their weights to a single C++ function, where no tap can go. These
-forwards compute the same with ``F.linear``, whose parameters `following` follows. What they don't cover (packed
-sequences, key and value biases, inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
+forwards compute the same with ``F.linear``, whose parameters `following` follows. What they don't cover (key and value biases,
+inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 Forward = Callable[..., Any]
+# of the state at a time
+Product = Callable[[Tensor, int], Tensor]
 
 
 def multihead_attention(
@@ -83,11 +86,17 @@ def _attention_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor,
     return total
 
 
-def recurrent(self: nn.RNNBase, x: Tensor, hx: Any = None) -> Any:
-    """LSTM, GRU and RNN over ``[B, T, d]`` (``[T, B, d]`` without ``batch_first``), any number of layers and directions."""
-    if not isinstance(x, Tensor) or x.dim() != 3:
+def recurrent(self: nn.RNNBase, x: Any, hx: Any = None) -> Any:
+    """LSTM, GRU and RNN over ``[B, T, d]`` (``[T, B, d]`` without ``batch_first``) or packed sequences, any number of layers and
+    directions."""
+    packed, there = x if isinstance(x, PackedSequence) else None, None
+    if packed is not None:
+        x, lengths = pad_packed_sequence(packed, batch_first=True)
+        # [T, B, 1]: whether the sequence is that long
+        there = (torch.arange(x.shape[1])[:, None, None] < lengths[:, None]).to(x.device)
+    elif not isinstance(x, Tensor) or x.dim() != 3:
         return NotImplemented
-    if not self.batch_first:
+    elif not self.batch_first:
         x = x.transpose(0, 1)
     directions = 2 if self.bidirectional else 1
     batch, is_lstm = x.shape[0], isinstance(self, nn.LSTM)
@@ -101,7 +110,11 @@ def recurrent(self: nn.RNNBase, x: Tensor, hx: Any = None) -> Any:
         outputs = []
         for direction in range(directions):
             index, name = layer * directions + direction, f"l{layer}{'_reverse' if direction else ''}"
-            y, h, c = _one_direction(self, x.flip(1) if direction else x, hidden[index], cell[index], name)
+            given, mask = x, there
+            if direction:
+                # a sequence that ends early begins late from behind
+                given, mask = x.flip(1), None if there is None else there.flip(0)
+            y, h, c = _one_direction(self, given, mask, hidden[index], cell[index], name)
             outputs.append(y.flip(1) if direction else y)
             last_hidden.append(h)
             last_cell.append(c)
@@ -109,14 +122,29 @@ def recurrent(self: nn.RNNBase, x: Tensor, hx: Any = None) -> Any:
         if layer < self.num_layers - 1:
             x = F.dropout(x, self.dropout, self.training)
     state = torch.stack(last_hidden)
-    y = x if self.batch_first else x.transpose(0, 1)
-    return y, ((state, torch.stack(last_cell)) if is_lstm else state)
+    if packed is not None:
+        x = _packed_like(packed, x, lengths)
+    elif not self.batch_first:
+        x = x.transpose(0, 1)
+    return x, ((state, torch.stack(last_cell)) if is_lstm else state)
+
+
+def _packed_like(packed: PackedSequence, y: Tensor, lengths: Tensor) -> PackedSequence:
+    """``[B, T, ·]`` packed as the input was."""
+    if (order := packed.sorted_indices) is not None:
+        y, lengths = y.index_select(0, order), lengths[order.to(lengths.device)]
+    data = pack_padded_sequence(y, lengths, batch_first=True).data
+    return PackedSequence(data, packed.batch_sizes, order, packed.unsorted_indices)
 
 
 def _one_direction(
-    module: nn.RNNBase, x: Tensor, h: Tensor, c: Tensor, name: str
+    module: nn.RNNBase, x: Tensor, there: Tensor | None, h: Tensor, c: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer in one direction: outputs ``[B, T, ·]`` and the last hidden and cell states."""
+    """One layer in one direction: outputs ``[B, T, ·]`` and the last hidden and cell states.
+
+    The states are computed twice, first without a graph: so each weight meets the states of all times in one product, with one
+    tap. In the second pass a step takes its values from that product, and gradients go from state to state by `_routed`.
+    """
     step = {nn.LSTM: _lstm_step, nn.GRU: _gru_step}.get(_kind(module), _rnn_step)
 
     def read(part: str) -> Any:
@@ -125,14 +153,43 @@ def _one_direction(
     w_ih, w_hh, b_ih, b_hh, w_hr = (
         read(part) for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
     )
-    inputs = F.linear(x, w_ih, b_ih)
-    outputs = []
-    for t in range(x.shape[1]):
-        h, c = step(module, inputs[:, t], F.linear(h, w_hh, b_hh), h, c)
-        if w_hr is not None:
-            h = F.linear(h, w_hr)
-        outputs.append(h)
-    return torch.stack(outputs, dim=1), h, c
+    inputs = F.linear(x, w_ih, b_ih).unbind(1)
+
+    def states(h: Tensor, c: Tensor, recur: Product, project: Product) -> tuple[list[Tensor], ...]:
+        """Hidden states and cells of all times, the first ones in front, and what is projected to hidden states."""
+        hidden, cells, wide = [h], [c], []
+        for t, given in enumerate(inputs):
+            y, new_c = step(module, given, recur(h, t), h, c)
+            new_h = project(y, t)
+            if there is not None:
+                new_h, new_c = torch.where(there[t], new_h, h), torch.where(there[t], new_c, c)
+            h, c = new_h, new_c
+            hidden.append(h)
+            cells.append(c)
+            wide.append(y)
+        return hidden, cells, wide
+
+    with torch.no_grad():
+        constants: Any = [None if value is None else value.detach() for value in (w_hh, b_hh, w_hr)]
+        w, b, p = constants
+        hidden, _, wide = states(
+            h.detach(), c, lambda h, _: F.linear(h, w, b), lambda y, _: y if p is None else F.linear(y, p)
+        )
+    recurred = F.linear(torch.stack(hidden[:-1], dim=1), w_hh, b_hh).unbind(1)
+    projected = () if p is None else F.linear(torch.stack(wide, dim=1), w_hr).unbind(1)
+    hidden, cells, _ = states(
+        h,
+        c,
+        lambda h, t: _routed(recurred[t], h, w),
+        lambda y, t: y if p is None else _routed(projected[t], y, p),
+    )
+    return torch.stack(hidden[1:], dim=1), hidden[-1], cells[-1]
+
+
+def _routed(product: Tensor, x: Tensor, weight: Any) -> Tensor:
+    """The known product of ``x`` and a weight: ``x`` gets its gradient through the constant weight, the weight through the
+    product."""
+    return product + F.linear(x - x.detach(), weight)
 
 
 def _kind(module: nn.Module) -> type:
