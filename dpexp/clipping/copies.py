@@ -23,16 +23,31 @@ def expansion(
 ) -> Tensor | None:
     """Tap copies of a value, one for each row of the batch; None where it is a function of parameters like any other."""
     rows = recorder.rows
-    if args[0] is not values[0] or values[0].changed or (met := values_of(recorder, values[:1])) is None:
+    if (
+        not rows
+        or args[0] is not values[0]
+        or values[0].changed
+        or not (met := values_of(recorder, values[:1]))
+    ):
         return None
     leaf = met[0].leaf
     y = func(leaf, *args[1:], **kwargs)
-    if not rows or y.dim() < leaf.dim() or y.shape[0] % rows:
-        return None
     base = (1,) * (y.dim() - leaf.dim()) + tuple(leaf.shape)
-    if base[0] != 1 or any(one not in (1, other) for one, other in zip(base[1:], y.shape[1:], strict=True)):
+    copied = [one != other for one, other in zip(base, y.shape, strict=False)]
+    if y.dim() < leaf.dim() or any(c and one != 1 for c, one in zip(copied, base, strict=True)):
         return None
-    return _tap_copies(recorder, y, met[0], key, from_batch=False)
+    if base[0] == 1 and y.shape[0] % rows == 0:
+        return _tap_copies(recorder, y, met[0], key, from_batch=False)
+    if leaf.dim() == y.dim() > 1 and y.shape[1] == rows and base[1] == 1 and sum(copied) <= 1:
+        # [L, 1, d] to [L, B, d], as recurrent layers want their first states: with the batch in front, and turned back
+        turned = type(values[0]).made(
+            values[0].as_subclass(Tensor).transpose(0, 1), f"{key}.turned", recorder
+        )
+        (value,) = values_of(recorder, (turned,)) or (None,)
+        if value is not None:
+            front = value.leaf.expand(rows, *value.leaf.shape[1:])
+            return _tap_copies(recorder, front, value, key, from_batch=False).transpose(0, 1)
+    return None
 
 
 def spread(

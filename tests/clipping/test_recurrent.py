@@ -29,11 +29,13 @@ class Model(nn.Module):
         cls, options = KINDS[kind]
         self.first, self.layer = nn.Linear(D, H), cls(D, H, batch_first=batch_first, **options)
         self.batch_first, self.packed = batch_first, packed
+        self.states = self.layer.num_layers * (2 if self.layer.bidirectional else 1)
+        self.start = nn.Parameter(torch.rand(self.states, 1, H))
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         layer, lengthwise = self.layer, self.packed != "whole"
-        states = layer.num_layers * (2 if layer.bidirectional else 1)
-        first = torch.tanh(self.first(x[:, 0])).expand(states, -1, -1)
+        first = torch.tanh(self.first(x[:, 0])).expand(self.states, -1, -1)
+        first = first + self.start.expand(-1, len(x), -1)
         hidden = first[..., : layer.proj_size or H]
         given: Any = x if self.batch_first else x.transpose(0, 1)
         if lengthwise:
