@@ -41,6 +41,21 @@ def ranks_of(wrappers: Sequence[DistributedDataParallel]) -> Ranks:
     return current()
 
 
+def made_same(ranks: Ranks, model: nn.Module) -> None:
+    """Give all ranks the weights and buffers of rank 0.
+
+    Raises:
+        UserError: they have not made one model: tensors of other names or shapes, or in another order, by which sums meet and
+            noise is drawn (a network that was made by walking through a set has another one in each process).
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    places = {
+        name: f"{list(t.shape)} {t.dtype} in place {place}" for place, (name, t) in enumerate(tensors.items())
+    }
+    ranks.agree("the model", places)
+    ranks.copy_(tensors.values())
+
+
 @contextmanager
 def silent(wrappers: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Keep wrappers from adding up gradients or copying buffers: `Steps` adds up once for each logical batch.

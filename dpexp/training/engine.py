@@ -247,8 +247,7 @@ class PrivacyEngine:
         weakref.finalize(self, self._open.close)
         self._loop: object = None
         self._alone = OneAtATime()
-        # ranks that share a model must go through it equally often, whatever they know of padding
-        self._collation = Collation(self.clipper, self._units.ordered, looks=not self._steps.sharded)
+        self._collation = Collation(self.clipper, self._units.ordered)
         self._broken = False
         self._charged = self.ledger.steps_charged
         self._engine, self._code = engine, provenance.code_hash()
@@ -338,8 +337,7 @@ class PrivacyEngine:
                     if not self._steps.sums.drawn:
                         # of the first piece: all gradients are None
                         self._gradients.look()
-                    if not self._steps.sharded:
-                        self._watch.begin(batch, len(piece))
+                    self._watch.begin(batch, len(piece))
                     yield batch
                     self._watch.end()
                     if self._loop is not loop:

@@ -313,6 +313,10 @@ def refuse_unstaged(run: RunConfig, task: Any, ranks: Ranks) -> None:
         raise UserError(
             f"task={run.task.name} trains no causal language model, which alone is cut into stages{way}"
         )
+    if task.rows_per_example != 1:
+        raise UserError(
+            f"task={run.task.name} has several rows for each example, and a stage knows of one{way}"
+        )
     if run.optim.name not in OPTIMIZERS:
         raise UserError(
             f"optim={run.optim.name} looks at all parameters together, and each stage has some: choose "
