@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -54,19 +53,3 @@ def made_same(ranks: Ranks, model: nn.Module) -> None:
     }
     ranks.agree("the model", places)
     ranks.copy_(tensors.values())
-
-
-@contextmanager
-def silent(wrappers: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Keep wrappers from adding up gradients or copying buffers: `Steps` adds up once for each logical batch.
-
-    Their reducers would do so in every backward pass, and wait for ranks that have fewer physical batches.
-    """
-    before = [(w.require_backward_grad_sync, w.require_forward_param_sync) for w in wrappers]
-    for wrapper in wrappers:
-        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
-    try:
-        yield
-    finally:
-        for wrapper, (gradients, buffers) in zip(wrappers, before, strict=True):
-            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = gradients, buffers

@@ -20,12 +20,12 @@ from torch.utils.data import default_collate
 
 from dpexp import provenance
 from dpexp.clipping import attach
-from dpexp.clipping.distributed import reducers_in, refuse_reducer
+from dpexp.clipping.distributed import reducers_in, refuse_reducer, silent
 from dpexp.clipping.given import check_losses
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
-from dpexp.parallel.replicas import made_same, ranks_of, silent, unwrapped
+from dpexp.parallel.replicas import made_same, ranks_of, unwrapped
 from dpexp.privacy.caveats import pointless
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger

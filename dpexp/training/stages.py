@@ -322,6 +322,10 @@ def refuse_unstaged(run: RunConfig, task: Any, ranks: Ranks) -> None:
             f"optim={run.optim.name} looks at all parameters together, and each stage has some: choose "
             f"{', '.join(OPTIMIZERS)}{way}"
         )
+    if run.engine.name == "opacus":
+        raise UserError(
+            f"engine=opacus goes back from losses alone, and a stage has none: choose engine=auto{way}"
+        )
     if run.peft.name not in PEFT:
         raise UserError(f"peft={run.peft.name} has no stages: choose {', '.join(PEFT)}{way}")
     if run.clip.method != "norm":

@@ -15,9 +15,11 @@ from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
+from dpexp.pipeline.clipper import WholeModel
 from dpexp.training import release, stages
 from dpexp.training.stages import refuse_unstaged
 from tests.parallel.pool import run_ranks
+from tests.pipeline.models import language_model
 from tests.versions import needs_torch
 
 pytestmark = needs_torch(2, 14)
@@ -205,10 +207,16 @@ def test_what_is_not_exact_in_stages_is_refused_by_name() -> None:
         (["runtime.stages=3"], "does not divide"),
         (["optim=adadp"], "adadp"),
         (["peft=prefix"], "prefix"),
+        (["engine=opacus"], "opacus"),
         (["optim.ema_decay=0.9"], "averages"),
     ):
         run = compose([*SMALL, *STAGED, "clip=perdevice", *overrides])
         with pytest.raises(UserError, match=words):
             refuse_unstaged(run, Task, two)
+    idle = language_model("gpt2", lora=False)
+    for name, parameter in idle.named_parameters():
+        parameter.requires_grad_("ln_f" in name)
+    with pytest.raises(UserError, match="nothing trains in stage 0 of 2"):
+        WholeModel(idle, "flat", 2)
     with pytest.raises(UserError, match="torchrun"):
         train.refuse_misfits(compose([*SMALL, *STAGED, "clip=perdevice"]))
