@@ -21,8 +21,10 @@ from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 from dpexp.schemas import GenerationConfig
 from dpexp.tasks.decoding import Context, Written, decode
+from dpexp.tasks.target_loss import example_losses
 from tests.parallel.cases import EXAMPLES, MODELS, Case, check_same, dataset, losses, made, run, whole
 from tests.parallel.pool import run_ranks
+from tests.pipeline.models import batch_of, language_model
 from tests.training.test_own_losses import Balanced
 from tests.training.tiny import make_trainer, tiny_run
 from tests.versions import needs_torch
@@ -186,6 +188,25 @@ def test_sums_of_a_block_are_reduced_when_its_back_propagation_ends(tmp_path: Pa
             assert waiting[-1] == ([] if groups == "layer" else sorted(blocks))
             for parameter, p in alone.named_parameters():
                 torch.testing.assert_close(found[parameter], p.grad, rtol=1e-5, atol=1e-7)
+
+
+def summed_twice(ranks: Ranks):
+    """An engine of two back-propagations, whose losses do not go through the outputs of the model."""
+    model = language_model("gpt2", lora=True, dtype=torch.float32)
+    model = shard(model) if ranks.several else model
+    clipper = attach(model, "flat", 0.05, engine="ghost")
+    rows = list(range(8))[ranks.rank :: ranks.size]
+    for _ in range(4):
+        model.zero_grad()
+        clipper.backward(example_losses(model, {name: part[rows] for name, part in batch_of(8).items()}))
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_what_a_second_back_propagation_needs_is_whole(tmp_path: Path):
+    expected = summed_twice(Ranks())
+    for found in run_ranks(2, tmp_path, summed_twice):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
 
 
 def noisy(tensors):
