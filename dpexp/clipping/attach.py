@@ -126,6 +126,8 @@ class Clipper(AnyClipper):
         self.reduces = True
         # whether p.grad holds this rank's part of a sum, of passes under no_sync()
         self._apart = False
+        # whether a forward with gradients waits for its backward
+        self._entered = False
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -168,6 +170,9 @@ class Clipper(AnyClipper):
                 sq, sums, arrived = self._backend.clipped_sums(roots, factors)
             else:
                 self._backend.forget()
+                if self._reducing is not None and not self._entered:
+                    distributed.pass_by(self._reducing)
+            self._entered = False
             self._independence.check(roots.num_examples)
             report = self._report(sq, thresholds, scale, loss_scale)
             shards = self._shards if roots.num_examples else None
@@ -317,6 +322,7 @@ class Clipper(AnyClipper):
             if torch.is_grad_enabled():
                 if inputs and not inputs[0].numel():
                     self._try_empty(args, kwargs)
+                self._entered = True
                 self._independence.enter(args, kwargs, rows_in(shapes, first))
                 check_same_parameters(self.model, self.params, self._shards)
         self._backend.enter(inputs, shapes, first, looking)

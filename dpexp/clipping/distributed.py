@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +99,37 @@ def check_reducer(reducer: DistributedDataParallel | None, params: dict[str, nn.
                 f"the communication hook {hook.__name__} of DistributedDataParallel changes clipped sums before they hold noise, "
                 "and an example could then move them by more than its threshold: leave register_comm_hook out"
             )
+
+
+@contextmanager
+def silent(wrappers: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Keep wrappers from adding up gradients or copying buffers, and so from waiting for ranks that go forward less often."""
+    before = [(w.require_backward_grad_sync, w.require_forward_param_sync) for w in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for wrapper, (gradients, buffers) in zip(wrappers, before, strict=True):
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = gradients, buffers
+
+
+def pass_by(reducer: DistributedDataParallel) -> None:
+    """Go through the forward of a wrapper around nothing, on a rank whose batch is empty.
+
+    There a wrapper copies buffers and makes its reducer ready. A reducer that is not ready lets sums pass as they are, and those
+    of the other ranks would wait for this rank's next ones, of another batch.
+    """
+    module, nothing = reducer.module, nn.Identity()
+    # which it copies
+    nothing.named_buffers = module.named_buffers  # type: ignore[method-assign]
+    reducer.module = nothing
+    try:
+        with torch.enable_grad():
+            # its own, and not the hooks of a clipper that is attached to it
+            DistributedDataParallel.forward(reducer, torch.zeros(()))
+    finally:
+        reducer.module = module
 
 
 def deliver(

@@ -177,6 +177,9 @@ class Shards:
                 ended: set[int] = set()
                 for number, group in enumerate(self.groups):
                     group.post_backward = partial(self._ended, number, group.post_backward, ended)
+                # whole since the forward: a second back-propagation does not gather it where losses begin within the model
+                for group in self.root._get_fsdp_state()._fsdp_param_groups:
+                    group.reshard_after_backward = False
             else:
                 for group in self.groups:
                     group.post_forward_mesh_info, group.reshard_after_backward = None, False

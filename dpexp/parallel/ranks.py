@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpexp.errors import UserError
-from dpexp.parallel.shards import is_sharded
+from dpexp.parallel.shards import is_sharded, replicas_of
 
 T = TypeVar("T")
 
@@ -180,15 +180,15 @@ class Ranks:
 
     @torch.no_grad()
     def copy_(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite each tensor with rank 0's. Of a sharded one every rank has its own part, and keeps it."""
+        """Overwrite each tensor with rank 0's. Of a sharded one each rank keeps its part, and replicas of it get the first's."""
         for tensor in tensors if self.several else ():
-            if is_sharded(tensor):
-                continue
-            whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-            # as bytes: not every backend knows complex numbers, or those of 8 bits
-            dist.broadcast(whole.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
-            if whole is not tensor:
-                tensor.copy_(whole)
+            part, groups = replicas_of(tensor) if is_sharded(tensor) else (tensor, [self.group])
+            whole = part if part.is_contiguous() else part.contiguous()
+            for group in groups:
+                # as bytes: not every backend knows complex numbers, or those of 8 bits
+                dist.broadcast(whole.reshape(-1).view(torch.uint8), group=group, group_src=0)
+            if whole is not part:
+                part.copy_(whole)
 
 
 ALONE = Ranks()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -41,17 +40,16 @@ def ranks_of(wrappers: Sequence[DistributedDataParallel]) -> Ranks:
     return current()
 
 
-@contextmanager
-def silent(wrappers: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Keep wrappers from adding up gradients or copying buffers: `Steps` adds up once for each logical batch.
+def made_same(ranks: Ranks, model: nn.Module) -> None:
+    """Give all ranks the weights and buffers of rank 0.
 
-    Their reducers would do so in every backward pass, and wait for ranks that have fewer physical batches.
+    Raises:
+        UserError: they have not made one model: tensors of other names or shapes, or in another order, by which sums meet and
+            noise is drawn (a network that was made by walking through a set has another one in each process).
     """
-    before = [(w.require_backward_grad_sync, w.require_forward_param_sync) for w in wrappers]
-    for wrapper in wrappers:
-        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
-    try:
-        yield
-    finally:
-        for wrapper, (gradients, buffers) in zip(wrappers, before, strict=True):
-            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = gradients, buffers
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    places = {
+        name: f"{list(t.shape)} {t.dtype} in place {place}" for place, (name, t) in enumerate(tensors.items())
+    }
+    ranks.agree("the model", places)
+    ranks.copy_(tensors.values())

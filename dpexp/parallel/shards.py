@@ -15,6 +15,13 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def replicas_of(tensor: Any) -> tuple[Tensor, list[Any]]:
+    """Return the part of a sharded tensor that lies here, and the process groups over which copies of it lie."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    copied = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
+    return tensor.to_local(), [mesh.get_group(dim) for dim in copied]
+
+
 def part_here(tensor: Any) -> tuple[Tensor, int, list[Any]]:
     """Return the part of a tensor that lies here.
 

@@ -43,6 +43,12 @@ class WholeModel:
 
     def __init__(self, model: nn.Module, groups: GroupsSpec, stages: int):
         where = device_of(model, stages)
+        trained = {where[name] for name, p in model.named_parameters() if p.requires_grad}
+        if idle := set(range(stages)) - trained:
+            raise UserError(
+                f"nothing trains in stage {min(idle)} of {stages}: train parameters in every block, take fewer stages, or use "
+                "runtime=ddp"
+            )
         self.flat = False
         self.groups: list[tuple[str, list[str], int]] = []
         for group in build_groups(model, groups):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -105,6 +106,7 @@ class Pipeline:
             the losses ``[B]`` (of the last stage; zeros elsewhere) and a report of this stage's groups for each microbatch,
             without the copies.
         """
+        self._refuse_lost(batch)
         total = len(batch["input_ids"])
         number = -(-total // size)
         size = -(-total // number)
@@ -140,6 +142,18 @@ class Pipeline:
         )
         keep = [int(mask.sum()) for mask in real.split(size)]
         return found[:total], [_cut(report, n) for report, n in zip(reports, keep, strict=False)]
+
+    def _refuse_lost(self, batch: Batch) -> None:
+        """Refuse what the whole model would read beside its tokens, and no stage but the last is given."""
+        read = inspect.signature(type(base_of(self.model)).forward).parameters.keys() - {
+            "input_ids",
+            "labels",
+        }
+        if lost := sorted(read & batch.keys()):
+            raise UserError(
+                f"a batch has {', '.join(lost)}, and a model in stages is called with input_ids alone: leave it out and pad on "
+                "the right, as dpexp.tasks.generation does, or use runtime=ddp"
+            )
 
     def _stage(
         self, size: int, length: int, tokens: torch.dtype, scales: list[Tensor | None]

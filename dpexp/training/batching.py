@@ -96,15 +96,16 @@ def physical_batches(
         indices: `[n]` int64, the drawn examples; n may be 0.
         length: the length of an example, in tokens; None: the order of `indices`.
         size: examples per physical batch.
-        rank, ranks: which of how many processes this is. Shares are of nearly the same size and the same lengths, and no
-            process needs to be told which is its own.
+        rank, ranks: which of how many processes this is. Shares are of nearly the same size, and no process needs to be told
+            which is its own.
 
     Returns:
         Arrays that together hold `indices`, or the rank's share of them; none for an empty one. The longest examples
         come first, so that a lack of memory shows at once.
     """
+    # first, so that no example is in two shares where processes do not agree on its length
+    indices = indices[rank::ranks]
     if length is not None:
         lengths = np.array([length(int(i)) for i in indices], dtype=np.int64)
         indices = indices[np.argsort(-lengths, kind="stable")]
-    indices = indices[rank::ranks]
     return [indices[start : start + size] for start in range(0, len(indices), size)]

@@ -52,11 +52,10 @@ class Collation:
     Args:
         clipper: is told what texts are padded with.
         ordered: whether it matters which row stands where.
-        looks: False where nothing is looked at.
     """
 
-    def __init__(self, clipper: Clipper, ordered: bool, looks: bool = True):
-        self.clipper, self.ordered, self.looks = clipper, ordered, looks
+    def __init__(self, clipper: Clipper, ordered: bool):
+        self.clipper, self.ordered = clipper, ordered
         self._known: Collate | None = None
 
     def of(
@@ -74,7 +73,7 @@ class Collation:
         Raises:
             UserError: it mixes examples; it puts them in another order, where that matters; or it does not pad, and has to.
         """
-        if collate_fn == self._known or not self.looks:
+        if collate_fn == self._known:
             return _batch_of(collate_fn, examples)
         refuse_mixing(collate_fn, examples, len(examples) // units)
         refuse_company(collate_fn, examples, len(examples) // units, read)
@@ -122,7 +121,7 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
     units = min(len(examples) // rows_per_unit, max(2, EXAMPLES // rows_per_unit))
     few = list(examples[: units * rows_per_unit])
     compared = False
-    with _generators_kept():
+    with generators_kept():
         try:
             first, again = (_seeded(collate_fn, few, 0) for _ in range(2))
         except Exception:
@@ -180,7 +179,7 @@ def refuse_company(
         rows = copy.deepcopy([examples[place] for place in places]) if read is None else read(places)
         return collate_fn(rows)
 
-    with _generators_kept():
+    with generators_kept():
         try:
             # an honest one that sorts by length gives other random numbers to what has got another place
             draws = _drawn(make, list(range(units)), 0)[1] != _drawn(lambda _: None, [], 0)[1]
@@ -329,7 +328,7 @@ def _changed(leaf: Any) -> Any:
 def _collated(collate_fn: Collate, examples: Sequence[Any]) -> Any:
     """Collate copies; None where that fails, as of a single example."""
     try:
-        with _generators_kept():
+        with generators_kept():
             return collate_fn([copy.deepcopy(example) for example in examples])
     except Exception:
         return None
@@ -354,7 +353,7 @@ def _rows(batch: Any, count: int) -> list[Tensor]:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
     """Leave the random generators as they were found."""
     state = random.getstate(), np.random.get_state()
     try:

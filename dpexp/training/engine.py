@@ -20,12 +20,12 @@ from torch.utils.data import default_collate
 
 from dpexp import provenance
 from dpexp.clipping import attach
-from dpexp.clipping.distributed import reducers_in, refuse_reducer
+from dpexp.clipping.distributed import reducers_in, refuse_reducer, silent
 from dpexp.clipping.given import check_losses
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
-from dpexp.parallel.replicas import ranks_of, silent, unwrapped
+from dpexp.parallel.replicas import made_same, ranks_of, unwrapped
 from dpexp.privacy.caveats import pointless
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger
@@ -50,7 +50,15 @@ from dpexp.training.collating import Collation, Read
 from dpexp.training.decisions import Decisions
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import Batches, GradientGuard, GuardedOptimizer, OneAtATime
-from dpexp.training.identity import data_identity, facts_of, recognise, refuse_other_ledgers, settings_of
+from dpexp.training.identity import (
+    check_examples,
+    check_optimizers,
+    data_identity,
+    facts_of,
+    recognise,
+    refuse_other_ledgers,
+    settings_of,
+)
 from dpexp.training.own_losses import Losses, look_at_losses
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
@@ -200,12 +208,14 @@ class PrivacyEngine:
             self._keys = ranks.once(lambda: self._take_folder(given.noise_seed))
             key = self._keys.draws
             self._open.enter_context(silent(self._wrappers))
-            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            ranks.agree("the model", {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()})
-            ranks.copy_(tensors.values())
+            made_same(ranks, model)
             data = data_identity(dataset, data_name) + self._units.identity
             settings = settings_of(self.plan, self._run.clip, model, optimizer, data, self._keys.run)
             ranks.agree("what is trained on what", settings)
+            check_optimizers(ranks, optimizer, model)
+            if data_name is not None:
+                # which says nothing of their order
+                check_examples(ranks, dataset, self._keys.run)
             self._identity = ranks.once(lambda: recognise(self.folder, settings))
             self.device = next(p for p in model.parameters() if p.requires_grad).device
             self.ledger = Ledger(
@@ -247,8 +257,7 @@ class PrivacyEngine:
         weakref.finalize(self, self._open.close)
         self._loop: object = None
         self._alone = OneAtATime()
-        # ranks that share a model must go through it equally often, whatever they know of padding
-        self._collation = Collation(self.clipper, self._units.ordered, looks=not self._steps.sharded)
+        self._collation = Collation(self.clipper, self._units.ordered)
         self._broken = False
         self._charged = self.ledger.steps_charged
         self._engine, self._code = engine, provenance.code_hash()
@@ -338,8 +347,7 @@ class PrivacyEngine:
                     if not self._steps.sums.drawn:
                         # of the first piece: all gradients are None
                         self._gradients.look()
-                    if not self._steps.sharded:
-                        self._watch.begin(batch, len(piece))
+                    self._watch.begin(batch, len(piece))
                     yield batch
                     self._watch.end()
                     if self._loop is not loop:

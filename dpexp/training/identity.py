@@ -3,10 +3,12 @@
 import hashlib
 import hmac
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
@@ -14,14 +16,18 @@ from torch.utils.data import Subset, TensorDataset
 from dpexp import native, provenance
 from dpexp.durable import read_json, write_json
 from dpexp.errors import UserError
+from dpexp.parallel import Ranks
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.keys import LEDGER
+from dpexp.training.collating import generators_kept
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan
     from dpexp.schemas import ClipConfig
 
 RUN = "run.json"
+# examples that processes compare
+LOOKED_AT = 8
 # settings that are kept as hashes under the run's key: another key makes others of both
 _KEYED = {"data", "frozen weights"}
 
@@ -141,6 +147,51 @@ def data_identity(dataset: Any, name: str | None = None) -> str:
             'another one: give it a name with data_name="name and version"'
         ) from None
     return digest.hexdigest()
+
+
+def check_examples(ranks: Ranks, dataset: Any, key: bytes) -> None:
+    """Raise `UserError` where ranks hold other examples, or each has shuffled them for itself: one example would be drawn twice.
+
+    A few are compared, by a hash under the run's key; not those that are others whenever they are asked for, or cannot be hashed.
+    """
+    if ranks.several:
+        ranks.agree("the data (some examples, by their places)", _a_few_of(dataset, key))
+
+
+def check_optimizers(ranks: Ranks, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise `UserError` where ranks would move by one sum in several ways: other groups, or a state that not all have loaded."""
+    if not ranks.several:
+        return
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    states = {
+        str(names.get(id(p))): {what: value for what, value in state.items() if isinstance(value, Tensor)}
+        for p, state in optimizer.state.items()
+    }
+    known = sorted((name, what) for name, state in states.items() for what in state)
+    ranks.agree("the optimizer", {"groups": str(groups), "state": str(known)})
+    ranks.agree("the optimizer's state", checksum(states[name][what] for name, what in known).hex())
+
+
+def _a_few_of(dataset: Any, key: bytes) -> str:
+    last = len(dataset) - 1
+    places = sorted({i * last // (LOOKED_AT - 1) for i in range(LOOKED_AT)})
+
+    def told() -> str:
+        digest = hmac.new(key, digestmod="sha256")
+        with generators_kept():
+            random.seed(0)
+            np.random.seed(0)
+            torch.default_generator.manual_seed(0)
+            _add(digest, [dataset[place] for place in places])
+        return digest.hexdigest()
+
+    try:
+        once, again = told(), told()
+    except Exception:
+        # what is wrong with them shows where they are trained on
+        return ""
+    return once if once == again else ""
 
 
 def model_identity(model: nn.Module) -> tuple[dict[str, str], bytes]:

@@ -19,6 +19,7 @@ from dpexp.errors import UserError
 from dpexp.models import rgp
 from dpexp.models.precision import autocast
 from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel.replicas import made_same
 from dpexp.parallel.sharded import filled, held_whole, shard, skeleton_of
 from dpexp.parallel.shards import part_here
 from dpexp.parallel.sharing import sharing
@@ -115,7 +116,12 @@ class Trainer:
         self.keys, self.key, self.signature = keys, keys.draws, signature
         self.folder, self.device, self.metrics = folder, device, metrics
         self.model = bundle.model.to(device).train()
-        ranks.copy_([*self.model.parameters(), *self.model.buffers()])
+        made_same(ranks, self.model)
+        # what could not be proven, in words
+        self.notes: list[str] = []
+        if plan is not None and run.task.kind == "custom":
+            # while every process has a whole model, and may ask it as often as it likes
+            self._look_at_losses()
         self.sharded = run.runtime.parallel == "fsdp" and ranks.several
         if self.sharded:
             self.skeleton = skeleton_of(self.model)
@@ -131,8 +137,6 @@ class Trainer:
         self.machine = Decisions(machine_file(), machine_name(device), ranks=ranks)
         self.code = provenance.code_hash()
         self.ledger: Ledger | None = None
-        # what could not be proven, in words
-        self.notes: list[str] = []
         self.clipper: AnyClipper | None = None
         self.policy = FixedThresholds(torch.zeros(0))
         self.search: StepSearch | None = None
@@ -183,9 +187,6 @@ class Trainer:
         return model
 
     def _attach(self) -> AnyClipper:
-        if self.run.task.kind == "custom" and not self.sharded:
-            note = look_at_task(self.task, self.model, self.run.seed)
-            self.notes += [] if note is None else [note]
         clipper = build_clipper(
             self.model, self.run.clip, self.run.engine, self.task, self.losses,
             expected_batch=self.expected_batch,
@@ -200,6 +201,15 @@ class Trainer:
             clipper.recall({"choices": choices})
         return clipper
 
+    def _look_at_losses(self) -> None:
+        """Look at the losses of a task of a person's own.
+
+        Raises:
+            UserError: what an example loses depends on the others.
+        """
+        note = look_at_task(self.task, self.model, self.run.seed)
+        self.notes += [] if note is None else [note]
+
     def _look_in_evaluation_mode(self) -> None:
         """Look at the losses that a search asks for: without dropout, and so in a mode that clipping never sees.
 
@@ -208,10 +218,9 @@ class Trainer:
         """
         self.model.eval()
         try:
-            note = look_at_task(self.task, self.model, self.run.seed)
+            self._look_at_losses()
         finally:
             self.model.train()
-        self.notes += [] if note is None else [note]
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, where there is one."""

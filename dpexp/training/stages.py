@@ -313,10 +313,18 @@ def refuse_unstaged(run: RunConfig, task: Any, ranks: Ranks) -> None:
         raise UserError(
             f"task={run.task.name} trains no causal language model, which alone is cut into stages{way}"
         )
+    if task.rows_per_example != 1:
+        raise UserError(
+            f"task={run.task.name} has several rows for each example, and a stage knows of one{way}"
+        )
     if run.optim.name not in OPTIMIZERS:
         raise UserError(
             f"optim={run.optim.name} looks at all parameters together, and each stage has some: choose "
             f"{', '.join(OPTIMIZERS)}{way}"
+        )
+    if run.engine.name == "opacus":
+        raise UserError(
+            f"engine=opacus goes back from losses alone, and a stage has none: choose engine=auto{way}"
         )
     if run.peft.name not in PEFT:
         raise UserError(f"peft={run.peft.name} has no stages: choose {', '.join(PEFT)}{way}")

@@ -200,6 +200,23 @@ def test_one_example_alone_is_looked_at_beside_another() -> None:
         step(Net(lambda h: h - h.mean(0).detach()), x(1, D))
 
 
+def test_a_batch_of_one_example_is_looked_at_where_others_were_before() -> None:
+    """What is left of a logical batch: a model that takes it in another way gives its example another share of the sum."""
+    model = Net(lambda h: h if len(h) > 1 else 2 * h)
+    clipper = attach(model)
+    for _ in range(2):
+        clipper.backward(model(x(8, D)).square().sum(1))
+    with pytest.raises(UserError, match="when another example stands beside it"):
+        clipper.backward(model(x(1, D)).square().sum(1))
+    clipper.detach()
+    model.between = lambda h: h
+    clipper = attach(model)
+    for rows in (8, 1):
+        clipper.backward(model(x(rows, D)).square().sum(1))
+    # one look is enough
+    assert not clipper._independence.due
+
+
 def test_a_model_that_begins_later_is_noticed_at_the_sixteenth_step() -> None:
     model = Net(lambda h: h)
     clipper = attach(model)

@@ -4,18 +4,21 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
-from dpexp import provenance, record
+from dpexp import PrivacyEngine, provenance, record
 from dpexp.clipping import attach
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.training import release
 from dpexp.training.batching import physical_batches
 from tests.parallel import everything
-from tests.parallel.cases import Case, NumberedNoise, check_same, dataset, losses, made, run
+from tests.parallel.cases import EXAMPLES, Case, NumberedNoise, check_same, dataset, losses, made, run
 from tests.parallel.pool import run_ranks
 from tests.training.tiny import make_trainer, tiny_run, train, weights
 
@@ -90,6 +93,87 @@ def test_shares_hold_every_example_once_and_are_of_one_size():
             assert all(found == sorted(found, reverse=True) for found in lengths)
 
 
+def test_no_example_is_in_two_shares_where_processes_do_not_agree_on_lengths():
+    """Lengths of texts that are made anew whenever they are asked for."""
+    for n in (1, 2, 5, 11):
+        drawn = np.arange(n)
+        shares = [
+            physical_batches(drawn, np.random.default_rng(rank).permutation(n).item, 2, rank, 3)
+            for rank in range(3)
+        ]
+        assert sorted(int(i) for share in shares for piece in share for i in piece) == drawn.tolist()
+
+
+class Shuffled(Dataset):
+    """Examples that are made when they are asked for, in an order that each process has drawn for itself."""
+
+    def __init__(self, rank: int):
+        self.order = np.random.default_rng(rank).permutation(EXAMPLES)
+
+    def __len__(self):
+        return EXAMPLES
+
+    def __getitem__(self, i):
+        return dataset("mlp")[int(self.order[i])]
+
+
+class Parts(nn.Module):
+    """As made by walking through a set of names, of which each process has an order of its own."""
+
+    def __init__(self, names: str):
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(10, 3) for name in names})
+
+
+def unlike(ranks: Ranks, folder: Path):
+    """What two processes have made in two ways; without privacy it would be trained without a word."""
+
+    def told(model, optimizer=None, data=None, **named):
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
+        settings = dict(batch_size=9, steps=3, noise_multiplier=1.0, delta=1e-3) | named
+        with pytest.raises(UserError) as caught:
+            PrivacyEngine(
+                model, optimizer, data or dataset("mlp"), folder=folder / str(len(named)), **settings
+            )
+        return str(caught.value)
+
+    def adam(model, steps):
+        optimizer = torch.optim.Adam(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.01 * (1 + ranks.rank))
+        for _ in range(steps):
+            optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    groups, one, two = (made(Case()) for _ in range(3))
+    parts = [list(groups[:4].parameters()), list(groups[4].parameters())]
+    by_group = [
+        {"params": part, "lr": lr} for part, lr in zip(parts[:: 1 - 2 * ranks.rank], (1.0, 0.1), strict=True)
+    ]
+    return [
+        told(made(Case()), data=Shuffled(ranks.rank), data_name="rows 1.0"),
+        told(Parts("ab" if ranks.writes else "ba")),
+        told(groups, torch.optim.SGD(by_group)),
+        told(one, adam(one, ranks.rank)),
+        told(two, adam(two, 1)),
+    ]
+
+
+def test_what_two_processes_have_made_in_two_ways_is_refused(tmp_path: Path):
+    (tmp_path / "ranks").mkdir()
+    for found in run_ranks(2, tmp_path / "ranks", unlike, tmp_path):
+        data, model, groups, state, moments = found
+        assert "the data (some examples, by their places) of rank 1 differs" in data
+        assert (
+            "the model (parts.a.weight) of rank 1 differs from that of rank 0: [3, 10] torch.float32 in place 2"
+            in model
+        )
+        assert "the optimizer (groups) of rank 1 differs" in groups
+        assert "the optimizer (state) of rank 1 differs" in state
+        assert "the optimizer's state of rank 1 differs" in moments
+
+
 def refusals(ranks: Ranks, folder: Path):
     told = []
     changes = [{"clip_norm": 0.5 + ranks.rank}, {"data_name": f"data {ranks.rank}"}]
@@ -105,7 +189,6 @@ def refusals(ranks: Ranks, folder: Path):
         told.append(str(caught.value))
     finally:
         provenance.code_hash = hash_of
-    from dpexp import PrivacyEngine
 
     def opened(name):
         model = made(Case())

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
+from dpexp import PrivacyEngine
 from dpexp.clipping import attach
 from dpexp.clipping.loop import LOOPED
 from dpexp.errors import UserError
@@ -19,8 +21,12 @@ from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 from dpexp.schemas import GenerationConfig
 from dpexp.tasks.decoding import Context, Written, decode
-from tests.parallel.cases import MODELS, Case, check_same, dataset, losses, made, run, whole
+from dpexp.tasks.target_loss import example_losses
+from tests.parallel.cases import EXAMPLES, MODELS, Case, check_same, dataset, losses, made, run, whole
 from tests.parallel.pool import run_ranks
+from tests.pipeline.models import batch_of, language_model
+from tests.training.test_own_losses import Balanced
+from tests.training.tiny import make_trainer, tiny_run
 from tests.versions import needs_torch
 
 pytestmark = needs_torch(2, 15)
@@ -184,6 +190,25 @@ def test_sums_of_a_block_are_reduced_when_its_back_propagation_ends(tmp_path: Pa
                 torch.testing.assert_close(found[parameter], p.grad, rtol=1e-5, atol=1e-7)
 
 
+def summed_twice(ranks: Ranks):
+    """An engine of two back-propagations, whose losses do not go through the outputs of the model."""
+    model = language_model("gpt2", lora=True, dtype=torch.float32)
+    model = shard(model) if ranks.several else model
+    clipper = attach(model, "flat", 0.05, engine="ghost")
+    rows = list(range(8))[ranks.rank :: ranks.size]
+    for _ in range(4):
+        model.zero_grad()
+        clipper.backward(example_losses(model, {name: part[rows] for name, part in batch_of(8).items()}))
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_what_a_second_back_propagation_needs_is_whole(tmp_path: Path):
+    expected = summed_twice(Ranks())
+    for found in run_ranks(2, tmp_path, summed_twice):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
+
+
 def noisy(tensors):
     add_gaussian_(tensors, [0.5] * len(tensors), KeyedGenerator(b"k" * 32))
     return [whole(tensor) for tensor in tensors]
@@ -315,6 +340,98 @@ def test_with_as_many_tokens_as_examples_shards_are_looked_at_too(tmp_path: Path
     (own, mixed), _ = run_ranks(2, tmp_path, centred)
     assert own == "taken"
     assert "mixes examples" in mixed
+
+
+def mirrored(examples):
+    x, y = default_collate(examples)
+    return [(x + x.flip(0)) / 2, y]
+
+
+def shortest_first(examples):
+    return default_collate(sorted(examples, key=lambda example: float(example[0].norm())))
+
+
+def spread(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    found = losses(Case(), model, batch)
+    return found / found.detach().mean()
+
+
+def standardised(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    return losses(Case(), model, [(batch[0] - batch[0].mean(0)) / batch[0].std(0), batch[1]])
+
+
+def plain(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    return losses(Case(), model, batch)
+
+
+def went_through(engine: PrivacyEngine, collate, loss):
+    for batch in engine.batches(collate):
+        engine.step(loss(engine.model, batch))
+
+
+def mixed_by_loops(ranks: Ranks, folder: Path):
+    """What a loop may not make of its batches, whoever holds the weights."""
+    pairs = {"users": [i // 2 for i in range(EXAMPLES)], "rows_per_example": 2}
+    told = []
+    for number, (collate, loss, options) in enumerate(
+        [(mirrored, plain, {}), (shortest_first, plain, pairs), (None, spread, {}), (None, standardised, {})]
+    ):
+        model = shard(made(Case()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine = PrivacyEngine(
+            model, optimizer, dataset("mlp"), folder=folder / str(number), batch_size=11, steps=3, noise_multiplier=1.0,
+            delta=1e-3, noise_seed=11, **options,
+        )  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            went_through(engine, collate or default_collate, loss)
+        engine.close()
+        told.append((str(caught.value), engine.ledger.steps_charged))
+    run = tiny_run()
+    run.task.kind, run.runtime.parallel = "custom", "fsdp"
+    with pytest.raises(UserError) as caught:
+        make_trainer(folder / "task", run, task=Balanced(), ranks=ranks)
+    return [*told, (str(caught.value), 0)]
+
+
+def test_loops_and_tasks_that_mix_examples_are_refused_with_shards_too(tmp_path: Path):
+    words = [
+        "collate_fn mixes examples",
+        "in an order of its own",
+        "the loss of one changes",
+        "before they enter the model",
+    ]
+    (tmp_path / "ranks").mkdir()
+    for told in run_ranks(2, tmp_path / "ranks", mixed_by_loops, tmp_path):
+        for expected, (text, charged) in zip([*words, "Balanced.losses: "], told, strict=True):
+            assert expected in text
+            assert charged == 0
+
+
+def first_weights(ranks: Ranks, folder: Path):
+    """Two replicas of one shard, whose processes have drawn their weights by other seeds."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.manual_seed(ranks.rank)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    model = cut(nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 3)), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with PrivacyEngine(
+        model,
+        optimizer,
+        dataset("mlp"),
+        folder=folder,
+        batch_size=9,
+        steps=3,
+        noise_multiplier=1.0,
+        delta=1e-3,
+    ):
+        return [p.to_local().clone() for p in model.parameters()]
+
+
+def test_replicas_of_shards_begin_with_the_same_weights(tmp_path: Path):
+    (tmp_path / "ranks").mkdir()
+    first, second = run_ranks(2, tmp_path / "ranks", first_weights, tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def refused(ranks: Ranks, folder: Path):

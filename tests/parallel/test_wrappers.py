@@ -67,6 +67,42 @@ def test_parts_add_up_whoever_adds_them_and_wherever_the_wrapper_is(tmp_path: Pa
                 torch.testing.assert_close(sums[name], value, msg=lambda m, name=name: f"{name}: {m}")
 
 
+# of each rank in each pass
+TURNS = ((4, 0), (0, 3), (0, 0), (2, 2), (0, 4))
+
+
+def by_turns(ranks: Ranks, wrap: Callable[[nn.Module], nn.Module]) -> list[dict[str, Tensor]]:
+    """The sums of passes in which some ranks have no examples, and do not go through the model."""
+    model = made(CASE)
+    wrapped = wrap(model) if ranks.several else model
+    clipper, found, start = attach(wrapped, clip_norm=0.5), [], 0
+    for turn in TURNS:
+        sizes = turn if ranks.several else (sum(turn),)
+        rows = list(range(start, start + sum(turn)))[sum(sizes[: ranks.rank]) :][: sizes[ranks.rank]]
+        start += sum(turn)
+        model.zero_grad()
+        clipper.backward(losses(CASE, wrapped, list(dataset("mlp")[rows])) if rows else torch.zeros(0))
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    return found
+
+
+def with_buffer(model: nn.Module) -> nn.Module:
+    model.register_buffer("unit", torch.ones(1))
+    return DistributedDataParallel(model)
+
+
+def all_by_turns(ranks: Ranks) -> list[list[dict[str, Tensor]]]:
+    return [by_turns(ranks, wrap) for wrap in (DistributedDataParallel, with_buffer, Holder)]
+
+
+def test_a_rank_without_examples_takes_part_in_its_own_sum_and_not_in_the_next_one(tmp_path: Path) -> None:
+    expected = by_turns(Ranks(), nn.Identity)
+    for of_rank in run_ranks(2, tmp_path, all_by_turns):
+        for found in of_rank:
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
 def hooked(hook: Any) -> Callable[[nn.Module], nn.Module]:
     def wrap(model: nn.Module) -> nn.Module:
         wrapped = DistributedDataParallel(model)

@@ -1,10 +1,14 @@
-"""Tiny causal language models, whole or in stages, and a batch for them."""
+"""Tiny causal language models, whole or in stages, a batch for them, and tasks of a person's own."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from dpexp.tasks import DataInfo, Task
 
 VOCABULARY = 50
 
@@ -47,3 +51,50 @@ def pieces_of(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     """Microbatches of one size."""
     parts = {name: tensor.chunk(count) for name, tensor in batch.items()}
     return [{name: tensors[i] for name, tensors in parts.items()} for i in range(count)]
+
+
+class Tokens(Task):
+    """Rows of tokens of one length; the loss is that of the next ones."""
+
+    head = "causal_lm"
+
+    def __init__(self, task: Any, data: Any, scale: str, tokenizer: Any):
+        rows = torch.randint(5, VOCABULARY, (32, 9), generator=torch.Generator().manual_seed(0))
+        self.name, self.num_examples, self.labels = task.name, 24, []
+        self.train, self.dev = list(rows[:24]), list(rows[24:])
+        self.data = DataInfo("demo", "tokens", {"train": 24}, {"train": "0"}, [])
+
+    def collate(self, examples: list[Any]) -> dict[str, Tensor]:
+        rows = torch.stack(examples) if examples else torch.zeros(0, 9, dtype=torch.int64)
+        return {"input_ids": rows[:, :-1], "targets": rows[:, 1:]}
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if not len(batch["targets"]):
+            return torch.zeros(0)
+        logits = model(**{name: part for name, part in batch.items() if name != "targets"}).logits.float()
+        return nn.functional.cross_entropy(logits.mT, batch["targets"], reduction="none").sum(1)
+
+    def evaluate(
+        self, model: nn.Module, device: Any, batch_size: int, progress: Any = None
+    ) -> dict[str, float]:
+        with torch.no_grad():
+            return {"loss": float(self.losses(model, self.collate(list(self.dev))).mean())}
+
+    def length(self, i: int) -> int:
+        return 9
+
+
+class Mixing(Tokens):
+    """Divided by the mean of their batch, of which no gradient tells."""
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = super().losses(model, batch)
+        return found / found.detach().mean()
+
+
+class Typed(Tokens):
+    """With something else that the model reads."""
+
+    def collate(self, examples: list[Any]) -> dict[str, Tensor]:
+        batch = super().collate(examples)
+        return {**batch, "token_type_ids": torch.full_like(batch["input_ids"], 3)}

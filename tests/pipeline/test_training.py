@@ -15,9 +15,11 @@ from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
+from dpexp.pipeline.clipper import WholeModel
 from dpexp.training import release, stages
 from dpexp.training.stages import refuse_unstaged
 from tests.parallel.pool import run_ranks
+from tests.pipeline.models import language_model
 from tests.versions import needs_torch
 
 pytestmark = needs_torch(2, 14)
@@ -159,21 +161,62 @@ def test_two_replicas_of_two_stages_end_as_one_process_ends(tmp_path: Path) -> N
         assert found["metrics"][metric] == pytest.approx(value, rel=1e-5), metric
 
 
+TASK = [
+    "task=custom",
+    "task.metric=loss",
+    "data.num_examples=24",
+    "privacy=noise",
+    "privacy.noise_multiplier=1",
+]
+
+
+def told_by_tasks(ranks: Ranks, folder: Path) -> list[str]:
+    told = []
+    for name in ("Mixing", "Typed"):
+        task = [*TASK, f"task.factory=tests.pipeline.models:{name}", "clip=perdevice", "peft=lora", *STAGED]
+        with pytest.raises(UserError) as caught:
+            trained(ranks, folder / name, task)
+        told.append(str(caught.value))
+    return told
+
+
+def test_tasks_of_ones_own_are_looked_at_before_the_model_is_cut(tmp_path: Path) -> None:
+    """Losses that go by their batch; and what no stage but the last would be given."""
+    (tmp_path / "ranks").mkdir()
+    for mixing, typed in run_ranks(2, tmp_path / "ranks", told_by_tasks, tmp_path):
+        assert "Mixing.losses: " in mixing
+        assert "mixes examples" in mixing
+        assert "a batch has token_type_ids" in typed
+    assert not list(tmp_path.rglob("ledger.jsonl"))
+
+
 def test_what_is_not_exact_in_stages_is_refused_by_name() -> None:
     two = Ranks(0, 2)
 
     class Task:
-        head = "causal_lm"
+        head, rows_per_example = "causal_lm", 1
+
+    class Augmented(Task):
+        rows_per_example = 2
+
+    with pytest.raises(UserError, match="several rows for each example"):
+        refuse_unstaged(compose([*SMALL, *STAGED, "clip=perdevice"]), Augmented, two)
 
     for overrides, words in (
         (["runtime.schedule=interleaved1f1b"], "several stages"),
         (["runtime.stages=3"], "does not divide"),
         (["optim=adadp"], "adadp"),
         (["peft=prefix"], "prefix"),
+        (["engine=opacus"], "opacus"),
         (["optim.ema_decay=0.9"], "averages"),
     ):
         run = compose([*SMALL, *STAGED, "clip=perdevice", *overrides])
         with pytest.raises(UserError, match=words):
             refuse_unstaged(run, Task, two)
+    idle = language_model("gpt2", lora=False)
+    for name, parameter in idle.named_parameters():
+        parameter.requires_grad_("ln_f" in name)
+    with pytest.raises(UserError, match="nothing trains in stage 0 of 2"):
+        WholeModel(idle, "flat", 2)
     with pytest.raises(UserError, match="torchrun"):
         train.refuse_misfits(compose([*SMALL, *STAGED, "clip=perdevice"]))

@@ -86,8 +86,7 @@ class Independence:
 
     @property
     def _known(self) -> bool:
-        # who was seen in company needs no look alone
-        return max(self.looks.get((self.mode, alone), 0) for alone in {False, self.alone}) >= PATIENCE
+        return self.looks.get((self.mode, self.alone), 0) >= PATIENCE
 
     def enter(self, args: tuple, kwargs: dict, rows: int) -> None:
         """The model's forward begins; of so many rows, as far as the shapes tell.
@@ -179,6 +178,8 @@ class Independence:
             self.looking = False
             give_back_freed_memory()
         told = num_examples > 1 and any(look.told for look in looks)
+        # of a model that was seen to tell: alone nothing but the size of the batch is another one
+        told |= self.alone and self.looks.get((self.mode, False), 0) >= PATIENCE
         more = PATIENCE // ALONE if self.alone and num_examples == 1 else 1
         mode = self.mode, self.alone
         self.looks[mode] = PATIENCE if told else self.looks.get(mode, 0) + more

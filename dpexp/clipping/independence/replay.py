@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dpexp.clipping.dataflow import attributes_of, tensors_in
+from dpexp.clipping.distributed import reducers_in, silent
 from dpexp.clipping.gradients.numerics import full_precision
 from dpexp.clipping.independence.arguments import Inputs, changed, copied
 from dpexp.clipping.independence.chance import Chance, WithoutChance
@@ -179,7 +180,8 @@ class Replay:
         np.random.seed(seed)
         before = random.getstate(), _place_of_numpy()
         args, kwargs = changed(inputs, copied)
-        with WithoutChance(self.chance) as chance:
+        # other ranks may not look now
+        with silent(reducers_in(self.model)), WithoutChance(self.chance) as chance:
             result = self.model(*args, **kwargs)
         moved = before != (random.getstate(), _place_of_numpy())
         self.drew |= moved or chance.drew
