@@ -52,6 +52,10 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path, labels:
     else:
         torch.save(model.state_dict(), folder / "model.pt")
     if callable(save := getattr(bundle.tokenizer, "save_pretrained", None)):
+        if (fast := getattr(bundle.tokenizer, "backend_tokenizer", None)) is not None:
+            # it keeps the settings of its last call, which cut where a private text was too long and nowhere else
+            fast.no_truncation()
+            fast.no_padding()
         save(str(folder))
     write_card(summary, folder)
     return folder
