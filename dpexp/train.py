@@ -26,6 +26,7 @@ from dpexp.tasks.features import freeze
 from dpexp.tasks.users import by_user
 from dpexp.trackers import tells_all, tracking, what_is_told
 from dpexp.training.export import export, write_card
+from dpexp.training.identity import refuse_other_data
 from dpexp.training.interrupt import end_like_ctrl_c
 from dpexp.training.loop import Outcome, Trainer
 from dpexp.training.planning import budget_groups, build_plan, build_sampler, choose_device, number_of_steps
@@ -136,6 +137,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     groups = budget_groups(run, task.num_examples)
     plan = build_plan(run, task.num_examples, steps, groups)
     keys = ranks.once(lambda: open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}"))
+    ranks.once(lambda: refuse_other_data(folder, keys.run, task.data.sha256, bundle.weights_sha256))
     sampler = build_sampler(run, plan, task.num_examples, keys.draws, groups)
 
     with tracking(run, settings, folder) if ranks.writes else contextlib.nullcontext() as tracker:

@@ -20,6 +20,7 @@ from dpexp.privacy import accountants
 from dpexp.privacy.events import decode
 from dpexp.train import report_finished, train
 from dpexp.training import release
+from dpexp.training.loop import Trainer
 from dpexp.training.planning import build_plan, choose_device, number_of_steps
 from tests.commands import called
 
@@ -222,6 +223,31 @@ def test_interrupted_or_killed_the_same_command_goes_on_to_the_same_model(tmp_pa
             == ledger_lines(folder)
             == 10
         )
+
+
+def test_a_run_does_not_go_on_with_other_data_than_its_checkpoint_has_learnt_from(tmp_path, monkeypatch):
+    data = tmp_path / "mine.csv"
+    own = [
+        "task=text_classification", f"data.train={data}", "data.text=text", "data.label=label", "task.labels=[a,b]",
+        "data.num_examples=8", "optim.batch_size=4", "optim.steps=2", "runtime.checkpoint_every=1", "clip=flat",
+    ]  # fmt: skip
+    run, folder = prepare(tmp_path / "runs", *own)
+
+    def begin(word, stop):
+        data.write_text("text,label\n" + f"{word} film,a\npoor film,b\n" * 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(Trainer, "affordable", lambda trainer: trainer.step < stop)
+            patched.setattr("dpexp.train.refuse_divergence", lambda *_: 1 / 0)
+            train(run, folder, Console(quiet=True))
+
+    for word, stop in (("fine", 0), ("good", 1)):
+        # a run that has learnt nothing yet begins on what is there
+        with pytest.raises(ZeroDivisionError):
+            begin(word, stop)
+    with pytest.raises(UserError, match="the data differ"):
+        begin("fine", 2)
+    with pytest.raises(ZeroDivisionError):
+        begin("good", 2)
 
 
 def test_the_key_of_a_finished_run_goes_and_its_record_can_still_be_asked(finished):
