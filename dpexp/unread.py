@@ -23,7 +23,12 @@ _ONE = {name: takes for name, (_, takes) in SCHEDULES.items()}
 
 # a setting, those of its values under which others are read, and the others; "optim" is the optimiser that moves the weights
 READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("clip.private", (True,), "privacy.secure privacy.delta schedule.name"),
+    (
+        "clip.private",
+        (True,),
+        "privacy.secure privacy.delta schedule.name accountant.name engine.name engine.choice engine.memory_cap_mib "
+        "clip.clip_norm clip.allocation clip.method clip.rule",
+    ),
     ("clip.groups", ("device",), "clip.devices"),
     (
         "clip.adaptive",
@@ -110,7 +115,10 @@ READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "task.generation.num_beams task.generation.length_penalty task.generation.beam_length",
     ),
     ("task.kind", ("custom",), "task.factory"),
-    ("data.dev", (None,), "task.held_out"),
+    ("data.text", (None,), "task.text"),
+    ("data.text_pair", (None,), "task.text_pair"),
+    ("data.label", (None,), "task.label"),
+    ("data.max_length", (None,), "task.max_length"),
     (
         "runtime.parallel",
         ("pipeline",),
