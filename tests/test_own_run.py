@@ -92,7 +92,9 @@ def test_runs_stand_beside_each_other(tmp_path: Path) -> None:
 
 def test_what_epsilon_rests_on_stands_beside_it(tmp_path: Path) -> None:
     folders = [_run(tmp_path / name / "seed0") for name in ("a", "b")]
-    for folder, notes in zip(folders, (["said of both"], ["said of both", "no guarantee: shuffled"]), strict=True):
+    for folder, notes in zip(
+        folders, (["said of both"], ["said of both", "no guarantee: shuffled"]), strict=True
+    ):
         record = {"privacy": {"delta": DELTA, "notes": notes}, "task": "mnist"}
         (folder / "summary.json").write_text(json.dumps(record))
     main([*map(str, folders), "--released", "--out", str(tmp_path / "page")])
