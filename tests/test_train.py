@@ -18,6 +18,7 @@ from dpexp.config import compose, run_folder, to_dict
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import decode
+from dpexp.schemas import DataConfig, RunConfig
 from dpexp.train import report_finished, train
 from dpexp.training import release
 from dpexp.training.loop import Trainer
@@ -104,10 +105,27 @@ def test_asking_for_a_finished_run_says_whether_its_data_were_written_since(fini
     (data := tmp_path / "mine.csv").write_text("text,label\n")
     console = Console(record=True, width=400)
     begun = (folder / "config.yaml").stat().st_mtime
+    asked = RunConfig(data=DataConfig(train=str(data), dev=str(tmp_path / "gone.csv")))
     for time, said in ((begun - 60, False), (begun + 60, True)):
         os.utime(data, (time, time))
-        report_finished(summary, folder, console, [str(data), None, str(tmp_path / "gone.csv")])
+        report_finished(summary, folder, console, asked)
         assert ("mine.csv was written after this run had begun" in console.export_text()) == said
+
+
+def test_asking_for_a_finished_run_says_where_its_data_lay(finished):
+    summary, folder, _ = finished
+    console, run = Console(record=True, width=400), compose(SHORT)
+    read = {**summary, "data": {**summary["data"], "source": "files"}}
+    report_finished(read, folder, console, run)
+    assert "read its data with" not in console.export_text()
+    run.data.root, run.task.files = "other", {"train": "other.tsv", "dev": "sst2/dev.tsv"}
+    report_finished(read, folder, console, run)
+    said = console.export_text()
+    assert "this run read its data with data.root=None, and" in said
+    assert "with task.files.train=sst2/train.tsv, and" in said
+    assert "task.files.dev" not in said
+    report_finished(summary, folder, console, run)
+    assert "read its data with" not in console.export_text()
 
 
 def test_without_privacy_epsilon_is_null_and_there_is_no_ledger(tmp_path):
