@@ -26,8 +26,7 @@ READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
         "clip.private",
         (True,),
-        "privacy.secure privacy.delta schedule.name accountant.name engine.name engine.choice engine.memory_cap_mib "
-        "clip.clip_norm clip.allocation clip.method clip.rule",
+        "privacy.secure privacy.delta schedule.name clip.clip_norm clip.allocation clip.method clip.rule",
     ),
     ("clip.groups", ("device",), "clip.devices"),
     (
