@@ -37,7 +37,7 @@ from dpexp.tasks.classification import TextClassification
 from dpexp.tasks.decoding import Context, decode
 from dpexp.tasks.files import read_table
 from dpexp.tasks.generation import Generation
-from dpexp.tasks.image_folders import SUFFIXES
+from dpexp.tasks.image_folders import SUFFIXES, shown_files
 from dpexp.tasks.images import ImageClassification
 from dpexp.tasks.tables import columns_of
 from dpexp.training.planning import choose_device
@@ -214,9 +214,7 @@ def _texts(run: RunConfig, data: Path, place: Path) -> tuple[list[dict[str, str]
 def _images(data: Path, place: Path, labels: Sequence[str]) -> tuple[list[dict[str, str]], Path]:
     """The images' paths, and a folder that holds them in this order as those of the first class."""
     found = (
-        [data]
-        if data.is_file()
-        else sorted(p for p in data.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        [data] if data.is_file() else [path for path in shown_files(data) if path.suffix.lower() in SUFFIXES]
     )
     if not found:
         raise UserError(f"data={data}: no image there ({', '.join(sorted(SUFFIXES))})")
