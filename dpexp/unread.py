@@ -72,6 +72,7 @@ READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("optim", ("adam", "adamw", "adam_bc", "adamw_bc", "lamb"), "optim.betas"),
     ("optim", ("adam", "adamw", "lamb", "adagrad"), "optim.eps"),
     ("optim", ("sgd",), "optim.momentum"),
+    ("optim", ("adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "lamb", "sgd"), "optim.weight_decay"),
     ("optim", ("adam_bc", "adamw_bc"), "optim.floor"),
     ("optim", ("adadp",), "optim.tolerance optim.ratios"),
     ("optim.name", _FILTERS, "optim.base"),
