@@ -23,11 +23,7 @@ _ONE = {name: takes for name, (_, takes) in SCHEDULES.items()}
 
 # a setting, those of its values under which others are read, and the others; "optim" is the optimiser that moves the weights
 READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (
-        "clip.private",
-        (True,),
-        "privacy.secure privacy.delta schedule.name clip.clip_norm clip.allocation clip.method clip.rule",
-    ),
+    ("clip.private", (True,), "privacy.secure privacy.delta schedule.name"),
     ("clip.groups", ("device",), "clip.devices"),
     (
         "clip.adaptive",

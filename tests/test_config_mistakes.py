@@ -127,7 +127,6 @@ FOR_NOTHING = {
         "schedule.period=2",
     ): "schedule=time: it is for",
     ("clip=nonprivate", "schedule=time"): "clip=nonprivate: it is for clip.private=true",
-    ("clip=nonprivate", "clip.clip_norm=1"): "clip=nonprivate: it is for clip.private=true",
     (
         "clip=flat",
         "data.max_length=64",
