@@ -90,6 +90,7 @@ def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> No
         *_length(run),
         *_model(run),
         *_data(run),
+        *_dev(run),
         *_generation(run),
         *_images(run),
         *_parallel(run),
@@ -389,6 +390,23 @@ def _undeclared(run: RunConfig) -> Iterator[str]:
         yield "data.num_examples=N (the number of rows)"
     if run.task.kind not in ("generation", "custom") and not run.task.labels and not run.task.label_words:
         yield "task.labels=[a,b] (the classes, as they stand in the file)"
+
+
+def _dev(run: RunConfig) -> Iterator[str]:
+    """Whether there is a dev set where something goes by it, and not two of them."""
+    data, held_out = run.data, run.task.held_out
+    there = data.dev or run.task.files.get("dev")
+    if held_out and there:
+        yield f"task.held_out={held_out} makes rows of the training file the dev set, and there is one ({there}): set it to 0"
+    if data.train is None or there or held_out or run.task.kind == "custom":
+        return
+    uses = {
+        "optim.keep_best_every": run.optim.keep_best_every > 0,
+        f"schedule={run.schedule.name}": run.schedule.name == "validation",
+        f"clip={run.clip.name}": run.clip.method in ("ellipsoid", "embedding"),
+    }
+    for what in [name for name, used in uses.items() if used]:
+        yield f"{what} goes by the dev set, which is public, and none is given: give data.dev, or leave it out"
 
 
 def _data(run: RunConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 
 from dpexp.config import RunConfig, compose, signature
-from dpexp.declared import declared_units
+from dpexp.declared import declared_num_examples, declared_units
 from dpexp.errors import UserError
 from dpexp.models import build_model, build_tokenizer
 from dpexp.models.images import FAMILIES, OWN_FAMILIES
@@ -37,7 +37,7 @@ from dpexp.tasks.image_sources import ImageReader
 from dpexp.tasks.pairs import PairReader, find_pairs
 from dpexp.tasks.sources import Reader, is_demo
 from dpexp.tasks.tables import TableReader
-from dpexp.tasks.users import by_user
+from dpexp.tasks.users import by_user, read_users
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.loop import Trainer
 from dpexp.training.planning import budget_groups, build_plan, build_sampler, choose_device, number_of_steps
@@ -115,7 +115,8 @@ def whereabouts(run: RunConfig) -> str:
 
 
 def read_tables(run: RunConfig) -> None:
-    """Read the tables of a task of texts, as the run will: columns, classes, the number of rows. Images are not opened.
+    """Read the tables of a task of texts, as the run will: columns, classes, the number of rows, and who gave them. Images are
+    not opened.
 
     Raises:
         UserError: what is wrong with them.
@@ -126,6 +127,8 @@ def read_tables(run: RunConfig) -> None:
         train = find_pairs(run.task, run.data, run.scale.name).splits["train"]
         if run.task.drop_over is None:
             check_num_examples(run.task, run.data, run.scale.name, len(train), train.where)
+    if run.unit.name == "user" and (rows := declared_num_examples(run)) is not None:
+        read_users(run, rows)
 
 
 def weights(model: ModelConfig) -> str:

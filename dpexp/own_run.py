@@ -167,6 +167,7 @@ def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
         parts = [
             *_compared(runs),
             _table(runs, released),
+            *_conditions(runs),
             *(part for name, part in _figures(runs, out) if not (released and name in WITHHELD)),
         ]
     except OSError as error:
@@ -338,6 +339,21 @@ def _table(runs: list[OwnRun], released: bool) -> str:
         for name, values in rows.items()
     )
     return f"<table>\n<tr><th></th>{head}</tr>\n{body}\n</table>"
+
+
+def _conditions(runs: list[OwnRun]) -> Iterator[str]:
+    """What a reader of ε must know, as the records say it; with the runs that it is about, where it is not about all."""
+    said: dict[str, list[str]] = {}
+    for run in runs:
+        for note in run.summary.get("privacy", {}).get("notes", ()):
+            said.setdefault(note, []).append(run.name)
+    if said:
+        told = (
+            note if len(names) == len(runs) else f"{note} ({', '.join(names)})"
+            for note, names in said.items()
+        )
+        lines = [f"<li>{html.escape(sentence)}</li>" for sentence in told]
+        yield "<h2>What ε rests on</h2>\n<ul>\n" + "\n".join(lines) + "\n</ul>"
 
 
 def _facts(run: OwnRun) -> dict[str, str]:

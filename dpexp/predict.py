@@ -37,7 +37,7 @@ from dpexp.tasks.classification import TextClassification
 from dpexp.tasks.decoding import Context, decode
 from dpexp.tasks.files import read_table
 from dpexp.tasks.generation import Generation
-from dpexp.tasks.image_folders import SUFFIXES
+from dpexp.tasks.image_folders import SUFFIXES, shown_files
 from dpexp.tasks.images import ImageClassification
 from dpexp.tasks.tables import columns_of
 from dpexp.training.planning import choose_device
@@ -90,9 +90,11 @@ def predict(arguments: PredictArguments, out: Path) -> int:
         raise UserError(f"batch_size={arguments.batch_size}: give 1 or more")
     folder, data = Path(arguments.run).expanduser(), Path(arguments.data).expanduser()
     run = read_run(folder)
-    run.task.labels = arguments.labels or run.task.labels or list(run.task.label_words)
+    run.task.labels = _classes(run, arguments.labels)
     if not data.exists():
         raise UserError(f"data={data}: no such file or folder")
+    if out.exists() and out.samefile(data):
+        raise UserError(f"out={out} is data={data}, which would be lost: give another file")
     # before the work, not behind it
     make_folder(out.parent, "out")
     device = choose_device(arguments.device)
@@ -106,6 +108,21 @@ def predict(arguments: PredictArguments, out: Path) -> int:
     writer.writerows([*row.values(), *answer] for row, answer in zip(rows, answers, strict=True))
     write_atomic(out, text.getvalue())
     return len(rows)
+
+
+def _classes(run: RunConfig, labels: list[str] | None) -> list[str]:
+    """The classes in the order of the training; those of the command where the run took them from its data.
+
+    Raises:
+        UserError: the command names others, or in another order.
+    """
+    known = run.task.labels or list(run.task.label_words)
+    if labels and labels != (known or sorted(labels)):
+        order = f"the run has {known}: leave labels out" if known else f"give labels={sorted(labels)}"
+        raise UserError(
+            f"labels={labels} are not the classes in the order of the training, where they are sorted or declared: {order}"
+        )
+    return known or labels or []
 
 
 def read_run(folder: Path) -> RunConfig:
@@ -197,9 +214,7 @@ def _texts(run: RunConfig, data: Path, place: Path) -> tuple[list[dict[str, str]
 def _images(data: Path, place: Path, labels: Sequence[str]) -> tuple[list[dict[str, str]], Path]:
     """The images' paths, and a folder that holds them in this order as those of the first class."""
     found = (
-        [data]
-        if data.is_file()
-        else sorted(p for p in data.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        [data] if data.is_file() else [path for path in shown_files(data) if path.suffix.lower() in SUFFIXES]
     )
     if not found:
         raise UserError(f"data={data}: no image there ({', '.join(sorted(SUFFIXES))})")

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dpexp import provenance, record, siblings, statement
 from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
-from dpexp.durable import write_atomic, write_json
+from dpexp.durable import flattened, write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
@@ -26,7 +26,7 @@ from dpexp.tasks.features import freeze
 from dpexp.tasks.users import by_user
 from dpexp.trackers import tells_all, tracking, what_is_told
 from dpexp.training.export import export, write_card
-from dpexp.training.identity import check_examples
+from dpexp.training.identity import check_examples, refuse_other_data
 from dpexp.training.interrupt import end_like_ctrl_c
 from dpexp.training.loop import Outcome, Trainer
 from dpexp.training.planning import budget_groups, build_plan, build_sampler, choose_device, number_of_steps
@@ -72,7 +72,7 @@ def run_together(run: RunConfig, ranks: Ranks) -> dict[str, float]:
     if ranks.writes and statement.declare_trials(summary, run.trials, run.trials_law):
         write_json(folder / "summary.json", summary)
         write_card(summary, folder / "model")
-    report_finished(summary, folder, console, [run.data.train, run.data.dev])
+    report_finished(summary, folder, console, run)
     return Result(summary["metrics"], run.task.metric)
 
 
@@ -140,6 +140,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     if run.task.kind == "custom":
         # whose hash may be anything
         check_examples(ranks, source.train, keys.run)
+    ranks.once(lambda: refuse_other_data(folder, keys.run, task.data.sha256, bundle.weights_sha256))
     sampler = build_sampler(run, plan, task.num_examples, keys.draws, groups)
 
     with tracking(run, settings, folder) if ranks.writes else contextlib.nullcontext() as tracker:
@@ -307,9 +308,9 @@ def how_to_resume(folder: Path) -> str:
 
 
 def report_finished(
-    summary: dict[str, Any], folder: Path, console: Console, files: Sequence[str | None] = ()
+    summary: dict[str, Any], folder: Path, console: Console, run: RunConfig | None = None
 ) -> None:
-    """This run is done already: show what it found, and whether the code and the ``files`` of its data are still the same."""
+    """This run is done already: show what it found, and whether the code and the data that are asked for are still the same."""
     show(summary, folder, console)
     if not (folder / "model").is_dir():
         again = (
@@ -331,13 +332,36 @@ def report_finished(
         console.print(
             f"note: {changed}. For a fresh run, change the seed or move {folder} away", markup=False
         )
-    for file in files:
+    for setting in elsewhere(summary, run) if run else ():
+        console.print(
+            f"note: this run read its data with {setting}, and other data may be where you ask for it. To train on that, "
+            f"change the seed or move {folder} away",
+            markup=False,
+        )
+    for file in (run.data.train, run.data.dev) if run else ():
         if file and newer(Path(file), folder / "config.yaml"):
             console.print(
                 f"note: {file} was written after this run had begun, and the model knows what it held before. To train on it "
                 f"as it is, change the seed or move {folder} away",
                 markup=False,
             )
+
+
+def elsewhere(summary: dict[str, Any], run: RunConfig) -> list[str]:
+    """What a finished run was told of where its data lie, as far as the same run asks for it in another place now.
+
+    Such settings make no other run, so that a published data set may lie anywhere.
+    """
+    if summary["data"]["source"] not in ("files", "hub"):
+        return []
+    then, now = (
+        dict(flattened(settings)) for settings in (summary["details"].get("config", {}), to_dict(run))
+    )
+    return [
+        f"{key}={value}"
+        for key, value in then.items()
+        if key.startswith(("data.root", "data.source", "task.files.", "task.hub_")) and now.get(key) != value
+    ]
 
 
 def newer(file: Path, other: Path) -> bool:

@@ -65,6 +65,11 @@ SETTINGS = [
     ([*DECLARED, "data.text_pair=t"], "name one column twice"),
     ([*DECLARED, "task.labels=[a,'']"], "has 1 empty names"),
     ([*DECLARED, "task.labels=[a,a]"], "names a class twice"),
+    ([*DEMO, "task.held_out=9"], "there is one (sst2/dev.tsv): set it to 0"),
+    ([*DECLARED, "data.dev=d.csv", "task.held_out=9"], "there is one (d.csv): set it to 0"),
+    ([*DECLARED, "optim.keep_best_every=9"], "optim.keep_best_every goes by the dev set"),
+    ([*DECLARED, "schedule=validation"], "schedule=validation goes by the dev set"),
+    ([*DECLARED, "clip=ellipsoid"], "clip=ellipsoid goes by the dev set"),
     (
         ["task=images", "clip=flat", "data.train=f"],
         "data.num_examples=N (the number of rows) and task.labels",
@@ -86,6 +91,10 @@ def test_a_setting_that_cannot_be_meant_gets_one_sentence(overrides: list[str], 
         compose(overrides)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_what_goes_by_a_dev_set_may_go_by_rows_that_are_held_out() -> None:
+    assert compose([*DECLARED, "optim.keep_best_every=9", "task.held_out=9"]).optim.keep_best_every == 9
 
 
 def test_what_is_public_is_read_from_the_file_where_nothing_is_private() -> None:

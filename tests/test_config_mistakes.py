@@ -127,6 +127,12 @@ FOR_NOTHING = {
         "schedule.period=2",
     ): "schedule=time: it is for",
     ("clip=nonprivate", "schedule=time"): "clip=nonprivate: it is for clip.private=true",
+    (
+        "clip=flat",
+        "data.max_length=64",
+        "task.max_length=32",
+    ): "data.max_length=64: it is for data.max_length=null",
+    ("clip=flat", "optim=adadp", "optim.weight_decay=0.1"): "optim=adadp: it is for optim=adagrad or",
     ("clip=flat", "optim.momentum=0.9"): "optim=adam: it is for optim=sgd",
     ("clip=flat", "optim=disk", "optim.betas=[0.9,0.9]"): "optim=sgd: it is for optim=adam or",
     ("clip=flat", "peft.rank=8"): "peft=full: it is for peft=lora or peft=rgp or peft=adapters",

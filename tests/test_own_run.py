@@ -90,6 +90,19 @@ def test_runs_stand_beside_each_other(tmp_path: Path) -> None:
     assert read(folders[0]).accountant == "pld"
 
 
+def test_what_epsilon_rests_on_stands_beside_it(tmp_path: Path) -> None:
+    folders = [_run(tmp_path / name / "seed0") for name in ("a", "b")]
+    for folder, notes in zip(
+        folders, (["said of both"], ["said of both", "no guarantee: shuffled"]), strict=True
+    ):
+        record = {"privacy": {"delta": DELTA, "notes": notes}, "task": "mnist"}
+        (folder / "summary.json").write_text(json.dumps(record))
+    main([*map(str, folders), "--released", "--out", str(tmp_path / "page")])
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert page.count("<li>said of both</li>") == 1
+    assert f"<li>no guarantee: shuffled ({read(folders[1]).name})</li>" in page
+
+
 def test_a_trainer_s_folder_is_found_beside_its_output(tmp_path: Path) -> None:
     _run(tmp_path / "out.privacy")
     (tmp_path / "out").mkdir()

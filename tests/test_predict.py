@@ -147,7 +147,12 @@ def test_bad_input_is_said_in_a_sentence(tmp_path):
         predicted(folder, rows)
     assert len(predicted(folder, rows, labels=LABELS)) == 40
     with pytest.raises(UserError, match="3 classes, and the model knows 2"):
-        predicted(folder, rows, labels=[*LABELS, "fair"])
+        predicted(folder, rows, labels=[*LABELS, "poor"])
+    with pytest.raises(UserError, match=r"give labels=\['bad', 'good'\]"):
+        predicted(folder, rows, labels=LABELS[::-1])
+    with pytest.raises(UserError, match="which would be lost"):
+        predict(PredictArguments(run=str(folder), data=str(rows), labels=LABELS), rows)
+    assert len(rows.read_text().splitlines()) == 41
     with pytest.raises(UserError, match="no finished run"):
         predicted(tmp_path, rows)
     with pytest.raises(UserError, match="no such file"):

@@ -18,8 +18,10 @@ from dpexp.config import compose, run_folder, to_dict
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import decode
+from dpexp.schemas import DataConfig, RunConfig
 from dpexp.train import report_finished, train
 from dpexp.training import release
+from dpexp.training.loop import Trainer
 from dpexp.training.planning import build_plan, choose_device, number_of_steps
 from tests.commands import called
 
@@ -103,10 +105,27 @@ def test_asking_for_a_finished_run_says_whether_its_data_were_written_since(fini
     (data := tmp_path / "mine.csv").write_text("text,label\n")
     console = Console(record=True, width=400)
     begun = (folder / "config.yaml").stat().st_mtime
+    asked = RunConfig(data=DataConfig(train=str(data), dev=str(tmp_path / "gone.csv")))
     for time, said in ((begun - 60, False), (begun + 60, True)):
         os.utime(data, (time, time))
-        report_finished(summary, folder, console, [str(data), None, str(tmp_path / "gone.csv")])
+        report_finished(summary, folder, console, asked)
         assert ("mine.csv was written after this run had begun" in console.export_text()) == said
+
+
+def test_asking_for_a_finished_run_says_where_its_data_lay(finished):
+    summary, folder, _ = finished
+    console, run = Console(record=True, width=400), compose(SHORT)
+    read = {**summary, "data": {**summary["data"], "source": "files"}}
+    report_finished(read, folder, console, run)
+    assert "read its data with" not in console.export_text()
+    run.data.root, run.task.files = "other", {"train": "other.tsv", "dev": "sst2/dev.tsv"}
+    report_finished(read, folder, console, run)
+    said = console.export_text()
+    assert "this run read its data with data.root=None, and" in said
+    assert "with task.files.train=sst2/train.tsv, and" in said
+    assert "task.files.dev" not in said
+    report_finished(summary, folder, console, run)
+    assert "read its data with" not in console.export_text()
 
 
 def test_without_privacy_epsilon_is_null_and_there_is_no_ledger(tmp_path):
@@ -222,6 +241,31 @@ def test_interrupted_or_killed_the_same_command_goes_on_to_the_same_model(tmp_pa
             == ledger_lines(folder)
             == 10
         )
+
+
+def test_a_run_does_not_go_on_with_other_data_than_its_checkpoint_has_learnt_from(tmp_path, monkeypatch):
+    data = tmp_path / "mine.csv"
+    own = [
+        "task=text_classification", f"data.train={data}", "data.text=text", "data.label=label", "task.labels=[a,b]",
+        "data.num_examples=8", "optim.batch_size=4", "optim.steps=2", "runtime.checkpoint_every=1", "clip=flat",
+    ]  # fmt: skip
+    run, folder = prepare(tmp_path / "runs", *own)
+
+    def begin(word, stop):
+        data.write_text("text,label\n" + f"{word} film,a\npoor film,b\n" * 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(Trainer, "affordable", lambda trainer: trainer.step < stop)
+            patched.setattr("dpexp.train.refuse_divergence", lambda *_: 1 / 0)
+            train(run, folder, Console(quiet=True))
+
+    for word, stop in (("fine", 0), ("good", 1)):
+        # a run that has learnt nothing yet begins on what is there
+        with pytest.raises(ZeroDivisionError):
+            begin(word, stop)
+    with pytest.raises(UserError, match="the data differ"):
+        begin("fine", 2)
+    with pytest.raises(ZeroDivisionError):
+        begin("good", 2)
 
 
 def test_the_key_of_a_finished_run_goes_and_its_record_can_still_be_asked(finished):

@@ -71,7 +71,11 @@ def attack(event: DpEvent) -> Attack | None:
         return NO_BOUND
     if (mu := unsampled(parts)) is not None:
         return Attack(mu, 0.0, float(ndtr(mu - norm.isf(FPR))))
-    return _summed_up(tuple(coarsen(parts, _KINDS).items()))
+    try:
+        return _summed_up(tuple(coarsen(parts, _KINDS).items()))
+    except (ArithmeticError, IndexError, TypeError, ValueError):
+        # q or 1/σ next to the smallest of numbers, which no grid holds
+        return NO_BOUND
 
 
 @lru_cache(maxsize=64)

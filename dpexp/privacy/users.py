@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
@@ -41,7 +42,9 @@ class Users:
         found: dict[Hashable, list[int]] = {}
         for row, name in enumerate(_plain(names)):
             _check_name(name, row)
-            found.setdefault(name, []).append(row)
+            # é may be one character or two, and is one name
+            same = unicodedata.normalize("NFC", name) if isinstance(name, str) else name
+            found.setdefault(same, []).append(row)
         self.most = most
         self.members = [np.asarray(rows, dtype=np.int64) for rows in found.values()]
         self.num_rows = len(names)

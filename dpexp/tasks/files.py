@@ -330,6 +330,13 @@ def _json_list(path: Path, text: str) -> Iterator[tuple[int, str, Any]]:
 
 def _cell(value: Any, where: str, column: str) -> str:
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{where}: column {column} holds half of a character (such as \\ud83d alone), which no tokenizer reads: repair "
+                "the text"
+            ) from error
         return value
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)

@@ -356,7 +356,7 @@ def _notes(split: str, table: Table, sequences: Sequences) -> Iterator[str]:
     if targets:
         yield f"{split}: the target of {targets} of {len(table)} rows was cut to {frame.longest_target} tokens{private}"
     if table.skipped:
-        yield f"{split}: {table.skipped} rows without a target were left out{private}"
+        yield f"{split}: {table.skipped} rows that are malformed or have no target were left out{private}"
     empty = sum(not source.strip() for source in table.columns[SOURCE])
     if empty:
         yield f"{split}: {empty} of {len(table)} rows have an empty source and were kept{private}"

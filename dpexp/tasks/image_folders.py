@@ -14,18 +14,26 @@ from dpexp.tasks.image_files import Images, cached, decode
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"))
 
 
-def class_folders(folder: Path, setting: str) -> list[str]:
+def shown_files(folder: Path) -> list[Path]:
+    """All files below a folder, sorted. Hidden ones, and what lies in hidden folders, are copies that programs keep."""
+    below = ((path, path.relative_to(folder).parts) for path in folder.rglob("*"))
+    return sorted(
+        path for path, parts in below if path.is_file() and not any(p.startswith(".") for p in parts)
+    )
+
+
+def class_folders(folder: Path, setting: str, least: int = 2) -> list[str]:
     """The names of the classes: the subfolders, sorted; hidden ones apart.
 
     Raises:
-        UserError: no such folder, or fewer than two classes.
+        UserError: no such folder, or fewer than ``least`` classes.
     """
     if not folder.is_dir():
         raise UserError(
             f"{setting}={folder}: no such folder; it must hold one subfolder of images for every class"
         )
     found = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if len(found) < 2:
+    if len(found) < least:
         raise UserError(
             f"{setting}={folder}: {len(found)} subfolders, and every class is one: a classifier needs at least two classes"
         )
@@ -49,9 +57,10 @@ def read_folder(
         The images, and how many files with other names than those of images were passed over.
 
     Raises:
-        UserError: a class without images, a subfolder that is no class, a file that can't be decoded, another size.
+        UserError: a class to learn without images, a subfolder that is no class, a file that can't be decoded, another size.
     """
-    if unknown := set(class_folders(folder, setting)) - set(labels):
+    learnt = setting == "data.train"
+    if unknown := set(class_folders(folder, setting, 2 if learnt else 1)) - set(labels):
         # whose names stay unsaid: labels of private images
         raise UserError(
             f"{setting}={folder}: {len(unknown)} of its subfolders are none of the classes {', '.join(labels[:20])}"
@@ -60,16 +69,18 @@ def read_folder(
     numbers: list[int] = []
     passed_over = 0
     for number, label in enumerate(labels):
-        files = sorted(p for p in (folder / label).rglob("*") if p.is_file() and not p.name.startswith("."))
+        files = shown_files(folder / label)
         images = [path for path in files if path.suffix.lower() in SUFFIXES]
         passed_over += len(files) - len(images)
-        if not images:
+        if learnt and not images:
             raise UserError(
                 f"{folder / label}: the class {label} has no images ({', '.join(sorted(SUFFIXES))}): add some, or take the "
-                "folder away"
+                "class away"
             )
         paths += images
         numbers += [number] * len(images)
+    if not paths:
+        raise UserError(f"{setting}={folder}: no images there ({', '.join(sorted(SUFFIXES))})")
     contents = [_read(path) for path in paths]
     digest = hashlib.sha256(f"{channels} {size}".encode())
     for data, number in zip(contents, numbers, strict=True):

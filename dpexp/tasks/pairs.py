@@ -49,7 +49,8 @@ class PairReader(Reader[Table]):
         super().__init__(task, data)
         if task.format and task.format not in FORMATS:
             raise UserError(f"task.format={task.format} is unknown: choose one of {', '.join(FORMATS)}")
-        columns = Columns(data.text or task.text, data.label or task.label)
+        names = data.text or task.text, data.label or task.label
+        columns = Columns(*names, tuple(task.columns), task.malformed == "skip")
         self.format: Format = FORMATS[task.format] if task.format else columns
 
     def own(self, paths: dict[str, Path]) -> Found[Table]:
@@ -90,7 +91,7 @@ def _checked(split: str, table: Table) -> Table:
         raise UserError(
             f"{table.at(empty[0])}: the target is empty, so there is nothing to learn from this row"
         )
-    return replace(without(table, set(empty)), skipped=len(empty)) if empty else table
+    return replace(without(table, set(empty)), skipped=table.skipped + len(empty)) if empty else table
 
 
 def without(table: Table, rows: Container[int]) -> Table:

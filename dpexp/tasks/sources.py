@@ -8,6 +8,7 @@ split is read from each of them is the business of a `Reader`: of tables (`table
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,10 +154,19 @@ def find(reader: Reader[Split], scale: str) -> Found[Split]:
 
 
 def _compared(reader: Reader[Split], found: Found[Split]) -> Found[Split]:
-    """Own data whose dev set is not its training set: what is measured on dev is published, as if dev were public."""
+    """Own data whose dev set is not its training set: what is measured on dev is published, as if dev were public.
+
+    Of rows that stand in both, or in train more than once, the holder of the data is told.
+    """
+    train = Counter(reader.identities(found.splits["train"]))
+    if copies := sum(count for count in train.values() if count > 1):
+        note = (
+            f"train: {copies} of its rows are equal to another one: where they are copies of one example, epsilon is that of "
+            "each copy alone (counted without noise on private data)"
+        )
+        found = replace(found, notes=[*found.notes, note])
     if reader.data.dev is None:
         return found
-    train = set(reader.identities(found.splits["train"]))
     dev = list(reader.identities(found.splits["dev"]))
     shared = sum(row in train for row in dev)
     if shared > MOST_SHARED * len(dev):

@@ -114,18 +114,27 @@ def by_user(run: RunConfig, task: Task) -> Task:
     unit = run.unit
     if unit.name == "example":
         return task
-    users = Users(_names(run, len(task.train)), unit.rows)
+    made = ByUser(task, read_users(run, len(task.train)))
+    if unit.size:
+        note = MADE_UP.format(size=unit.size)
+        made.data = dataclasses.replace(made.data, notes=[*made.data.notes, note])
+    return made
+
+
+def read_users(run: RunConfig, rows: int) -> Users:
+    """Who gave which of so many training rows, from where `unit` says.
+
+    Raises:
+        UserError: as `by_user`.
+    """
+    users = Users(_names(run, rows), run.unit.rows)
     declared = declared_users(run)
     if declared is not None and declared != len(users):
         raise UserError(
             f"the training data has {len(users)} users and unit.num_users={declared} was declared: it is public and fixes the "
             "guarantee, so give the number that holds"
         )
-    made = ByUser(task, users)
-    if unit.size:
-        note = MADE_UP.format(size=unit.size)
-        made.data = dataclasses.replace(made.data, notes=[*made.data.notes, note])
-    return made
+    return users
 
 
 def _names(run: RunConfig, rows: int) -> Sequence[Hashable]:

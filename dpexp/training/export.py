@@ -52,6 +52,10 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path, labels:
     else:
         torch.save(model.state_dict(), folder / "model.pt")
     if callable(save := getattr(bundle.tokenizer, "save_pretrained", None)):
+        if (fast := getattr(bundle.tokenizer, "backend_tokenizer", None)) is not None:
+            # it keeps the settings of its last call, which cut where a private text was too long and nowhere else
+            fast.no_truncation()
+            fast.no_padding()
         save(str(folder))
     write_card(summary, folder)
     return folder
@@ -194,10 +198,13 @@ def _currency(privacy: dict[str, Any]) -> list[str]:
             f"| true positives of any membership test, at {FPR:g} false positives | at most {tpr:.4g} |"
         )
     tuned = privacy.get("epsilon_with_tuning") or {}
-    if (value := tuned.get(privacy["accountant"])) is not None:
-        rows.append(
-            f"| ε with the choice among {privacy['trials']} trials, by {privacy['accountant'].upper()} | {value:.4f} |"
-        )
+    # of a random number of trials rdp alone has a price
+    for name in dict.fromkeys((privacy["accountant"], "rdp")):
+        if (value := tuned.get(name)) is not None:
+            rows.append(
+                f"| ε with the choice among {privacy['trials']} trials, by {name.upper()} | {value:.4f} |"
+            )
+            break
     return rows
 
 

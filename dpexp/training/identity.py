@@ -63,9 +63,30 @@ def recognise(folder: Path, settings: Mapping[str, Any]) -> str:
             what = f"{name} was {before.get(name)} there and is {present.get(name)} here"
         raise UserError(
             f"{folder} holds a run with other settings: {what}. One folder is one run, whose "
-            "noise may be used for nothing else: take another folder, or go back to what it was"
+            "noise may be used for nothing else: take another folder (of dpexp train: another seed), or go back to what it was"
         )
     return hashlib.sha256(json.dumps(present, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def refuse_other_data(folder: Path, key: bytes, hashes: Mapping[str, str], weights: str | None) -> None:
+    """Let a run go on from its checkpoint on the data that it has learnt from, and on no other: a record names one data set.
+
+    A run without a checkpoint begins on what is there now.
+
+    Args:
+        folder: of the run.
+        key: of the run.
+        hashes: of the data, see `dpexp.tasks.base.DataInfo`.
+        weights: SHA-256 of the pretrained ones, where it is known.
+
+    Raises:
+        UserError: the training rows, their users or the pretrained weights are not those of the checkpoint.
+    """
+    if not (folder / "checkpoint" / "latest.json").exists():
+        (folder / RUN).unlink(missing_ok=True)
+    private = json.dumps([hashes.get(name) for name in ("train", "users")])
+    data = hmac.digest(key, private.encode(), "sha256").hex()
+    recognise(folder, {"data": data, "pretrained weights": weights})
 
 
 def settings_of(

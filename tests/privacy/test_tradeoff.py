@@ -108,3 +108,6 @@ def test_what_has_no_such_numbers():
     nothing = attack(composed([]))
     assert nothing.mu == nothing.regret == 0
     assert nothing.tpr == pytest.approx(1e-3)
+    # what no grid of losses holds
+    for out_of_reach in (steps(1e-300, 1.0, 1), steps(0.01, 1e200, 1)):
+        assert attack(out_of_reach).plain() == silent.plain()

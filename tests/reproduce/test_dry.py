@@ -102,6 +102,10 @@ def test_a_dry_start_writes_nothing_and_fails_where_something_is_missing(tmp_pat
         (["task=sst2"], "67349 examples are declared"),
         (["task=sst2", "scale=demo", "model.config.hidden_size=abc"], "hidden_size=abc is not a number"),
         (
+            ["task=sst2", "scale=demo", "unit=user", "unit.file=no.txt", "unit.num_users=4000"],
+            "no.txt cannot be read",
+        ),
+        (
             ["task=sst2", "scale=demo", "model.config.hidden_size=-32"],
             "no encoder can be made of this bert config",
         ),

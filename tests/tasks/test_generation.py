@@ -266,6 +266,22 @@ def test_text_that_spells_a_special_token_stays_text(
     assert "no dev set was given (data.dev), so nothing is measured" in made.data.notes
 
 
+def test_own_pairs_may_have_no_header_and_malformed_rows(
+    bundle: ModelBundle, own_data: Callable[..., DataConfig]
+) -> None:
+    task = TaskConfig(
+        name="text_generation", kind="generation", metric="summarization", num_examples={"demo": None},
+        generation=GenerationConfig(max_target=20, when="never"), columns=["text", "label"], malformed="skip",
+    )  # fmt: skip
+    # the line that the fixture writes as a header is a row then
+    mine = own_data([("a", "b"), ("c", "d,one more")], text="text", label="label")
+    made = build_task(task, mine, "demo", bundle.tokenizer, 0)
+    assert len(made.train) == 2
+    assert any(
+        "train: 1 rows that are malformed or have no target were left out" in n for n in made.data.notes
+    )
+
+
 def test_own_data_asks_for_its_declared_n(bundle: ModelBundle, own_data: Callable[..., DataConfig]) -> None:
     task = TaskConfig(
         name="text_generation", kind="generation", metric="summarization", num_examples={"demo": None}

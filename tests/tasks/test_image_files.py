@@ -229,6 +229,8 @@ def test_own_folders_are_read_class_by_class_and_cached(
     root = image_data.folder(tmp_path / "mine", {"cat": 3, "dog": 2})
     (root / "cat" / "notes.txt").write_text("none")
     (root / "cat" / ".hidden.png").write_text("none")
+    (kept := root / "cat" / ".ipynb_checkpoints").mkdir()
+    (kept / "000-checkpoint.png").write_bytes((root / "cat" / "000.png").read_bytes())
     images, passed_over = own(root)
     assert images.labels.tolist() == [0, 0, 0, 1, 1]
     assert passed_over == 1
@@ -268,6 +270,14 @@ def test_what_is_wrong_with_own_folders_is_named(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(UserError, match="class cat has no images"):
         own(root)
+    # what is measured on need not have every class, nor a folder for it
+    (root / "cat").rmdir()
+    (root / "dog" / "big.png").unlink()
+    known = {"channels": 3, "size": None, "cache": tmp_path}
+    assert read_folder(root, CLASSES, "data.dev", **known)[0].labels.tolist() == [1, 1]
+    (tmp_path / "empty" / "dog").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"data.dev=.*empty: no images there"):
+        read_folder(tmp_path / "empty", CLASSES, "data.dev", **known)
     with pytest.raises(UserError, match=r"data.train=.*nowhere: no such folder"):
         own(tmp_path / "nowhere")
 

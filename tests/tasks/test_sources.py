@@ -139,6 +139,17 @@ def test_a_few_shared_rows_are_told_to_the_holder_of_the_data(
     assert found.notes == ["1 of 4 rows of dev are in train too (counted without noise on private data)"]
 
 
+def test_equal_rows_of_the_training_data_are_told_to_the_holder_of_the_data(
+    tmp_path: Path, own: TaskConfig, data: Data
+) -> None:
+    (file := tmp_path / "train.tsv").write_text("text\tlabel\n" + "one\t0\n" * 3 + "two\t1\nthree\t1\n")
+    (note,) = find_tables(own, data(train=str(file)), "small").notes
+    assert note.startswith(
+        "train: 3 of its rows are equal to another one: where they are copies of one example"
+    )
+    assert "without noise on private data" in note
+
+
 def test_dev_may_be_held_out_of_the_training_file(tmp_path: Path, own: TaskConfig, data: Data) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text("text\tlabel\nbroken\n" + "".join(f"text {i}\t{i % 2}\n" for i in range(5)))

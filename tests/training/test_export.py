@@ -5,10 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from dpexp import provenance, statement
 from dpexp.models.pooling import PooledClassifier, load_pooled
 from dpexp.schemas import RunConfig
+from dpexp.tasks.tokens import tokenize
 from dpexp.training.export import export, privacy_card
 from tests.test_record import block, plan, summary
 
@@ -91,3 +94,14 @@ def test_a_pretrained_model_and_its_tokenizer_save_themselves(tmp_path):
     part = SimpleNamespace(save_pretrained=saved.append)
     export(SimpleNamespace(model=part, tokenizer=part), summary(block()), tmp_path)
     assert saved == [str(tmp_path)] * 2
+
+
+def test_the_exported_tokenizer_does_not_tell_whether_a_private_text_was_cut(tmp_path):
+    characters = Tokenizer(BPE({"a": 0, "[PAD]": 1}, []))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="[PAD]")
+    told = []
+    for text in ("a", "aaaaaaaa"):
+        assert tokenize(fast, [text], None, 4).truncated == (len(text) > 4)
+        export(SimpleNamespace(model=torch.nn.Linear(1, 1), tokenizer=fast), summary(block()), tmp_path)
+        told.append((tmp_path / "tokenizer.json").read_text())
+    assert told[0] == told[1]

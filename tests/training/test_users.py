@@ -223,6 +223,7 @@ def test_users_are_told_by_their_names_in_whatever_container_they_come(container
     assert [rows.tolist() for rows in Users(container(NUMBERS), 2).members] == [[0, 1], [2, 4], [3]]
     names = [f"user {number}" for number in NUMBERS]
     assert [rows.tolist() for rows in Users(np.array(names, object), 2).members] == [[0, 1], [2, 4], [3]]
+    assert [rows.tolist() for rows in Users(["Jos\u00e9", "Jose\u0301", "Jose"], 2).members] == [[0, 1], [2]]
 
 
 class Anonymous:

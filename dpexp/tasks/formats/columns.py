@@ -16,14 +16,18 @@ class Columns(Format):
     """Rows of one source are alternative references for it.
 
     source, target: names of the columns.
+    header, skip_malformed: see `read_table`.
     """
 
     source: str
     target: str
+    header: tuple[str, ...] = ()
+    skip_malformed: bool = False
 
     def read(self, paths: Sequence[Path]) -> Table:
         """As `read_table`."""
-        found = read_table(paths[0], [self.source, self.target])
+        wanted = [self.source, self.target]
+        found = read_table(paths[0], wanted, header=self.header, skip_malformed=self.skip_malformed)
         sources, targets = found.columns[self.source], found.columns[self.target]
         return replace(found, columns={SOURCE: sources, TARGET: targets, GROUP: list(sources)})
 
