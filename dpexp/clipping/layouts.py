@@ -147,6 +147,15 @@ def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> 
     return float(levels[follows]) if int(follows.sum()) == 1 else None
 
 
+def apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
+    """Whether each row follows the weight of one example, whichever that is."""
+    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
+    follows = torch.zeros_like(plain[0], dtype=torch.bool)
+    for level in LEVELS:
+        follows |= (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
+    return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
+
+
 def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:
     """Whether a layout that was proven before does not hold any more.
 

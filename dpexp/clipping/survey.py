@@ -61,6 +61,8 @@ class Survey:
         self._alone: dict[int, float] = {}
         # uses of rows that entered end to end: blocks of them hold for one batch alone
         self._ragged: set[int] = set()
+        # uses in forwards that nothing with as many rows as the batch has entered
+        self._loose: set[int] = set()
         # columns of what entered; and by place, for which `layouts.surplus` blocks are proven
         self._columns: list[int] = []
         self._surplus: dict[tuple[str, int], set[int | None]] = {}
@@ -189,6 +191,9 @@ class Survey:
         pending: dict[int, list[str]] = {}
         doubted: set[int] = set()
         self._ragged = _ragged(visit)
+        self._loose = {
+            id(use) for owner in visit.passes if not owner.has_in_front(visit.rows) for use in owner.uses
+        }
         self._columns = [s[1] for owner in visit.passes for s in owner.shapes if len(s) > 1]
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
@@ -248,8 +253,9 @@ class Survey:
                     dtypes[id(use)] = gy.dtype
                     for layout in pending[id(use)]:
                         seen[id(use), layout] = layouts.signature(gy, layout, visit.rows)
-                    if not pending[id(use)] and gy.dim():
-                        seen[id(use), layouts.UNSEEN] = layouts.signature(gy, layouts.ROWS, gy.shape[0])
+                    if (not pending[id(use)] or id(use) in self._loose) and gy.dim():
+                        flat = gy.reshape(-1, 1) if id(use) in self._loose else gy
+                        seen[id(use), layouts.UNSEEN] = layouts.signature(flat, layouts.ROWS, flat.shape[0])
 
             asked = list(params.values()) if not observed else []
             native = visit.back_propagate(look, retain=True, weights=weights, params=asked, inputs=True)
@@ -300,6 +306,11 @@ class Survey:
         if dtype is None:
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
+        if id(use) in self._loose and use.from_batch is not False:
+            # no shape tells whose rows are whose, but each number of them is one example's
+            seen = [views[id(use), layouts.UNSEEN] for views in observed]
+            if not all(layouts.apart(seen[0], weighted, dtype) for weighted in seen[1:]):
+                raise UserError(f"{use.owner} ({use.label}): {MIXED}")
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
             self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP

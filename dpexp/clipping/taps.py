@@ -231,11 +231,16 @@ class Visit:
         self.num_examples = roots.num_examples
         self.rows = self.num_examples * rows_per_example
         waiting = recorder.alive if roots.owner is None else [roots.owner]
-        self.passes = [p for p in waiting if not p.consumed and p.uses and p.may_have(self.rows)]
+        waiting = [p for p in waiting if not p.consumed and p.uses]
+        self.passes = [p for p in waiting if p.may_have(self.rows) or self._began(p)]
         self.uses = [use for owner in self.passes for use in owner.uses]
         self.arrived: set[ForwardPass] = set()
         self.input_gradients: tuple[Tensor | None, ...] = ()
         self._on_use: OnUse | None = None
+
+    def _began(self, owner: ForwardPass) -> bool:
+        """Whether the roots were computed by a forward, whatever entered it: nodes of graphs, several rows of each example."""
+        return any(id(use) in self.reached for use in owner.uses)
 
     @cached_property
     def reached(self) -> set[int]:

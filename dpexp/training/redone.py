@@ -35,6 +35,10 @@ ENTERED = (
 )
 
 
+class Mixture(UserError):
+    """What belongs to one example was another thing, with others beside it."""
+
+
 class Redone:
     """The trace of one batch, of which the losses are there.
 
@@ -49,7 +53,8 @@ class Redone:
         """Compute again what enters the model, and the losses; return whether these told anything.
 
         Raises:
-            UserError: what an example loses, or what enters the model for it, depends on others.
+            UserError: what an example loses, or what enters the model for it, depends on others. `Mixture`, where that shows in a
+                comparison, which a chance may have made where the trace is not `sure`.
         """
         trace = self.trace
         for name, buffer in trace.model.named_buffers():
@@ -89,7 +94,7 @@ class Redone:
         if mixed and not by_chance and bool(self._unlike(whole, losses).any()):
             raise ValueError("computed again they are others")
         if mixed:
-            raise UserError(MIXED.format(where=self.trace.table))
+            raise Mixture(MIXED.format(where=self.trace.table))
         return bool((changed[0] | changed[1]).any())
 
     def _enters_apart(self, number: int) -> bool:
@@ -111,7 +116,7 @@ class Redone:
         changed = [self._unlike(first, other) for other in rest]
         for row in first[changed[0] & changed[1]]:
             if all(self._unlike(row.expand_as(other), other).all() for other in rest):
-                raise UserError(ENTERED)
+                raise Mixture(ENTERED)
         return not any(bool(here[kept].any()) for here, kept in zip(changed, halves, strict=True))
 
     def _refuse_others(self, number: int, what: str) -> None:

@@ -107,6 +107,8 @@ class Trace(TorchFunctionMode):
         sizes: whole numbers that go by the batch, by where they come from: its examples, how long its rows are padded, what the
             loop has counted in it.
         failure: why nothing can be said, in words.
+        sure: whether all that has rows has them in front. A number of features may equal that of the examples, and of nodes of
+            graphs end to end, or of parts of a batch, no size tells whose they are.
         private: the tensors of the batch, and what was made of their values.
     """
 
@@ -124,6 +126,7 @@ class Trace(TorchFunctionMode):
         self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
         self.sizes: dict[Hashable, int] = {times: examples * times for times in sorted({1, rows_per_example})}
         self.failure = ""
+        self.sure = True
         self.private = WeakIdKeyDictionary()
         self.before, self._outside = before, outside
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -396,6 +399,7 @@ class Trace(TorchFunctionMode):
             # no other could stand in its place
             return
         fits = self.fits(tensor)
+        self.sure &= tensor.dim() == 0 or any(axis == 0 for axis, _ in fits)
         if len(fits) > 1:
             raise ValueError(
                 f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"

@@ -82,6 +82,37 @@ def test_what_a_loop_may_do_with_its_examples_before_the_model(tmp_path, caplog)
     assert "not looked at" not in caplog.text
 
 
+def in_parts(engine, batch):
+    outputs = [engine.model(part) for part in batch[0].split(2)]
+    return cross_entropy(torch.cat(outputs), batch[1], reduction="none")
+
+
+def of_both(engine, batch):
+    one, other = engine.model(torch.cat([batch[0], batch[0].flip(1)])).chunk(2)
+    return cross_entropy(one, batch[1], reduction="none") + (one - other).square().sum(1)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("losses", [in_parts, of_both])
+def test_features_are_not_taken_for_examples_because_they_are_as_many(tmp_path, losses, size):
+    """Three outputs, and batches of three."""
+    assert train(make(tmp_path), size, losses=losses).finished
+
+
+def test_examples_behind_the_first_dimension_are_not_mixed(tmp_path):
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(1, 1)
+
+        def forward(self, x):
+            return self.body(x.T[..., None])[..., 0]
+
+    engine = make(tmp_path, TimeFirst())
+    with pytest.raises(UserError, match="the loop mixes examples"):
+        train(engine, losses=lambda engine, batch: (o := engine.model(batch[0])).sum(0) / o.detach().mean())
+
+
 def test_rows_that_are_sorted_are_no_mixture(tmp_path):
     """As recurrent networks want it: the longest first."""
 
