@@ -204,6 +204,8 @@ class Survey:
                 told = len(shape) >= 2 or use.input_shape != use.output_shape
                 whole = told and shape[0] == use.output_shape[0] and shape[0] > 0
                 self.layout[id(use)] = layouts.BLOCKED if whole and known != layouts.LOOP else layouts.LOOP
+            elif id(use) in self._loose:
+                pending[id(use)] = found
             elif known == layouts.LOOP:
                 self.layout[id(use)] = layouts.LOOP
             elif use.is_routed(visit.rows):
@@ -240,6 +242,8 @@ class Survey:
         observed: list[dict[tuple[int, str], Signature]] = []
         entered: list[list[Signature | None]] = []
         dtypes: dict[int, torch.dtype] = {}
+        # forwards of more rows than losses -> whether they are more with a gradient, too
+        several: dict[ForwardPass, bool] = {}
         weightings = layouts.all_weights(visit.num_examples)
         if not any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses):
             del weightings[1:]
@@ -253,6 +257,9 @@ class Survey:
                     dtypes[id(use)] = gy.dtype
                     for layout in pending[id(use)]:
                         seen[id(use), layout] = layouts.signature(gy, layout, visit.rows)
+                    if id(use) in self._loose and gy.dim() and len(gy) > visit.num_examples:
+                        more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > visit.num_examples
+                        several[owner] = several.get(owner, False) or more
                     if (not pending[id(use)] or id(use) in self._loose) and gy.dim():
                         flat = gy.reshape(-1, 1) if id(use) in self._loose else gy
                         seen[id(use), layouts.UNSEEN] = layouts.signature(flat, layouts.ROWS, flat.shape[0])
@@ -271,6 +278,10 @@ class Survey:
             give_back_freed_memory()
         if not pending:
             return
+        for owner, more in several.items():
+            if not more:
+                # a row for each loss, and rows of others: losses were picked, the largest of the batch say
+                visit.refuse_others(owner)
         by_row = [w.repeat_interleave(visit.rows // visit.num_examples) for w in weightings]
         _check_inputs(visit, entered, by_row)
         uses = {id(use): use for use in visit.uses}

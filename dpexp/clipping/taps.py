@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -298,13 +298,17 @@ class Visit:
         if owner not in self.passes and not owner.shapes:
             raise UserError(f"{use.owner} ({use.label}) {OUTSIDE}")
         if owner not in self.passes:
-            raise UserError(
-                f"losses have {self.num_examples} examples, but the model's forward saw inputs of shape "
-                f"{[list(shape) for shape in owner.shapes]}…: pass the losses of exactly the examples that entered the model"
-            )
+            self.refuse_others(owner)
         self.arrived.add(owner)
         assert self._on_use is not None
         self._on_use(owner, use, saved, gy)
+
+    def refuse_others(self, owner: ForwardPass) -> NoReturn:
+        """Refuse losses that are not those of the examples in a forward."""
+        raise UserError(
+            f"losses have {self.num_examples} examples, but the model's forward saw inputs of shape "
+            f"{[list(shape) for shape in owner.shapes]}…: pass the losses of exactly the examples that entered the model"
+        )
 
     def finish(self) -> bool:
         """Mark the passes as done. Returns whether the batch was another input than assumed in the forward."""

@@ -41,6 +41,8 @@ SHAPES = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
+# what they return holds values of their first argument alone, and may be that argument itself
+LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 # the last one: a parameter, as it is read within a module of an attached model
 PLAIN = (Tensor, nn.Parameter, Followed)
@@ -259,7 +261,7 @@ class Trace(TorchFunctionMode):
 
     def _followed(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function, and remember which tensors and numbers hold values of the batch."""
-        private = name_of(func) not in SHAPES and any(t in self.private for t in given)
+        private = any(t in self.private for t in _values(func, given))
         if private:
             self._look_at_parameters(func, given)
         result = func(*args, **kwargs)
@@ -273,7 +275,7 @@ class Trace(TorchFunctionMode):
     def _made_within(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function inside of the model's own forward, which is not written down."""
         result = func(*args, **kwargs)
-        if name_of(func) not in SHAPES and any(t in self.private or t in self._within for t in given):
+        if any(t in self.private or t in self._within for t in _values(func, given)):
             self._count_number(result)
             made = [*tree_leaves(result), *(given[:1] if in_place(func) else ())]
             self._within.update({t: None for t in made if type(t) in PLAIN})
@@ -288,7 +290,7 @@ class Trace(TorchFunctionMode):
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
         result = func(*args, **kwargs)
-        if name_of(func) not in SHAPES and any(t in self.before for t in given):
+        if any(t in self.before for t in _values(func, given)):
             self.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
         return result
 
@@ -447,6 +449,12 @@ def slots_of(line: Line) -> list[Slot]:
 
 def name_of(func: Any) -> str:
     return getattr(func, "__name__", str(func))
+
+
+def _values(func: Any, given: list[Tensor]) -> list[Tensor]:
+    """The arguments of a function whose values are in what it returns."""
+    name = name_of(func)
+    return [] if name in SHAPES else given[:1] if name in LIKE else given
 
 
 def _version(tensor: Tensor) -> int:

@@ -252,6 +252,17 @@ class Centred(nn.Module):
         return self.body(x) - self.centre
 
 
+def test_a_constant_that_is_put_where_the_batch_is_holds_nothing_of_it(tmp_path):
+    """Which gives the constant itself, where it is there already."""
+    levels, model = torch.tensor([0.1, 0.5, 0.9]), Centred()
+
+    def losses(engine, batch):
+        errors = batch[0][:, :1] - model(batch[0]) / model.centre.mean().exp().to(batch[0])
+        return torch.maximum(levels.to(errors) * errors, (levels.type_as(errors) - 1) * errors).mean(1)
+
+    assert train(make(tmp_path, model), losses=losses).finished
+
+
 @pytest.mark.parametrize("how", ["in place", "anew", "data", "a weight"])
 def test_values_of_a_batch_that_are_written_to_the_model_are_refused(tmp_path, how):
     model = Centred()
