@@ -260,9 +260,11 @@ class Survey:
                     if id(use) in self._loose and gy.dim() and len(gy) > visit.num_examples:
                         more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > visit.num_examples
                         several[owner] = several.get(owner, False) or more
-                    if (not pending[id(use)] or id(use) in self._loose) and gy.dim():
-                        flat = gy.reshape(-1, 1) if id(use) in self._loose else gy
-                        seen[id(use), layouts.UNSEEN] = layouts.signature(flat, layouts.ROWS, flat.shape[0])
+                    if id(use) in self._loose and gy.dim():
+                        for view, flat in layouts.views(gy).items():
+                            seen[id(use), view] = layouts.signature(flat, layouts.ROWS, flat.shape[0])
+                    elif not pending[id(use)] and gy.dim():
+                        seen[id(use), layouts.UNSEEN] = layouts.signature(gy, layouts.ROWS, gy.shape[0])
 
             asked = list(params.values()) if not observed else []
             native = visit.back_propagate(look, retain=True, weights=weights, params=asked, inputs=True)
@@ -318,9 +320,15 @@ class Survey:
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
         if id(use) in self._loose and use.from_batch is not False:
-            # no shape tells whose rows are whose, but each number of them is one example's
-            seen = [views[id(use), layouts.UNSEEN] for views in observed]
-            if not all(layouts.apart(seen[0], weighted, dtype) for weighted in seen[1:]):
+            # no shape tells whose rows are whose, but each is one example's
+            views = [view for view in (layouts.UNSEEN, layouts.LAST) if (id(use), view) in observed[0]]
+            if not any(
+                all(
+                    layouts.apart(observed[0][id(use), view], other[id(use), view], dtype)
+                    for other in observed[1:]
+                )
+                for view in views
+            ):
                 raise UserError(f"{use.owner} ({use.label}): {MIXED}")
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch

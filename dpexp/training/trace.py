@@ -143,6 +143,8 @@ class Trace(TorchFunctionMode):
         self.written: set[int] = set()
         # what enters the model, and what earlier batches have left behind
         self.entering: list[int] = []
+        # whether rows of the batch enter the model in the order in which they came
+        self.as_it_came = False
         self.old: set[int] = set()
         self.lines: list[Line] = []
         # numbers of Python that are made of the batch, and what the model's own forward has made of it
@@ -202,7 +204,9 @@ class Trace(TorchFunctionMode):
         for tensor in entering:
             if tensor in self.numbers:
                 self.entering.append(self.numbers[tensor])
-            elif tensor in self.before and tensor not in self.rowed:
+            elif tensor in self.rowed:
+                self.as_it_came |= len(self.fits(tensor)) == 1
+            elif tensor in self.before:
                 raise UserError(EARLIER.format(what="what enters the model depends"))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -330,9 +330,12 @@ def test_graphs_that_mix_are_refused(mix: Callable[[Tensor], Tensor], batch: Bat
         attach(mixing).backward(of_graphs(mixing, batch))
 
 
-def test_nodes_of_one_graph_do_not_hear_of_another_one() -> None:
+@pytest.mark.parametrize(
+    "mix", [lambda h: h - h.mean(0), lambda h: torch.cat([h[:, :1].flip(0), h[:, 1:]], 1)]
+)
+def test_nodes_of_one_graph_do_not_hear_of_another_one(mix: Callable[[Tensor], Tensor]) -> None:
     """Though nothing that enters the model says whose they are."""
-    model = Graphs(lambda h: h - h.mean(0)).double()
+    model = Graphs(mix).double()
     with pytest.raises(UserError, match="mixes examples"):
         attach(model).backward(of_nodes(model, graphs(1, 5, 2, 2)))
 

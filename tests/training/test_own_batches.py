@@ -82,21 +82,41 @@ def test_what_a_loop_may_do_with_its_examples_before_the_model(tmp_path, caplog)
     assert "not looked at" not in caplog.text
 
 
-def in_parts(engine, batch):
-    outputs = [engine.model(part) for part in batch[0].split(2)]
-    return cross_entropy(torch.cat(outputs), batch[1], reduction="none")
-
-
 def of_both(engine, batch):
     one, other = engine.model(torch.cat([batch[0], batch[0].flip(1)])).chunk(2)
     return cross_entropy(one, batch[1], reduction="none") + (one - other).square().sum(1)
 
 
 @pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("losses", [in_parts, of_both])
-def test_features_are_not_taken_for_examples_because_they_are_as_many(tmp_path, losses, size):
+def test_features_are_not_taken_for_examples_because_they_are_as_many(tmp_path, size):
     """Three outputs, and batches of three."""
-    assert train(make(tmp_path), size, losses=losses).finished
+    assert train(make(tmp_path), size, losses=of_both).finished
+
+
+def in_parts(engine, batch):
+    outputs = [engine.model(part) for part in batch[0].split(2)]
+    return cross_entropy(torch.cat(outputs), batch[1], reduction="none")
+
+
+def test_a_loop_that_cuts_its_batch_is_told_how_to(tmp_path):
+    with pytest.raises(UserError, match="leave it to physical_batch_size"):
+        train(make(tmp_path), losses=in_parts)
+
+
+def negatives_apart(engine, batch):
+    return (engine.model(batch[0]) - engine.model(batch[0].roll(1, 0))).square().sum(1)
+
+
+def negatives_beside(engine, batch):
+    one, other = engine.model(torch.cat([batch[0], batch[0].roll(1, 0)])).chunk(2)
+    return (one - other).square().sum(1)
+
+
+@pytest.mark.parametrize("losses", [negatives_apart, negatives_beside])
+def test_rows_of_others_do_not_enter_the_model_beside_those_of_an_example(tmp_path, losses):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="before they enter the model"):
+        train(engine, losses=losses)
 
 
 def test_examples_behind_the_first_dimension_are_not_mixed(tmp_path):
