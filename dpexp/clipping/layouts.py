@@ -25,6 +25,8 @@ BLOCKS = (BLOCKED, STRIDED)
 LEVELS = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
+# rows along the last dimension
+LAST = "last"
 
 
 def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: int) -> list[str]:
@@ -145,6 +147,22 @@ def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> 
     errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
     follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
     return float(levels[follows]) if int(follows.sum()) == 1 else None
+
+
+def views(gy: Tensor) -> dict[str, Tensor]:
+    """The rows that may be one example's each, where no shape tells: all those in front, or those along the last dimension."""
+    if gy.dim() < 2:
+        return {UNSEEN: gy}
+    return {UNSEEN: gy.flatten(0, -2), LAST: gy.movedim(-1, 0).flatten(1)}
+
+
+def apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
+    """Whether each row follows the weight of one example, whichever that is."""
+    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
+    follows = torch.zeros_like(plain[0], dtype=torch.bool)
+    for level in LEVELS:
+        follows |= (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
+    return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
 
 
 def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:

@@ -61,6 +61,8 @@ class Survey:
         self._alone: dict[int, float] = {}
         # uses of rows that entered end to end: blocks of them hold for one batch alone
         self._ragged: set[int] = set()
+        # uses in forwards that nothing with as many rows as the batch has entered
+        self._loose: set[int] = set()
         # columns of what entered; and by place, for which `layouts.surplus` blocks are proven
         self._columns: list[int] = []
         self._surplus: dict[tuple[str, int], set[int | None]] = {}
@@ -189,6 +191,9 @@ class Survey:
         pending: dict[int, list[str]] = {}
         doubted: set[int] = set()
         self._ragged = _ragged(visit)
+        self._loose = {
+            id(use) for owner in visit.passes if not owner.has_in_front(visit.rows) for use in owner.uses
+        }
         self._columns = [s[1] for owner in visit.passes for s in owner.shapes if len(s) > 1]
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
@@ -199,6 +204,8 @@ class Survey:
                 told = len(shape) >= 2 or use.input_shape != use.output_shape
                 whole = told and shape[0] == use.output_shape[0] and shape[0] > 0
                 self.layout[id(use)] = layouts.BLOCKED if whole and known != layouts.LOOP else layouts.LOOP
+            elif id(use) in self._loose:
+                pending[id(use)] = found
             elif known == layouts.LOOP:
                 self.layout[id(use)] = layouts.LOOP
             elif use.is_routed(visit.rows):
@@ -235,6 +242,8 @@ class Survey:
         observed: list[dict[tuple[int, str], Signature]] = []
         entered: list[list[Signature | None]] = []
         dtypes: dict[int, torch.dtype] = {}
+        # forwards of more rows than losses -> whether they are more with a gradient, too
+        several: dict[ForwardPass, bool] = {}
         weightings = layouts.all_weights(visit.num_examples)
         if not any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses):
             del weightings[1:]
@@ -248,7 +257,13 @@ class Survey:
                     dtypes[id(use)] = gy.dtype
                     for layout in pending[id(use)]:
                         seen[id(use), layout] = layouts.signature(gy, layout, visit.rows)
-                    if not pending[id(use)] and gy.dim():
+                    if id(use) in self._loose and gy.dim() and len(gy) > visit.num_examples:
+                        more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > visit.num_examples
+                        several[owner] = several.get(owner, False) or more
+                    if id(use) in self._loose and gy.dim():
+                        for view, flat in layouts.views(gy).items():
+                            seen[id(use), view] = layouts.signature(flat, layouts.ROWS, flat.shape[0])
+                    elif not pending[id(use)] and gy.dim():
                         seen[id(use), layouts.UNSEEN] = layouts.signature(gy, layouts.ROWS, gy.shape[0])
 
             asked = list(params.values()) if not observed else []
@@ -265,6 +280,10 @@ class Survey:
             give_back_freed_memory()
         if not pending:
             return
+        for owner, more in several.items():
+            if not more:
+                # a row for each loss, and rows of others: losses were picked, the largest of the batch say
+                visit.refuse_others(owner)
         by_row = [w.repeat_interleave(visit.rows // visit.num_examples) for w in weightings]
         _check_inputs(visit, entered, by_row)
         uses = {id(use): use for use in visit.uses}
@@ -300,6 +319,17 @@ class Survey:
         if dtype is None:
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
+        if id(use) in self._loose and use.from_batch is not False:
+            # no shape tells whose rows are whose, but each is one example's
+            views = [view for view in (layouts.UNSEEN, layouts.LAST) if (id(use), view) in observed[0]]
+            if not any(
+                all(
+                    layouts.apart(observed[0][id(use), view], other[id(use), view], dtype)
+                    for other in observed[1:]
+                )
+                for view in views
+            ):
+                raise UserError(f"{use.owner} ({use.label}): {MIXED}")
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
             self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP

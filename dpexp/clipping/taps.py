@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -231,11 +231,16 @@ class Visit:
         self.num_examples = roots.num_examples
         self.rows = self.num_examples * rows_per_example
         waiting = recorder.alive if roots.owner is None else [roots.owner]
-        self.passes = [p for p in waiting if not p.consumed and p.uses and p.may_have(self.rows)]
+        waiting = [p for p in waiting if not p.consumed and p.uses]
+        self.passes = [p for p in waiting if p.may_have(self.rows) or self._began(p)]
         self.uses = [use for owner in self.passes for use in owner.uses]
         self.arrived: set[ForwardPass] = set()
         self.input_gradients: tuple[Tensor | None, ...] = ()
         self._on_use: OnUse | None = None
+
+    def _began(self, owner: ForwardPass) -> bool:
+        """Whether the roots were computed by a forward, whatever entered it: nodes of graphs, several rows of each example."""
+        return any(id(use) in self.reached for use in owner.uses)
 
     @cached_property
     def reached(self) -> set[int]:
@@ -293,13 +298,17 @@ class Visit:
         if owner not in self.passes and not owner.shapes:
             raise UserError(f"{use.owner} ({use.label}) {OUTSIDE}")
         if owner not in self.passes:
-            raise UserError(
-                f"losses have {self.num_examples} examples, but the model's forward saw inputs of shape "
-                f"{[list(shape) for shape in owner.shapes]}…: pass the losses of exactly the examples that entered the model"
-            )
+            self.refuse_others(owner)
         self.arrived.add(owner)
         assert self._on_use is not None
         self._on_use(owner, use, saved, gy)
+
+    def refuse_others(self, owner: ForwardPass) -> NoReturn:
+        """Refuse losses that are not those of the examples in a forward."""
+        raise UserError(
+            f"losses have {self.num_examples} examples, but the model's forward saw inputs of shape "
+            f"{[list(shape) for shape in owner.shapes]}…: pass the losses of exactly the examples that entered the model"
+        )
 
     def finish(self) -> bool:
         """Mark the passes as done. Returns whether the batch was another input than assumed in the forward."""

@@ -303,8 +303,12 @@ class ForwardPass:
         return self.shapes[self.batch][0] if self.shapes else None
 
     def may_have(self, rows: int) -> bool:
-        """Tell whether a batch of so many rows may have entered here."""
+        """Tell whether a batch of so many rows may have entered here, and not several of each example, or nodes of graphs."""
         return not self.shapes or any(rows in shape for shape in self.shapes)
+
+    def has_in_front(self, rows: int) -> bool:
+        """Tell whether something of so many rows has entered, and not only by chance of so many features."""
+        return not self.shapes or any(shape[0] == rows for shape in self.shapes)
 
     def is_ragged(self, first: int, rows: int) -> bool:
         """Tell whether ``first`` rows may have entered end to end: texts of any length, or graphs."""

@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpexp.clipping import Clipper
-from dpexp.clipping.dataflow import tensors_in
 from dpexp.errors import UserError
+from dpexp.training.collated import Part, Parts
 
 # examples that are collated, and how often: chance may decide whether anything is mixed
 EXAMPLES, TIMES = 8, 4
-# largest difference of numbers that are taken to be equal, relative to the largest of them
-ROUNDING = 1e-4
 
 OTHERWISE = (
     "collate_fn makes something else of the same examples and the same random numbers: it keeps something of earlier batches, or "
@@ -120,32 +118,38 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
     """
     units = min(len(examples) // rows_per_unit, max(2, EXAMPLES // rows_per_unit))
     few = list(examples[: units * rows_per_unit])
+    unit = [i // rows_per_unit for i in range(len(few))]
     compared = False
     with generators_kept():
         try:
-            first, again = (_seeded(collate_fn, few, 0) for _ in range(2))
+            here, again = (_seeded(collate_fn, few, 0) for _ in range(2))
         except Exception:
             return False
-        if len(first) != len(again) or not all(map(_equal, first, again)):
+        whole, again = (Parts(len(few)).of(batch) for batch in (here, again))
+        if len(whole) != len(again) or not all(map(Part.equals, whole, again)):
             raise UserError(OTHERWISE)
+        without = _leaving_one_out(lambda kept: _seeded(collate_fn, [few[i] for i in kept], 0), unit)
+        parts = Parts(len(few), without, rows_per_unit)
         # neighbours, mirror images and halves are all apart; and each example alone, which may stand there twice
-        unit = [i // rows_per_unit for i in range(len(few))]
-        splits = [[u.bit_count() % 2 == seed % 2 for u in unit] for seed in range(TIMES)]
-        splits += [[u != alone for u in unit] for alone in range(units)]
-        for seed, kept in enumerate(splits if units > 1 else []):
+        halves = [[u.bit_count() % 2 == side for u in unit] for side in range(2)]
+        splits = [halves] * TIMES + [[[u != alone for u in unit]] for alone in range(units)]
+        for seed, sides in enumerate(splits if units > 1 else []):
             try:
-                changed = [r if k else tree_map(_changed, r) for r, k in zip(few, kept, strict=True)]
-                pair = [_seeded(collate_fn, rows, seed) for rows in (few, changed)]
-                lost = [
-                    gone for a, b in zip(*pair, strict=True) if (gone := _lost(a, b, len(few))) is not None
+                changed = [
+                    [r if k else tree_map(_changed, r) for r, k in zip(few, kept, strict=True)]
+                    for kept in sides
                 ]
+                here, *there = [parts.of(_seeded(collate_fn, rows, seed)) for rows in (few, *changed)]
+                # a row is one example's in all tensors: others, like negatives from the batch, are lost with other examples
+                pairs = zip(there, sides, strict=True)
+                mixed = any(parts.lose(here, other, kept.count(False)) for other, kept in pairs)
+                mixed |= len(there) > 1 and any(map(Part.shared, here, *there))
             except Exception:
                 # a collate function that does not take these, or changes what it takes
                 return compared
-            # a row is one example's in all tensors: others, like negatives from the batch, are lost with other examples
-            if lost and int(torch.stack(lost).any(0).sum()) > len(few) - sum(kept):
+            if mixed:
                 raise UserError(MIXES)
-            compared = compared or bool(lost)
+            compared = compared or any(not all(map(Part.equals, here, other)) for other in there)
             if not compared:
                 # texts and labels alone
                 return False
@@ -183,19 +187,24 @@ def refuse_company(
         try:
             # an honest one that sorts by length gives other random numbers to what has got another place
             draws = _drawn(make, list(range(units)), 0)[1] != _drawn(lambda _: None, [], 0)[1]
-            here, count = list(range(units)), units * rows_per_unit
+            here = list(range(units))
+            without = _leaving_one_out(lambda kept: _seeded(make, kept, 0), here)
+            parts = Parts(units * rows_per_unit, without, rows_per_unit)
             kept = [[_drawn(make, here, seed) for _ in range(2)] for seed in range(2 if draws else 1)]
             for seed, alone in itertools.product(range(len(kept)), here):
                 if (other := _stand_in(alone, kinds, draws)) is None:
                     continue
                 (first, left), (again, left_again) = kept[seed]
                 others, left_there = _drawn(make, [other if u == alone else u for u in here], seed)
-                if left != left_again or left != left_there or not all(map(_equal, first, again)):
+                before, now = parts.of(first), parts.of(others)
+                if (
+                    left != left_again
+                    or left != left_there
+                    or not all(map(Part.equals, before, parts.of(again)))
+                ):
                     # they draw by what they are, or from a generator of their own: nothing can be compared
                     continue
-                pairs = [(a, b) for a, b in zip(first, others, strict=True) if count in a.shape]
-                lost = [gone for a, b in pairs if (gone := _lost(a, b, count)) is not None]
-                if lost and int(torch.stack(lost).any(0).sum()) > rows_per_unit:
+                if parts.lose(before, now, rows_per_unit):
                     break
             else:
                 return
@@ -221,11 +230,22 @@ def _sizes(rows: Any) -> Any:
     return tuple(rows.shape) if hasattr(rows, "shape") else len(rows) if isinstance(rows, str) else None
 
 
-def _drawn(make: Collate, chosen: list[int], seed: int) -> tuple[list[Tensor], Any]:
-    """The tensors of a batch, and where the random generators are then."""
-    tensors = _seeded(make, chosen, seed)
+def _drawn(make: Collate, chosen: list[int], seed: int) -> tuple[Any, Any]:
+    """A batch, and where the random generators are then."""
+    batch = _seeded(make, chosen, seed)
     state: Any = np.random.get_state()
-    return tensors, (random.getstate(), state[1].tobytes(), state[2:], _bytes(torch.get_rng_state()[None]))
+    return batch, (random.getstate(), state[1].tobytes(), state[2:], _bytes(torch.get_rng_state()[None]))
+
+
+def _leaving_one_out(make: Collate, unit: Sequence[int]) -> list[Any]:
+    """The batches without one unit, for each of them; without those that cannot be made."""
+    found = []
+    for gone in sorted(set(unit)) if len(set(unit)) > 1 else []:
+        try:
+            found.append(make([i for i, u in enumerate(unit) if u != gone]))
+        except Exception:
+            continue
+    return found
 
 
 def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> int | None:
@@ -278,37 +298,11 @@ def refuse_other_order(collate_fn: Collate, examples: Sequence[Any], batch: Any)
                 )
 
 
-def _seeded(collate_fn: Collate, examples: list[Any], seed: int) -> list[Tensor]:
+def _seeded(collate_fn: Collate, examples: list[Any], seed: int) -> Any:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    return tensors_in(collate_fn(copy.deepcopy(examples)))
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), ROUNDING, equal_nan=True)
-
-
-def _lost(a: Tensor, b: Tensor, count: int) -> Tensor | None:
-    """``[count]``: which examples are not found again, in whatever order; None where nothing has changed, or in other rows."""
-    if a.shape != b.shape or not a.numel() or _equal(a, b):
-        return None
-    # examples stand in the first dimension, or in another one of their number, as in [T, B, d]: where the fewest are lost
-    axes = [axis for axis, size in enumerate(a.shape) if size == count or (axis == 0 and size % count == 0)]
-    if axes:
-        found = [_unlike(*(t.movedim(axis, 0).reshape(count, -1) for t in (a, b))) for axis in axes]
-        return min(found, key=lambda lost: int(lost.sum()))
-    lost = _unlike(*(t.reshape(len(t) if t.dim() else 1, -1) for t in (a, b)))
-    # a number of the whole batch; of rows end to end those of other examples are found again
-    return lost.new_ones(count) if bool(lost.all()) else None
-
-
-def _unlike(a: Tensor, b: Tensor) -> Tensor:
-    """Which rows of ``a`` are none of those of ``b``."""
-    a, b = a.detach().double(), b.detach().double()
-    allowed = ROUNDING * torch.maximum(a.abs(), 1e-3 * a.abs().amax(0))
-    rows = zip(a, allowed, strict=True)
-    return torch.tensor([bool(((row - b).abs() > limit).any(1).all()) for row, limit in rows])
+    return collate_fn(copy.deepcopy(examples))
 
 
 def _changed(leaf: Any) -> Any:

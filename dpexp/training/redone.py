@@ -6,7 +6,7 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
 import torch
@@ -31,8 +31,18 @@ MIXED = (
 )
 ENTERED = (
     "the loop mixes examples before they enter the model: what enters for one changes when the others of its batch are replaced "
-    "(mixup, a mean or a spread over the batch). This voids any guarantee. Make it of its own example alone, with public numbers"
+    "(mixup, a mean or a spread over the batch, rows of others as "
+    "negatives). This voids any guarantee. Make it of its own example alone, with public numbers"
 )
+UNTOLD = (
+    "the loop gives the model a tensor {shape} that it has made of a batch of {examples} examples, and no size says which of its "
+    "rows are whose. Give a row for each example, or as many views of each, side by side (torch.cat); call the model for each "
+    "view; let the collate function put rows end to end; and leave it to physical_batch_size to cut batches"
+)
+
+
+class Mixture(UserError):
+    """What belongs to one example was another thing, with others beside it."""
 
 
 class Redone:
@@ -44,12 +54,18 @@ class Redone:
 
     def __init__(self, trace: Trace):
         self.trace, self.examples = trace, trace.examples
+        # which rows of what enters the model change with one half of the examples, and with the other
+        self._changed = [torch.zeros(trace.examples, dtype=torch.bool) for _ in range(2)]
+        if trace.as_it_came:
+            for changed, kept in zip(self._changed, self._halves(), strict=True):
+                changed[[i for i in range(self.examples) if i not in kept]] = True
 
     def check(self, losses: Tensor) -> bool:
         """Compute again what enters the model, and the losses; return whether these told anything.
 
         Raises:
-            UserError: what an example loses, or what enters the model for it, depends on others.
+            UserError: what an example loses, or what enters the model for it, depends on others. `Mixture`, where that shows in a
+                comparison, which a chance may have made where the trace is not `sure`.
         """
         trace = self.trace
         for name, buffer in trace.model.named_buffers():
@@ -89,7 +105,7 @@ class Redone:
         if mixed and not by_chance and bool(self._unlike(whole, losses).any()):
             raise ValueError("computed again they are others")
         if mixed:
-            raise UserError(MIXED.format(where=self.trace.table))
+            raise Mixture(MIXED.format(where=self.trace.table))
         return bool((changed[0] | changed[1]).any())
 
     def _enters_apart(self, number: int) -> bool:
@@ -101,18 +117,49 @@ class Redone:
         self._refuse_others(number, "what enters the model depends")
         try:
             whole = self._again(number)[0]
-            ((axis, _),) = self.trace.fits(whole)
             halves = self._halves()
             others = [self._other(number, kept) for kept in halves]
-            first, *rest = [t.movedim(axis, 0).reshape(self.examples, -1) for t in (whole, *others)]
+            views = self._views(whole)
+            rows = [[view(t) for t in (whole, *others)] for view in views]
         except Exception:
             # nothing that has rows, or that could be done again
             return True
-        changed = [self._unlike(first, other) for other in rest]
-        for row in first[changed[0] & changed[1]]:
-            if all(self._unlike(row.expand_as(other), other).all() for other in rest):
-                raise UserError(ENTERED)
-        return not any(bool(here[kept].any()) for here, kept in zip(changed, halves, strict=True))
+        if not views:
+            if any(bool(self._unlike(whole[None], other[None]).any()) for other in others):
+                raise UserError(UNTOLD.format(shape=list(whole.shape), examples=self.examples))
+            return True
+        found = []
+        for first, *rest in rows:
+            changed = [self._unlike(first, other) for other in rest]
+            for row in first[changed[0] & changed[1]]:
+                if len(views) > 1 or all(self._unlike(row.expand_as(other), other).all() for other in rest):
+                    break
+            else:
+                found.append(changed)
+        if not found:
+            raise Mixture(ENTERED)
+        # what entered before, or in another call, has the same example in each row
+        both = [[old | new for old, new in zip(self._changed, changed, strict=True)] for changed in found]
+        apart = [i for i, (one, other) in enumerate(both) if not bool((one & other).any())]
+        if not apart and not any(bool((one & other).any()) for one, other in found):
+            raise Mixture(ENTERED)
+        chosen = apart[0] if apart else 0
+        self._changed = both[chosen] if apart else self._changed
+        return not any(bool(here[kept].any()) for here, kept in zip(found[chosen], halves, strict=True))
+
+    def _views(self, whole: Tensor) -> list[Callable[[Tensor], Tensor]]:
+        """How a tensor may be brought to one row for each example; none where it has rows that no size tells apart."""
+        fits, count = self.trace.fits(whole), self.examples
+        if fits:
+            ((axis, _),) = fits
+            return [lambda t: t.movedim(axis, 0).reshape(count, -1)]
+        if not whole.dim() or len(whole) % count or len(whole) < count:
+            return []
+        # several views of each example: one behind the other, or all of one kind and then all of the next
+        return [
+            lambda t: t.reshape(count, -1),
+            lambda t: t.unflatten(0, (-1, count)).transpose(0, 1).reshape(count, -1),
+        ]
 
     def _refuse_others(self, number: int, what: str) -> None:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""

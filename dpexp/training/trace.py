@@ -41,6 +41,8 @@ SHAPES = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
+# what they return holds values of their first argument alone, and may be that argument itself
+LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 # the last one: a parameter, as it is read within a module of an attached model
 PLAIN = (Tensor, nn.Parameter, Followed)
@@ -107,6 +109,8 @@ class Trace(TorchFunctionMode):
         sizes: whole numbers that go by the batch, by where they come from: its examples, how long its rows are padded, what the
             loop has counted in it.
         failure: why nothing can be said, in words.
+        sure: whether all that has rows has them in front. A number of features may equal that of the examples, and of nodes of
+            graphs end to end, or of parts of a batch, no size tells whose they are.
         private: the tensors of the batch, and what was made of their values.
     """
 
@@ -124,6 +128,7 @@ class Trace(TorchFunctionMode):
         self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
         self.sizes: dict[Hashable, int] = {times: examples * times for times in sorted({1, rows_per_example})}
         self.failure = ""
+        self.sure = True
         self.private = WeakIdKeyDictionary()
         self.before, self._outside = before, outside
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -138,6 +143,8 @@ class Trace(TorchFunctionMode):
         self.written: set[int] = set()
         # what enters the model, and what earlier batches have left behind
         self.entering: list[int] = []
+        # whether rows of the batch enter the model in the order in which they came
+        self.as_it_came = False
         self.old: set[int] = set()
         self.lines: list[Line] = []
         # numbers of Python that are made of the batch, and what the model's own forward has made of it
@@ -197,7 +204,9 @@ class Trace(TorchFunctionMode):
         for tensor in entering:
             if tensor in self.numbers:
                 self.entering.append(self.numbers[tensor])
-            elif tensor in self.before and tensor not in self.rowed:
+            elif tensor in self.rowed:
+                self.as_it_came |= len(self.fits(tensor)) == 1
+            elif tensor in self.before:
                 raise UserError(EARLIER.format(what="what enters the model depends"))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -256,7 +265,7 @@ class Trace(TorchFunctionMode):
 
     def _followed(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function, and remember which tensors and numbers hold values of the batch."""
-        private = name_of(func) not in SHAPES and any(t in self.private for t in given)
+        private = any(t in self.private for t in _values(func, given))
         if private:
             self._look_at_parameters(func, given)
         result = func(*args, **kwargs)
@@ -270,7 +279,7 @@ class Trace(TorchFunctionMode):
     def _made_within(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function inside of the model's own forward, which is not written down."""
         result = func(*args, **kwargs)
-        if name_of(func) not in SHAPES and any(t in self.private or t in self._within for t in given):
+        if any(t in self.private or t in self._within for t in _values(func, given)):
             self._count_number(result)
             made = [*tree_leaves(result), *(given[:1] if in_place(func) else ())]
             self._within.update({t: None for t in made if type(t) in PLAIN})
@@ -285,7 +294,7 @@ class Trace(TorchFunctionMode):
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
         result = func(*args, **kwargs)
-        if name_of(func) not in SHAPES and any(t in self.before for t in given):
+        if any(t in self.before for t in _values(func, given)):
             self.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
         return result
 
@@ -396,6 +405,7 @@ class Trace(TorchFunctionMode):
             # no other could stand in its place
             return
         fits = self.fits(tensor)
+        self.sure &= tensor.dim() == 0 or any(axis == 0 for axis, _ in fits)
         if len(fits) > 1:
             raise ValueError(
                 f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
@@ -443,6 +453,12 @@ def slots_of(line: Line) -> list[Slot]:
 
 def name_of(func: Any) -> str:
     return getattr(func, "__name__", str(func))
+
+
+def _values(func: Any, given: list[Tensor]) -> list[Tensor]:
+    """The arguments of a function whose values are in what it returns."""
+    name = name_of(func)
+    return [] if name in SHAPES else given[:1] if name in LIKE else given
 
 
 def _version(tensor: Tensor) -> int:

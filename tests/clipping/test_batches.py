@@ -277,6 +277,129 @@ def test_texts_end_to_end_that_mix_are_refused(how: Callable[[Tensor], Tensor]) 
         attach(model).backward(square(model, texts(1, 5, 2)))
 
 
+def graphs(*sizes: int, edges: int = 3) -> Batch:
+    """Nodes of all graphs end to end, edges between them by their numbers there, and whose each node is."""
+    begins = torch.tensor(sizes).cumsum(0) - torch.tensor(sizes)
+    pairs = [torch.randint(size, (2, edges)) + begin for size, begin in zip(sizes, begins, strict=True)]
+    whose = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return rows(sum(sizes)) | {"edges": torch.cat(pairs, 1), "whose": whose, "count": len(sizes)}
+
+
+class Graphs(nn.Module):
+    """Nodes hear of their neighbours, and each graph is the sum of its nodes."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor], pools: bool = True):
+        super().__init__()
+        self.first, self.out, self.mix, self.pools = nn.Linear(D, D), nn.Linear(D, D), mix, pools
+
+    def forward(self, x: Tensor, edges: Tensor, whose: Tensor | None = None, count: int = 0) -> Tensor:
+        h = torch.tanh(self.first(x))
+        h = self.mix(h + torch.zeros_like(h).index_add(0, edges[1], h[edges[0]]))
+        return self.out(h.new_zeros(count, D).index_add(0, whose, h)) if whose is not None else self.out(h)
+
+
+def of_graphs(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**batch).square().sum(1)
+
+
+def of_nodes(model: nn.Module, batch: Batch) -> Tensor:
+    nodes = model(batch["x"], batch["edges"]).square().sum(1)
+    return nodes.new_zeros(batch["count"]).index_add(0, batch["whose"], nodes)
+
+
+GRAPHS = [graphs(2, 4, 3), graphs(2, 4, 3), graphs(1, 5, 2, 2), graphs(3, 3, 3), graphs(4, 1)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("losses", [of_graphs, of_nodes])
+def test_graphs_are_clipped(losses: Callable[..., Tensor], engine: str) -> None:
+    torch.manual_seed(0)
+    exact_in_company(Graphs(lambda h: h), GRAPHS, engine, losses)
+
+
+@pytest.mark.parametrize("batch", GRAPHS)
+@pytest.mark.parametrize("mix", [lambda h: h - h.mean(0), lambda h: h / h.detach().abs().mean()])
+def test_graphs_that_mix_are_refused(mix: Callable[[Tensor], Tensor], batch: Batch) -> None:
+    torch.manual_seed(0)
+    model = Graphs(lambda h: h).double()
+    clipper = attach(model)
+    clipper.backward(of_graphs(model, batch))
+    assert clipper.notes == []
+    mixing = Graphs(mix).double()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(mixing).backward(of_graphs(mixing, batch))
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda h: h - h.mean(0), lambda h: torch.cat([h[:, :1].flip(0), h[:, 1:]], 1)]
+)
+def test_nodes_of_one_graph_do_not_hear_of_another_one(mix: Callable[[Tensor], Tensor]) -> None:
+    """Though nothing that enters the model says whose they are."""
+    model = Graphs(mix).double()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(model).backward(of_nodes(model, graphs(1, 5, 2, 2)))
+
+
+def of_both(model: nn.Module, batch: Batch) -> Tensor:
+    """Two views of an example, in one forward."""
+    one, other = model(torch.cat([batch["x"], batch["x"] + 1])).chunk(2)
+    return (one * other).sum(1)
+
+
+def of_three(model: nn.Module, batch: Batch) -> Tensor:
+    """Three rows for each, one beside the other."""
+    found = model(torch.stack([batch["x"], batch["x"] + 1, batch["x"] * 2], 1).flatten(0, 1))
+    return found.unflatten(0, (-1, 3)).prod(1).sum(1)
+
+
+def contrasted(model: nn.Module, batch: Batch) -> Tensor:
+    found = model(torch.cat([batch["x"], batch["x"] + 1]))
+    table = found @ found.T - 1e9 * torch.eye(len(found), dtype=found.dtype)
+    return torch.logsumexp(table, 1).view(2, -1).mean(0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("losses", [of_both, of_three])
+def test_the_loop_may_give_the_model_several_rows_of_each_example(
+    losses: Callable[..., Tensor], engine: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3))
+    exact_in_company(model, [rows(5), rows(5), rows(3), rows(2)], engine, losses)
+
+
+def test_several_rows_of_each_example_are_not_compared_with_those_of_others() -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(model).backward(contrasted(model, rows(5)))
+
+
+class Tables(nn.Module):
+    """As recommenders have it: a bag of ids of each kind, and where those of each example begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.out = nn.ModuleList(nn.EmbeddingBag(9, D) for _ in range(2)), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor, ids: list[Tensor], lS_o: list[Tensor]) -> Tensor:
+        return self.out(x + sum(bag(i, o) for bag, i, o in zip(self.bags, ids, lS_o, strict=True)))
+
+
+@pytest.mark.parametrize("lengths", [((2, 3, 1), (1, 1, 4)), ((2, 3, 1, 2), (1, 3, 1, 4))])
+def test_bags_of_several_tables_are_cut_where_they_begin(lengths: tuple[tuple[int, ...], ...]) -> None:
+    torch.manual_seed(0)
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["x"], batch["ids"], batch["begins"]).square().sum(1)
+
+    both = [bags(*some) for some in lengths]
+    batch = rows(len(lengths[0])) | {
+        "ids": [bag["tokens"] for bag in both],
+        "begins": [bag["offsets"] for bag in both],
+    }
+    exact_in_company(Tables(), [batch, batch], "auto", losses)
+
+
 class Slotted:
     __slots__ = ("x",)
 

@@ -82,6 +82,57 @@ def test_what_a_loop_may_do_with_its_examples_before_the_model(tmp_path, caplog)
     assert "not looked at" not in caplog.text
 
 
+def of_both(engine, batch):
+    one, other = engine.model(torch.cat([batch[0], batch[0].flip(1)])).chunk(2)
+    return cross_entropy(one, batch[1], reduction="none") + (one - other).square().sum(1)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_features_are_not_taken_for_examples_because_they_are_as_many(tmp_path, size):
+    """Three outputs, and batches of three."""
+    assert train(make(tmp_path), size, losses=of_both).finished
+
+
+def in_parts(engine, batch):
+    outputs = [engine.model(part) for part in batch[0].split(2)]
+    return cross_entropy(torch.cat(outputs), batch[1], reduction="none")
+
+
+def test_a_loop_that_cuts_its_batch_is_told_how_to(tmp_path):
+    with pytest.raises(UserError, match="leave it to physical_batch_size"):
+        train(make(tmp_path), losses=in_parts)
+
+
+def negatives_apart(engine, batch):
+    return (engine.model(batch[0]) - engine.model(batch[0].roll(1, 0))).square().sum(1)
+
+
+def negatives_beside(engine, batch):
+    one, other = engine.model(torch.cat([batch[0], batch[0].roll(1, 0)])).chunk(2)
+    return (one - other).square().sum(1)
+
+
+@pytest.mark.parametrize("losses", [negatives_apart, negatives_beside])
+def test_rows_of_others_do_not_enter_the_model_beside_those_of_an_example(tmp_path, losses):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="before they enter the model"):
+        train(engine, losses=losses)
+
+
+def test_examples_behind_the_first_dimension_are_not_mixed(tmp_path):
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(1, 1)
+
+        def forward(self, x):
+            return self.body(x.T[..., None])[..., 0]
+
+    engine = make(tmp_path, TimeFirst())
+    with pytest.raises(UserError, match="the loop mixes examples"):
+        train(engine, losses=lambda engine, batch: (o := engine.model(batch[0])).sum(0) / o.detach().mean())
+
+
 def test_rows_that_are_sorted_are_no_mixture(tmp_path):
     """As recurrent networks want it: the longest first."""
 
@@ -219,6 +270,17 @@ class Centred(nn.Module):
 
     def forward(self, x):
         return self.body(x) - self.centre
+
+
+def test_a_constant_that_is_put_where_the_batch_is_holds_nothing_of_it(tmp_path):
+    """Which gives the constant itself, where it is there already."""
+    levels, model = torch.tensor([0.1, 0.5, 0.9]), Centred()
+
+    def losses(engine, batch):
+        errors = batch[0][:, :1] - model(batch[0]) / model.centre.mean().exp().to(batch[0])
+        return torch.maximum(levels.to(errors) * errors, (levels.type_as(errors) - 1) * errors).mean(1)
+
+    assert train(make(tmp_path, model), losses=losses).finished
 
 
 @pytest.mark.parametrize("how", ["in place", "anew", "data", "a weight"])
@@ -549,6 +611,92 @@ def test_time_may_come_before_the_batch(times, words):
     check(collate)
     with pytest.raises(UserError, match="collate_fn mixes"):
         check(lambda rows: collate(rows, lambda x: x + rows[0][0]))
+
+
+def apart(xs):
+    return xs
+
+
+def with_the_one_before(xs):
+    return [0.7 * x + 0.3 * xs[i - 1].mean() for i, x in enumerate(xs)]
+
+
+def boxes(mix):
+    """As detectors have it: lists of pictures, and of what is in each."""
+    return lambda rows: ([row["x"] for row in rows], [{"boxes": x} for x in mix([row["x"] for row in rows])])
+
+
+def graphs(mix):
+    """Nodes end to end, edges by the numbers that nodes have there."""
+
+    def collate(rows):
+        sizes = torch.tensor([len(row["x"]) for row in rows])
+        begins = sizes.cumsum(0) - sizes
+        return {
+            "x": torch.cat(mix([row["x"] for row in rows])),
+            "edges": torch.cat([row["edges"] + begin for row, begin in zip(rows, begins, strict=True)], 1),
+            "batch": torch.arange(len(rows)).repeat_interleave(sizes),
+            "y": torch.tensor([row["y"] for row in rows]),
+        }
+
+    return collate
+
+
+def sparse(mix):
+    """One matrix for the edges of all."""
+
+    def collate(rows):
+        batch = graphs(apart)(rows)
+        weights = torch.cat(mix([torch.ones(row["edges"].shape[1]) * row["x"][0, 0] for row in rows]))
+        return torch.sparse_coo_tensor(batch["edges"], weights, (len(batch["x"]),) * 2), batch["y"]
+
+    return collate
+
+
+def packed(mix):
+    return lambda rows: nn.utils.rnn.pack_sequence(mix([row["x"] for row in rows]), enforce_sorted=False)
+
+
+def bags(mix):
+    """As recommenders have it: ids end to end, and where those of each example begin."""
+
+    def collate(rows):
+        sizes = torch.tensor([len(row["x"]) for row in rows])
+        ids = torch.cat([row["edges"][0] for row in rows])
+        return torch.stack(mix([row["x"][0] for row in rows])), ids, sizes.cumsum(0) - sizes
+
+    return collate
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("kind", [boxes, graphs, sparse, packed, bags])
+def test_examples_of_any_size_stand_in_lists_or_end_to_end(kind, count):
+    generator = torch.Generator().manual_seed(count)
+    sizes = [3, 5, 2, 3, 4, 6, 2][:count]
+    rows = [
+        {
+            "x": torch.rand(size, 4, generator=generator),
+            "edges": torch.randint(size, (2, size + 1), generator=generator),
+            "y": i % 2,
+        }
+        for i, size in enumerate(sizes)
+    ]
+
+    def check(mix):
+        refuse_mixing(kind(mix), rows)
+        refuse_company(kind(mix), rows)
+
+    check(apart)
+    with pytest.raises(UserError, match="collate_fn mixes"):
+        check(with_the_one_before)
+
+
+@pytest.mark.parametrize("mix", [lambda xs: xs[-1:] + xs[:-1], lambda xs: [xs[0], *xs[:-1]]])
+def test_lists_are_looked_at_row_by_row(mix):
+    """Pictures of others beside one's own, or one that stands there twice."""
+    rows = [{"x": torch.rand(size, 4)} for size in (3, 2, 5, 4)]
+    with pytest.raises(UserError, match="collate_fn mixes"):
+        refuse_mixing(boxes(mix), rows)
 
 
 @pytest.mark.parametrize("kind", ["array", "picture", "list", "bytes"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.independence.arguments import Inputs, changed
-from dpexp.clipping.independence.end_to_end import END_TO_END, POINTER, Ends
+from dpexp.clipping.independence.end_to_end import Ends, ends_of
 from dpexp.clipping.layouts import fixed_order
 
 # of inputs whose batch dimension the shapes leave open
@@ -20,8 +20,8 @@ READINGS = 12
 # examples that are looked at among copies of themselves; and with one copy, which costs little
 LONELY, PAIRS = 3, 8
 
-# which dimension of every input is the batch, or `END_TO_END` or `POINTER`; None: shared by all
-Reading = Sequence[int | None]
+# which dimension of every input is the batch, or how its rows lie end to end; None: shared by all
+Reading = Sequence[int | Ends | None]
 
 # (example, whether its floating-point values are scaled) for every place of a batch
 Rows = list[tuple[int, bool]]
@@ -49,7 +49,7 @@ class Batches:
 
     def __init__(self, inputs: Inputs, num_examples: int, rows_per_example: int, names: Sequence[str] = ()):
         self.inputs, self.examples, self.multiple, self.names = inputs, num_examples, rows_per_example, names
-        self.ends = Ends.of(self._parts(), num_examples * rows_per_example)
+        self.ends = ends_of(self._parts(), num_examples * rows_per_example)
 
     def variants(self) -> list[Variant]:
         """Return the batches in which examples must get what they got."""
@@ -107,10 +107,13 @@ class Batches:
 
     def plain_reading(self) -> Reading | None:
         """Return the reading of which the shapes leave no doubt; None where they do."""
-        parts = [self._possible(part) for _, part in self._parts()]
-        if self.ends is not None or not any(parts) or any(axes not in ((), (0,)) for axes in parts):
+        inputs = [part for _, part in self._parts()]
+        parts = [self._possible(part) for part in inputs]
+        if self.ends or not any(parts) or any(axes not in ((), (0,)) for axes in parts):
             return None
-        return [0 if axes else None for axes in parts]
+        # by chance as many rows as examples: of numbers of nodes, [2, edges], beside what has others
+        real = [axes for part, axes in zip(inputs, parts, strict=True) if _is_real(part)]
+        return None if real and not any(real) else [0 if axes else None for axes in parts]
 
     def made(self, reading: Reading, rows: Rows, scale: float) -> Inputs:
         """Make a batch; ``scale``: factor of floating-point inputs in the rows that replace others."""
@@ -122,30 +125,29 @@ class Batches:
             axis = next(axes)
             if axis is None:
                 return part
+            if isinstance(part, int):
+                return len(places)
             if not isinstance(part, Tensor):
                 return type(part)(part[i] for i in places)
-            if axis == POINTER and self.ends is not None:
-                return self.ends.pointer_of(places)
             chosen, changes = torch.tensor(places), torch.tensor(scaled)
-            if axis == END_TO_END and self.ends is not None:
-                axis, chosen = 0, self.ends.rows(places)
-                changes = changes.repeat_interleave(self.ends.sizes[places].cpu())
-            return rows_of(part, axis, chosen, changes, scale)
+            if not isinstance(axis, Ends):
+                return rows_of(part, axis, chosen, changes, scale)
+            if part is axis.told:
+                return axis.told_of(places)
+            return rows_of(part, 0, axis.rows(places), changes.repeat_interleave(axis.sizes[places]), scale)
 
         return changed(self.inputs, take, self._is_list, self.names)
 
-    def _options(self, part: Any) -> tuple[int | None, ...]:
-        """The dimensions that may be the batch, the likeliest first."""
-        if self.ends is not None and isinstance(part, Tensor):
-            if part is self.ends.pointer:
-                return POINTER, None
-            if part.dim() and len(part) == self.ends.total:
-                return END_TO_END, None
-        return (*self._possible(part), None)
+    def _options(self, part: Any) -> tuple[int | Ends | None, ...]:
+        """The dimensions that may be the batch, or ways to lie end to end, the likeliest first."""
+        found = [ends for ends in self.ends if ends.cuts(part)]
+        # of several tables with as many ids, each has its own
+        own = [ends for ends in found if part is ends.told or part is ends.within]
+        return (*(own or found), *self._possible(part), None)
 
     def _possible(self, part: Any) -> tuple[int, ...]:
         rows = self.examples * self.multiple
-        if self._is_list(part):
+        if self._is_list(part) or (type(part) is int and part == rows and self.ends):
             return (0,)
         if not isinstance(part, Tensor):
             return ()
@@ -167,6 +169,10 @@ def rows_of(part: Tensor, axis: int, chosen: Tensor, changes: Tensor, scale: flo
         factor = torch.where(changes, scale, 1.0)
         taken = taken * factor.to(part).reshape([-1 if d == axis else 1 for d in range(part.dim())])
     return taken
+
+
+def _is_real(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dim() > 0 and part.is_floating_point()
 
 
 def _is_mask(part: Tensor) -> bool:

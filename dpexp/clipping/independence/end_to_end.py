@@ -1,73 +1,133 @@
-"""Inputs that hold the rows of all examples end to end, as of texts of any length or graphs, beside a vector that says whose."""
+"""Inputs that hold the rows of all examples end to end, as of texts of any length or graphs, beside a tensor that says whose."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# in place of a dimension: the rows of all examples end to end, and the vector that says where those of each begin
-END_TO_END, POINTER = -1, -2
-# in the names of such vectors, and of vectors of lengths
+# in the names of vectors that say where the rows of each example begin, and of vectors of lengths
 POINTERS, LENGTHS = ("offset", "ptr", "cu_"), ("len",)
 
 
-@dataclass
 class Ends:
     """Where the rows of each example lie in tensors that hold those of all examples end to end.
 
+    Args:
+        sizes: how many rows each example has, ``[B]``.
+        told: what says it, where that is another thing in another batch; None where lengths do, rows like others.
+        within: the tensor of which it is said, where there may be others as long.
+
     Attributes:
-        pointer: the vector of beginnings, which begins anew in another batch; None where lengths tell.
-        starts, sizes: of each example.
+        starts: where those of each example begin, ``[B]``.
+        total: how many rows there are.
     """
 
-    pointer: Tensor | None
-    starts: Tensor
-    sizes: Tensor
+    def __init__(self, sizes: Tensor, told: Tensor | None = None, within: Tensor | None = None):
+        self.sizes, self.told, self.within = sizes.cpu(), told, within
+        self.starts, self.total = self.sizes.cumsum(0) - self.sizes, int(sizes.sum())
 
-    @staticmethod
-    def of(parts: Sequence[tuple[str, Any]], count: int) -> Ends | None:
-        """Find the vector among the inputs, by name and by its numbers; None where there is none."""
-        totals = {len(part) for _, part in parts if isinstance(part, Tensor) and part.dim()}
-        for name, part in parts:
-            if not isinstance(part, Tensor) or part.dim() != 1 or part.is_floating_point() or not len(part):
-                continue
-            told, numbers = name.lower(), part.long()
-            if any(word in told for word in LENGTHS) and len(part) == count != int(numbers.sum()) in totals:
-                return Ends(None, numbers.cumsum(0) - numbers, numbers)
-            if (
-                not any(word in told for word in POINTERS)
-                or int(numbers[0]) != 0
-                or bool((numbers.diff() < 0).any())
-            ):
-                continue
-            if len(part) == count + 1 and int(numbers[-1]) in totals:
-                return Ends(part, numbers[:-1], numbers.diff())
-            others = (len(p) for _, p in parts if isinstance(p, Tensor) and p.dim() and p is not part)
-            total = next((length for length in others if length >= int(numbers[-1])), None)
-            if len(part) == count and total is not None:
-                return Ends(part, numbers, torch.cat([numbers[1:], numbers.new_tensor([total])]) - numbers)
-        return None
-
-    @property
-    def total(self) -> int:
-        """How many rows there are."""
-        return int(self.sizes.sum())
+    def cuts(self, part: Any) -> bool:
+        """Whether the rows of a tensor may lie so."""
+        if not isinstance(part, Tensor) or not part.dim() or part is self.told:
+            return part is self.told is not None
+        return len(part) == self.total
 
     def rows(self, places: Sequence[int]) -> Tensor:
         """The rows of the examples at some places."""
-        return torch.cat([torch.arange(int(self.sizes[i])) + self.starts[i].cpu() for i in places])
+        return torch.cat([torch.arange(int(self.sizes[i])) + self.starts[i] for i in places])
 
-    def pointer_of(self, places: Sequence[int]) -> Tensor:
-        """The vector of beginnings for these examples."""
-        assert self.pointer is not None
-        ends = self.sizes[list(places)].cumsum(0)
-        found = (
-            torch.cat([ends.new_zeros(1), ends])
-            if len(self.pointer) > len(self.sizes)
-            else ends - self.sizes[list(places)]
-        )
-        return found.to(self.pointer)
+    def told_of(self, places: Sequence[int]) -> Tensor:
+        """What says it of these examples: where each begins, as `torch.nn.EmbeddingBag` has it."""
+        assert self.told is not None
+        found = Ends(self.sizes[list(places)])
+        # the end of the last one too, or not
+        ends = torch.cat([found.starts, torch.tensor([found.total])])
+        return ends[: len(places) + len(self.told) - len(self.sizes)].to(self.told)
+
+
+class Named(Ends):
+    """``told`` names the example of each row, as a batch of graphs does of its nodes."""
+
+    def told_of(self, places: Sequence[int]) -> Tensor:
+        assert self.told is not None
+        return torch.arange(len(places)).repeat_interleave(self.sizes[list(places)]).to(self.told)
+
+
+class Edges(Ends):
+    """``told``, ``[2, E]``, holds the numbers of two rows of ``nodes`` for each edge of a graph."""
+
+    def __init__(self, nodes: Ends, owners: Tensor, told: Tensor):
+        super().__init__(torch.bincount(owners, minlength=len(nodes.sizes)), told)
+        self.nodes = nodes
+
+    def told_of(self, places: Sequence[int]) -> Tensor:
+        assert self.told is not None
+        here = list(places)
+        moved = Ends(self.nodes.sizes[here]).starts - self.nodes.starts[here]
+        edges = self.told[:, self.rows(places).to(self.told.device)]
+        return edges + moved.repeat_interleave(self.sizes[here]).to(edges)
+
+
+def ends_of(parts: Sequence[tuple[str, Any]], count: int) -> list[Ends]:
+    """Find the tensors that say where the rows of ``count`` examples lie, by name and by their numbers."""
+    named = [
+        (name.lower(), part) for name, part in parts if isinstance(part, Tensor) and part.dim() and len(part)
+    ]
+    found: list[Ends] = []
+    for name, part in named:
+        if (
+            part.dim() == 1
+            and _is_whole(part)
+            and (ends := _told(name, part, named, count, found)) is not None
+        ):
+            found.append(ends)
+    nodes = [ends for ends in found if isinstance(ends, Named)] or found
+    edges = [e for ends in nodes[:1] for _, part in named if (e := _edges(part, ends)) is not None]
+    return found + edges
+
+
+def _told(
+    name: str, part: Tensor, named: Sequence[tuple[str, Tensor]], count: int, found: list[Ends]
+) -> Ends | None:
+    numbers = part.long()
+    totals = {len(other) for _, other in named}
+    if any(word in name for word in LENGTHS) and len(part) == count != int(numbers.sum()) in totals:
+        return Ends(numbers)
+    if int(numbers[0]) < 0 or bool((numbers.diff() < 0).any()):
+        return None
+    if len(part) > count > int(numbers[-1]) > 0:
+        return Named(torch.bincount(numbers, minlength=count), part)
+    if int(numbers[0]) != 0 or len(part) not in (count, count + 1):
+        return None
+    if len(part) > count:
+        return Ends(numbers.diff(), part) if int(numbers[-1]) in totals else None
+    # ids of several tables come in the order of their offsets
+    called, taken = any(word in name for word in POINTERS), {id(ends.within) for ends in found}
+    for _, other in named:
+        ids = other.dim() == 1 and _is_whole(other) and len(other) != count
+        if (
+            other is not part
+            and id(other) not in taken
+            and len(other) >= int(numbers[-1]) > 0
+            and (ids or called)
+        ):
+            return Ends(torch.cat([numbers, numbers.new_tensor([len(other)])]).diff(), part, other)
+    return None
+
+
+def _edges(part: Tensor, nodes: Ends) -> Edges | None:
+    if part.dim() != 2 or len(part) != 2 or not _is_whole(part) or not part.numel():
+        return None
+    numbers = part.long().cpu()
+    if int(numbers.min()) < 0 or int(numbers.max()) >= nodes.total:
+        return None
+    source, target = torch.bucketize(numbers, nodes.starts + nodes.sizes, right=True)
+    apart = torch.equal(source, target) and not bool((source.diff() < 0).any())
+    return Edges(nodes, source, part) if apart else None
+
+
+def _is_whole(part: Tensor) -> bool:
+    return not part.is_floating_point() and not part.is_complex() and part.dtype != torch.bool
