@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping import Clipper
 from dpexp.errors import UserError
@@ -276,6 +277,25 @@ def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> i
             if len(added) == 1 and added.item() >= 0:
                 return int(added.item())
     return None
+
+
+def example_axes(collate_fn: Collate, examples: Sequence[Any], units: int, batch: Any) -> WeakIdKeyDictionary:
+    """Find in which dimension of each tensor of a batch its examples stand, by collating them without the first and without the
+    last one.
+
+    Args:
+        collate_fn, examples, units, batch: see `Collation.of`.
+
+    Returns:
+        tensor -> dimension, of those that leave no doubt.
+    """
+    found, rows = WeakIdKeyDictionary(), len(examples) // units
+    without = [_collated(collate_fn, some) for some in (examples[rows:], examples[:-rows])]
+    if units > 1 and all(other is not None for other in without):
+        for part in Parts(len(examples), without, rows).of(batch):
+            if len(part.axes) == 1:
+                found[part.tensor] = part.axes[0]
+    return found
 
 
 def refuse_other_order(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> None:

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from numbers import Number
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +47,7 @@ from dpexp.training.arguments import (
     checked_folder,
     checked_schedule,
 )
-from dpexp.training.collating import Collation, Read
+from dpexp.training.collating import Collation, Read, example_axes
 from dpexp.training.decisions import Decisions
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import Batches, GradientGuard, GuardedOptimizer, OneAtATime
@@ -347,7 +348,9 @@ class PrivacyEngine:
                     if not self._steps.sums.drawn:
                         # of the first piece: all gradients are None
                         self._gradients.look()
-                    self._watch.begin(batch, len(piece))
+                    self._watch.begin(
+                        batch, len(piece), partial(example_axes, collate_fn, examples, len(piece), batch)
+                    )
                     yield batch
                     self._watch.end()
                     if self._loop is not loop:

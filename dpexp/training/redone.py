@@ -7,6 +7,7 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle, islice
 
 import torch
@@ -128,11 +129,11 @@ class Redone:
             if any(bool(self._unlike(whole[None], other[None]).any()) for other in others):
                 raise UserError(UNTOLD.format(shape=list(whole.shape), examples=self.examples))
             return True
-        found = []
+        found, told = [], bool(self.trace.fits(whole))
         for first, *rest in rows:
             changed = [self._unlike(first, other) for other in rest]
             for row in first[changed[0] & changed[1]]:
-                if len(views) > 1 or all(self._unlike(row.expand_as(other), other).all() for other in rest):
+                if not told or all(self._unlike(row.expand_as(other), other).all() for other in rest):
                     break
             else:
                 found.append(changed)
@@ -151,8 +152,8 @@ class Redone:
         """How a tensor may be brought to one row for each example; none where it has rows that no size tells apart."""
         fits, count = self.trace.fits(whole), self.examples
         if fits:
-            ((axis, _),) = fits
-            return [lambda t: t.movedim(axis, 0).reshape(count, -1)]
+            # pictures may have as many lines as the batch has examples: these alone are apart in one of the views
+            return [partial(_in_front, axis, count) for axis, _ in fits]
         if not whole.dim() or len(whole) % count or len(whole) < count:
             return []
         # several views of each example: one behind the other, or all of one kind and then all of the next
@@ -238,3 +239,7 @@ class Redone:
         size = a.abs().nan_to_num(posinf=0.0)
         allowed = ROUNDING[bits_of(self.trace.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
         return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1)
+
+
+def _in_front(axis: int, rows: int, tensor: Tensor) -> Tensor:
+    return tensor.movedim(axis, 0).reshape(rows, -1)

@@ -102,6 +102,7 @@ class Trace(TorchFunctionMode):
         rows_per_example: rows that it may have of each.
         before: `private` of an earlier trace.
         outside: parameters are added to it that the batch goes through and that are not the model's.
+        axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
 
     Attributes:
         scaled: where one of `sizes` stood in arithmetic, or was averaged over: (line, function, which of them, how many times)
@@ -109,8 +110,8 @@ class Trace(TorchFunctionMode):
         sizes: whole numbers that go by the batch, by where they come from: its examples, how long its rows are padded, what the
             loop has counted in it.
         failure: why nothing can be said, in words.
-        sure: whether all that has rows has them in front. A number of features may equal that of the examples, and of nodes of
-            graphs end to end, or of parts of a batch, no size tells whose they are.
+        sure: whether all that has rows has them in front, or where `axes` say. A number of features may equal that of the
+            examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
         private: the tensors of the batch, and what was made of their values.
     """
 
@@ -122,8 +123,12 @@ class Trace(TorchFunctionMode):
         rows_per_example: int,
         before: WeakIdKeyDictionary,
         outside: WeakIdKeyDictionary,
+        axes: WeakIdKeyDictionary | None = None,
     ):
         super().__init__()
+        self._axes = WeakIdKeyDictionary() if axes is None else axes
+        # where the examples stand in all that has several dimensions, as far as is known
+        self._usual = {axis for tensor, axis in self._axes.items() if tensor.dim() > 1}
         self.model, self.examples, self._times = model, examples, {1, rows_per_example}
         self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
         self.sizes: dict[Hashable, int] = {times: examples * times for times in sorted({1, rows_per_example})}
@@ -405,7 +410,9 @@ class Trace(TorchFunctionMode):
             # no other could stand in its place
             return
         fits = self.fits(tensor)
-        self.sure &= tensor.dim() == 0 or any(axis == 0 for axis, _ in fits)
+        usual = [fit for fit in fits if self._usual == {fit[0]}]
+        self.sure &= tensor.dim() == 0 or tensor in self._axes or bool(usual) or any(a == 0 for a, _ in fits)
+        fits = usual if len(usual) == 1 else fits
         if len(fits) > 1:
             raise ValueError(
                 f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
@@ -424,7 +431,7 @@ class Trace(TorchFunctionMode):
             (axis, times)
             for axis, size in enumerate(tensor.shape)
             for times in self._times
-            if size == self.examples * times
+            if size == self.examples * times and self._axes.get(tensor, axis) == axis
         ]
 
     def _stop(self, why: str) -> None:

@@ -8,7 +8,7 @@ counts in the batch, other examples as negatives without a gradient, a running m
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from dpexp.training.trace import Trace
 
 log = logging.getLogger(__name__)
 
-# physical batches that are watched until two have told something
-PATIENCE = 16
+# physical batches that are watched until so many have told something: what is counted in one may stay what it was with a half of
+# the examples in the place of the others
+PATIENCE, TOLD = 16, 4
 
 SIZED = (
     "{name} scales losses by a number that goes by their batch ({first}, then {second}): how many examples it has, how long its "
@@ -33,7 +34,7 @@ NOTE = "losses were not looked at for values that mix examples (%s): engine.look
 
 
 class LossWatch:
-    """Watches physical batches of a loop: the first until two have told something; the 16th, the 64th and so on.
+    """Watches physical batches of a loop: the first until four have told something; the 16th, the 64th and so on.
 
     Before each of the latter it watches the one before, too, which may have left something behind. One example alone mixes
     nothing, and may meet what was left behind.
@@ -60,8 +61,10 @@ class LossWatch:
         # of the batch that was watched last: its tensors, and what was made of them
         self._before = WeakIdKeyDictionary()
 
-    def begin(self, batch: Any, examples: int) -> None:
-        """Watch what is done with a batch from here on, if it is time to."""
+    def begin(
+        self, batch: Any, examples: int, axes: Callable[[], WeakIdKeyDictionary] = WeakIdKeyDictionary
+    ) -> None:
+        """Watch what is done with a batch from here on, if it is time to; ``axes``: see `Trace`."""
         self.end()
         self._batches += 1
         self._trace = self._refused = None
@@ -69,7 +72,7 @@ class LossWatch:
         watched = self._tried if examples > 1 else self._alone
         if watched < PATIENCE or due(self._batches) or due(self._batches + 1):
             self._trace = Trace(
-                self.model, batch, examples, self.rows_per_example, self._before, self.outside
+                self.model, batch, examples, self.rows_per_example, self._before, self.outside, axes()
             )
             self._before = self._trace.private
             self._trace.begin()
@@ -110,7 +113,7 @@ class LossWatch:
             return
         self._told += told
         # what equals a number of the batch may be a constant: another batch tells
-        sure = self._told > 1 and told and not trace.scaled
+        sure = self._told >= TOLD and told and not trace.scaled
         self._tried = PATIENCE if sure else tried + 1
         if self._tried == PATIENCE and not told:
             log.warning(NOTE, trace.failure or "nothing in them goes by the rows of the batch")

@@ -48,6 +48,37 @@ def test_batches_that_are_mixed_before_they_enter_the_model_are_refused(tmp_path
     assert engine.ledger.steps_charged == 0
 
 
+MIXED = {
+    "mixed": lambda x, axis: 0.7 * x + 0.3 * x.flip(axis),
+    "standardised": lambda x, axis: (x - x.mean(axis, keepdim=True)) / (1 + x.std(axis, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("size", [5, 6])
+@pytest.mark.parametrize("mix", [*MIXED, None])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_examples_are_known_where_several_dimensions_have_their_number(tmp_path, axis, mix, size):
+    """Time before the batch, and six lines of pictures in batches of six: the first batch tells, before a step is taken."""
+    torch.manual_seed(0)
+    shape = (6, 2) if axis else (6, 6)
+    rows = [(torch.rand(shape), i % 3) for i in range(60)]
+    engine = make(tmp_path, nn.Linear(shape[-1], 3), dataset=rows, batch_size=12)
+
+    def collate(rows):
+        return torch.stack([x for x, _ in rows], axis), torch.tensor([y for _, y in rows])
+
+    def losses(engine, batch):
+        x = MIXED[mix](batch[0], axis) if mix else 2 * batch[0] - 1
+        return cross_entropy(engine.model(x).mean(1 - axis), batch[1], reduction="none")
+
+    if mix is None:
+        assert train(engine, size, losses=losses, collate_fn=collate).finished
+        return
+    with pytest.raises(UserError, match="mixes examples before they enter"):
+        train(engine, size, losses=losses, collate_fn=collate)
+    assert engine.ledger.steps_charged == 0
+
+
 class Named(nn.Module):
     """Called by keywords."""
 
