@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -159,7 +159,8 @@ class Batches:
             return False
         if all(isinstance(item, Tensor) for item in value):
             return not all(item.dim() and item.shape[0] == len(value) for item in value)
-        return all(isinstance(item, str | int | float) for item in value)
+        # texts, numbers, or what is said of each picture
+        return all(isinstance(item, str | int | float | Mapping) for item in value)
 
 
 def rows_of(part: Tensor, axis: int, chosen: Tensor, changes: Tensor, scale: float) -> Tensor:
