@@ -59,9 +59,9 @@ class Survey:
         self.operations: dict[str, dict[str, None]] = {}
         # uses that saw one example, with the weight of its loss
         self._alone: dict[int, float] = {}
-        # uses of rows that entered end to end: blocks of them hold for one batch alone
+        # uses of rows that entered end to end, and those in forwards that nothing with the batch in front has entered: blocks of
+        # them hold for one batch alone
         self._ragged: set[int] = set()
-        # uses in forwards that nothing with as many rows as the batch has entered
         self._loose: set[int] = set()
         # columns of what entered; and by place, for which `layouts.surplus` blocks are proven
         self._columns: list[int] = []
@@ -204,7 +204,7 @@ class Survey:
                 told = len(shape) >= 2 or use.input_shape != use.output_shape
                 whole = told and shape[0] == use.output_shape[0] and shape[0] > 0
                 self.layout[id(use)] = layouts.BLOCKED if whole and known != layouts.LOOP else layouts.LOOP
-            elif id(use) in self._loose:
+            elif id(use) in self._loose and known not in found:
                 pending[id(use)] = found
             elif known == layouts.LOOP:
                 self.layout[id(use)] = layouts.LOOP
@@ -321,14 +321,9 @@ class Survey:
             return
         if id(use) in self._loose and use.from_batch is not False:
             # no shape tells whose rows are whose, but each is one example's
-            views = [view for view in (layouts.UNSEEN, layouts.LAST) if (id(use), view) in observed[0]]
-            if not any(
-                all(
-                    layouts.apart(observed[0][id(use), view], other[id(use), view], dtype)
-                    for other in observed[1:]
-                )
-                for view in views
-            ):
+            views = [(id(use), view) for view in (layouts.UNSEEN, layouts.LAST)]
+            seen = [[views_of[view] for views_of in observed] for view in views if view in observed[0]]
+            if not any(all(layouts.apart(plain, w, dtype) for w in weighted) for plain, *weighted in seen):
                 raise UserError(f"{use.owner} ({use.label}): {MIXED}")
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
@@ -351,7 +346,8 @@ class Survey:
         if proven:
             layout = proven[0]
             # right today; decide when a batch tells them apart, or never
-            if len(proven) > 1 or routed or (id(use) in self._ragged and layout in layouts.BLOCKS):
+            passing = id(use) in self._ragged | self._loose and layout in layouts.BLOCKS
+            if len(proven) > 1 or routed or passing:
                 self.layout[id(use)], self._undecided = layout, True
                 return
         elif routed or id(use) in self._alone:

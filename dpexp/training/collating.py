@@ -290,8 +290,10 @@ def example_axes(collate_fn: Collate, examples: Sequence[Any], units: int, batch
         tensor -> dimension, of those that leave no doubt.
     """
     found, rows = WeakIdKeyDictionary(), len(examples) // units
+    if units == 1:
+        return found
     without = [_collated(collate_fn, some) for some in (examples[rows:], examples[:-rows])]
-    if units > 1 and all(other is not None for other in without):
+    if all(other is not None for other in without):
         for part in Parts(len(examples), without, rows).of(batch):
             if len(part.axes) == 1:
                 found[part.tensor] = part.axes[0]

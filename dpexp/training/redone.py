@@ -32,8 +32,8 @@ MIXED = (
 )
 ENTERED = (
     "the loop mixes examples before they enter the model: what enters for one changes when the others of its batch are replaced "
-    "(mixup, a mean or a spread over the batch, rows of others as "
-    "negatives). This voids any guarantee. Make it of its own example alone, with public numbers"
+    "(mixup, a mean or a spread over the batch, rows of others as negatives). This voids any guarantee. Make it of its own "
+    "example alone, with public numbers"
 )
 UNTOLD = (
     "the loop gives the model a tensor {shape} that it has made of a batch of {examples} examples, and no size says which of its "

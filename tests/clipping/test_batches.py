@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
+from dpexp.clipping.taps import Visit
 from dpexp.errors import UserError
 from tests.clipping.test_unusual_inputs import Batch, Own, linears
 from tests.clipping.test_unusual_models import rows, square
@@ -491,3 +492,27 @@ def test_examples_that_come_alone_are_not_proven_again_and_again() -> None:
     # the first batch with company is looked at, as if nothing were known
     with pytest.raises(UserError, match="mixes examples"):
         clipper.backward(model(x=torch.randn(3, D)).square().sum(1))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_proven_of_time_first_is_proven_once(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """Also where nothing that has entered has the batch in front, and behind a layer that turns it."""
+    back_propagate, visits = Visit.back_propagate, []
+
+    def counted(self: Visit, *args: Any, **kwargs: Any) -> Any:
+        visits.append(self)
+        return back_propagate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Visit, "back_propagate", counted)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.out(self.rnn(torch.tanh(self.first(x)))[0]).mean(1 if first else 0)
+
+    torch.manual_seed(0)
+    model = Own(forward, **linears("first", "out"), rnn=nn.GRU(D, D, batch_first=first))
+    clipper = attach(model)
+    for step in range(6):
+        visits.clear()
+        clipper.backward(model(x=torch.randn(*((5, 7) if first else (7, 5)), D)).square().sum(1))
+        assert step < 2 or len(visits) == 1
+    assert not any(method.startswith("one back-propagation") for method in clipper.choices.values())
