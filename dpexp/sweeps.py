@@ -60,6 +60,8 @@ class Jobs(Callback):
         failed = job_return.status == JobStatus.FAILED
         # reading `return_value` of a failed job would raise
         value = job_return._return_value
+        if failed and (left := _exit_behind(value)) is not None:
+            raise left
         line = {
             "job": config.hydra.job.num,
             "overrides": list(job_return.overrides or ()),
@@ -70,6 +72,17 @@ class Jobs(Callback):
         with (Path(config.hydra.sweep.dir) / FILE).open("a", encoding="utf-8") as file:
             # one write: lines of several processes don't mix
             file.write(json.dumps(finite(line), allow_nan=False) + "\n")
+
+
+def _exit_behind(error: BaseException | None) -> SystemExit | None:
+    """The exit that an error came of.
+
+    At the end of its time submitit queues a job again and exits from within a signal's handler, wherever the program is. A
+    library that was writing, or another process that waits, then fails, and only the exit keeps submitit from noting an end.
+    """
+    while error is not None and not isinstance(error, SystemExit):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _is_strict(config: DictConfig) -> bool:

@@ -234,6 +234,21 @@ def test_a_job_of_slurm_goes_on_where_it_was_when_its_time_is_over(tmp_path):
     assert (summary["status"], summary["details"]["processes"], charged(folder)) == ("finished", 2, 200)
 
 
+def test_an_exit_that_a_library_turned_into_an_error_is_an_exit(tmp_path):
+    """Submitit notes the end of a job that it has queued again, where anything but an exit comes out of it."""
+    try:
+        try:
+            raise SystemExit(-1)
+        finally:
+            raise RuntimeError("unexpected pos 3840 vs 3734")
+    except RuntimeError as error:
+        failed = JobReturn(overrides=[], status=JobStatus.FAILED, _return_value=error)
+    config = OmegaConf.create({"hydra": {"job": {"num": 0}, "sweep": {"dir": str(tmp_path)}}})
+    with pytest.raises(SystemExit):
+        sweeps.Jobs().on_job_end(config, failed)
+    assert sweeps.jobs(tmp_path) == []
+
+
 @pytest.mark.parametrize("release", ["normal", "strict"])
 def test_the_words_of_an_error_stay_out_of_what_a_strict_release_keeps(tmp_path, release):
     hydra = {"job": {"num": 0}, "sweep": {"dir": str(tmp_path)}}

@@ -134,7 +134,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             try:
                 torch.save(vars(checkpoint), cast("IO[bytes]", writer))
             except RuntimeError as error:
-                # what torch makes of an error of the disk
+                # what torch makes of an error of the disk, and of a signal that ends the process
                 raise writer.error or error from error
             flush_file(file)
         os.replace(temporary, target)
@@ -222,13 +222,13 @@ class _HashingWriter:
 
     def __init__(self, file: Any):
         self.file, self.hash = file, hashlib.sha256()
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
-        self.hash.update(data)
         try:
+            self.hash.update(data)
             return self.file.write(data)
-        except OSError as error:
+        except BaseException as error:
             self.error = error
             raise
 

@@ -148,19 +148,22 @@ def test_damaged_or_edited_decisions_are_made_again(tmp_path, damage):
     assert Decisions(path, "cpu").values == {}
 
 
-def test_a_disk_that_fills_while_torch_writes_is_an_error_of_the_disk(tmp_path, monkeypatch):
-    """torch.save makes a RuntimeError of what its file raises."""
+@pytest.mark.parametrize(
+    "raised", [OSError(errno.ENOSPC, "No space left"), SystemExit(-1), KeyboardInterrupt()], ids=repr
+)
+def test_what_ends_a_checkpoint_while_torch_writes_keeps_its_name(tmp_path, monkeypatch, raised):
+    """torch.save makes a RuntimeError of what its file raises: of a full disk, and of a signal that submitit exits on."""
 
-    class Full:
+    class Ended:
         def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise raised
 
         def flush(self):
             pass
 
     real = state._HashingWriter
-    monkeypatch.setattr(state, "_HashingWriter", lambda file: real(Full()))
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(state, "_HashingWriter", lambda file: real(Ended()))
+    with pytest.raises(type(raised)):
         save_checkpoint(tmp_path, Checkpoint(0, {"w": torch.zeros(3)}, {}, {}, "s"))
     assert list(tmp_path.iterdir()) == []
 
