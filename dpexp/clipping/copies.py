@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpexp.clipping.dataflow import NONE, Sizes, in_place
+from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.operations import SPREAD
 from dpexp.clipping.taps import Recorder
 from dpexp.clipping.uses import Template, Use, Value
-from dpexp.clipping.values import Values, has_rows, origin, values_of
+from dpexp.clipping.values import OF_PARAMETERS, Origin, Values, has_rows, origin, values_of
 
 EXPANSIONS = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})
 
@@ -37,7 +37,7 @@ def expansion(
     if y.dim() < leaf.dim() or any(c and one != 1 for c, one in zip(copied, base, strict=True)):
         return None
     if base[0] == 1 and y.shape[0] % rows == 0:
-        return _tap_copies(recorder, y, met[0], key, from_batch=False)
+        return _tap_copies(recorder, y, met[0], key)
     if leaf.dim() == y.dim() > 1 and y.shape[1] == rows and base[1] == 1 and sum(copied) <= 1:
         # [L, 1, d] to [L, B, d], as recurrent layers want their first states: with the batch in front, and turned back
         turned = type(values[0]).made(
@@ -46,7 +46,7 @@ def expansion(
         (value,) = values_of(recorder, (turned,)) or (None,)
         if value is not None:
             front = value.leaf.expand(rows, *value.leaf.shape[1:])
-            return _tap_copies(recorder, front, value, key, from_batch=False).transpose(0, 1)
+            return _tap_copies(recorder, front, value, key).transpose(0, 1)
     return None
 
 
@@ -83,11 +83,11 @@ def spread(
             return NotImplemented
         second = shape[1:2] if len(shape) > 1 and shape[1] == recorder.rows else aligned.shape[1:2]
         copies.append(aligned.expand(shape[0], *second, *aligned.shape[2:]))
-    from_batch, routed = origin(recorder, batched)
+    of = origin(recorder, batched)
     names = [key] if len(met) == 1 else [f"{key}#{i}" for i in range(len(met))]
     tapped = {
-        id(value): _tap_copies(recorder, y, of, name, from_batch, routed)
-        for value, y, of, name in zip(values, copies, met, names, strict=True)
+        id(value): _tap_copies(recorder, y, one, name, of)
+        for value, y, one, name in zip(values, copies, met, names, strict=True)
     }
 
     def put(item: Any) -> Any:
@@ -110,12 +110,8 @@ def _broadcast_shape(
     return torch.broadcast_shapes(*(value.leaf.shape for value in met), *(t.shape for t in others))
 
 
-def _tap_copies(
-    recorder: Recorder, y: Tensor, value: Value, key: str, from_batch: bool | None, routed: Sizes = NONE
-) -> Tensor:
+def _tap_copies(recorder: Recorder, y: Tensor, value: Value, key: str, of: Origin = OF_PARAMETERS) -> Tensor:
     template = Template(SPREAD, None, (), {}, False)
     names = tuple(value.reached)
-    copies = Use(
-        template, recorder.place(key), (value,), names, (), None, y.shape, from_batch, routed, None, []
-    )
+    copies = Use(template, recorder.place(key), (value,), names, (), None, y.shape, *of, None, [])
     return recorder.tap(y, copies, ())

@@ -81,6 +81,8 @@ JOINING = {
     "dstack",
     "pad_sequence",
 }
+# Operations after which a row may be that of several examples, each of which reads it alone.
+SHARING = {"unique", "unique_consecutive"}
 # rows that a shuffle leaves in their order once in 40,000 times
 FEW = 8
 # Of dimensions along which rows may have been picked, their sizes; the first one of a tensor, where several rows may be one
@@ -98,12 +100,15 @@ class DataFlow(TorchFunctionMode):
 
     Args:
         inputs: what is followed from the beginning.
+        of_examples: those of them that have a row for each example.
     """
 
-    def __init__(self, inputs: Iterable[Tensor]):
+    def __init__(self, inputs: Iterable[Tensor], of_examples: Iterable[Tensor]):
         super().__init__()
         # tensor -> along which sizes it is routed
         self._followed = WeakIdKeyDictionary()
+        # what was computed from rows of examples
+        self._of_examples = WeakIdKeyDictionary(dict.fromkeys(of_examples))
         # what was made of some rows of a tensor -> how many that had
         self._cut = WeakIdKeyDictionary()
         # 0, 1, 2, …, made by torch.arange; a shuffle of few rows may look like it by chance
@@ -116,6 +121,10 @@ class DataFlow(TorchFunctionMode):
 
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._followed
+
+    def of_examples(self, tensors: Iterable[Tensor]) -> bool:
+        """Tell whether any of the tensors was computed from an input with a row for each example."""
+        return any(tensor in self._of_examples for tensor in tensors)
 
     def routed(self, *tensors: Tensor) -> Sizes:
         """The sizes of the dimensions along which rows of any of the tensors may have been picked."""
@@ -142,9 +151,14 @@ class DataFlow(TorchFunctionMode):
                 routed, cut = routed | joined, None
             elif base is not None and base in self._followed and (size := _cut_along(name, args, kwargs)):
                 cut = size
+            of_examples = self.of_examples(tensors) and name not in SHARING
+            if of_examples and base is not None and in_place(func):
+                self._of_examples[base] = None
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.add(leaf, routed)
+                    if of_examples:
+                        self._of_examples[leaf] = None
                     if cut is not None:
                         self._cut[leaf] = cut
             if base is not None and in_place(func):

@@ -199,10 +199,9 @@ def _run(
         if y._is_view():
             # an in-place operation may follow, which a view out of a custom function does not allow
             y = torch.ops.aten._unsafe_view(y, y.shape)
-    from_batch, routed = origin(recorder, batched)
     found = Use(
-        plan.template, recorder.place(key), met, plan.names or names_of(met), flags, input_shape, y.shape, from_batch, routed,
-        active, absent,
+        plan.template, recorder.place(key), met, plan.names or names_of(met), flags, input_shape, y.shape,
+        *origin(recorder, batched), active, absent,
     )  # fmt: skip
     return recorder.tap(y, found, tuple(saved))
 

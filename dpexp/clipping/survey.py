@@ -63,6 +63,8 @@ class Survey:
         # them hold for one batch alone
         self._ragged: set[int] = set()
         self._loose: set[int] = set()
+        # uses each of whose rows must be one example's, whatever their layout
+        self._of_examples: set[int] = set()
         # columns of what entered; and by place, for which `layouts.surplus` blocks are proven
         self._columns: list[int] = []
         self._surplus: dict[tuple[str, int], set[int | None]] = {}
@@ -194,6 +196,13 @@ class Survey:
         self._loose = {
             id(use) for owner in visit.passes if not owner.has_in_front(visit.rows) for use in owner.uses
         }
+        self._of_examples = self._loose | {
+            id(use)
+            for owner in visit.passes
+            if not owner.mistook(visit.rows)
+            for use in owner.uses
+            if use.of_examples
+        }
         self._columns = [s[1] for owner in visit.passes for s in owner.shapes if len(s) > 1]
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
@@ -260,11 +269,10 @@ class Survey:
                     if id(use) in self._loose and gy.dim() and len(gy) > visit.num_examples:
                         more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > visit.num_examples
                         several[owner] = several.get(owner, False) or more
-                    if id(use) in self._loose and gy.dim():
+                    told = pending[id(use)] == [layouts.ROWS] and id(use) not in self._loose
+                    if gy.dim() and not told:
                         for view, flat in layouts.views(gy).items():
                             seen[id(use), view] = layouts.signature(flat, layouts.ROWS, flat.shape[0])
-                    elif not pending[id(use)] and gy.dim():
-                        seen[id(use), layouts.UNSEEN] = layouts.signature(gy, layouts.ROWS, gy.shape[0])
 
             asked = list(params.values()) if not observed else []
             native = visit.back_propagate(look, retain=True, weights=weights, params=asked, inputs=True)
@@ -319,12 +327,8 @@ class Survey:
         if dtype is None:
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
-        if id(use) in self._loose and use.from_batch is not False:
-            # no shape tells whose rows are whose, but each is one example's
-            views = [(id(use), view) for view in (layouts.UNSEEN, layouts.LAST)]
-            seen = [[views_of[view] for views_of in observed] for view in views if view in observed[0]]
-            if not any(all(layouts.apart(plain, w, dtype) for w in weighted) for plain, *weighted in seen):
-                raise UserError(f"{use.owner} ({use.label}): {MIXED}")
+        if id(use) in self._loose or not found:
+            self._refuse_mixed(use, observed, dtype)
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
             self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP
@@ -363,6 +367,8 @@ class Survey:
             raise UserError(f"{use.owner} ({use.label}): {MIXED}")
         else:
             layout = layouts.LOOP
+        if layout == layouts.LOOP:
+            self._refuse_mixed(use, observed, dtype)
         self.layout[id(use)] = layout
         if layout == layouts.LOOP and use.from_batch is False:
             # a function of parameters, whose shape looked like the batch
@@ -373,6 +379,19 @@ class Survey:
         self.layouts[use.place] = layout
         surplus = layouts.surplus(layout, use.output_shape, len(by_row[0]), self._columns)
         self._surplus.setdefault(use.place, {None}).add(surplus)
+
+    def _refuse_mixed(self, use: Use, observed: list, dtype: torch.dtype) -> None:
+        """Raise `UserError` where rows whose examples no shape tells are not one example's each.
+
+        The loop would find what each loss adds. It cannot see that a loss, and so what it adds, goes by other examples.
+        """
+        if id(use) not in self._of_examples or use.from_batch is False:
+            return
+        views = [(id(use), view) for view in (layouts.UNSEEN, layouts.LAST)]
+        seen = [[views_of[view] for views_of in observed] for view in views if view in observed[0]]
+        apart = any(all(layouts.apart(plain, w, dtype) for w in weighted) for plain, *weighted in seen)
+        if seen and not apart:
+            raise UserError(f"{use.owner} ({use.label}): {MIXED}")
 
     def _doubt(
         self, use: Use, found: list[str], observed: list, by_row: list[Tensor], dtype: torch.dtype | None

@@ -90,7 +90,9 @@ class Recorder:
         if watch:
             rows = self.current.rows
             # what all examples share is no batch: a single row, where there are several
-            self.flow = DataFlow(t for t in inputs if rows == 1 or t.dim() == 0 or t.shape[0] != 1)
+            followed = [t for t in inputs if rows == 1 or t.dim() == 0 or t.shape[0] != 1]
+            in_list = self.current.batch < first_tensor
+            self.flow = DataFlow(followed, [t for t in followed if in_list or t.shape[:1] == (rows,)])
             self.flow.__enter__()
 
     def is_followed(self, param: Any, name: str, original: Any) -> bool:
@@ -173,13 +175,9 @@ class Recorder:
 
     def learn_batch(self, owner: ForwardPass, rows: int) -> bool:
         """Remember which input is the batch. Returns whether it was another one than assumed in this pass."""
-        if not owner.shapes or owner.rows == rows:
+        if not owner.mistook(rows):
             return False
-        found = [index for index, shape in enumerate(owner.shapes) if shape[0] == rows]
-        # the batch is the second dimension of an input
-        if not found:
-            return False
-        self.batch = found[0]
+        self.batch = next(index for index, shape in enumerate(owner.shapes) if shape[0] == rows)
         return True
 
     def asked(self) -> bool:

@@ -191,6 +191,7 @@ class Use:
         input_shape: of what the operation maps row by row; None where only its output tells about rows.
         output_shape: of the tapped tensor.
         from_batch: whether it was computed from the model's inputs (None where that was not followed).
+        of_examples: whether it was computed from an input with a row for each example.
         routed: the sizes of the dimensions along which rows may have been picked by index, see `is_routed`.
         autocast: device and dtype, where autocast was on.
         absent: shape, dtype and device of the tensors whose contents are not needed.
@@ -204,6 +205,7 @@ class Use:
     input_shape: torch.Size | None
     output_shape: torch.Size
     from_batch: bool | None
+    of_examples: bool
     routed: Sizes
     autocast: tuple[str, torch.dtype] | None
     absent: list[tuple[torch.Size, torch.dtype, torch.device]]
@@ -309,6 +311,11 @@ class ForwardPass:
     def has_in_front(self, rows: int) -> bool:
         """Tell whether something of so many rows has entered, and not only by chance of so many features."""
         return not self.shapes or any(shape[0] == rows for shape in self.shapes)
+
+    def mistook(self, rows: int) -> bool:
+        """Tell whether the batch, of so many rows, is another input than was taken for it."""
+        # where there is none, it is the second dimension of an input
+        return bool(self.shapes) and self.rows != rows and self.has_in_front(rows)
 
     def is_ragged(self, first: int, rows: int) -> bool:
         """Tell whether ``first`` rows may have entered end to end: texts of any length, or graphs."""

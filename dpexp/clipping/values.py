@@ -15,6 +15,9 @@ from dpexp.clipping.uses import Value
 
 # of `following.Followed`
 Values = Sequence[Any]
+# `Use.from_batch`, `Use.of_examples` and `Use.routed`
+Origin = tuple[bool | None, bool, Sizes]
+OF_PARAMETERS: Origin = (False, False, NONE)
 
 
 def values_of(recorder: Recorder, values: Values) -> tuple[Value, ...] | None:
@@ -54,12 +57,12 @@ def names_of(values: Sequence[Value]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for value in values for name in value.reached))
 
 
-def origin(recorder: Recorder, batched: Sequence[Tensor]) -> tuple[bool | None, Sizes]:
-    """Tell whether tensors were computed from the model's inputs (None where that is not watched), and `Use.routed`."""
+def origin(recorder: Recorder, batched: Sequence[Tensor]) -> Origin:
+    """Tell what the result of an operation on these tensors was computed from."""
     flow = recorder.flow
     if flow is None:
-        return None, NONE
-    return any(t in flow for t in batched), flow.routed(*batched)
+        return None, False, NONE
+    return any(t in flow for t in batched), flow.of_examples(batched), flow.routed(*batched)
 
 
 def has_rows(recorder: Recorder, shape: torch.Size) -> bool:

@@ -317,3 +317,49 @@ def test_any_two_rows_may_change_places(groups: str) -> None:
             whole = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in each])
             torch.testing.assert_close(report.norms.square().sum(0).sqrt(), whole)
             clipper.detach()
+
+
+class Experts(nn.Module):
+    """Mixes two of three experts for each token, of all examples' tokens in one row after the other."""
+
+    def __init__(self, routed: bool) -> None:
+        super().__init__()
+        self.routed, self.gate, self.out = routed, nn.Linear(6, 3), nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = x.reshape(-1, 6)
+        shares = self.gate(tokens).softmax(-1)
+        mixed = torch.zeros_like(tokens)
+        for k, expert in enumerate(self.experts):
+            rows = (shares.topk(2).indices == k).any(1).nonzero()[:, 0] if self.routed else slice(None)
+            mixed[rows] = mixed[rows] + expert(tokens[rows]) * shares[rows, k, None]
+        return self.out(mixed.view_as(x).mean(1)), shares.view(*x.shape[:2], -1)
+
+
+@pytest.mark.parametrize("routed", [True, False])
+@pytest.mark.parametrize("of_all", [True, False])
+@pytest.mark.parametrize("engine", ["auto", "bk", "ghost", "loop"])
+def test_a_load_that_is_balanced_over_the_batch_is_seen(engine: str, of_all: bool, routed: bool) -> None:
+    """The loop finds what each loss adds, but not that the load goes by all examples; that of one example alone is its own."""
+    torch.manual_seed(0)
+    model, batch = Experts(routed).double(), torch.randn(5, 7, 6, dtype=torch.float64)
+
+    def losses(x: Tensor) -> Tensor:
+        y, shares = model(x)
+        load = shares.mean((0, 1) if of_all else 1).square().sum(-1)
+        return y.square().sum(1) + load
+
+    each = [
+        torch.autograd.grad(losses(batch[i : i + 1]).sum(), list(model.parameters()), materialize_grads=True)
+        for i in range(5)
+    ]
+    norms = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in each])
+    clipper = attach(model, clip_norm=1e9, engine=engine)
+    if of_all:
+        with pytest.raises(UserError, match=r"gate .* mixes examples"):
+            clipper.backward(losses(batch))
+        return
+    for _ in range(2):
+        report = clipper.backward(losses(batch))
+        torch.testing.assert_close(report.norms.square().sum(0).sqrt(), norms)

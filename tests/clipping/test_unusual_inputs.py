@@ -70,6 +70,8 @@ def of_x(batch: Batch, i: int) -> Batch:
 
 
 MASK = torch.randn(5, 5, dtype=torch.float64).softmax(-1)
+# as many as a multiple of the examples
+POINTS = torch.randn(6, WIDTH, dtype=torch.float64)
 LAYERS_BY_KEYWORD = Own(
     lambda self, x: self.out(input=self.table(input=x)), table=nn.Embedding(7, WIDTH), **linears("out")
 )
@@ -116,6 +118,27 @@ def test_inputs(case: str, engine: str) -> None:
     torch.manual_seed(0)
     model, batch = INPUTS[case]
     assert exact(copy.deepcopy(model), [batch(), batch(), batch()], of_x, engine) == []
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+@pytest.mark.parametrize("case", ["points of all", "each token once"])
+def test_rows_that_examples_share_are_no_mixture(case: str, engine: str) -> None:
+    """Such rows have what all losses add, and the loop tells it apart."""
+    if case == "points of all":
+        model = Own(
+            lambda self, x, points: torch.tanh(self.out(x)) @ torch.tanh(self.first(points)).T,
+            **linears("first", "out"),
+        )
+        batches = [{"x": rows(3)["x"], "points": POINTS} for _ in range(3)]
+    else:
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            tokens, places = x.unique(return_inverse=True)
+            return torch.tanh(self.out(self.table(tokens)))[places]
+
+        model = Own(forward, table=nn.Embedding(7, WIDTH), **linears("out"))
+        batches = [{"x": torch.randint(0, 7, (3, 5))} for _ in range(3)]
+    assert exact(model, batches, of_x, engine) != []
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 2), (5, 4)])
