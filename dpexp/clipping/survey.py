@@ -270,7 +270,7 @@ class Survey:
                         more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > visit.num_examples
                         several[owner] = several.get(owner, False) or more
                     told = pending[id(use)] == [layouts.ROWS] and id(use) not in self._loose
-                    if gy.dim() and not told:
+                    if gy.dim() and gy.numel() and not told:
                         for view, flat in layouts.views(gy).items():
                             seen[id(use), view] = layouts.signature(flat, layouts.ROWS, flat.shape[0])
 

@@ -62,7 +62,9 @@ def origin(recorder: Recorder, batched: Sequence[Tensor]) -> Origin:
     flow = recorder.flow
     if flow is None:
         return None, False, NONE
-    return any(t in flow for t in batched), flow.of_examples(batched), flow.routed(*batched)
+    # what is picked at fewer places than there are examples, as an expert's weights are, is for several
+    rows = [t for t in batched if t.is_floating_point() or t.numel() >= (recorder.rows or 0)]
+    return any(t in flow for t in batched), flow.of_examples(rows), flow.routed(*batched)
 
 
 def has_rows(recorder: Recorder, shape: torch.Size) -> bool:
