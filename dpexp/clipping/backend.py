@@ -116,7 +116,7 @@ class TapBackend(Backend):
         self.recorder.quiet = False
         if torch.is_grad_enabled() and not looking:
             release_buffers(self)
-            self.recorder.close()
+            self.recorder.close(output)
 
     def uninstall(self) -> None:
         for module, _ in self.sites:

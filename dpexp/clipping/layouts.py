@@ -8,7 +8,7 @@ fail the proof. Proposals that fail leave the layer to the per-example loop, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -149,15 +149,25 @@ def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> 
     return float(levels[follows]) if int(follows.sum()) == 1 else None
 
 
-def views(gy: Tensor) -> dict[str, Tensor]:
+def views(gy: Tensor) -> dict[str, Signature]:
     """The rows that may be one example's each, where no shape tells: all those in front, or those along the last dimension."""
-    if gy.dim() < 2:
-        return {UNSEEN: gy}
-    return {UNSEEN: gy.flatten(0, -2), LAST: gy.movedim(-1, 0).flatten(1)}
+    if not gy.numel():
+        return {}
+    seen = {UNSEEN: gy.reshape(-1, 1) if gy.dim() < 2 else gy.flatten(0, -2)}
+    if gy.dim() > 1:
+        seen[LAST] = gy.movedim(-1, 0).flatten(1)
+    return {view: signature(rows, ROWS, len(rows)) for view, rows in seen.items()}
 
 
-def apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
-    """Whether each row follows the weight of one example, whichever that is."""
+def apart(seen: Sequence[dict[str, Signature]], dtype: torch.dtype) -> bool:
+    """Whether each row follows the weight of one example, whichever that is, in one of the `views`: of the plain
+    back-propagation, and of weighted ones."""
+    return not seen[0] or any(
+        all(_apart(seen[0][view], rows[view], dtype) for rows in seen[1:]) for view in seen[0]
+    )
+
+
+def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
     tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
     follows = torch.zeros_like(plain[0], dtype=torch.bool)
     for level in LEVELS:

@@ -19,6 +19,14 @@ from torch.autograd.graph import GradientEdge
 from dpexp.clipping.uses import ForwardPass
 from dpexp.errors import UserError
 
+# its number, its kind and which of its outputs
+NodeKey = tuple[int, str, int]
+
+
+def node_key(node: Any, output: int) -> NodeKey:
+    """Name an output of a node of autograd, without keeping the graph alive; unique among those that one thread has made."""
+    return node._sequence_nr(), node.name(), output
+
 
 @dataclass(frozen=True, eq=False)
 class Roots:

@@ -132,6 +132,8 @@ class Survey:
         unproven = self._unproven(visit)
         if unproven:
             self._check_formulas(visit, unproven)
+        if self.looped:
+            _check_returned(visit)
         self._new = self.looped - known
         if not known_uses:
             for use in visit.uses:
@@ -270,9 +272,8 @@ class Survey:
                         more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > visit.num_examples
                         several[owner] = several.get(owner, False) or more
                     told = pending[id(use)] == [layouts.ROWS] and id(use) not in self._loose
-                    if gy.dim() and gy.numel() and not told:
-                        for view, flat in layouts.views(gy).items():
-                            seen[id(use), view] = layouts.signature(flat, layouts.ROWS, flat.shape[0])
+                    if gy.dim() and not told:
+                        seen.update({(id(use), view): rows for view, rows in layouts.views(gy).items()})
 
             asked = list(params.values()) if not observed else []
             native = visit.back_propagate(look, retain=True, weights=weights, params=asked, inputs=True)
@@ -387,10 +388,9 @@ class Survey:
         """
         if id(use) not in self._of_examples or use.from_batch is False:
             return
-        views = [(id(use), view) for view in (layouts.UNSEEN, layouts.LAST)]
-        seen = [[views_of[view] for views_of in observed] for view in views if view in observed[0]]
-        apart = any(all(layouts.apart(plain, w, dtype) for w in weighted) for plain, *weighted in seen)
-        if seen and not apart:
+        views = (layouts.UNSEEN, layouts.LAST)
+        seen = [{v: rows[id(use), v] for v in views if (id(use), v) in rows} for rows in observed]
+        if not layouts.apart(seen, dtype):
             raise UserError(f"{use.owner} ({use.label}): {MIXED}")
 
     def _doubt(
@@ -443,6 +443,25 @@ def _check_inputs(visit: Visit, entered: list[list[Signature | None]], by_row: l
             continue
         if layouts.proven(plain, weighted, by_row[0], leaf.dtype) is False:
             raise UserError(f"the input {list(leaf.shape)} of this stage: {MIXED}")
+
+
+def _check_returned(visit: Visit) -> None:
+    """Prove that each row of what the model returned follows the loss of one example.
+
+    It is asked where parameters are left to the loop, of which no tap may see whose gradient is on its way to them.
+
+    Raises:
+        UserError: a loss goes by other examples.
+    """
+    edges, seen = list(visit.returned.values()), []
+    for weights in (None, layouts.weights(visit.num_examples)) if edges else ():
+        found = visit.back_propagate(lambda *_: None, retain=True, weights=weights, params=edges)
+        seen.append([(layouts.views(g), g.dtype) for g in found if g is not None])
+        del found
+        give_back_freed_memory()
+    for plain, weighted in zip(*seen, strict=True):
+        if not layouts.apart([plain[0], weighted[0]], plain[1]):
+            raise UserError(f"what the model returns: {MIXED}")
 
 
 def _sequence(visit: Visit) -> int:

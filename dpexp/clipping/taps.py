@@ -9,6 +9,7 @@ gradient to whoever visits the graph (`Visit`). Nothing is stored on parameters 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -16,11 +17,12 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
-from dpexp.clipping.dataflow import DataFlow
+from dpexp.clipping.dataflow import DataFlow, tensors_in
 from dpexp.clipping.donation import used_again
-from dpexp.clipping.roots import Roots
+from dpexp.clipping.roots import NodeKey, Roots, node_key
 from dpexp.clipping.sharding import Shards
 from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
@@ -65,6 +67,8 @@ class Recorder:
         self.last: Callable[[], ForwardPass | None] = lambda: None
         self.loose: ForwardPass | None = None
         self.alive: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        # the last passes that were watched and wait for their backward
+        self.watched: deque[ForwardPass] = deque(maxlen=8)
         self.visiting: Visit | None = None
         self.flow: DataFlow | None = None
         # how an operation runs that was seen before: `meeting.Plan` by the operation's key
@@ -94,6 +98,8 @@ class Recorder:
             in_list = self.current.batch < first_tensor
             self.flow = DataFlow(followed, [t for t in followed if in_list or t.shape[:1] == (rows,)])
             self.flow.__enter__()
+        else:
+            self.watched.clear()
 
     def is_followed(self, param: Any, name: str, original: Any) -> bool:
         """Tell whether what stands in a module is the attached parameter; of a shard, whether it is the whole one."""
@@ -109,9 +115,13 @@ class Recorder:
         name = self.names.get(id(leaf))
         return self.shards.name_of(leaf) if name is None and self.shards is not None else name
 
-    def close(self) -> None:
-        """End the root's forward."""
+    def close(self, output: Any = None) -> None:
+        """End the root's forward, which returns ``output``."""
         if self.current is not None:
+            if self.flow is not None:
+                made = [t for t in tensors_in(output) if t.grad_fn is not None and self.flow.of_examples([t])]
+                self.current.returned = {node_key(t.grad_fn, t.output_nr) for t in made}
+                self.watched.append(self.current)
             self.last = weakref.ref(self.current)
             self.current.nodes += torch._C._autograd._get_sequence_nr()
         self.current, self.inside = None, 0
@@ -236,6 +246,14 @@ class Visit:
         self.input_gradients: tuple[Tensor | None, ...] = ()
         self._on_use: OnUse | None = None
 
+    @cached_property
+    def returned(self) -> dict[NodeKey, GradientEdge]:
+        """What watched forwards have returned of rows of examples, as far as the roots were computed from it."""
+        wanted = {key for owner in self.recorder.watched for key in owner.returned}
+        nodes = self.roots.graph() if wanted else ()
+        outputs = ((node, output) for node in nodes for output in range(len(node._input_metadata)))
+        return {key: GradientEdge(*made) for made in outputs if (key := node_key(*made)) in wanted}
+
     def _began(self, owner: ForwardPass) -> bool:
         """Whether the roots were computed by a forward, whatever entered it: nodes of graphs, several rows of each example."""
         return any(id(use) in self.reached for use in owner.uses)
@@ -251,7 +269,7 @@ class Visit:
         *,
         retain: bool,
         weights: Tensor | None = None,
-        params: Sequence[Tensor] = (),
+        params: Sequence[Tensor | GradientEdge] = (),
         inputs: bool = False,
     ) -> list[Tensor | None]:
         """Visit every tap once.
@@ -260,7 +278,7 @@ class Visit:
             on_use: called with the forward pass, the use, its saved tensors and its output gradient.
             retain: keep the graph for another visit.
             weights: ``[B]`` factors of the losses; 1 where not given.
-            params: what autograd is asked for besides.
+            params: what autograd is asked for besides; not parameters alone.
             inputs: ask for the gradients of the roots' inputs too; they are in `input_gradients` then.
 
         Returns:
@@ -271,7 +289,7 @@ class Visit:
         try:
             with used_again(self.roots) if retain else nullcontext():
                 grads = torch.autograd.grad(
-                    tensors, [self.recorder.anchor, *params, *leaves], self.roots.weighted(weights),
+                    tensors, cast(Sequence[Tensor], [self.recorder.anchor, *params, *leaves]), self.roots.weighted(weights),
                     retain_graph=retain, allow_unused=True,
                 )  # fmt: skip
         except RuntimeError as error:
@@ -314,6 +332,8 @@ class Visit:
         for owner in self.arrived:
             owner.consumed = True
             moved |= self.recorder.learn_batch(owner, self.rows)
+        waiting = [p for p in self.recorder.watched if p.returned.isdisjoint(self.returned)]
+        self.recorder.watched = deque(waiting, self.recorder.watched.maxlen)
         return moved
 
 

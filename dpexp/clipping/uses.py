@@ -289,6 +289,7 @@ class ForwardPass:
         roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
         consumed: whether a backward pass has arrived here.
         nodes: of autograd, how many were made in it.
+        returned: the `node_key` of each output that was computed from rows of examples, where this pass was watched.
     """
 
     shapes: tuple[torch.Size, ...] = ()
@@ -298,6 +299,7 @@ class ForwardPass:
     ordinals: dict[str, int] = field(default_factory=dict)
     consumed: bool = False
     nodes: int = 0
+    returned: set[tuple[int, str, int]] = field(default_factory=set)
 
     @property
     def rows(self) -> int | None:

@@ -363,3 +363,41 @@ def test_a_load_that_is_balanced_over_the_batch_is_seen(engine: str, of_all: boo
     for _ in range(2):
         report = clipper.backward(losses(batch))
         torch.testing.assert_close(report.norms.square().sum(0).sqrt(), norms)
+
+
+class Product(torch.autograd.Function):
+    """A product that no tap sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gy @ weight.t(), x.t() @ gy
+
+
+class OfOneProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_losses_that_mix_what_a_model_without_taps_returns_are_seen(forwards: int) -> None:
+    """Also where the backward passes of several forwards come later."""
+    clipper = attach(OfOneProduct())
+    outputs = [clipper.model(x()) for _ in range(forwards)]
+    for y in outputs[1:]:
+        clipper.backward(y.square().sum(1))
+    with pytest.raises(UserError, match="what the model returns.* mixes examples"):
+        clipper.backward((outputs[0] - outputs[0].mean(0)).square().sum(1))
+    if forwards == 1:
+        mixed = clipper.model(x())
+        with pytest.raises(UserError, match="what the model returns"):
+            clipper.backward(mixed.square().sum(1) + mixed.logsumexp(0).sum())
