@@ -19,13 +19,13 @@ from torch.autograd.graph import GradientEdge
 from dpexp.clipping.uses import ForwardPass
 from dpexp.errors import UserError
 
-# its number, its kind and which of its outputs
-NodeKey = tuple[int, str, int]
+# of an output in autograd's graph: the number of the node that made it, and its number there
+NodeKey = tuple[int, int]
 
 
 def node_key(node: Any, output: int) -> NodeKey:
-    """Name an output of a node of autograd, without keeping the graph alive; unique among those that one thread has made."""
-    return node._sequence_nr(), node.name(), output
+    """Name an output without keeping its graph alive; unique among those that one thread has made."""
+    return node._sequence_nr(), output
 
 
 @dataclass(frozen=True, eq=False)

@@ -299,7 +299,7 @@ class ForwardPass:
     ordinals: dict[str, int] = field(default_factory=dict)
     consumed: bool = False
     nodes: int = 0
-    returned: set[tuple[int, str, int]] = field(default_factory=set)
+    returned: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def rows(self) -> int | None:

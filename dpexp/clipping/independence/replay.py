@@ -28,7 +28,7 @@ from dpexp.clipping.gradients.numerics import full_precision
 from dpexp.clipping.independence.arguments import Inputs, changed, copied
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places
-from dpexp.clipping.roots import Roots
+from dpexp.clipping.roots import NodeKey, Roots, node_key
 from dpexp.clipping.sharding import is_shard
 from dpexp.torch_versions import float32_settings
 
@@ -53,9 +53,8 @@ class Replay:
         self._state, self._entered = State(model), fingerprints(model)
         self._written: dict[str, tuple[Tensor, Tensor]] | None = None
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        # by output, the number of its node in the graph, which must not be held, and its number there; and where the gradients
-        # say that the rows of an example are
-        self.ends: dict[int, tuple[int, int]] = {}
+        # by output, its end in the graph, which must not be held; and where the gradients say that the rows of an example are
+        self.ends: dict[int, NodeKey] = {}
         self.places: dict[int, Places] = {}
         # the outputs that the losses use, and whether they use something else of what this forward computed
         self.used: set[int] = set()
@@ -148,21 +147,21 @@ class Replay:
         """The forward has ended with this output, of which nothing is held."""
         self._nodes = self._nodes[0], torch._C._autograd._get_sequence_nr()
         self.ends = {
-            leaf: (tensor.grad_fn._sequence_nr(), tensor.output_nr)
+            leaf: node_key(tensor.grad_fn, tensor.output_nr)
             for leaf, tensor in enumerate(tensors_in(output))
             if tensor.grad_fn is not None
         }
 
     def find_used(self, roots: Roots) -> None:
         """Go from the losses back to this forward, and note what of it they use."""
-        leaves: dict[tuple[int, int], int] = {end: leaf for leaf, end in self.ends.items()}
+        leaves: dict[NodeKey, int] = {end: leaf for leaf, end in self.ends.items()}
         waiting, seen = roots.edges(), set()
         while waiting:
             node, place = waiting.pop()
-            number = node._sequence_nr()
-            if (number, place) in leaves:
-                self.used.add(leaves[number, place])
-            elif self._nodes[0] <= number < self._nodes[1]:
+            key = node_key(node, place)
+            if key in leaves:
+                self.used.add(leaves[key])
+            elif self._nodes[0] <= key[0] < self._nodes[1]:
                 self.used_else = True
             elif node not in seen:
                 seen.add(node)
