@@ -102,6 +102,7 @@ class Pair:
         result: left minus right.
         test: of the seeds, in words.
         close: is the claim that neither side is the better one?
+        printed: left minus right in the paper; None where it has no such numbers.
     """
 
     what: str
@@ -110,6 +111,14 @@ class Pair:
     result: Comparison
     test: str = "Welch's t"
     close: bool = False
+    printed: float | None = None
+
+    @property
+    def excluded(self) -> bool:
+        """Is what the paper has outside of the interval? A search that is not finished can't say so."""
+        if self.printed is None or any(side.unfinished for side in self.sides):
+            return False
+        return not self.result.low <= self.printed <= self.result.high
 
     @property
     def seeds(self) -> int:
@@ -146,25 +155,31 @@ class Pair:
             if result.p_for is not None
             else ""
         )
+        printed = "" if self.printed is None else f" (in print {self.printed:+.2f})"
         unfinished = "".join(
             f"; the search of {side.name} is not finished: {side.unfinished}"
             for side in self.sides
             if side.unfinished
         )
         return (
-            f"{self.what}: {' minus '.join(map(str, self.sides))} = {result.difference:+.2f}{interval};"
+            f"{self.what}: {' minus '.join(map(str, self.sides))} = {result.difference:+.2f}{interval}{printed};"
             f" expected {self.expect}{p}{unfinished}: {self.judged.verdict}"
         )
 
 
 def compared(
-    what: str, left: tuple[str, Choice], right: tuple[str, Choice], expect: str, margin: float = 0.0
+    what: str,
+    left: tuple[str, Choice],
+    right: tuple[str, Choice],
+    expect: str,
+    margin: float = 0.0,
+    printed: float | None = None,
 ) -> Pair:
-    """The pair of two named choices."""
+    """The pair of two named choices; ``printed``: what the paper has."""
     result = compare(left[1].filling.values, right[1].filling.values, expect, margin)
     one, two = (Side(name, len(c.filling.values), c.tried, c.unfinished) for name, c in (left, right))
     words = f"within ±{margin:g}" if expect == "close" else f"above {0 - margin:g}"
-    return Pair(what, (one, two), words, result, close=expect == "close")
+    return Pair(what, (one, two), words, result, close=expect == "close", printed=printed)
 
 
 @dataclass(frozen=True)
@@ -194,7 +209,9 @@ class Finding:
         test = " and ".join(dict.fromkeys(pair.test for pair in tested))
         picked = ", sides picked on these seeds" if any(pair.picked for pair in tested) else ""
         named = f"{PART}{self.part}" if self.part and word != CANNOT_TELL else ""
-        found = f"{len(tested)} of {len(pairs)} pairs tested, {test} over seeds, level {LEVEL:g}{picked}"
+        excluded = sum(pair.excluded for pair in tested)
+        far = f"; {excluded} of the intervals leave out the difference in print" if excluded else ""
+        found = f"{len(tested)} of {len(pairs)} pairs tested, {test} over seeds, level {LEVEL:g}{picked}{far}"
         if self.unstated and word != CANNOT_TELL:
             chosen = f"the paper does not state {self.unstated}; at what was chosen here"
             return f"{CANNOT_TELL}: {chosen}: {word}{named} ({found})"

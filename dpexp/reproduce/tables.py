@@ -175,10 +175,14 @@ def _finding(claim: Claim, filled: Sequence[Filled]) -> Finding:
             partner, others = partners[_rest(slot.cell, varied)]
             asked.append(bool(own and others))
             common, name, partner_name = _apart(slot.cell, partner.cell)
+            left, right = slot.cell.number, partner.cell.number
+            printed = None if left is None or right is None else left - right
             for one, two in agreeing(own, others, apart, prefixes):
                 what = f"{common}, {described(one.filling.record)}"
                 margin = float(rule.get("margin", 0.0))
-                pairs.append(compared(what, (name, one), (partner_name, two), rule["expect"], margin))
+                pairs.append(
+                    compared(what, (name, one), (partner_name, two), rule["expect"], margin, printed)
+                )
     part = "" if all(asked) else f"{sum(asked)} of {len(asked)} comparisons in print"
     return Finding(pairs, part, claim.unstated)
 

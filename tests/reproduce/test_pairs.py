@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dpexp.reproduce.pairs import Finding, Pair, Side, at_the_edge
@@ -44,3 +46,17 @@ def test_a_part_of_a_claim_is_named():
 def test_the_ends_of_a_grid_are_its_edge():
     assert at_the_edge("lr", 2.0, [0.5, 1.0, 2.0]) == "its lr 2 is at the edge of 0.5, 1, 2"
     assert at_the_edge("lr", 1.0, [0.5, 1.0, 2.0]) == at_the_edge("lr", 1.0, [1.0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("printed", "unfinished", "left_out"),
+    [(9.0, "", 1), (0.1, "", 0), (None, "", 0), (9.0, "at the edge", 0)],
+)
+def test_a_printed_difference_that_an_interval_leaves_out_is_counted(
+    printed: float | None, unfinished: str, left_out: int
+):
+    pair = replace(_pair("left", HIGH, HIGH[::-1], unfinished=unfinished), printed=printed)
+    other = _pair("another", HIGH, LOW)
+    said = Finding([pair, other]).said
+    assert (f"{left_out} of the intervals leave out the difference in print" in said) == bool(left_out)
+    assert ("(in print +9.00)" in str(pair)) == (printed == 9.0)
