@@ -395,7 +395,7 @@ def test_losses_that_mix_what_a_model_without_taps_returns_are_seen(forwards: in
     outputs = [clipper.model(x()) for _ in range(forwards)]
     for y in outputs[1:]:
         clipper.backward(y.square().sum(1))
-    with pytest.raises(UserError, match="what the model returns.* mixes examples"):
+    with pytest.raises(UserError, match=r"what the model returns.* mixes examples"):
         clipper.backward((outputs[0] - outputs[0].mean(0)).square().sum(1))
     if forwards == 1:
         mixed = clipper.model(x())
