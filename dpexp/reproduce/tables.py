@@ -82,7 +82,7 @@ def _block(claim: Claim, scale: str, task: str, filled: Sequence[Filled]) -> Sec
         # its data are not for everybody; another block has the commands for those that stand in
         command = next((slot.command for slot, _ in filled if slot.command), "")
         return Section(heading, (f"Not run; with the data set itself: `{command}`, …",), scale=scale)
-    found = _finding(claim, filled)
+    found = _finding(claim, filled, beside_print=not task)
     shown = [(slot, own) for slot, own in filled if own or task in ("", claim.filled_with)]
     lacking = dict.fromkeys(slot.command for slot, own in filled if slot.command and not own)
     words = (*_notes(claim, scale, task, filled), *(found.paragraphs if claim.compare else ()))
@@ -156,8 +156,11 @@ def _last_number(name: str) -> float:
     return math.inf if number is None else number
 
 
-def _finding(claim: Claim, filled: Sequence[Filled]) -> Finding:
-    """What the seeds of a block say: cells that differ in what left and right say, over records that agree in the rest."""
+def _finding(claim: Claim, filled: Sequence[Filled], beside_print: bool) -> Finding:
+    """What the seeds of a block say: cells that differ in what left and right say, over records that agree in the rest.
+
+    ``beside_print``: whether the difference in print stands beside ours, as it does not for other data.
+    """
     pairs: list[Pair] = []
     # of every two such cells: do both have records?
     asked: list[bool] = []
@@ -176,7 +179,7 @@ def _finding(claim: Claim, filled: Sequence[Filled]) -> Finding:
             asked.append(bool(own and others))
             common, name, partner_name = _apart(slot.cell, partner.cell)
             left, right = slot.cell.number, partner.cell.number
-            printed = None if left is None or right is None else left - right
+            printed = left - right if beside_print and left is not None and right is not None else None
             for one, two in agreeing(own, others, apart, prefixes):
                 what = f"{common}, {described(one.filling.record)}"
                 margin = float(rule.get("margin", 0.0))
