@@ -159,6 +159,8 @@ def _whole_gradients(run: RunConfig) -> Iterator[str]:
     if run.engine.name != "auto":
         yield f"{name} has a way of its own to compute the sum: leave engine=auto"
     if clip.method == "jl":
+        if run.runtime.precision != "fp32":
+            yield f"{name} adds examples up in the precision of the forward: leave runtime.precision=fp32, or use clip=flat"
         if run.accountant.name != "pld":
             yield (
                 f"{name} may under-estimate a norm, so that an example moves the sum by more than C, which accountant="

@@ -157,10 +157,8 @@ class Clipper(AnyClipper):
 
         The gradients of the roots' inputs are in the report.
         """
-        if not self._attached:
-            raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
+        self._refuse_detached()
         with self._together(roots):
-            distributed.check_reducer(self._reducing, self.params)
             thresholds, scale = self._checked(roots, clip_scale)
             sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
             sums: Sums = {}
@@ -209,6 +207,7 @@ class Clipper(AnyClipper):
             raise UserError(
                 "norms without sums need engine='auto' (or another of the tapped ones) and a batch"
             )
+        self._refuse_detached()
         thresholds, scale = self._checked(roots, clip_scale)
         step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), held)
         self._independence.check(roots.num_examples)
@@ -233,8 +232,13 @@ class Clipper(AnyClipper):
             )
         return last
 
+    def _refuse_detached(self) -> None:
+        if not self._attached:
+            raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
+
     def _checked(self, roots: Roots, clip_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Look at what a backward pass begins with. Returns its thresholds ``[K]`` and scales ``[B]``."""
+        distributed.check_reducer(self._reducing, self.params)
         check_same_parameters(self.model, self.params, self._shards)
         thresholds = self._thresholds.detach()
         check_thresholds(thresholds, f"thresholds {thresholds.tolist()}")

@@ -122,6 +122,10 @@ class TapBackend(Backend):
         for module, _ in self.sites:
             uninstall(module)
         release_buffers(self)
+        # a forward that was interrupted is still watched
+        self.recorder.close()
+        if self.shards is not None:
+            self.shards.release()
 
     def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
         visit = self.visit(roots)

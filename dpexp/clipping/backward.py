@@ -76,9 +76,9 @@ def clipped_sums(visit: Visit, setup: Setup, factors: Factors) -> tuple[Tensor, 
 def examined(visit: Visit, setup: Setup) -> Iterator[None]:
     """Complete what is known of the model first, and take note of the pass afterwards.
 
-    Inside, nothing is differentiated, and 16 bits belong to the model's forward alone.
+    Inside, it is as in `numerics.in_full`.
     """
-    with torch.no_grad(), torch.autocast(visit.roots.device.type, enabled=False):
+    with numerics.in_full(visit.roots.device):
         names = [name for group in setup.groups for name in group.params]
         try:
             if setup.engine.name == "loop":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.backward import Factors, Setup, Step, Sums, examined
-from dpexp.clipping.gradients import Dense, Lookup, PerExampleGradient, Tied
+from dpexp.clipping.gradients import Dense, Lookup, PerExampleGradient, Tied, numerics
 from dpexp.clipping.reports import Report
 from dpexp.clipping.taps import Visit
 
@@ -69,7 +69,7 @@ class DeferredStep:
 
     def finish(self, sq_norms: Tensor) -> tuple[Tensor, Sums]:
         """Sum, under the factors of these squared norms ``[K, B]``. Returns them with the sums by parameter."""
-        with torch.no_grad(), torch.autocast(self.visit.roots.device.type, enabled=False):
+        with numerics.in_full(self.visit.roots.device):
             self._move(self._back)
             return self._step.finish(sq_norms)
 

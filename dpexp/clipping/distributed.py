@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.clipping.given import modules_of
-from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.gradients import PerExampleGradient, numerics
 from dpexp.clipping.sharding import Shards
 from dpexp.errors import UserError
 from dpexp.torch_versions import gradient_dtype
@@ -151,6 +151,17 @@ def deliver(
     Returns:
         Whether it does now.
     """
+    with numerics.in_full(next(iter(params.values())).device):
+        return _deliver(reducer, params, sums, shards, apart)
+
+
+def _deliver(
+    reducer: DistributedDataParallel | None,
+    params: dict[str, nn.Parameter],
+    sums: dict[str, Tensor | LateSum],
+    shards: Shards | None,
+    apart: bool,
+) -> bool:
     if shards is not None:
         shards.deliver(params, {name: _tensor(value, params[name]) for name, value in sums.items()})
         return False

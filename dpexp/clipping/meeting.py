@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dpexp.clipping.copies import spread
 from dpexp.clipping.dataflow import in_place
@@ -56,6 +57,7 @@ class Plan:
         from_batch: of the saved tensors, which are of the batch.
         names: of the parameters, where the plan may be used again: the formula is known and the values are parameters themselves.
         kind: of the tensor that the formula maps row by row, see `kind_of`.
+        saved: the saved tensors, where some stand in lists: such a plan is for one call alone.
     """
 
     formula: Formula
@@ -65,6 +67,7 @@ class Plan:
     from_batch: tuple[bool, ...]
     names: tuple[str, ...] | None
     kind: tuple[Any, ...] | None
+    saved: tuple[Tensor, ...] | None = None
 
     def fits(self, func: Any, args: tuple, kwargs: dict, values: Values) -> bool:
         """Tell whether the arguments are of the same kind."""
@@ -137,7 +140,8 @@ def use(
     if in_place(func) or any(word in func.__name__ for word in RANDOM) or _drops(func, args, kwargs):
         return NotImplemented
     plan = planned(func, args, kwargs, values, batched)
-    recorder.plans[key] = plan
+    if plan.saved is None:
+        recorder.plans[key] = plan
     return _run(recorder, plan, func, args, kwargs, key, met, values, batched)
 
 
@@ -180,8 +184,10 @@ def _run(
             given[where] = tensor
         else:
             named[where] = tensor
-    if plan.template.nested:
-        given, named = _nested(given, named, values, met, saved)
+    if plan.saved is not None:
+        leaves = {id(value): found.leaf for value, found in zip(values, met, strict=True)}
+        given, named = tree_map(lambda item: leaves.get(id(item), item), (given, named))
+        saved = list(plan.saved)
     y = func(*given, **named)
     if not isinstance(y, Tensor) or not y.dim() or not y.is_floating_point():
         return NotImplemented
@@ -214,6 +220,7 @@ def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Seque
     tensors: list[tuple[int | str, Any, bool]] = []
     literals: list[tuple[int | str, Any]] = []
     from_batch: list[bool] = []
+    saved: list[Tensor] = []
     nested = False
 
     def slot_of(tensor: Tensor, keep: bool) -> Any:
@@ -222,7 +229,8 @@ def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Seque
         if not keep:
             return None
         from_batch.append(any(tensor is t for t in batched))
-        return Slot(len(from_batch) - 1)
+        saved.append(tensor)
+        return Slot(len(saved) - 1)
 
     def put(where: int | str, item: Any) -> Any:
         nonlocal nested
@@ -233,36 +241,20 @@ def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Seque
             return Slot(-1 - sum(1 for _, s, _ in tensors[:-1] if s is None)) if slot is None else slot
         if isinstance(item, list | tuple) and any(isinstance(part, Tensor) for part in item):
             nested = True
-            return [slot_of(part, True) if isinstance(part, Tensor) else part for part in item]
+            # an index in a list is not what it is in a tuple
+            kind = tuple if isinstance(item, tuple) else list
+            return kind(slot_of(part, True) if isinstance(part, Tensor) else part for part in item)
         literals.append((where, item))
         return item
 
     arguments = tuple(put(i, item) for i, item in enumerate(args))
     keywords = {name: put(name, item) for name, item in kwargs.items()}
-    template = Template(formula, func, arguments, keywords, nested)
-    known = formula.label is not None and all(value.param is not None for value in values)
+    template = Template(formula, func, arguments, keywords)
+    known = formula.label is not None and not nested and all(value.param is not None for value in values)
     names = tuple(dict.fromkeys(value.key or "" for value in values)) if known else None
     kind = kind_of(main) if isinstance(main, Tensor) else None
-    return Plan(formula, template, tuple(tensors), tuple(literals), tuple(from_batch), names, kind)
-
-
-def _nested(
-    args: list[Any], kwargs: dict[str, Any], values: Values, met: Sequence[Value], saved: list[Tensor]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments with lists of tensors: values are replaced, the others saved."""
-
-    def put(item: Any) -> Any:
-        if not isinstance(item, list | tuple) or not any(isinstance(part, Tensor) for part in item):
-            return item
-        found = []
-        for part in item:
-            which = next((i for i, value in enumerate(values) if part is value), None)
-            if which is None and isinstance(part, Tensor):
-                saved.append(part)
-            found.append(part if which is None else met[which].leaf)
-        return type(item)(found)
-
-    return [put(a) for a in args], {k: put(v) for k, v in kwargs.items()}
+    own = tuple(saved) if nested else None
+    return Plan(formula, template, tuple(tensors), tuple(literals), tuple(from_batch), names, kind, own)
 
 
 def _drops(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -112,6 +112,11 @@ class Roots:
         """Yield every node of the graph behind these roots."""
         return nodes_behind([node for node, _ in self.edges()])
 
+    @property
+    def in_16_bits(self) -> bool:
+        """Tell whether any gradient behind these roots has 16 bits."""
+        return any(map(has_16_bits, self.graph()))
+
     def weighted(self, weights: Tensor | None) -> list[Tensor]:
         """The gradients with the rows of each example multiplied by its weight, ``[B]``; of weight 0 nothing is left, NaN
         included."""
@@ -141,6 +146,11 @@ def nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting.extend(following for following, _ in node.next_functions)
+
+
+def has_16_bits(node: Any) -> bool:
+    """Tell whether a number that arrives at a node of an autograd graph has 16 bits, or fewer."""
+    return any(meta.dtype.itemsize < 4 for meta in node._input_metadata)
 
 
 def _leaves(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -26,6 +26,11 @@ from torch.distributed._composable.contract import _get_registry
 from dpexp.errors import UserError
 from dpexp.torch_versions import check_fully_shard
 
+# settings of FSDP's groups of parameters that hold for a clipped pass alone
+OF_A_PASS = (
+    "post_forward_mesh_info", "reshard_after_backward", "gradient_divide_factor", "force_sum_reduction_for_comms",
+)  # fmt: skip
+
 WAY_OUT = "shard the plain module with torch.distributed.fsdp.fully_shard (blocks first, then the whole model), then attach"
 
 
@@ -123,6 +128,10 @@ class Shards:
         self.mesh = mesh.device_mesh
         self.root.set_manual_backward_finalization(True)
 
+    def release(self) -> None:
+        """Let FSDP reduce gradients by itself again."""
+        self.root.set_manual_backward_finalization(False)
+
     def whole(self, name: str) -> nn.Parameter | None:
         """Return the whole parameter, whose memory FSDP fills and frees; None before the first forward."""
         return getattr(self.held[name], "_unsharded_param", None)
@@ -164,7 +173,7 @@ class Shards:
     @contextmanager
     def backward(self, curious: bool) -> Iterator[None]:
         """Around a backward pass: only clipped sums are reduced inside, and where a rank is curious, the model is whole."""
-        before = [(g, g.post_forward_mesh_info, g.reshard_after_backward) for g in self.groups]
+        before = [{name: getattr(g, name) for name in OF_A_PASS} for g in self.groups]
         self.root.set_requires_gradient_sync(False)
         for module in self.modules:
             # FSDP divides by the number of ranks otherwise, or by what somebody has set
@@ -189,9 +198,10 @@ class Shards:
         finally:
             self.sums = None
             self.root.set_requires_gradient_sync(True)
-            for group, forward, backward in before:
+            for group, settings in zip(self.groups, before, strict=True):
                 vars(group).pop("post_backward", None)
-                group.post_forward_mesh_info, group.reshard_after_backward = forward, backward
+                for name, value in settings.items():
+                    setattr(group, name, value)
             # what stays whole would be yesterday's weights in the next forward
             for module in self.modules:
                 module.reshard()

@@ -86,10 +86,9 @@ class PullBack:
         if grads.shape[0] == 0:
             return grads.new_zeros(0, *self.param.shape)
         asked: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        given, device = grads.to(self.graph.dtype), grads.device
+        given = grads.to(self.graph.dtype)
         # of a sum, the rounding of TF32 would be an error of all examples
-        full = numerics.full_precision
-        with torch.enable_grad(), full("matmul", device), full("conv", device):
+        with torch.enable_grad(), numerics.all_full_precision():
             if given.shape[0] > 1:
                 try:
                     (found,) = torch.autograd.grad(
@@ -166,13 +165,10 @@ class Template:
         func: the operation.
         args, kwargs: with a `ValueSlot` or a `Slot` for each tensor; slots below zero are of tensors whose contents
             are not needed.
-        nested: whether tensors stand in lists.
     """
 
-    def __init__(
-        self, formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], nested: bool
-    ):
-        self.formula, self.func, self.args, self.kwargs, self.nested = formula, func, args, kwargs, nested
+    def __init__(self, formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.formula, self.func, self.args, self.kwargs = formula, func, args, kwargs
         self.given = formula.bind(args, kwargs)
         self.slots = {name: int(item) for name, item in self.given.items() if isinstance(item, ValueSlot)}
 
@@ -246,7 +242,7 @@ class Use:
         leaves = [value.leaf.detach().requires_grad_() for value in self.values]
         with torch.enable_grad(), self.in_autocast():
             y = self.formula.repeat(self, tuple(leaves), saved)
-        with numerics.full_precision("matmul", gy.device), numerics.full_precision("conv", gy.device):
+        with numerics.all_full_precision():
             grads = torch.autograd.grad(y, leaves, gy.to(y.dtype).reshape(y.shape), allow_unused=True)
         found: dict[str, Tensor] = {}
         for value, g in zip(self.values, grads, strict=True):

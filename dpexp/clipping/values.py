@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.dataflow import NONE, Sizes
-from dpexp.clipping.roots import nodes_behind
+from dpexp.clipping.roots import has_16_bits, nodes_behind
 from dpexp.clipping.taps import Recorder
 from dpexp.clipping.uses import Value
 
@@ -41,7 +41,7 @@ def _behind(recorder: Recorder, value: Tensor) -> tuple[dict[str, nn.Parameter],
     reached: dict[str, nn.Parameter] = {}
     rounds = False
     for node in nodes_behind([value.grad_fn]):
-        rounds |= any(meta.dtype.itemsize < 4 for meta in node._input_metadata)
+        rounds |= has_16_bits(node)
         if hasattr(node, "variable"):
             name = recorder.name_of(node.variable)
             if name is None:

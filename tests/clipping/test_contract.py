@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
+from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 from tests.clipping.test_engines import OURS, check, expected, naive
 from tests.clipping.zoo import ZOO, B, C, D, T
@@ -334,6 +335,33 @@ def test_forgetting_the_clipper_is_loud() -> None:
     attach(model)
     with pytest.raises(RuntimeError, match=r"clipper\.backward"):
         losses_of(model, torch.randn(2, D, dtype=torch.float64)).sum().backward()
+
+
+def test_a_forward_that_was_interrupted_leaves_nothing_behind() -> None:
+    """Ctrl-C is no `Exception`, and no hook of the forward hears of it."""
+
+    class Interrupted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            raise KeyboardInterrupt
+
+    model = Interrupted(4, 3)
+    clipper = attach(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(5, 4))
+    clipper.detach()
+    assert not torch.overrides._get_current_function_mode_stack()
+    # which a watched forward refuses
+    nn.functional.embedding(torch.tensor([0]), torch.randn(3, 2), max_norm=1.0)
+
+
+def test_a_detached_clipper_measures_nothing() -> None:
+    model = nn.Linear(4, 3)
+    clipper = attach(model)
+    losses = model(torch.randn(5, 4)).sum(1)
+    clipper.detach()
+    with pytest.raises(UserError, match="this clipper is detached"):
+        clipper.measure(Roots.of_losses(losses))
 
 
 def test_custom_groups_and_thresholds_in_place() -> None:

@@ -17,7 +17,6 @@ from dpexp.clipping.engines import ENGINES
 from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Pulled, Tied, merge, numerics
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.rounding import IN_COMPANY
-from dpexp.clipping.independence import replay
 from dpexp.errors import UserError
 from dpexp.torch_versions import float32_settings
 from tests.clipping.cancelling import KINDS, PATTERNS, Case, Terms, case, terms
@@ -230,7 +229,7 @@ def test_a_replay_is_in_full_float32_and_the_settings_come_back(precision: str):
     torch.set_float32_matmul_precision(precision)
     settings = all_settings()
     try:
-        with replay._full_precision():
+        with numerics.all_full_precision():
             assert not {"tf32", "bf16"} & set(all_settings())
         assert all_settings() == settings
         assert torch.get_float32_matmul_precision() == precision
@@ -246,7 +245,7 @@ def test_settings_by_their_newer_names_are_no_error(name: str):
     before = setting.fp32_precision
     setting.fp32_precision = "tf32"
     try:
-        with replay._full_precision():
+        with numerics.all_full_precision():
             assert setting.fp32_precision == "ieee"
         assert setting.fp32_precision == "tf32"
     finally:
@@ -381,3 +380,41 @@ def test_what_goes_back_through_a_derived_weight_is_multiplied_in_full(engine: s
         model = Noted()
         attach(model, engine=engine).backward(model(torch.randn(3, 16)).square().sum(1))
     assert set(seen) == {"ieee"}
+
+
+class Shared(nn.Module):
+    """A table that is read, and a matrix that multiplies: its clipped sum is formed when it is delivered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+
+    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        return hidden @ self.table.weight.T + 0.01 * self.table(tokens)[..., :1]
+
+
+@pytest.mark.parametrize("engine", ["auto", "bk", "ghost", "opacus_improved"])
+def test_a_backward_inside_of_autocast_sums_in_full(engine: str) -> None:
+    """`engine.step` within the ``with autocast`` block of a loop: examples that are summed alone are not rounded to 16 bits."""
+    torch.manual_seed(0)
+    model = Shared()
+    clipper = attach(model, "flat", 1.0, engine=engine)
+    tokens, hidden, weights = torch.randint(0, 32, (4, 6)), torch.randn(4, 6, 16), torch.randn(4, 6, 32)
+    hidden[0, 1] = hidden[0, 0] * (1 + 2**-12)
+    weights[0] *= 0
+    weights[0, 0] = torch.randn(32) * 1e4
+    weights[0, 1] = -weights[0, 0]
+    for _ in range(2):
+        sums = []
+        for kept in (slice(0, 4), slice(1, 4)):
+            model.zero_grad()
+            losses = (model(tokens[kept], hidden[kept]) * weights[kept]).sum((1, 2))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                clipper.backward(losses)
+            sums.append(grad_of(model.table.weight).clone())
+        assert float((sums[0] - sums[1]).norm()) <= 1 + 1e-6
+
+
+def grad_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

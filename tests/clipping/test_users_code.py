@@ -478,6 +478,47 @@ def test_an_infinite_loss_adds_nothing_whatever_its_gradient(engine: str) -> Non
         torch.testing.assert_close(p.grad, q.grad)
 
 
+# -- tensors in lists --------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dpexp_tests::mix", mutates_args=())
+def mix(weight: Tensor, listed: list[Tensor], added: Tensor) -> Tensor:
+    return listed[0] * weight + added
+
+
+mix.register_autograd(
+    lambda ctx, g: ((g * ctx.saved_tensors[1]).sum(0), [g * ctx.saved_tensors[0]], g),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], inputs[1][0]),
+)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.table, self.head = (
+            nn.Parameter(torch.ones(D)),
+            nn.Parameter(torch.randn(6, D)),
+            nn.Linear(D, D),
+        )
+
+    def forward(self, x: Tensor, added: Tensor) -> Tensor:
+        mixed = mix(self.weight, [x], added)
+        # each example has a row of the table
+        return self.head(torch.index_put(self.table, (torch.arange(len(x)),), mixed, accumulate=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_tensor_may_stand_behind_a_list_of_tensors(engine: str) -> None:
+    """A custom operation, or ``index_put``: what is kept for its gradients comes back in its own place."""
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(6, D), "added": 100 * torch.randn(6, D)} for _ in range(3)]
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["x"].double(), batch["added"].double()).square().sum(1)
+
+    exact_in_company(Mixed(), batches, engine, losses)
+
+
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 

@@ -342,6 +342,33 @@ def test_with_as_many_tokens_as_examples_shards_are_looked_at_too(tmp_path: Path
     assert "mixes examples" in mixed
 
 
+def given_back(ranks: Ranks):
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded() -> nn.Module:
+        torch.manual_seed(0)
+        return fully_shard(
+            nn.Sequential(fully_shard(nn.Linear(4, 8)), nn.Tanh(), fully_shard(nn.Linear(8, 3)))
+        )
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        for p in model.parameters():
+            p.grad = None
+        model(x).square().sum().backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    x, model = torch.randn(5, 4, generator=torch.Generator().manual_seed(ranks.rank)), sharded()
+    clipper = attach(model)
+    clipper.backward(model(x).square().sum(1))
+    clipper.detach()
+    return gradients(model), gradients(sharded())
+
+
+def test_a_detached_clipper_gives_a_sharded_model_back_as_it_was(tmp_path: Path):
+    for found, expected in run_ranks(2, tmp_path, given_back):
+        torch.testing.assert_close(found, expected)
+
+
 def mirrored(examples):
     x, y = default_collate(examples)
     return [(x + x.flip(0)) / 2, y]

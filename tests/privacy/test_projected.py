@@ -232,6 +232,58 @@ def test_what_it_cannot_do_is_refused_in_one_sentence():
         clipper.backward(nn.functional.cross_entropy(centred(x), y, reduction="none"))
 
 
+def test_sums_in_16_bits_are_refused():
+    """Autograd adds the examples up: 257 that add 1 each are 256 in bfloat16."""
+    with pytest.raises(UserError, match="adds examples up in the precision"):
+        compose(["task=sst2", "scale=demo", "clip=jl", "accountant=pld", "runtime.precision=bf16"])
+    model, x = nn.Linear(5, 3), torch.randn(6, 5)
+    clipper = ProjectedClipper(model, 4)
+    clipper.prepare(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = model(x).float().square().sum(1)
+    with pytest.raises(UserError, match="in 16 bits"):
+        clipper.backward(losses)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+        losses = model(x).square().sum(1)
+    clipper.prepare(2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        clipper.backward(losses)
+    inside, model.weight.grad = model.weight.grad, None
+    clipper.prepare(2)
+    clipper.backward(model(x).square().sum(1))
+    assert torch.equal(inside, model.weight.grad)
+
+
+class Hooked(nn.Module):
+    """A gradient is divided by the norm of the whole batch's on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad / grad.norm())
+        return self.second(hidden.tanh())
+
+
+@pytest.mark.parametrize(
+    ("made", "coupled", "message"),
+    [
+        (lambda: nn.Linear(5, 3), lambda values: values / values.mean(), "mixes examples"),
+        (Hooked, lambda values: values, "do not grow in proportion"),
+    ],
+)
+def test_couplings_that_gradients_show_are_refused(made, coupled, message):
+    torch.manual_seed(0)
+    model = made()
+    clipper = ProjectedClipper(model, 4)
+    clipper.prepare(1)
+    with pytest.raises(UserError, match=message):
+        clipper.backward(coupled(model(torch.randn(6, 5)).square().sum(1)))
+
+
 def test_projections_follow_from_every_bit_of_the_seed_and_no_gradient_escapes_many_of_them():
     """Of a generator that keeps 32 bits a gradient can be made to which thousands of seeds are blind: T is infinite there."""
     model = nn.Linear(120, 1, bias=False)

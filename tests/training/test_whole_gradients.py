@@ -190,6 +190,18 @@ def sums_of(model, clipper, x):
     return torch.cat([p.grad.reshape(-1).clone() for g in clipper.groups for p in g.params.values()])
 
 
+def test_whole_gradients_are_added_in_full_inside_of_autocast():
+    model = nn.Linear(4, 3, bias=False)
+    clipper = VectorClipper(model, Coordinates())
+    x = torch.zeros(257, 4)
+    x[:, 0] = 1
+    losses = 10 * model(x)[:, 0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        clipper.backward(losses)
+    # 256 in 16 bits
+    assert float(model.weight.grad[0, 0]) == pytest.approx(257, abs=1e-3)
+
+
 def test_an_empty_batch_adds_zeros():
     model, x = odd()
     for name, method in methods().items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,6 +87,25 @@ def full_precision(operation: str, device: torch.device) -> AbstractContextManag
     reduced = [(s, precision) for s in settings if (precision := s.fp32_precision) in _REDUCED]
     # asked around every product
     return _unreduced(reduced) if reduced else nullcontext()
+
+
+@contextmanager
+def all_full_precision() -> Iterator[None]:
+    """As `full_precision`, of all operations on all devices."""
+    with ExitStack() as inside:
+        for operation, device in _PRECISION:
+            inside.enter_context(full_precision(operation, torch.device(device)))
+        yield
+
+
+@contextmanager
+def in_full(device: torch.device) -> Iterator[None]:
+    """Inside, nothing is differentiated and autocast is off: 16 bits belong to the model's forward alone.
+
+    A sum of examples in 16 bits would be rounded by what all of them add, and one example could move it by more than C.
+    """
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 @contextmanager

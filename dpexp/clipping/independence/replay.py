@@ -24,13 +24,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dpexp.clipping.dataflow import attributes_of, tensors_in
 from dpexp.clipping.distributed import reducers_in, silent
-from dpexp.clipping.gradients.numerics import full_precision
+from dpexp.clipping.gradients.numerics import all_full_precision
 from dpexp.clipping.independence.arguments import Inputs, changed, copied
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places
 from dpexp.clipping.roots import NodeKey, Roots, node_key
 from dpexp.clipping.sharding import is_shard
-from dpexp.torch_versions import float32_settings
 
 # every module has these; children and buffers are treated by name, and parameters are never copied
 COMMON = frozenset(nn.Module().__dict__) - {"training"}
@@ -87,7 +86,8 @@ class Replay:
             inside.callback(random.setstate, python)
             inside.callback(np.random.set_state, numpy)
             inside.enter_context(torch.random.fork_rng(indices))
-            inside.enter_context(_full_precision())
+            # the rounding of products hides what a replay looks for, or looks like it
+            inside.enter_context(all_full_precision())
             inside.enter_context(self._state.installed())
             inside.callback(self._restore, self.written())
             inside.enter_context(self._opened())
@@ -301,12 +301,3 @@ class _Copier:
 
 def _is_common(key: str) -> bool:
     return (key in COMMON and key not in ("_buffers", "_modules")) or key.startswith("_dpexp")
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Without TF32 and bfloat16 products, whose rounding hides what a replay looks for, or looks like it."""
-    with ExitStack() as inside:
-        for operation, device in float32_settings():
-            inside.enter_context(full_precision(operation, torch.device(device)))
-        yield

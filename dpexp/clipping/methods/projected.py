@@ -4,24 +4,30 @@ Projections"): one forward, and back-propagations without any per-example gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from dpexp.clipping import layouts
 from dpexp.clipping.base import AnyClipper, Rows, refuse_scales, refuse_unbounded
-from dpexp.clipping.dataflow import entered, rows_in
+from dpexp.clipping.dataflow import entered, rows_in, tensors_in
 from dpexp.clipping.distributed import deliver
 from dpexp.clipping.given import check_losses
-from dpexp.clipping.gradients.numerics import wide
+from dpexp.clipping.gradients.numerics import all_full_precision, wide
 from dpexp.clipping.independence import Independence
 from dpexp.clipping.reports import Report
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
+from dpexp.clipping.survey import MIXED
 from dpexp.errors import UserError
 
 # inner products that are taken twice, by what their directions are multiplied then, and how much of a norm their difference is
 TWICE, OTHERWISE, ROUGH = 4, 4 / 3, 100.0
+# how far gradients may be from growing in proportion with weights: rounding
+PROPORTION = 1e-3
 
 
 class ProjectedClipper(AnyClipper):
@@ -60,8 +66,10 @@ class ProjectedClipper(AnyClipper):
         self._independence = Independence(model, rows_per_example, fixed_length)
         self._hooks = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(lambda module, args, output: self._independence.leave(output)),
+            model.register_forward_hook(self._leave),
         ]
+        # what forwards returned that are to be looked at
+        self._returned: list[GradientEdge] = []
         self.notes = self._independence.notes
 
     def prepare(self, seed: int, public: Callable[[], Rows] | None = None) -> None:
@@ -85,13 +93,21 @@ class ProjectedClipper(AnyClipper):
         squares = torch.zeros(len(losses), device=losses.device)
         found: tuple[Tensor | None, ...] = (None,) * len(params)
         if len(losses):
-            self._independence.begin(Roots.of_losses(losses), params)
-            squares = self._squared_norms(losses * loss_scale) / loss_scale**2
-            with torch.no_grad():
-                factors = RULES[self.rule](squares, float(self.thresholds)) * loss_scale
-                # of an M near overflow: a factor of few bits may be rounded up by as much as it is
-                factors = torch.where(factors < torch.finfo(torch.float32).tiny, 0.0, factors)
-            found = torch.autograd.grad(losses, params, grad_outputs=factors.to(losses), allow_unused=True)
+            roots = Roots.of_losses(losses)
+            if roots.in_16_bits:
+                raise UserError(
+                    "clip=jl lets autograd add the examples up, which this forward makes it do in 16 bits: one example could "
+                    "round the sum of all by more than C. Compute in float32 (no autocast; runtime.precision=fp32), or use "
+                    "clip=flat"
+                )
+            looked = self._independence.due
+            self._independence.begin(roots, params)
+            with torch.autocast(losses.device.type, enabled=False), all_full_precision():
+                if looked:
+                    self._prove(losses, params)
+                squares = self._squared_norms(losses * loss_scale) / loss_scale**2
+                factors = (self._factors(squares) * loss_scale).to(losses)
+                found = torch.autograd.grad(losses, params, factors, allow_unused=True)
             self._independence.check(len(losses))
         if not all(bool(g.isfinite().all()) for g in found if g is not None):
             raise UserError(
@@ -101,6 +117,40 @@ class ProjectedClipper(AnyClipper):
         pairs = zip(self.params, found, strict=True)
         deliver(None, self.params, {name: g / loss_scale for name, g in pairs if g is not None})
         return Report.of(squares.sqrt()[None], self.thresholds)
+
+    def _prove(self, losses: Tensor, params: tuple[nn.Parameter, ...]) -> None:
+        """Prove that a weight on an example's loss moves its own rows of what the model returned, and gradients in proportion.
+
+        Raises:
+            UserError: losses go by other examples, or a hook changes gradients by what is in the batch.
+        """
+        edges, self._returned = self._returned, []
+        asked: Any = [*edges, *params]
+        once, uneven = torch.ones_like(losses), layouts.weights(len(losses)).to(losses)
+        found = [
+            torch.autograd.grad(losses, asked, weights, retain_graph=True, allow_unused=True)
+            for weights in (once, uneven, once + uneven)
+        ]
+        for plain, weighted in zip(found[0][: len(edges)], found[1], strict=False):
+            if plain is not None and not layouts.apart(
+                [layouts.views(plain), layouts.views(weighted)], plain.dtype
+            ):
+                raise UserError(f"what the model returns: {MIXED}")
+        one, other, both = (
+            torch.cat([g.flatten() for g in each[len(edges) :] if g is not None] or [once.new_zeros(1)])
+            for each in found
+        )
+        if float((one + other - both).norm()) > PROPORTION * float(one.norm() + other.norm()):
+            raise UserError(
+                "the gradients do not grow in proportion with the weights of the losses: a hook or a backward in this model "
+                "clamps or normalises them, by what the whole batch holds. Leave it out"
+            )
+
+    @torch.no_grad()
+    def _factors(self, squares: Tensor) -> Tensor:
+        factors = RULES[self.rule](squares, float(self.thresholds))
+        # of an M near overflow: a factor of few bits may be rounded up by as much as it is
+        return torch.where(factors < torch.finfo(torch.float32).tiny, 0.0, factors)
 
     def detach(self) -> None:
         """Give the model back as it was."""
@@ -151,6 +201,12 @@ class ProjectedClipper(AnyClipper):
         if torch.is_grad_enabled() and not self._independence.looking:
             _, shapes, first = entered((args, kwargs))
             self._independence.enter(args, kwargs, rows_in(shapes, first))
+
+    def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
+        if self._independence.running is not None:
+            made = [t for t in tensors_in(output) if t.grad_fn is not None]
+            self._returned += map(get_gradient_edge, made)
+        self._independence.leave(output)
 
 
 def _normals(seed: int, device: torch.device) -> Callable[[torch.Size], Tensor]:

@@ -33,7 +33,6 @@ from dpexp.clipping.reports import Report
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.sites import CUT
-from dpexp.errors import UserError
 
 
 class Method(ABC):
@@ -156,8 +155,7 @@ class VectorClipper(Clipper):
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
     ) -> Report:
         """As `Clipper.backward`."""
-        if not self._attached:
-            raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
+        self._refuse_detached()
         refuse_scales(clip_scale)
         check_losses(losses)
         distributed.check_reducer(self._reducing, self.params)
@@ -170,7 +168,7 @@ class VectorClipper(Clipper):
         def factors(k: int, sq_norms: Tensor) -> Tensor:
             return torch.where(keep, rule(sq_norms, values[k]), 0.0)
 
-        with torch.no_grad():
+        with numerics.in_full(losses.device):
             squares, sums = self.method.clip(rows, keep, factors)
         norms = torch.where(keep, squares.clamp(min=0).sqrt(), torch.nan)
         params = self.params | self.method.extra()
