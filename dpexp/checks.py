@@ -82,17 +82,11 @@ def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> No
     # what the other checks compute with
     problems = list(_values(run)) or [
         *_missing(run),
-        *_words(run),
-        *_numbers(run),
-        *_privacy(run),
+        *task_problems(run),
         *_unit(run),
         *method_problems(run),
         *_length(run),
-        *_model(run),
-        *_data(run),
-        *_dev(run),
-        *_generation(run),
-        *_images(run),
+        *_in_prompts(run),
         *_parallel(run),
         *given_for_nothing(run, given),
     ]
@@ -100,6 +94,12 @@ def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> No
         raise UserError(problems[0])
     if problems:
         raise UserError("\n  - ".join([f"{len(problems)} settings are wrong:", *problems]))
+
+
+def task_problems(run: RunConfig) -> Iterator[str]:
+    """Name every problem of data, model and privacy, whatever they are used for: a training, or teachers."""
+    for part in (_words, _numbers, _privacy, _model, _data, _dev, _generation, _images):
+        yield from part(run)
 
 
 def _get(run: RunConfig, key: str) -> Any:
@@ -288,6 +288,11 @@ def _unit(run: RunConfig) -> Iterator[str]:
         yield f"unit.column={unit.column} is a column of data.train, which is not given: give it, or unit.file=FILE"
     if unit.column and run.task.kind == "image_classification":
         yield f"unit.column={unit.column}: images have no columns; give unit.file=FILE, a name in the line of each image"
+    if unit.file and run.task.held_out:
+        yield (
+            f"unit.file says nothing of the {run.task.held_out} rows that task.held_out measures on: they may be of users who "
+            "are trained on, too, and nothing protects them. Use unit.column, or give a file of other users as data.dev"
+        )
     if run.clip.private and sources and not unit.size and unit.num_users is None:
         yield (
             "unit.num_users is not given: the number of users is public and fixes the guarantee, so declare it as you know it "
@@ -370,10 +375,20 @@ def _generation(run: RunConfig) -> Iterator[str]:
         yield f"task.generation.length_penalty={settings.length_penalty:g} must be a power between -100 and 100"
     if settings.candidates == 1:
         yield "task.generation.candidates=1 leaves nothing to choose from: give 2 or more (ConvAI2 has 20), or 0"
-    if settings.shots and run.optim.steps != 0:
+
+
+def _in_prompts(run: RunConfig) -> Iterator[str]:
+    """Pairs of the private training data that stand in every prompt."""
+    shots = run.task.generation.shots
+    if shots and run.optim.steps != 0:
         yield (
-            f"task.generation.shots={settings.shots} puts training pairs into the prompt as they are, which is not private "
+            f"task.generation.shots={shots} puts training pairs into the prompt as they are, which is not private "
             "and no training: set optim.epochs=null optim.steps=0"
+        )
+    if shots and run.privacy.release == "strict":
+        yield (
+            f"task.generation.shots={shots} makes texts and metrics of private pairs, without noise, and privacy.release=strict "
+            "is for what may be shown to anybody: leave one of them out"
         )
 
 

@@ -25,7 +25,7 @@ from dpexp.errors import UserError
 from dpexp.own_comparison import HEAD, comparison
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, decode_groups
-from dpexp.record import TIMES as MEASURED
+from dpexp.record import KNOWN
 from dpexp.reproduce.drawing import draw, lines
 from dpexp.usage import shipped
 
@@ -329,9 +329,7 @@ def _table(runs: list[OwnRun], released: bool) -> str:
     """The runs beside each other, a column for each; without times and memory where only what is released is shown."""
     rows: dict[str, list[str]] = {}
     for number, run in enumerate(runs):
-        for name, value in _facts(run).items():
-            if released and name in MEASURED:
-                continue
+        for name, value in _facts(run, released).items():
             rows.setdefault(name, [""] * len(runs))[number] = value
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
     body = "\n".join(
@@ -356,7 +354,7 @@ def _conditions(runs: list[OwnRun]) -> Iterator[str]:
         yield "<h2>What ε rests on</h2>\n<ul>\n" + "\n".join(lines) + "\n</ul>"
 
 
-def _facts(run: OwnRun) -> dict[str, str]:
+def _facts(run: OwnRun, released: bool) -> dict[str, str]:
     summary, facts = run.summary, {"status": run.summary.get("status", "unfinished")}
     for name in ("task", "model", "clip", "scale", "seed"):
         if name in summary:
@@ -374,5 +372,7 @@ def _facts(run: OwnRun) -> dict[str, str]:
         }
     facts |= {name: f"{value:.4g}" for name, value in summary.get("metrics", {}).items()}
     for name, value in summary.get("performance", {}).items():
+        if released and name not in KNOWN:
+            continue
         facts[name] = f"{value:.4g}" if isinstance(value, float) else str(value)
     return facts

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from dpexp import provenance, record
+from dpexp.checks import task_problems
 from dpexp.config import hydra_entry
 from dpexp.durable import flattened, read_json, write_json
 from dpexp.errors import UserError, did_you_mean
@@ -29,13 +30,13 @@ from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, 
 from dpexp.privacy.pate import METHODS, VotePlan, plan_votes
 from dpexp.privacy.plan_checks import resolve_delta
 from dpexp.schemas import (
-    CHOICES,
     AccountantConfig,
     DataConfig,
     IndividualConfig,
     ModelConfig,
     PeftConfig,
     PrivacyConfig,
+    RunConfig,
     RuntimeConfig,
     ScaleConfig,
     TaskConfig,
@@ -100,16 +101,14 @@ def check(run: PateConfig) -> None:
         raise UserError(
             f"{unread[0]}={settings[unread[0]]} is not read by pate, which would go on without it: leave it out"
         )
-    if run.privacy.release not in CHOICES["privacy.release"]:
-        raise UserError(f"privacy.release={run.privacy.release} is not a choice: choose normal or strict")
-    unknown = run.data.num_examples is None or (
-        run.task.kind == "image_classification" and not run.task.labels
-    )
-    if run.data.train is not None and unknown:
+    if shots := run.task.generation.shots:
         raise UserError(
-            "data.train is private, so what is public about it is declared and not read from it: give data.num_examples=N and "
-            "(of images) task.labels=[a,b], the classes, as you know them without looking at the data"
+            f"task.generation.shots={shots} puts pairs of the private training file, as they are, into the public texts that "
+            "teachers are asked about: leave it at 0"
         )
+    shared = {part.name: getattr(run, part.name) for part in fields(RunConfig) if hasattr(run, part.name)}
+    if problem := next(task_problems(RunConfig(**shared)), None):
+        raise UserError(problem)
     if votes.method not in METHODS:
         raise UserError(f"pate.method={votes.method} is not a choice{did_you_mean(votes.method, METHODS)}")
     if run.task.kind not in ("image_classification", "generation"):
@@ -125,8 +124,6 @@ def check(run: PateConfig) -> None:
         )
     if votes.method == "knn" and not images:
         raise UserError(f"pate.method=knn compares images, and task={run.task.name} has none: take uniform")
-    if run.accountant.name == "gdp" and not run.accountant.allow_clt:
-        raise UserError("accountant=gdp is an approximation and no guarantee: choose rdp, prv or pld")
     several = bool(groups.epsilons)
     if several == (run.privacy.epsilon is not None):
         raise UserError(
@@ -321,6 +318,11 @@ def privacy_block(plan: VotePlan, ledger: Ledger, run: PateConfig, note: str) ->
                 for target, move, spent in zip(plan.epsilons, plan.moves, by_group, strict=True)
             ],
         }
+    if run.privacy.release != "strict":
+        block["notes"].append(
+            "the SHA-256 of the training data, times, and what details.data_notes counted on the training data are outside the "
+            "guarantee: keep them to yourself"
+        )
     if run.privacy.noise_seed is not None:
         block["notes"].append("the noise is from a fixed seed: the guarantee holds only while it is secret")
     return block

@@ -24,6 +24,8 @@ SUMMARY_KEYS = (
 )
 # What depends on how many private rows were drawn, and how long they are: withheld by a strict release.
 TIMES = ("time_s", "examples_per_s", "step_s", "peak_memory_mib")
+# of a run's performance all but this, whatever a runtime adds: bytes sent, memory of each stage
+KNOWN = ("device",)
 TUNED_BY_DATA = ("physical_batch_size", "choices")
 
 
@@ -98,7 +100,7 @@ def summarise(
     """`summary.json`: the fixed keys first, in their order, then `details` (provenance and what else is of use)."""
     data = task.data
     if withheld(run):
-        performance = performance | dict.fromkeys(name for name in TIMES if name in performance)
+        performance = {name: value if name in KNOWN else None for name, value in performance.items()}
         details = details | dict.fromkeys(name for name in TUNED_BY_DATA if name in details)
     return _summary(
         run,

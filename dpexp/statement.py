@@ -101,7 +101,15 @@ def privacy_block(
         **({"individual": individual_block(plan.budgets, by_budget)} if plan.budgets is not None else {}),
         **({"unit": plan.unit} if plan.unit != "example" else {}),
         **({"filtered": True} if plan.moves else {}),
+        **({"planned": planned} if (planned := _planned(plan, charged)) else {}),
     }
+
+
+def _planned(plan: "Plan", charged: int) -> dict[str, Any] | None:
+    """Of a run that ended before its plan did: how many steps were planned, and their ε."""
+    if plan.moves or charged >= plan.steps:
+        return None
+    return {"steps": plan.steps, "epsilon": plan.epsilon()}
 
 
 def _attack(events: Sequence[DpEvent]) -> dict[str, float | None]:

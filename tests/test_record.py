@@ -360,7 +360,7 @@ def test_a_strict_release_keeps_times_and_sizes_to_itself(tmp_path):
     assert json.loads(metrics.path.read_text()) == {"step": 1, "lr": 0.1}
     written = record.summarise(
         run, TASK, privacy=block(run), metrics={}, wall_s=1.0, status="finished",
-        performance={"examples_per_s": 5.0, "step_s": 1.0, "peak_memory_mib": 9.0, "device": "cpu"},
+        performance={"examples_per_s": 5.0, "step_s": 1.0, "peak_memory_mib": 9.0, "device": "cpu", "bytes_per_step": {"x": 7}},
         details={"physical_batch_size": 8, "choices": {"x": "ghost"}},
     )  # fmt: skip
     assert written["wall_s"] is None
@@ -369,6 +369,8 @@ def test_a_strict_release_keeps_times_and_sizes_to_itself(tmp_path):
         "step_s": None,
         "peak_memory_mib": None,
         "device": "cpu",
+        # of a pipeline, whatever a runtime adds
+        "bytes_per_step": None,
     }
     assert written["details"]["physical_batch_size"] is written["details"]["choices"] is None
     with pytest.raises(UserError), record.failures(run, tmp_path):

@@ -48,7 +48,7 @@ def stop_early(folder):
             best, waited = (loss, 0) if loss < best else (best, waited + 1)
             if waited == 3:
                 break
-    engine.save()  # a checkpoint of this very step; epsilon counts the steps that were taken
+    engine.save()  # a checkpoint of this very step; what holds is engine.plan.epsilon(), of all planned steps
     return engine
 
 

@@ -432,6 +432,9 @@ class PrivacyEngine:
     def epsilon(self, accountant: str | None = None) -> float:
         """ε of everything released so far, at the plan's δ, computed from the ledger.
 
+        Where the loop is left before its last step because of how good the weights are, on public data too, that many steps were
+        not fixed beforehand, and what holds is ε of the whole plan: `plan.epsilon()`.
+
         Raises:
             UserError: the accountant is none (a δ, say), or gives no bound (``gdp``).
         """

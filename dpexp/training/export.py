@@ -151,6 +151,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
         )
         lines += [
             guarantee,
+            *_cut_short(privacy),
             "",
             "| | |",
             "|---|---|",
@@ -180,6 +181,18 @@ def privacy_card(summary: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _cut_short(privacy: dict[str, Any]) -> list[str]:
+    """What holds where training ended before its plan: a composition of random length has no ε of the steps that were taken."""
+    if (planned := privacy.get("planned")) is None:
+        return []
+    return [
+        "",
+        f"**Training ended after {privacy['steps']} of {planned['steps']} planned steps.** The ε above is right where that had "
+        "nothing to do with the weights. Where it was decided by how good the model was, on public data too, the guarantee is "
+        f"that of the whole plan: ε = {planned['epsilon']:.4f}.",
+    ]
 
 
 def _called(accountant: str) -> str:

@@ -133,7 +133,8 @@ def test_answers_are_charged_before_their_noise_and_groups_each_with_their_own(t
         (["privacy.noise_multiplier=3"], r"privacy\.noise_multiplier=3\.0 is not read by pate"),
         (["privacy.sampling=fixed"], r"privacy\.sampling=fixed is not read"),
         (["individual.budgets=file.txt"], r"individual\.budgets=file\.txt is not read"),
-        (["privacy.release=strikt"], "choose normal or strict"),
+        (["privacy.release=strikt"], r"privacy\.release=strikt is not a choice"),
+        (["privacy.delta=3"], "neither a number in"),
         (["task=images", "data.train=folder", "scale=own"], "declared and not read from it"),
     ],
 )

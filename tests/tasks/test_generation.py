@@ -314,6 +314,9 @@ def test_in_context_learning_shows_pairs_of_the_training_file(
         make(shots=10**6)
     with pytest.raises(UserError, match=r"optim\.steps=0"):
         compose(["task=e2e", "scale=demo", "clip=nonprivate", "task.generation.shots=2"])
+    shown = ["optim.epochs=null", "optim.steps=0", "privacy=none", "privacy.release=strict"]
+    with pytest.raises(UserError, match="for what may be shown to anybody"):
+        compose(["task=e2e", "scale=demo", "clip=nonprivate", "task.generation.shots=2", *shown])
 
 
 def test_long_training_rows_are_left_out_and_n_counts_the_others(

@@ -110,6 +110,19 @@ def test_the_card_says_what_is_guaranteed(tmp_path):
     assert json.loads((tmp_path / "run/run.json").read_text())["data"] not in card
 
 
+def test_a_card_of_a_run_that_was_cut_short_names_the_whole_plan(tmp_path):
+    """A number of steps that followed from the weights makes a composition of random length."""
+    engine = make(tmp_path / "run")
+    train(engine, steps=1).write_card(tmp_path / "early")
+    planned = engine.plan.epsilon()
+    assert engine.epsilon() < planned
+    card = (tmp_path / "early/PRIVACY.md").read_text()
+    assert f"after 1 of {engine.steps} planned steps" in card
+    assert f"that of the whole plan: ε = {planned:.4f}" in card
+    train(engine).write_card(tmp_path / "whole")
+    assert "planned steps" not in (tmp_path / "whole/PRIVACY.md").read_text()
+
+
 @pytest.mark.parametrize("fixed", [True, False])
 def test_the_promise_of_one_length_is_kept_or_refused(tmp_path, fixed):
     texts = [torch.arange(1, 3 + i % 2) for i in range(60)]  # of 2 or 3 tokens

@@ -164,7 +164,11 @@ def test_a_run_that_was_cut_off_behind_its_charge_gives_the_same_answers(tmp_pat
         (["pate.method=knn"], "compares images, and task=e2e has none"),
         (["model=cnn_mnist"], "writes no text: take model=gpt2"),
         (["pate.candidates=1"], r"pate\.candidates=1 must be 2 or more"),
-        (["data.train=mine.csv"], "declared and not read from it"),
+        (["data.train=mine.csv"], "given, but task=e2e reads its own files"),
+        (
+            ["task.generation.shots=2"],
+            "pairs of the private training file, as they are, into the public texts",
+        ),
     ],
 )
 def test_bad_settings(tmp_path, changes, message):

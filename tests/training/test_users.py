@@ -318,6 +318,21 @@ def test_bad_settings_get_one_sentence(settings: list[str], sentence: str):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_of_users_says_nothing_of_rows_that_are_held_out():
+    own = [
+        "data.train=mine.csv",
+        "data.text=text",
+        "data.label=label",
+        "data.num_examples=34",
+        "task.labels=[a,b]",
+    ]
+    users = ["unit=user", "unit.file=names.txt", "unit.num_users=9", "optim.batch_size=3", "clip=flat"]
+    run = ["task=text_classification", "scale=demo", "model=bert_tiny", *own, *users]
+    compose(run)
+    with pytest.raises(UserError, match="says nothing of the 6 rows"):
+        compose([*run, "task.held_out=6"])
+
+
 def test_a_user_is_audited_as_an_example_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Gradient canaries in the slots of users: the bound stays below the epsilon of the plan, and comes near it."""
     monkeypatch.setattr(release, "add_gaussian_", counted_noise())
