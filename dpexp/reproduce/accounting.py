@@ -8,9 +8,9 @@ at once; every row says which (``results/paper/settings.yaml``)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -90,28 +90,6 @@ class Run(NamedTuple):
     as_in: int | None = None
 
 
-class Line(NamedTuple):
-    """One line of the page: what the paper prints at a target ε, and one of the settings that are tried on it."""
-
-    table: str
-    row: str
-    target: float
-    printed: Pair
-    run: Run
-    source: str
-    note: str = ""
-
-
-def lines() -> Iterator[Line]:
-    """Every printed pair with each of its settings."""
-    for row in listed("settings")["li2022"]:
-        for target, printed in _printed(row["table"], row["of"]).items():
-            for tried in row["tried"]:
-                run = Run(**{name: tried[name] for name in Run._fields if name in tried})
-                note = tried.get("note", "")
-                yield Line(row["table"], row["row"], target, printed, run, tried["source"], note)
-
-
 def _printed(table: str, of: str) -> dict[float, Pair]:
     """Target ε -> what the paper prints; ``of``: a task, or the method that the names of rows begin with."""
     found = {
@@ -145,15 +123,15 @@ def _to_the_digit(printed: Pair, ours: Pair) -> str:
     return ["no", "composed", "CLT", "both"][2 * same[0] + same[1]]
 
 
-def _sigma_for_both(line: Line, ours: Pair) -> str:
+def _sigma_for_both(run: Run, target: float, printed: Pair, ours: Pair) -> str:
     """The change of σ, in percent, with which both values would round to print (to first order); "none" within 1%."""
-    if _to_the_digit(line.printed, ours) == "both":
+    if _to_the_digit(printed, ours) == "both":
         return "ours"
     # the slopes are taken from half a percent more noise
     step = 0.005
-    _, moved = reproduce(line.run, line.target, 1 + step)
+    _, moved = reproduce(run, target, 1 + step)
     low, high = -0.01, 0.01
-    for shown, value, other in zip(line.printed, ours, moved, strict=True):
+    for shown, value, other in zip(printed, ours, moved, strict=True):
         slope = (other - value) / math.log1p(step)
         ends = sorted((shown + side * 0.005 - value) / slope for side in (-1, 1))
         low, high = max(low, ends[0]), min(high, ends[1])
@@ -161,27 +139,29 @@ def _sigma_for_both(line: Line, ours: Pair) -> str:
 
 
 def rows() -> Rows:
-    """A row for each line, as text."""
+    """A row for every printed pair with each of its settings, as text."""
     found = []
-    for line in lines():
-        plan, ours = reproduce(line.run, line.target)
-        row: dict[str, object] = {
-            "paper": "Li et al. 2022",
-            "table": line.table,
-            "row": line.row,
-            "target ε": f"{line.target:g}",
-        }
-        for name, a, b in zip(("CLT", "composed"), line.printed, ours, strict=True):
-            row |= {
-                f"printed {name}": f"{a:.2f}",
-                f"our {name}": f"{b:.2f}",
-                f"difference {name}": f"{b - a:+.3f}",
+    for row in listed("settings")["li2022"]:
+        for (target, printed), tried in product(_printed(row["table"], row["of"]).items(), row["tried"]):
+            run = Run(**{name: tried[name] for name in Run._fields if name in tried})
+            plan, ours = reproduce(run, target)
+            line = {
+                "paper": "Li et al. 2022",
+                "table": row["table"],
+                "row": row["row"],
+                "target ε": f"{target:g}",
             }
-        found.append(row | {
-            "to the digit": _to_the_digit(line.printed, ours), "σ that gives both": _sigma_for_both(line, ours),
-            "settings": line.source, "N": line.run.N, "B": f"{plan.expected_batch_size:.0f}", "E": line.run.E,
-            "steps": plan.steps, "δ": f"{plan.delta:.3g}", "σ": f"{plan.noise_multiplier:.3f}", "note": line.note,
-        })  # fmt: skip
+            for name, a, b in zip(("CLT", "composed"), printed, ours, strict=True):
+                line |= {
+                    f"printed {name}": f"{a:.2f}",
+                    f"our {name}": f"{b:.2f}",
+                    f"difference {name}": f"{b - a:+.3f}",
+                }
+            found.append(line | {
+                "to the digit": _to_the_digit(printed, ours), "σ that gives both": _sigma_for_both(run, target, printed, ours),
+                "settings": tried["source"], "N": run.N, "B": f"{plan.expected_batch_size:.0f}", "E": run.E,
+                "steps": plan.steps, "δ": f"{plan.delta:.3g}", "σ": f"{plan.noise_multiplier:.3f}", "note": tried.get("note"),
+            })  # fmt: skip
     return as_rows(found)
 
 

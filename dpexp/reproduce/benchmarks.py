@@ -5,10 +5,12 @@ bound that a paper prints. A record of an earlier engine (`dpexp.benchmark.metho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from matplotlib.ticker import LogLocator
@@ -61,11 +63,10 @@ class Measurement(NamedTuple):
         """Why there is no number in a row, or why not to believe it."""
         asked = self.content["settings"].get("workloads", [])
         done = {one["workload"] for one in self.content["rows"]} & set(asked)
-        unfinished = f"the measurement did not finish: {len(done)} of {len(asked)} workloads"
-        finished = self.content.get("status") == "finished"
-        return "; ".join(
-            filter(None, (note(row, self.content["settings"]["precision"]), "" if finished else unfinished))
-        )
+        said = [note(row, self.content["settings"]["precision"])]
+        if self.content.get("status") != "finished":
+            said.append(f"the measurement did not finish: {len(done)} of {len(asked)} workloads")
+        return "; ".join(filter(None, said))
 
 
 class Ratio(NamedTuple):
@@ -110,25 +111,14 @@ class Bound:
         return " and ".join(f"{sign} {value:g}" for sign, value in ends if value is not None)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """An entry of ``claims.yaml`` that benchmarks answer; see its header."""
-
-    paper: str
-    table: str
-    title: str
-    claim: str
-    workloads: Mapping[str, str]
-    preset: str
-    bounds: Sequence[Mapping[str, Any]]
-    arithmetic: str = ""
-    part: str = ""
-
-
 @cache
-def targets() -> dict[str, Measured]:
-    """The tables and figures by name."""
-    return {target_name(*key): Measured(*key, **entry) for key, entry in claims("bench").items()}
+def targets() -> dict[str, Any]:
+    """The tables and figures by name: the entries of ``claims.yaml`` that benchmarks answer."""
+    found = claims("bench").items()
+    return {
+        target_name(*key): SimpleNamespace(key=key, **{"arithmetic": "", "part": "", **entry})
+        for key, entry in found
+    }
 
 
 def load(folder: Path) -> list[Measurement]:
@@ -152,7 +142,7 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
     rows = [row for block in blocks for row in block.rows]
     printed = [
         {"row": cell.row, "column": cell.column, "paper": f"{cell.value} {cell.unit}".strip() or "-", "note": cell.conditions}
-        for cell in paper_table(target.paper, target.table)
+        for cell in paper_table(*target.key)
     ]  # fmt: skip
     verdicts = _verdicts(target, rows)
     if target.arithmetic:
@@ -163,13 +153,16 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
     drawn = _newest(rows)
     svg = draw(lambda axes: _bars(axes, drawn), 2, (4.6, 1 + 0.24 * len(drawn))) if drawn else ""
     columns = tuple(dict.fromkeys(key for row in (*rows, *printed) for key in row))
+    untold = "by the present engine, the two methods of no bound were measured beside each other"
+    if count == len(rows):
+        untold = "measured with an earlier engine alone" if rows else "not run"
     words = listed("pages")["benchmarks"] | vars(target)
     return page(
-        name, (bounds, *blocks), columns, otherwise="not run", svg=svg, untold=_untold(rows), words=words, earlier=earlier
+        name, (bounds, *blocks), columns, otherwise="not run", svg=svg, untold=untold, words=words, earlier=earlier
     )  # fmt: skip
 
 
-def _block(target: Measured, scale: str, records: Sequence[Measurement]) -> Section:
+def _block(target: Any, scale: str, records: Sequence[Measurement]) -> Section:
     wanted = [workload for workload, own in target.workloads.items() if own == scale]
     rows = [row for record in records for row in _rows(record, wanted, scale)]
     done = {row["workload"] for row in rows}
@@ -200,7 +193,7 @@ def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
     )  # fmt: skip
 
 
-def _verdicts(target: Measured, rows: Rows) -> list[Verdict]:
+def _verdicts(target: Any, rows: Rows) -> list[Verdict]:
     """One for each bound that rows of the present engine are about; each says so where others have none."""
     present = (row for row in rows if EARLIER not in row["note"])
     runs = grouped(present, lambda row: (row["record"], row["workload"])).values()
@@ -243,17 +236,8 @@ def _method(name: str) -> str:
     return " ".join(filter(None, (engine, clipping.replace("layer", "per-layer"))))
 
 
-def _untold(rows: Rows) -> str:
-    """Why there is no verdict, in words."""
-    if not rows:
-        return "not run"
-    if all(EARLIER in row["note"] for row in rows):
-        return "measured with an earlier engine alone"
-    return "by the present engine, the two methods of no bound were measured beside each other"
-
-
 def _newest(rows: Rows) -> Rows:
-    """Of each method on each network the last measurement; those of the present engine come after the others."""
+    """Of each method on each network the last measurement by its name; those of the present engine come after the others."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in sorted(rows, key=lambda row: EARLIER not in row["note"]):
         if row["speed / non-private"] and row["method"] != "nonprivate":
@@ -299,11 +283,21 @@ def efficiency(records: Sequence[Measurement]) -> Document:
     for native, kernels in _BLOCKS.items():
         rows = [row for record in records for row in _beside_goals(record, native)]
         command = f"python -m dpexp.bench native={str(native).lower()} threads=2 out=results/bench/NAME"
-        said = () if rows else (f"Not run: `{command}`",)
-        sections.append(Section(f"scale=small, {kernels}", said, rows=rows, scale="small"))
-    every = [row["goals"] for section in sections for row in section.rows if row["goals"]]
-    met = f"{every.count('met')} of {len(every)} cells meet both goals." if every else "Not run."
-    return page(EFFICIENCY, sections, otherwise=f"small {len(every)}" if every else "not run", met=met)
+        lacking = () if rows else (f"Not run: `{command}`",)
+        sections.append(Section(f"scale=small, {kernels}", lacking, rows=rows, scale="small"))
+    finished = (
+        {"kernels": section.heading} | row
+        for section in sections
+        for row in section.rows
+        if row["goals"] and not row["note"]
+    )
+    every = grouped(finished, itemgetter("kernels", "workload", "method")).values()
+    met = [all(row["goals"] == "met" for row in own) for own in every]
+    said = "Not run."
+    if met:
+        pairs = f"{sum(met)} of {len(met)} pairs of a network and a method"
+        said = f"{pairs} meet both goals in every finished measurement of the present engine."
+    return page(EFFICIENCY, sections, otherwise=f"small {len(every)}" if every else "not run", met=said)
 
 
 def _beside_goals(measured: Measurement, native: bool) -> Rows:
@@ -313,6 +307,7 @@ def _beside_goals(measured: Measurement, native: bool) -> Rows:
         # records from before there was a choice don't say whether they are native
         return []
     goals, lines = listed("goals")["native" if native else "torch"], []
+    earlier = "" if measured.content.get("engine") == ENGINE else EARLIER
     for row in measured.content["rows"]:
         workload, method = row["workload"], row["method"]
         if workload not in goals["auto/flat"] or method == "nonprivate":
@@ -323,7 +318,7 @@ def _beside_goals(measured: Measurement, native: bool) -> Rows:
             "goal for time": number(time), "memory / non-private": number(row["memory_ratio"]),
             "goal for memory": number(memory), "goals": _met(row, time, memory),
             "printed for the like": for_the_like(workload, method), "scale": "small", "hardware": measured.hardware,
-            "record": measured.path, "note": measured.note(row),
+            "record": measured.path, "note": "; ".join(filter(None, (earlier, measured.note(row)))),
         })  # fmt: skip
     return as_rows(lines)
 

@@ -79,8 +79,11 @@ EXACT: dict[str, Callable[[], Document]] = {
         complexity.complexity_bu_table4, complexity.complexity_bu_table5, complexity.complexity_bu_table8,
         exact.table_bu_2, exact.table_bu_3, exact.memory_li, exact.individual_monir,
         figures.figure_he_6, figures.figure_bu_7, figures.figure_li_3, figures.figure_li_7, figures.figure_monir_8,
-        figures.figure_monir_10, figures.figure_monir_13, figures.figure_monir_14,
+        figures.figure_monir_10,
     )
+} | {
+    "figure-monir-13": partial(figures.individual_budgets, "sampling", "13"),
+    "figure-monir-14": partial(figures.individual_budgets, "scaling", "14"),
 }  # fmt: skip
 # Names of the paper for pages that have their own.
 ALIASES = {

@@ -93,7 +93,7 @@ class Evidence:
         networks."""
         workloads = set(row["workload"].split())
         if workloads or row["runs"] == "bench":
-            of_paper = (target for target in benchmarks.targets().values() if target.paper == row["paper"])
+            of_paper = (target for target in benchmarks.targets().values() if target.key[0] == row["paper"])
             own = {w for target in of_paper for w, s in target.workloads.items() if s == scale}
             chosen = own & workloads if workloads else own
             return sum(

@@ -125,6 +125,11 @@ def norms_grow_near_the_input(records: Sequence[Record]) -> Finding:
                 (Side("layers near the input", len(near)), Side("layers near the output", len(far))),
                 "above 0", compare(near, far, "greater", paired=True), "Student's t on pairs",
             ))  # fmt: skip
+            pairs.append(Pair(
+                f"{said}, log of the last median over the first, near the input",
+                (Side("the last median", len(near)), Side("the first", len(near))),
+                "above 0", compare(near, [0.0] * len(near), "greater", paired=True), "Student's t on pairs",
+            ))  # fmt: skip
     return Finding(pairs, "the growth; that norms start uniformly low is not tested")
 
 
@@ -148,7 +153,7 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
                 [seed[layer] - fmean(seed[name] for name in layers) for seed in seeds] for layer in layers
             ]
             p_for = float(stats.f_oneway(*([seed[layer] for seed in seeds] for layer in layers)).pvalue)
-            p_against = max(_within(own, math.log(SAME_FACTOR)) for own in centred)
+            p_against = max(1.0 if (p := _alike(own)) is None else p for own in centred)
             # a difference too small to speak of
             p_for = 1.0 if p_against < LEVEL or math.isnan(p_for) else p_for
             result = replace(result, p_for=p_for, p_against=p_against)
@@ -164,13 +169,9 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
     )
 
 
-def _within(values: Sequence[float], margin: float) -> float:
-    """p-value against a mean outside (-margin, margin); 1 where values without a spread leave no test."""
-    if len(set(values)) < 2:
-        return 1.0
-    below = stats.ttest_1samp(values, margin, alternative="less").pvalue
-    above = stats.ttest_1samp(values, -margin, alternative="greater").pvalue
-    return float(max(below, above))
+def _alike(values: Sequence[float]) -> float | None:
+    """p-value against a mean outside of `SAME_FACTOR`; None where values without a spread leave no test."""
+    return compare(values, [0.0] * len(values), "close", math.log(SAME_FACTOR), paired=True).p_for
 
 
 def _factor(logs: Sequence[float]) -> float:

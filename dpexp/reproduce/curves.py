@@ -71,7 +71,10 @@ def build(name: str, records: Sequence[Record]) -> Document:
             if rows := _rows(target, own):
                 blocks.append(_block(target, scale, tasks, rows))
                 svg = svg or _draw(target, _rows(target, _speaking(target, own)))
-        sections += blocks or [_not_run(target, scale)]
+        commands = tuple(target.commands.get(scale, ()))
+        todo = "No stand-in at this scale." if target.commands else "Not built."
+        todo = f"Not run: {', '.join(f'`{command}`' for command in commands)}" if commands else todo
+        sections += blocks or [Section(f"scale={scale}", (todo,), scale=scale, commands=commands)]
     has_runs = any(section.rows for section in sections)
     words = (listed("pages")[target.kind] if has_runs else {}) | vars(target)
     return page(
@@ -85,22 +88,21 @@ def _block(target: Curves, scale: str, tasks: Mapping[str, Sequence[Record]], ro
     says = getattr(curve_claims, target.says) if target.says else lambda _: Finding(())
     found = {f"scale={scale}, {named[task]}": says(own) for task, own in tasks.items()}
     told = {where: finding for where, finding in found.items() if finding.pairs}
+    # of norms one seed is shown, and all are compared
+    seeds = [
+        record
+        for own in tasks.values()
+        for record in own
+        if target.kind == "norms" and record.logged("norms")
+    ]
+    runs = len(seeds) or len({row["record"] for row in rows})
     return Section(
         f"scale={scale}, {', '.join(named.values())}",
         tuple(paragraph for finding in told.values() for paragraph in finding.paragraphs),
         _COLUMNS[target.kind], rows, scale,
-        done=f"{scale} {counted(len({row['record'] for row in rows}), 'run')} on {', '.join(tasks)}",
+        done=f"{scale} {counted(runs, 'run')} on {', '.join(tasks)}",
         verdicts=tuple(finding.verdict(where) for where, finding in told.items()),
     )  # fmt: skip
-
-
-def _not_run(target: Curves, scale: str) -> Section:
-    commands = tuple(target.commands.get(scale, ()))
-    if commands:
-        said = f"Not run: {', '.join(f'`{command}`' for command in commands)}"
-    else:
-        said = "No stand-in at this scale." if target.commands else "Not built."
-    return Section(f"scale={scale}", (said,), scale=scale, commands=commands)
 
 
 def _rows(target: Curves, records: Sequence[Record]) -> Rows:
@@ -128,7 +130,7 @@ def _rows(target: Curves, records: Sequence[Record]) -> Rows:
 
 def _dev(record: Record, target: Curves) -> Rows:
     plan = record.summary["details"].get("plan") or {"steps": 1}
-    epochs, steps = record.facts.get("optim.epochs") or 0.0, max(1, plan["steps"])
+    epochs, steps = float(record.facts.get("epochs") or 0.0), max(1, plan["steps"])
     return [
         {"epoch": f"{point['step'] / steps * epochs:.3g}", "seconds": f"{point.get('time_s', 0):.4g}",
          "value": f"{printed_factor(target.metric) * point['dev'][target.metric]:.4g}"}

@@ -180,10 +180,10 @@ def page(
     """
     words = listed("pages")[name] if words is None else words
     title, *notes = (text.format(**values) for text in (words["title"], *words.get("notes", ())))
-    foot, claim = words.get("foot", REGENERATE), words.get("claim", "")
-    otherwise = words.get("otherwise", otherwise)
-    shown = name, title, tuple(notes), tuple(sections), columns, svg, otherwise, foot, claim, untold
-    return Document(*shown)
+    return Document(
+        name, title, tuple(notes), tuple(sections), columns, svg, words.get("otherwise", otherwise),
+        words.get("foot", REGENERATE), words.get("claim", ""), untold,
+    )  # fmt: skip
 
 
 def not_run(needs: str) -> str:

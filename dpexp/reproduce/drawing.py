@@ -116,16 +116,11 @@ def heat(
     grid = [[values.get((row, column), float("nan")) for column in x] for row in y]
     axis.grid(False)
     shown = [v for line in grid for v in line if v == v]
-    scale = LogNorm if log and shown and min(shown) > 0 else Normalize
-    norm = scale(min(shown), max(shown)) if shown else Normalize()
+    norm = (LogNorm if log and min(shown) > 0 else Normalize)(min(shown), max(shown))
     numbers = not log and len(y) <= MOST_NUMBERS and len(x) <= MOST_NUMBERS
-    if shown:
-        image = axis.imshow(grid, cmap="cividis", aspect="auto", norm=norm)
-        if not numbers:
-            axis.figure.colorbar(image, ax=axis)
-    else:
-        axis.set_xlim(-0.5, len(x) - 0.5)
-        axis.set_ylim(len(y) - 0.5, -0.5)
+    image = axis.imshow(grid, cmap="cividis", aspect="auto", norm=norm)
+    if not numbers:
+        axis.figure.colorbar(image, ax=axis)
     for i, line in enumerate(grid if numbers else []):
         for j, value in enumerate(line):
             if value == value:

@@ -109,17 +109,8 @@ def figure_monir_10() -> Document:
     return _figure("figure-monir-10", rows, then="holds" if holds else "does not hold")
 
 
-def figure_monir_13() -> Document:
-    """ε of the groups over the steps, by sampling."""
-    return _groups("sampling", "13")
-
-
-def figure_monir_14() -> Document:
-    """ε of the groups over the steps, by scaling."""
-    return _groups("scaling", "14")
-
-
-def _groups(kind: str, number: str) -> Document:
+def individual_budgets(kind: str, number: str) -> Document:
+    """Figures 13 and 14 of Monir et al.: ε of the groups over the steps."""
     every = exact.MNIST_STEPS // 12
     steps = range(every, exact.MNIST_STEPS + 1, every)
     rows = as_rows(

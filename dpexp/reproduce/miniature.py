@@ -36,7 +36,11 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> Section:
     heading = asked.get("heading", f"scale=small, in miniature on {asked['task']}")
     words, command = asked["words"], asked["command"]
     where = {"task": asked["task"], "scale": scale, **asked["where"]}
-    grid = _grid(asked, [record for record in records if record.matches(where)])
+    axes = [asked[side][1] for side in ("row", "column")]
+    own = measured((record for record in records if record.matches(where)), asked["metric"])
+    grid = most_seeds(
+        own, lambda filling: (float(filling.record.facts[axes[0]]), float(filling.record.facts[axes[1]]))
+    )
     if len(grid) < 2:
         return Section(heading, (words, f"Not run: `{command}`"), scale=scale, commands=(command,))
     (row_name, _), (column_name, _) = asked["row"], asked["column"]
@@ -51,15 +55,6 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> Section:
         heading, (words, *found.paragraphs), COLUMNS, rows, scale,
         done=f"{scale} {len(rows)}{of} on {asked['task']}", verdicts=(found.verdict(heading),),
     )  # fmt: skip
-
-
-def _grid(asked: Mapping[str, Any], records: Sequence[Record]) -> dict[tuple[float, float], Filling]:
-    """(row, column) -> the configuration there, of the most seeds."""
-    row, column = (asked[side][1] for side in ("row", "column"))
-    return most_seeds(
-        measured(records, asked["metric"]),
-        lambda filling: (float(filling.record.facts[row]), float(filling.record.facts[column])),
-    )
 
 
 def _pairs(asked: Mapping[str, Any], grid: Mapping[tuple[float, float], Filling]) -> Iterator[Pair]:

@@ -53,7 +53,9 @@ def verdicts(documents: Sequence[Document]) -> Rows:
         elif not document.paper:
             # a page of ours about claims of several papers
             rows += [_row(one.where, document, [replace(one, where="")]) for one in document.verdicts]
-    return sorted(rows, key=lambda row: (row["verdict"] == CANNOT_TELL, row["evidence"] == RECOMPUTED))
+    return sorted(
+        rows, key=lambda row: (row["verdict"] == CANNOT_TELL, row["evidence"].startswith(RECOMPUTED))
+    )
 
 
 def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[str, str]:
@@ -85,7 +87,8 @@ def leaders(records: Sequence[Record]) -> Rows:
     """A row for each configuration, best first within a task and ε."""
     metrics = sorted(set(map(_metric, records)) - {""})
     fillings = [filling for name in metrics for filling in _by_metric(records, name)]
-    without = grouped((f for f in fillings if f.record.spent is None), _comparable)
+    # neither noise nor clipping
+    without = grouped((f for f in fillings if f.record.facts["clip"] == "nonprivate"), _comparable)
     plain = {key: max(filling.mean for filling in own) for key, own in without.items()}
 
     def order(filling: Filling) -> tuple[Any, ...]:
@@ -120,7 +123,10 @@ def _title(record: Record) -> str:
 def _metric(record: Record) -> str:
     """The task's own metric, as the record has it; "" where it has none."""
     named = str(record.facts.get("task.metric") or "accuracy")
-    return next((n for n in (named, "accuracy", "bleu", "rouge_l") if record.metric(n) is not None), "")
+    return next(
+        (n for n in (named, "accuracy", "bleu", "bleu_test", "rougeL_test") if record.metric(n) is not None),
+        "",
+    )
 
 
 def _by_metric(records: Sequence[Record], name: str) -> list[Filling]:

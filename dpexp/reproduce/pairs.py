@@ -101,7 +101,6 @@ class Pair:
         expect: of left minus right, in words: "above -1".
         result: left minus right.
         test: of the seeds, in words.
-        close: is the claim that neither side is the better one?
         printed: left minus right in the paper; None where it has no such numbers.
     """
 
@@ -110,7 +109,6 @@ class Pair:
     expect: str
     result: Comparison
     test: str = "Welch's t"
-    close: bool = False
     printed: float | None = None
 
     @property
@@ -139,7 +137,7 @@ class Pair:
         neither, nothing was tested.
         """
         left, right = (bool(side.unfinished) for side in self.sides)
-        if (left and right) or (self.close and (left or right)):
+        if (left and right) or (self.expect.startswith("within") and (left or right)):
             return replace(self.result, p_for=None, p_against=None)
         if self.result.p_for is None:
             return self.result
@@ -151,9 +149,9 @@ class Pair:
         result = self.result
         interval = f", 95% {result.interval}" if math.isfinite(result.low) else ""
         p = (
-            f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it"
-            if result.p_for is not None
-            else ""
+            ""
+            if result.p_for is None
+            else f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it"
         )
         printed = "" if self.printed is None else f" (in print {self.printed:+.2f})"
         unfinished = "".join(
@@ -179,7 +177,7 @@ def compared(
     result = compare(left[1].filling.values, right[1].filling.values, expect, margin)
     one, two = (Side(name, len(c.filling.values), c.tried, c.unfinished) for name, c in (left, right))
     words = f"within ±{margin:g}" if expect == "close" else f"above {0 - margin:g}"
-    return Pair(what, (one, two), words, result, close=expect == "close", printed=printed)
+    return Pair(what, (one, two), words, result, printed=printed)
 
 
 @dataclass(frozen=True)

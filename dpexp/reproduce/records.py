@@ -15,10 +15,12 @@ from dpexp.schemas import RunConfig
 
 # Settings that cannot change a result, or that only say where it was computed and by whom.
 _ELSEWHERE = (
-    "seed", "trials", "engine.", "tracker.", "data.root", "data.cache", "data.source", "task.", "scale.",
-    "runtime.device", "runtime.physical_batch_size", "runtime.eval_batch_size", "runtime.threads", "runtime.eval_every",
+    "seed", "trials", "engine", "spent", "epochs", "label words", "tracker.", "data.root", "data.cache", "data.source", "task.",
+    "scale.", "runtime.device", "runtime.physical_batch_size", "runtime.eval_batch_size", "runtime.threads", "runtime.eval_every",
     "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir",
 )  # fmt: skip
+# but what a prompt shows, and how text is written and for how much of the data
+_TEXT = ("task.max_length", "task.label_words.", "task.generation.")
 VARIANTS = (("individual.name", "sampling"), ("individual.name", "scaling"), ("optim.name", "adadp"))
 
 
@@ -81,14 +83,9 @@ class Record:
         A setting that a record does not know has the schema's default, which never changes its meaning
         (`dpexp.config.signature`): a record from before a setting was there is then like one from after.
         """
-        found = {k: v for k, v in {**_neutral(), **self.facts}.items() if not k.startswith(_ELSEWHERE)}
-        for name in ("engine", "spent", "epochs", "label words"):
-            found.pop(name, None)
-        found["task.max_length"] = self.facts.get("task.max_length")
-        found |= {k: v for k, v in self.facts.items() if k.startswith("task.label_words.")}
-        # what a prompt shows, and how text is written and for how much of the data
-        found |= {k: v for k, v in {**_neutral(), **self.facts}.items() if k.startswith("task.generation.")}
-        return found | {"data.sha256": json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)}
+        sums = json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)
+        every = {**_neutral(), **self.facts, "data.sha256": sums}
+        return {k: v for k, v in every.items() if k.startswith(_TEXT) or not k.startswith(_ELSEWHERE)}
 
     @cached_property
     def configuration(self) -> str:

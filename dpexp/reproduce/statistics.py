@@ -101,16 +101,12 @@ def compare(
         """p-value against d <= bound."""
         return float(distributions.t.sf((difference - bound) / error, freedom))
 
-    def below(bound: float) -> float:
-        """p-value against d >= bound."""
-        return float(distributions.t.cdf((difference - bound) / error, freedom))
-
     if expect == "close":
-        p_for = max(above(-margin), below(margin))
-        p_against = min(1.0, 2 * min(below(-margin), above(margin)))
+        p_for = max(above(-margin), 1 - above(margin))
+        p_against = min(1.0, 2 * min(1 - above(-margin), above(margin)))
     else:
         bound = -margin if expect == "at_least" else 0.0
-        p_for, p_against = above(bound), below(bound)
+        p_for, p_against = above(bound), 1 - above(bound)
     return Comparison(difference, difference - half, difference + half, p_for, p_against)
 
 

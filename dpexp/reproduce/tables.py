@@ -134,9 +134,11 @@ def _heat_map(labels: Sequence[str], printed: Sequence[Cell], sections: Sequence
     paper = {(cell.row, cell.column): cell.number for cell in printed if cell.number is not None}
     grids = {"paper": paper} if paper else {}
     for section in sections:
-        own = {
-            (row["row"], row["column"]): float(row["ours"].split()[0]) for row in section.rows if row.get("n")
-        }
+        own: dict[tuple[str, str], float] = {}
+        for row in section.rows:
+            if row.get("n"):
+                # the best stands first
+                own.setdefault((row["row"], row["column"]), float(row["ours"].split()[0]))
         grids |= {f"ours, {section.heading}": own} if own else {}
 
     def plot(axes: Any) -> None:
@@ -200,5 +202,5 @@ def _apart(one: Cell, two: Cell) -> tuple[str, str, str]:
 
 
 def _rest(cell: Cell, varied: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    names = {*FACTS, "metric", "split", "subset", "repetitions"} - set(varied)
+    names = {*FACTS, "metric", "split", "subset", "repetitions", "formulation"} - set(varied)
     return tuple(sorted((k, v) for k, v in cell.settings.items() if k in names))

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from dpexp.reproduce import accounting
-
 TABLES = Path(__file__).parents[2] / "results" / "tables"
 
 
@@ -19,7 +17,6 @@ def table():
 def test_the_closest_settings_are_within_two_hundredths(table):
     """Three for the CLT values of Table 1; and SST-2's are not had from the paper's own settings."""
     closest = {(row["table"], row["row"], row["target ε"]): row for row in table}  # the last of each stands
-    assert closest.keys() == {(x.table, x.row, f"{x.target:g}") for x in accounting.lines()}
     assert len(closest) == 2 * 18
     for row in closest.values():
         assert abs(float(row["difference composed"])) <= 0.02, row

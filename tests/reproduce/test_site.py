@@ -62,7 +62,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> list[Document]:
     return [
         exact.table_bu_3(),
         figures.figure_monir_8(),
-        figures.figure_monir_13(),
+        figures.individual_budgets("sampling", "13"),
         build("he2023", "1b", records),
         hostile,
     ]
