@@ -217,7 +217,7 @@ class Clipper(AnyClipper):
             self._apart = distributed.deliver(self._reducing, self.params, sums, apart=self._apart)
             return self._report(sq, thresholds, scale, loss_scale)
 
-        return Measured(step, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
+        return Measured(step.parked_bytes, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
 
     def last_forward(self) -> ForwardPass:
         """Return the forward of the model that ended last, for `Roots`, where several wait for their backward.

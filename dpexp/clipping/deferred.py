@@ -26,21 +26,16 @@ class Measured:
     """A batch whose own norms are known.
 
     Attributes:
-        step: holds what the sums need.
+        parked_bytes: of per-example gradients that went to the host, and come back once.
         sq_norms: ``[K, B]``, of the gradients of this model's parameters.
         input_gradients: of the roots' inputs.
         finish: given the squared norms ``[K, B]`` that decide the factors, adds the clipped sums to ``p.grad``.
     """
 
-    step: DeferredStep
+    parked_bytes: int
     sq_norms: Tensor
     input_gradients: tuple[Tensor | None, ...]
     finish: Callable[[Tensor], Report]
-
-    @property
-    def parked_bytes(self) -> int:
-        """Bytes of per-example gradients that went to the host, and that come back once."""
-        return self.step.parked_bytes
 
 
 class DeferredStep:

@@ -124,12 +124,7 @@ _uncompiled = torch.compiler.disable(_dispatch)
 
 
 def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
-    for item in args:
-        if isinstance(item, list | tuple):
-            yield from item
-        else:
-            yield item
-    for item in kwargs.values():
+    for item in (*args, *kwargs.values()):
         if isinstance(item, list | tuple):
             yield from item
         else:

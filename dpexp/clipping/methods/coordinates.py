@@ -157,7 +157,6 @@ class Ellipsoid(Coordinates):
     """
 
     KEPT = ("scale", "centre", "measured")
-    needs_public = True
 
     def __init__(self, floor: float):
         self.floor, self.measured = floor, False

@@ -35,8 +35,6 @@ class Embedding(Method):
         residual: C₂; C₁ is the clipping norm.
     """
 
-    needs_public = True
-
     def __init__(self, basis: int, residual: float):
         self.basis, self.residual = basis, residual
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import LateSum, deliver
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.clipping.methods.apart import Apart
+from dpexp.clipping.methods.watched import Watched
 from dpexp.clipping.reports import Report
+from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES, shortened
 from dpexp.errors import UserError
 
@@ -72,12 +73,12 @@ class LocalClipper(AnyClipper):
         super().__init__(model, groups, clip_norm, rule)
         self.losses, self.epochs, self.batch_size, self.lr = losses, epochs, batch_size, lr
         self._batch: Batch | None = None
-        self._apart = Apart(model)
-        self.notes = self._apart.notes
+        self._independence = Watched(model, whole=True)
+        self.notes = self._independence.notes
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        self._apart.detach()
+        self._independence.detach()
 
     def see(self, batch: Batch) -> Tensor:
         """Keep the batch of one user for `backward`, and return the ``[1]`` loss under the weights before local training."""
@@ -155,9 +156,9 @@ class LocalClipper(AnyClipper):
         """One step of SGD."""
         loss = self.losses(batch).sum() * loss_scale
         params = tuple(self.params.values())
-        self._apart.begin(loss, params)
+        self._independence.begin(Roots.of_losses(loss[None]), params)
         found = torch.autograd.grad(loss, params, allow_unused=True)
-        self._apart.check()
+        self._independence.check(1)
         with torch.no_grad():
             for p, gradient in zip(params, found, strict=True):
                 if gradient is not None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import LateSum, deliver
-from dpexp.clipping.methods.apart import Apart
+from dpexp.clipping.methods.watched import Watched
 from dpexp.clipping.reports import Report
+from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES, shortened
 
 
@@ -22,7 +23,7 @@ class MicrobatchClipper(AnyClipper):
     One example more or less then changes one of the clipped vectors, from one of norm C at most to another: the sum moves
     by up to 2C. It is not C, as is often assumed, for the rest of the microbatch is not the same after clipping.
 
-    Nothing of a microbatch may stay in the model: `Apart` looks for that.
+    Nothing of a microbatch may stay in the model: `Watched` looks for that.
 
     Args:
         model: its trainable parameters are clipped together.
@@ -37,8 +38,8 @@ class MicrobatchClipper(AnyClipper):
         refuse_unbounded(rule)
         super().__init__(model, "flat", clip_norm, rule)
         self.size = size
-        self._apart = Apart(model)
-        self.notes = self._apart.notes
+        self._independence = Watched(model, whole=True)
+        self.notes = self._independence.notes
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -55,7 +56,7 @@ class MicrobatchClipper(AnyClipper):
         sums: dict[str, Tensor | LateSum] = {}
         if len(losses):
             mean = losses.sum() * (loss_scale / self.size)
-            self._apart.begin(mean, self.params.values())
+            self._independence.begin(Roots.of_losses(mean[None]), self.params.values())
             found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
             pairs = zip(self.params, found, strict=True)
             gradients = {
@@ -63,7 +64,7 @@ class MicrobatchClipper(AnyClipper):
             }
             square = sum((g.double().square().sum() for g in gradients.values()), norms.new_zeros(()))
             norms = square.sqrt().view(1, 1)
-            self._apart.check()
+            self._independence.check(1)
             if bool(square.isfinite()):
                 factor = RULES[self.rule](square, float(self.thresholds))
                 sums |= {name: shortened(g, factor) for name, g in gradients.items()}
@@ -78,4 +79,4 @@ class MicrobatchClipper(AnyClipper):
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        self._apart.detach()
+        self._independence.detach()

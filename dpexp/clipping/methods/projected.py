@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpexp.clipping import layouts
 from dpexp.clipping.base import AnyClipper, Rows, refuse_scales, refuse_unbounded
-from dpexp.clipping.dataflow import entered, rows_in, tensors_in
 from dpexp.clipping.distributed import deliver
 from dpexp.clipping.given import check_losses
 from dpexp.clipping.gradients.numerics import all_full_precision, wide
-from dpexp.clipping.independence import Independence
+from dpexp.clipping.methods.watched import Watched
 from dpexp.clipping.reports import Report
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
@@ -63,13 +61,7 @@ class ProjectedClipper(AnyClipper):
         super().__init__(model, "flat", clip_norm, rule)
         self.projections = projections
         self._seed: int | None = None
-        self._independence = Independence(model, rows_per_example, fixed_length)
-        self._hooks = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._leave),
-        ]
-        # what forwards returned that are to be looked at
-        self._returned: list[GradientEdge] = []
+        self._independence = Watched(model, rows_per_example, fixed_length)
         self.notes = self._independence.notes
 
     def prepare(self, seed: int, public: Callable[[], Rows] | None = None) -> None:
@@ -124,7 +116,7 @@ class ProjectedClipper(AnyClipper):
         Raises:
             UserError: losses go by other examples, or a hook changes gradients by what is in the batch.
         """
-        edges, self._returned = self._returned, []
+        edges = self._independence.returned
         asked: Any = [*edges, *params]
         once, uneven = torch.ones_like(losses), layouts.weights(len(losses)).to(losses)
         found = [
@@ -154,8 +146,7 @@ class ProjectedClipper(AnyClipper):
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        for hook in self._hooks:
-            hook.remove()
+        self._independence.detach()
 
     def _squared_norms(self, losses: Tensor) -> Tensor:
         """M_i², ``[B]``, float64."""
@@ -196,17 +187,6 @@ class ProjectedClipper(AnyClipper):
         normal = _normals(self._seed, next(iter(params)).device)
         for _ in range(self.projections):
             yield {id(p): normal(p.shape).to(wide(p.dtype)) for p in params}
-
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.is_grad_enabled() and not self._independence.looking:
-            _, shapes, first = entered((args, kwargs))
-            self._independence.enter(args, kwargs, rows_in(shapes, first))
-
-    def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
-        if self._independence.running is not None:
-            made = [t for t in tensors_in(output) if t.grad_fn is not None]
-            self._returned += map(get_gradient_edge, made)
-        self._independence.leave(output)
 
 
 def _normals(seed: int, device: torch.device) -> Callable[[torch.Size], Tensor]:

@@ -36,13 +36,7 @@ from dpexp.clipping.sites import CUT
 
 
 class Method(ABC):
-    """How per-example gradients become a sum with bounded contributions. A subclass writes `clip`, and what else it needs.
-
-    Attributes:
-        needs_public: whether `prepare` asks for gradients of public examples.
-    """
-
-    needs_public = False
+    """How per-example gradients become a sum with bounded contributions. A subclass writes `clip`, and what else it needs."""
 
     def setup(self, params: dict[str, nn.Parameter], clip_norm: float) -> tuple[list[Group], list[float]]:
         """Take the parameters, and return K groups with their thresholds."""
