@@ -192,8 +192,10 @@ def build_policy(clip: "ClipConfig", num_groups: int) -> FixedThresholds:
     """The threshold policy of a configuration: C/√K for every group to begin with (He et al., Appendix A.1)."""
     start = clip.clip_norm / math.sqrt(num_groups)
     if not clip.adaptive:
-        return FixedThresholds(torch.full((num_groups,), start))
-    first = torch.full((num_groups,), start if clip.init_threshold is None else clip.init_threshold)
+        return FixedThresholds(torch.full((num_groups,), start, dtype=torch.float32))
+    begin = start if clip.init_threshold is None else clip.init_threshold
+    # whatever the dtype that tensors have by default
+    first = torch.full((num_groups,), begin, dtype=torch.float32)
     rescale_to = clip.clip_norm if clip.rescale else None
     if clip.follows == "norm":
         return NormThresholds(first, clip.norm_factor, clip.norm_bound, clip.threshold_floor, rescale_to)

@@ -8,7 +8,8 @@ from torch.utils.data import TensorDataset
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
-from dpexp.training.release import Release
+from dpexp.schemas import ClipConfig
+from dpexp.training.release import Release, build_policy
 from tests.versions import needs_torch
 
 EXAMPLES, SIZE = 1500, 128
@@ -97,3 +98,16 @@ def test_weights_that_were_made_16_bits_wide_under_the_engine_are_refused(tmp_pa
     with pytest.raises(UserError, match="clipped sums in 16 bits"):
         engine._steps.add(torch.zeros(0))
     assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_thresholds_have_32_bits_whatever_tensors_have_by_default(adaptive):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        policy = build_policy(ClipConfig(clip_norm=1.0, adaptive=adaptive, quantile_lr=0.3), 3)
+        policy.update(torch.full((3,), 0.25))
+    finally:
+        torch.set_default_dtype(before)
+    assert policy.values.dtype == torch.float32
+    assert (policy.values.square().sum().sqrt() > 1) == adaptive
