@@ -63,6 +63,19 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(finite(value), indent=2, default=str, allow_nan=False) + "\n")
 
 
+def kept_beside(folder: str | Path) -> Path:
+    """The folder beside an output folder, which may be uploaded, for what must not be: the ledger and the key.
+
+    Raises:
+        UserError: the output folder is the root of the file system.
+    """
+    # of "." too, which has no name of its own
+    place = Path(os.path.abspath(folder))
+    if not place.name:
+        raise UserError(f"{folder} has no place beside it: give a folder of its own")
+    return place.with_name(f"{place.name}.privacy")
+
+
 def make_folder(folder: Path, setting: str) -> None:
     """Make a folder and those above it, where they don't exist.
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from dpexp.durable import read_json
+from dpexp.durable import kept_beside, read_json
 from dpexp.errors import UserError
 from dpexp.own_comparison import HEAD, comparison
 from dpexp.privacy import accountants
@@ -129,7 +129,7 @@ def read(folder: Path) -> OwnRun:
         UserError: it is no folder of a run.
     """
     # of Hugging Face's Trainer
-    beside = folder.with_name(f"{folder.name}.privacy")
+    beside = kept_beside(folder)
     if not (folder / "ledger.jsonl").exists() and (beside / "ledger.jsonl").exists():
         folder = beside
     summary = read_json(folder / "summary.json") or {}

@@ -35,6 +35,7 @@ def privacy_block(
     data: Sequence[str] = (),
     copied: bool = False,
     events: Sequence[DpEvent] = (),
+    unproven: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The summary's privacy block.
 
@@ -48,6 +49,7 @@ def privacy_block(
         data: what the task says about its data, see `DataInfo.notes`.
         copied: the run's folder was found to be a copy (`dpexp.privacy.keys`).
         events: what the ledger holds about an example, of each group of examples with a budget.
+        unproven: what of a person's own code could not be looked at.
     """
     if plan is None:
         return {
@@ -67,6 +69,7 @@ def privacy_block(
                 "trained without privacy: nothing is guaranteed about the training data"
                 if run.optim.steps != 0
                 else "no step was taken (optim.steps=0): nothing of the training data is in the model",
+                *(f"not proven: {note}" for note in unproven),
                 *_about_data(data),
             ],
             "trials": run.trials,
@@ -94,7 +97,11 @@ def privacy_block(
         "neighbouring": plan.neighbouring,
         **_attack(fixed),
         "events": [encode(event) for event in events],
-        "notes": privacy_notes(run, plan, spent, charged, copied) + _about_data(data),
+        "notes": [
+            *privacy_notes(run, plan, spent, charged, copied),
+            *(f"not proven: {note}" for note in unproven),
+            *_about_data(data),
+        ],
         "trials": run.trials,
         "trials_law": run.trials_law,
         "epsilon_with_tuning": _with_tuning(fixed, plan.delta, run.trials, run.trials_law),

@@ -141,7 +141,21 @@ def test_bad_settings_are_refused(overrides, message):
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [(["canaries=301"], "301 canaries in 300"), (["method=exposure"], "take task=e2e")],
+    [
+        (["canaries=301"], "301 canaries in 300"),
+        (["method=exposure"], "take task=e2e"),
+        (["method=white_box", "canaries=3"], r"canaries=3: \d of them are in and \d out, too few"),
+        (
+            [
+                "canaries=2",
+                "individual=sampling",
+                "individual.epsilons=[2,8]",
+                "individual.shares=[0.01,0.99]",
+                "privacy=none",
+            ],
+            "0 of them are in and 0 out in the slots of group 1, too few",
+        ),
+    ],
 )
 def test_canaries_that_do_not_fit_are_refused(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):

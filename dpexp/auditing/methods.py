@@ -67,6 +67,7 @@ def one_run_audit(
     slots = canaries.choose_slots(task.num_examples, run.canaries, keys.run)
     included = canaries.flip_coins(len(slots), keys.run)
     made = canaries.make_canaries(task, bundle.tokenizer, slots, run.content, keys.run)
+    members = members_of(run, task, slots, included, each_side=0)
     # as long as what stood there
     planted = Planted(task, dict(zip(slots.tolist(), made, strict=True)), {})
     before = canaries.canary_losses(task, bundle.model.to(device), made, device)
@@ -81,7 +82,6 @@ def one_run_audit(
         tried = one_run.attempts(scores[mine], included[mine], run.guesses, delta, confidence)
         return [vars(attempt) for attempt in tried]
 
-    members = members_of(run, task, slots)
     found = verdict(summary["privacy"], members, len(slots), run.confidence, bounds)
     summary["metrics"] |= _measured(found)
     summary["audit"] = {
@@ -115,7 +115,7 @@ def white_box_audit(
     included = canaries.flip_coins(len(slots), keys.run)
     planted = WithGradientCanaries(task, slots, run.clip.clip_norm)
     watched = Watched(bundle.model, len(slots))
-    members = members_of(run, task, slots)
+    members = members_of(run, task, slots, included, each_side=2)
     observer = Observer(len(slots), min(1.0, run.optim.batch_size / task.num_examples))
 
     def watch(trainer: Trainer) -> None:
@@ -276,10 +276,28 @@ def train_once(
     return trainer, summary
 
 
-def members_of(run: AuditConfig, task: Task, slots: np.ndarray) -> np.ndarray | None:
-    """`[m]`, the budget group of each canary: that of its slot. None where all examples have one budget."""
+def members_of(
+    run: AuditConfig, task: Task, slots: np.ndarray, included: np.ndarray, each_side: int
+) -> np.ndarray | None:
+    """`[m]`, the budget group of each canary: that of its slot. None where all examples have one budget.
+
+    Args:
+        included: `[m]`, whether a canary is trained on.
+        each_side: how many must be, and must not be, of each group; 0: it has a canary at all.
+
+    Raises:
+        UserError: too few to see anything, before anything is trained.
+    """
     groups = budget_groups(run, task.num_examples)
-    return None if groups is None else groups[slots]
+    members = np.zeros(len(slots), np.int64) if groups is None else groups[slots]
+    for group in range(1 if groups is None else int(groups.max()) + 1):
+        inside, outside = (int(side[members == group].sum()) for side in (included, ~included))
+        if min(inside, outside) < each_side or inside + outside < 1:
+            of_group = "" if groups is None else f" in the slots of group {group + 1}"
+            raise UserError(
+                f"canaries={run.canaries}: {inside} of them are in and {outside} out{of_group}, too few: give more"
+            )
+    return None if groups is None else members
 
 
 def _measured(found: dict[str, Any]) -> dict[str, float]:

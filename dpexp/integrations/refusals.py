@@ -160,10 +160,10 @@ def refuse_overrides(trainer: Any, plain: type, private: type) -> None:
     if packed or "Flattening" in type(trainer.data_collator).__name__:
         raise UserError(f"the rows are packed: {_PACKED}")
     refuse_private_rows(trainer.train_dataset, trainer.eval_dataset)
-    if trainer.train_dataset is not None and trainer.expected_batch > len(trainer.train_dataset):
+    if trainer.train_dataset is not None and trainer.expected_batch > trainer.num_units():
         raise UserError(
             f"a batch of {trainer.expected_batch} (per_device_train_batch_size · gradient_accumulation_steps · processes) "
-            f"is more than the {len(trainer.train_dataset)} rows of train_dataset: make it smaller"
+            f"is more than the {trainer.num_units()} rows (or users) of train_dataset: make it smaller"
         )
 
 

@@ -37,7 +37,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dpexp.durable import read_json
+from dpexp.durable import kept_beside, read_json
 from dpexp.errors import UserError
 from dpexp.integrations.refusals import (
     check_privacy,
@@ -49,6 +49,7 @@ from dpexp.integrations.refusals import (
 from dpexp.tasks.target_loss import IGNORED
 from dpexp.training.engine import PrivacyEngine
 from dpexp.training.own_losses import first_rows, look_at_losses
+from dpexp.training.units import units_of
 
 # computed from private rows without noise
 NOT_PRIVATE = ("loss", "train_loss", "total_flos")
@@ -177,6 +178,9 @@ class Trainer(transformers.Trainer):
             self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
         model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):
+            # of a schedule-free one, which keeps two points
+            train()
         size = self.args.per_device_train_batch_size
         for batch in self.engine.batches(self._collate, size, length=self._length, steps=1):
             try:
@@ -245,13 +249,17 @@ class Trainer(transformers.Trainer):
         """The numbers of an epoch's steps: which rows a step sees is drawn by the engine."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
-        steps = max(1, round(len(self.train_dataset) / self.expected_batch))
+        steps = max(1, round(self.num_units() / self.expected_batch))
         return DataLoader(range(steps), batch_size=1, collate_fn=lambda number: {"number": number})  # type: ignore[arg-type]
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """N for the training data."""
         data: Any = dataloader.dataset
-        return len(self.train_dataset) if isinstance(data, range) else len(data)
+        return self.num_units() if isinstance(data, range) else len(data)
+
+    def num_units(self) -> int:
+        """N: users, where these are protected, whose number batches and epochs count too."""
+        return units_of(len(self.train_dataset), self.privacy.get("users"), 1).count
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The expected size of a logical batch."""
@@ -285,7 +293,7 @@ class Trainer(transformers.Trainer):
         self._read_columns()
         self.engine = PrivacyEngine(
             self.model, taken.real, self._rows,
-            folder=f"{Path(self.args.output_dir)}.privacy", batch_size=self.expected_batch, steps=max_steps, checkpoint_every=0,
+            folder=kept_beside(self.args.output_dir), batch_size=self.expected_batch, steps=max_steps, checkpoint_every=0,
             **self.privacy,
         )  # fmt: skip
         self.optimizer = self.callback_handler.optimizer = taken

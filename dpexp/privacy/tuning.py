@@ -2,7 +2,7 @@
 
 Each trial is one training with a budget of its own, all with the same event. Two prices are known:
 
-- *all trials are published*, or how many there would be was not left to chance: they compose, for any way of choosing;
+- *all trials are published*, or how many there would be (or at most) was fixed beforehand: they compose, for any way of choosing;
 - *only the best is published, and the number of trials was drawn at random*, each with settings drawn afresh: the lower price of
   Papernot & Steinke (arXiv 2110.03620), Theorem 2 (geometric, logarithmic) and Theorem 6 (Poisson), by Rényi DP. It holds for
   the law that the number was drawn from, whatever came out; a grid that was searched to its end has no such law.

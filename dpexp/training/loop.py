@@ -1,5 +1,6 @@
 """The training loop of a configured run: steps (`dpexp.training.steps`), evaluation, checkpoints, and lines of metrics."""
 
+import logging
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from dpexp.models import ModelBundle
     from dpexp.privacy.plan import Plan
     from dpexp.tasks.base import Task
+
+log = logging.getLogger(__name__)
 
 FP16_LOSS_SCALE = 2.0**10
 
@@ -207,8 +210,10 @@ class Trainer:
         Raises:
             UserError: what an example loses depends on the others.
         """
-        note = look_at_task(self.task, self.model, self.run.seed)
-        self.notes += [] if note is None else [note]
+        note = look_at_task(self.task, self.model, self.run.seed, self.steps)
+        if note is not None and note not in self.notes:
+            self.notes.append(note)
+            log.warning(note)
 
     def _look_in_evaluation_mode(self) -> None:
         """Look at the losses that a search asks for: without dropout, and so in a mode that clipping never sees.

@@ -8,22 +8,22 @@ asked again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
+from dpexp.clipping.layouts import due
 from dpexp.errors import UserError
+from dpexp.tasks.base import Task
 from dpexp.training.collating import refuse_company, refuse_mixing
-
-if TYPE_CHECKING:
-    from dpexp.tasks.base import Task
 
 # examples that are looked at
 EXAMPLES = 8
+NUMBERS = "dpexp_numbers"
 
 Losses = Callable[[Any, Any], Tensor]
 
@@ -65,23 +65,47 @@ def look_at_losses(
     return None if look.compared else f"{name} was not looked at: {look.failure}"
 
 
-def look_at_task(task: Task, model: nn.Module, seed: int) -> str | None:
-    """Look at the batch and the losses of a task's first public examples; see `refuse_mixing` and `look_at_losses`.
+def look_at_task(task: Task, model: nn.Module, seed: int, steps: int = 1) -> str | None:
+    """Look at the batch, the augmentation and the losses of some examples; see `refuse_mixing` and `look_at_losses`.
+
+    They are public where the dev set has two; else the first of the training set, of which nothing is told but that they mix.
 
     Args:
-        task: whose dev set has the examples.
+        task: whose examples they are.
         model: on the device where it trains.
         seed: public, of the augmentation.
+        steps: of the training. An augmentation may begin late: it is looked at in the first step, and now and then.
     """
-    count = min(EXAMPLES, len(task.dev))
-    rows = [task.dev[i] for i in range(count)]
+    changing = type(task).augmented is not Task.augmented
+    name = f"{type(task).__name__}.{'augmented, or its losses' if changing else 'losses'}"
+    source = task.dev if len(task.dev) > 1 else task.train
+    count = min(EXAMPLES, len(source))
+    if count < 2:
+        return f"{name} was not looked at: fewer than two examples"
+    rows = [source[i] for i in range(count)]
     refuse_mixing(task.collate, rows)
     refuse_company(task.collate, rows)
-    batch = task.augmented(task.collate(rows), np.arange(count), seed, 0)
     here = next(model.parameters()).device
-    placed = {name: part.to(here) if isinstance(part, Tensor) else part for name, part in batch.items()}
-    name, varied = f"{type(task).__name__}.losses", task.pad_to is None
-    return look_at_losses(task.losses, model, placed, name, task.rows_per_example, padding=varied)
+    batch = {k: v.to(here) if isinstance(v, Tensor) else v for k, v in task.collate(rows).items()}
+    # the numbers of the examples, by which an augmentation may go, move with their rows
+    batch[NUMBERS] = torch.arange(count, device=here)
+    for step in [0, *filter(due, range(steps if changing else 0))]:
+        note = look_at_losses(
+            _augmented_losses(task, seed, step), model, batch, name, padding=task.pad_to is None
+        )
+        if note is not None:
+            return note
+    return None
+
+
+def _augmented_losses(task: Task, seed: int, step: int) -> Losses:
+    """What training makes of a collated batch, with its `NUMBERS`."""
+
+    def losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        rows = {name: part for name, part in batch.items() if name != NUMBERS}
+        return task.losses(model, task.augmented(rows, batch[NUMBERS].cpu().numpy(), seed, step))
+
+    return losses
 
 
 def first_rows(batch: Mapping[str, Any]) -> dict[str, Any]:

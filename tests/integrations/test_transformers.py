@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import transformers
 from datasets import Dataset
 from torch import nn
 
-from dpexp import PrivacyEngine
+from dpexp import PrivacyEngine, own_run
 from dpexp.clipping.engines import ENGINES, Engine
 from dpexp.errors import UserError
 from dpexp.models.adapters import add_adapters
@@ -22,6 +23,7 @@ from dpexp.training import release
 from tests.integrations.hugging_face import (
     CHECKPOINTING,
     PRIVACY,
+    ROWS,
     collate,
     flat,
     make,
@@ -348,3 +350,49 @@ def test_two_processes_under_torchrun_are_one(tmp_path):
     assert len(lines) == 3
     assert (tmp_path / "together" / "checkpoint-2" / "privacy" / "latest.json").exists()
     assert (tmp_path / "together" / "PRIVACY.md").exists()
+
+
+def test_the_key_lies_beside_an_output_folder_that_is_the_one_of_the_script(tmp_path, monkeypatch):
+    """An upload of ``.`` takes along what is in it."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    privacy = {name: value for name, value in PRIVACY.items() if name != "noise_seed"}
+    make(".", max_steps=1, privacy=privacy).train()
+    assert (tmp_path / "mine.privacy" / "secret.key").exists()
+    assert not list((tmp_path / "mine").rglob("secret.key"))
+    assert own_run.read(Path()).folder == tmp_path / "mine.privacy"
+
+
+def test_epochs_of_users_are_counted_in_users(tmp_path):
+    privacy = PRIVACY | {"users": [i // 3 for i in range(ROWS)], "rows_per_example": 2}
+    trainer = make(
+        tmp_path,
+        privacy=privacy,
+        max_steps=-1,
+        num_train_epochs=2,
+        per_device_train_batch_size=8,
+        logging_steps=1,
+    )
+    trainer.train()
+    assert trainer.state.global_step == trainer.engine.steps == 2 * (ROWS // 3) / 8
+    with pytest.raises(UserError, match=r"more than the 16 rows \(or users\)"):
+        make(tmp_path / "large", privacy=privacy, per_device_train_batch_size=17)
+
+
+class Modal(torch.optim.SGD):
+    """Like a schedule-free optimiser, which steps in one of its two modes alone."""
+
+    ready = False
+
+    def train(self):
+        self.ready = True
+
+    def step(self, closure=None):
+        assert self.ready
+        return super().step(closure)
+
+
+def test_an_optimiser_with_modes_is_put_into_that_of_training(tmp_path):
+    model = network("classifier")
+    chosen = {"optimizers": (Modal(model.parameters(), lr=0.1), None)}
+    make(tmp_path, model=model, max_steps=1, named=chosen).train()

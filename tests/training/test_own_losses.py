@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.utils.data import TensorDataset
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
 from dpexp.privacy.keys import LEDGER
+from dpexp.statement import privacy_block
 from dpexp.training import watch
 from dpexp.training.own_losses import look_at_task
 from tests.training.tiny import TinyTask, make_trainer, tiny_model, tiny_run
@@ -125,8 +127,68 @@ def test_losses_of_a_task_do_not_go_by_padding() -> None:
 def test_what_cannot_be_looked_at_is_said() -> None:
     assert "only on Mondays" in (look_at_task(Unlucky(), tiny_model(), 0) or "")
     few = TinyTask()
-    few.dev = few.dev[:1]
+    few.dev, few.train = few.dev[:1], few.train[:1]
     assert "fewer than two examples" in (look_at_task(few, tiny_model(), 0) or "")
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_without_a_dev_set_examples_of_the_training_are_looked_at(rows: int) -> None:
+    task, mixing = Weighted(), Normalised()
+    task.dev, mixing.dev = task.dev[:rows], mixing.dev[:rows]
+    assert look_at_task(task, tiny_model(), 0) is None
+    with pytest.raises(UserError, match="mixes examples"):
+        look_at_task(mixing, tiny_model(), 0)
+
+
+class Standardised(TinyTask):
+    def augmented(self, batch: dict[str, Tensor], indices: Any, seed: int, step: int) -> dict[str, Tensor]:
+        x = batch["x"]
+        return {**batch, "x": (x - x.mean(0)) / (x.std(0) + 1e-3)} if len(x) > 1 else batch
+
+
+class Mixup(TinyTask):
+    begins = 0
+
+    def augmented(self, batch: dict[str, Tensor], indices: Any, seed: int, step: int) -> dict[str, Tensor]:
+        x = batch["x"]
+        return {**batch, "x": 0.5 * x + 0.5 * x[torch.randperm(len(x))]} if step >= self.begins else batch
+
+
+class LateMixup(Mixup):
+    begins = 50
+
+
+class Drifting(TinyTask):
+    """A running mean of the batches."""
+
+    seen: Any = 0.0
+
+    def augmented(self, batch: dict[str, Tensor], indices: Any, seed: int, step: int) -> dict[str, Tensor]:
+        self.seen = 0.9 * self.seen + 0.1 * batch["x"].mean(0)
+        return {**batch, "x": batch["x"] - self.seen}
+
+
+class ByNumber(TinyTask):
+    """As it is meant: a function of (seed, step, index) alone."""
+
+    def augmented(self, batch: dict[str, Tensor], indices: Any, seed: int, step: int) -> dict[str, Tensor]:
+        noise = [np.random.default_rng([seed, step, int(i)]).normal(size=10) for i in indices]
+        return {**batch, "x": batch["x"] + torch.from_numpy(np.array(noise)).float().view(-1, 10)}
+
+
+@pytest.mark.parametrize("task", [Standardised, Mixup, LateMixup, Drifting])
+def test_an_augmentation_that_goes_by_the_batch_is_refused(task: type[TinyTask]) -> None:
+    with pytest.raises(UserError, match=rf"{task.__name__}\.augmented, or its losses: .*mixes examples"):
+        look_at_task(task(), tiny_model(), 0, steps=100)
+
+
+def test_an_augmentation_of_each_example_alone_passes() -> None:
+    assert look_at_task(ByNumber(), tiny_model(), 0, steps=100) is None
+
+
+def test_what_was_not_looked_at_is_among_the_conditions() -> None:
+    block = privacy_block(tiny_run(), None, {}, 0, 0, unproven=["Mine.losses was not looked at: why"])
+    assert "not proven: Mine.losses was not looked at: why" in block["notes"]
 
 
 def test_a_run_of_ones_own_task_is_refused_before_anything_is_released(tmp_path) -> None:
