@@ -155,7 +155,7 @@ class Mixup(TinyTask):
 
 
 class LateMixup(Mixup):
-    begins = 50
+    begins = 90
 
 
 class Drifting(TinyTask):
