@@ -19,6 +19,7 @@ from dpexp.privacy.accountants import check_delta, epsilon, epsilons
 from dpexp.privacy.calibration import calibrate
 from dpexp.privacy.events import composed, fixed_size_event, neighbouring, step_event
 from dpexp.privacy.individual import draw_groups, solve
+from dpexp.privacy.plan_checks import check_accountant
 from dpexp.privacy.schedules import Schedule, factor_counts
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
 from dpexp.privacy.tuning import tuned_epsilons
@@ -215,11 +216,7 @@ def _check(arguments: AccountArguments) -> None:
     check_delta(arguments.delta)
     accountant = arguments.accountant
     decides = arguments.target_epsilon is not None or individual.name != "none"
-    if accountant.name == "gdp" and decides and not accountant.allow_clt:
-        raise UserError(
-            "accountant=gdp is an approximation that under-estimates epsilon: choose rdp, prv or pld, or accept it with"
-            " accountant.allow_clt=true"
-        )
+    check_accountant(accountant.name, accountant.allow_clt or not decides)
     if arguments.sampling not in _SAMPLINGS:
         raise UserError(f"sampling={arguments.sampling} is not a choice; choices: {', '.join(_SAMPLINGS)}")
     if arguments.format not in _FORMATS:

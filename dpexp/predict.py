@@ -95,6 +95,10 @@ def predict(arguments: PredictArguments, out: Path) -> int:
         raise UserError(f"data={data}: no such file or folder")
     if out.exists() and out.samefile(data):
         raise UserError(f"out={out} is data={data}, which would be lost: give another file")
+    if out.is_dir():
+        raise UserError(
+            f"out={out} is a folder: give the name of a file in it, such as out={out / 'predictions.csv'}"
+        )
     # before the work, not behind it
     make_folder(out.parent, "out")
     device = choose_device(arguments.device)

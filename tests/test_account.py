@@ -72,6 +72,7 @@ def values(**changes):
         ({"sample_rate": 2.0}, "sample_rate=2.0"),
         ({"steps": -1}, "steps=-1"),
         ({"format": "xml"}, "text, json"),
+        ({"accountant": AccountantConfig(name="zzz")}, "accountant=zzz is not a choice"),
         (
             {"noise_multiplier": None, "target_epsilon": 1.0, "accountant": AccountantConfig(name="gdp")},
             "accountant.allow_clt=true",

@@ -153,6 +153,8 @@ def test_bad_input_is_said_in_a_sentence(tmp_path):
     with pytest.raises(UserError, match="which would be lost"):
         predict(PredictArguments(run=str(folder), data=str(rows), labels=LABELS), rows)
     assert len(rows.read_text().splitlines()) == 41
+    with pytest.raises(UserError, match="is a folder: give the name of a file"):
+        predict(PredictArguments(run=str(folder), data=str(rows), labels=LABELS), tmp_path)
     with pytest.raises(UserError, match="no finished run"):
         predicted(tmp_path, rows)
     with pytest.raises(UserError, match="no such file"):

@@ -54,7 +54,7 @@ def check_accountant(accountant: str, allow_clt: bool) -> None:
         raise UserError(f"accountant={accountant} is not a choice; choices: {', '.join(ACCOUNTANTS)}")
     if accountant == "gdp" and not allow_clt:
         raise UserError(
-            "accountant=gdp is an approximation that under-estimates epsilon: choose rdp, prv or pld (dpexp train accepts it with"
+            "accountant=gdp is an approximation that under-estimates epsilon: choose rdp, prv or pld (the commands accept it with"
             " accountant.allow_clt=true)"
         )
 
