@@ -52,6 +52,11 @@ class Filling:
         return mean_std(self.values)[0]
 
     @property
+    def merit(self) -> float:
+        """The larger, the better: of perplexities the smallest."""
+        return -self.mean if self.metric.removesuffix("_test") == "perplexity" else self.mean
+
+    @property
     def std(self) -> float | None:
         """Of a sample; None for a single value."""
         return mean_std(self.values)[1]

@@ -68,7 +68,7 @@ def _pairs(asked: Mapping[str, Any], grid: Mapping[tuple[float, float], Filling]
 
     def at_its_best(column: float) -> tuple[str, Choice]:
         tried = rows[column]
-        row = max(tried, key=lambda row: grid[row, column].mean)
+        row = max(tried, key=lambda row: grid[row, column].merit)
         return named(row, column), Choice(grid[row, column], len(tried), at_the_edge(row_name, row, tried))
 
     best = across[-1]

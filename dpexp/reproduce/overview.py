@@ -89,12 +89,12 @@ def leaders(records: Sequence[Record]) -> Rows:
     fillings = [filling for name in metrics for filling in _by_metric(records, name)]
     # neither noise nor clipping
     without = grouped((f for f in fillings if f.record.facts["clip"] == "nonprivate"), _comparable)
-    plain = {key: max(filling.mean for filling in own) for key, own in without.items()}
+    plain = {key: max(own, key=lambda filling: filling.merit).mean for key, own in without.items()}
 
     def order(filling: Filling) -> tuple[Any, ...]:
         record = filling.record
         spent = float(_spent(record).replace("∞", "inf"))
-        return _title(record), record.facts["scale"], spent, -filling.mean, record.configuration
+        return _title(record), record.facts["scale"], spent, -filling.merit, record.configuration
 
     lines = []
     for filling in sorted(fillings, key=order):
@@ -196,7 +196,7 @@ def _best(records: Sequence[Record]) -> list[Filling]:
     found = grouped(
         _by_metric(records, "accuracy"), lambda f: (f.record.facts["clip"], f"{f.record.spent or 0:.1f}")
     )
-    return [max(own, key=lambda f: (len(f.values) > 1, f.mean)) for own in found.values()]
+    return [max(own, key=lambda f: (len(f.values) > 1, f.merit)) for own in found.values()]
 
 
 def _printed(task: str) -> list[tuple[float, float]]:

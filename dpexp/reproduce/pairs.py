@@ -42,13 +42,13 @@ def choose(fillings: Sequence[Filling]) -> Choice:
     Raises:
         ValueError: there is none.
     """
-    chosen = max(fillings, key=lambda f: (len(f.values), f.mean))
+    chosen = max(fillings, key=lambda f: (len(f.values), f.merit))
     trials = [int(record.summary["privacy"].get("trials") or 1) for record in chosen.records]
     rates = [float(rate) for f in fillings if (rate := f.record.facts.get("optim.lr")) is not None]
     unfinished = at_the_edge("lr", chosen.record.facts.get("optim.lr"), rates)
-    rivals = [f for f in fillings if len(f.values) < len(chosen.values) and f.mean > chosen.mean]
+    rivals = [f for f in fillings if len(f.values) < len(chosen.values) and f.merit > chosen.merit]
     if rivals:
-        rival = max(rivals, key=lambda f: f.mean)
+        rival = max(rivals, key=lambda f: f.merit)
         unfinished = f"{described(rival.record)}, has {rival.mean:.2f} with n = {len(rival.values)}"
     return Choice(chosen, max(len(fillings), *trials), unfinished)
 

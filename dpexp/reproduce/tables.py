@@ -110,15 +110,15 @@ def _rows(slot: Slot, fillings: Sequence[Filling], task: str) -> Iterator[dict[s
     left = {"row": cell.row, "column": cell.column, "paper": printed_value(cell), "scale": slot.scale}
     if not fillings:
         yield left | {"ours": slot.reason or f"not run: `{slot.command}`"}
-    for filling in sorted(fillings, key=lambda filling: _rank(filling, slot.metric), reverse=True):
+    for filling in sorted(fillings, key=_rank, reverse=True):
         digits = cell.decimals if cell.number is not None else 2
         apart = "" if cell.number is None or task else f"{filling.mean - cell.number:+.{digits}f}"
         yield left | columns(filling, digits) | {"difference": apart}
 
 
-def _rank(filling: Filling, metric: str) -> tuple[bool, float]:
+def _rank(filling: Filling) -> tuple[bool, float]:
     """The larger, the better: of several configurations those of more than one seed come first, then the best mean."""
-    return len(filling.values) > 1, -filling.mean if metric == "perplexity" else filling.mean
+    return len(filling.values) > 1, filling.merit
 
 
 def printed_value(cell: Cell) -> str:

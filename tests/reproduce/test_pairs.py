@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dpexp.reproduce.pairs import Finding, Pair, Side, at_the_edge
+from dpexp.reproduce.fillings import Filling
+from dpexp.reproduce.pairs import Finding, Pair, Side, at_the_edge, choose
+from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import compare
+from tests.reproduce.samples import summary
 
 HIGH, LOW, NEAR = [90.1, 90.4, 90.2], [85.0, 85.6, 85.2], [89.2, 89.9, 89.5]
 
@@ -46,6 +49,15 @@ def test_a_part_of_a_claim_is_named():
 def test_the_ends_of_a_grid_are_its_edge():
     assert at_the_edge("lr", 2.0, [0.5, 1.0, 2.0]) == "its lr 2 is at the edge of 0.5, 1, 2"
     assert at_the_edge("lr", 1.0, [0.5, 1.0, 2.0]) == at_the_edge("lr", 1.0, [1.0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"), [("accuracy", 90.0), ("perplexity", 80.0), ("perplexity_test", 80.0)]
+)
+def test_the_best_perplexity_is_the_smallest(metric: str, best: float):
+    record = Record("a.json", summary())
+    one, other = (Filling((record,), (value,), metric) for value in (80.0, 90.0))
+    assert choose([one, other]).filling.mean == choose([other, one]).filling.mean == best
 
 
 @pytest.mark.parametrize(
