@@ -14,7 +14,7 @@ backward pass. These are the first steps, and the 16th, 64th, 256th.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -130,7 +130,9 @@ class Shards:
 
     def release(self) -> None:
         """Let FSDP reduce gradients by itself again."""
-        self.root.set_manual_backward_finalization(False)
+        # not in the middle of a pass that was refused: to end it would take all ranks
+        with suppress(RuntimeError):
+            self.root.set_manual_backward_finalization(False)
 
     def whole(self, name: str) -> nn.Parameter | None:
         """Return the whole parameter, whose memory FSDP fills and frees; None before the first forward."""

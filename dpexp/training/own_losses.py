@@ -90,7 +90,7 @@ def look_at_task(task: Task, model: nn.Module, seed: int, steps: int = 1) -> str
     batch = {k: v.to(here) if isinstance(v, Tensor) else v for k, v in task.collate(rows).items()}
     # the numbers of the examples, by which an augmentation may go, move with their rows
     batch[NUMBERS] = torch.arange(count, device=here)
-    for step in dict.fromkeys([0, *filter(due, range(steps)), steps - 1] if changing else [0]):
+    for step in dict.fromkeys([0, *filter(due, range(steps)), max(0, steps - 1)] if changing else [0]):
         note = look_at_losses(
             _augmented_losses(task, seed, step), model, batch, name, padding=task.pad_to is None
         )

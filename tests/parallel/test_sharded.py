@@ -361,6 +361,11 @@ def given_back(ranks: Ranks):
     clipper = attach(model)
     clipper.backward(model(x).square().sum(1))
     clipper.detach()
+    refused = attach(other := sharded())
+    with pytest.raises(UserError, match="mixes examples"):
+        refused.backward((losses := other(x).square().sum(1)) / losses.mean())
+    # what is raised is why, and no error of a clean-up
+    refused.detach()
     return gradients(model), gradients(sharded())
 
 
