@@ -236,7 +236,7 @@ def summarise(run: RunConfig, trainer: Trainer, outcome: Outcome, bundle: ModelB
             trainer.task.data.notes,
             trainer.keys.copied,
             ledger.events() if ledger is not None else (),
-            trainer.notes,
+            trainer.stepper.unproven,
         ),
         metrics=outcome.metrics,
         performance=outcome.performance,

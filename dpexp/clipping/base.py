@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from dpexp.clipping.refusals import refuse_couplings, refuse_hooks
 from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import RULES
 from dpexp.errors import UserError
+
+if TYPE_CHECKING:
+    from dpexp.clipping.independence import Independence
 
 Rows = dict[str, Tensor]
 """Per-example gradients by parameter: name -> ``[B, *shape]``, of every trainable parameter; zeros for an example that is not
@@ -38,6 +41,7 @@ class AnyClipper(ABC):
 
     reach = 1.0
     max_clip_scale = 1.0
+    _independence: Independence
 
     def __init__(
         self, model: nn.Module, groups: GroupsSpec, clip_norm: float | Sequence[float] | Tensor, rule: str
@@ -78,6 +82,10 @@ class AnyClipper(ABC):
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
     ) -> Report:
         """Add the clipped sum to ``p.grad``; see `dpexp.clipping.Clipper.backward`."""
+
+    def losses_are_seen(self) -> None:
+        """Take it from the caller that what stands behind the model's outputs keeps examples apart: it looked at whole losses."""
+        self._independence.losses_seen = True
 
     @property
     def extra(self) -> list[nn.Parameter]:

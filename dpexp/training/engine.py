@@ -250,7 +250,7 @@ class PrivacyEngine:
         except BaseException:
             self._open.close()
             raise
-        self._watch = LossWatch(model, rows_per_example)
+        self._watch = LossWatch(model, rows_per_example, self.clipper.notes)
         self._open.callback(self._watch.end)
         self._optimizer.outside = self._watch.outside
         # a sum without noise is not left behind
@@ -513,7 +513,8 @@ class PrivacyEngine:
             return
         make_folder(Path(folder), "write_card(folder)")
         of = self._run, self.plan, self.ledger, self.clipper, self.model, self.dataset
-        write_card(summary_of(*of, copied=self._keys.copied), Path(folder))
+        summary = summary_of(*of, copied=self._keys.copied, unproven=self._steps.unproven)
+        write_card(summary, Path(folder))
 
     def close(self) -> None:
         """Give model, optimiser and folder back. The ledger stays readable, and no step can be taken any more."""

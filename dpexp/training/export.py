@@ -105,6 +105,7 @@ def summary_of(
     dataset: Any,
     *,
     copied: bool,
+    unproven: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Say of a run in a loop of one's own what `privacy_card` asks for.
 
@@ -112,10 +113,12 @@ def summary_of(
         run, plan, ledger, clipper: of the run.
         model, dataset: of which the types are named, and N.
         copied: the run's folder was found to be a copy (`dpexp.privacy.keys`).
+        unproven: what of the model and the loop could not be proven, in words.
     """
     groups = len(clipper.groups)
     privacy = statement.privacy_block(
-        run, plan, ledger.epsilons(plan.delta), groups, ledger.steps_charged, copied=copied, events=ledger.events()
+        run, plan, ledger.epsilons(plan.delta), groups, ledger.steps_charged,
+        copied=copied, events=ledger.events(), unproven=unproven,
     )  # fmt: skip
     return {
         "task": type(model).__name__,

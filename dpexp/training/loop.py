@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FP16_LOSS_SCALE = 2.0**10
+# kinds of tasks whose losses are looked at as a whole: a person's own, and those that may leave the model before its end
+LOOKED_AT = ("custom", "generation")
 
 
 @dataclass
@@ -122,9 +124,8 @@ class Trainer:
         made_same(ranks, self.model)
         # what could not be proven, in words
         self.notes: list[str] = []
-        if plan is not None and run.task.kind == "custom":
-            # while every process has a whole model, and may ask it as often as it likes
-            self._look_at_losses()
+        # while every process has a whole model, and may ask it as often as it likes
+        self._losses_seen = plan is not None and run.task.kind in LOOKED_AT and self._look_at_losses()
         self.sharded = run.runtime.parallel == "fsdp" and ranks.several
         if self.sharded:
             self.skeleton = skeleton_of(self.model)
@@ -152,6 +153,10 @@ class Trainer:
                 folder / LEDGER, keys.run, ranks if ranks.several else None, times=not record.withheld(run)
             )
             self.clipper = self._attach()
+            if self._losses_seen:
+                self.clipper.losses_are_seen()
+            self.clipper.notes += self.notes
+            self.notes = self.clipper.notes
             self.policy = build_policy(run.clip, len(self.clipper.groups))
             if run.clip.method != "norm" and not run.clip.adaptive:
                 self.policy = FixedThresholds(self.clipper.thresholds)
@@ -204,8 +209,11 @@ class Trainer:
             clipper.recall({"choices": choices})
         return clipper
 
-    def _look_at_losses(self) -> None:
-        """Look at the losses of a task of a person's own.
+    def _look_at_losses(self) -> bool:
+        """Look at the losses of the task as a whole, what stands behind the model's outputs included.
+
+        Returns:
+            Whether they could be compared.
 
         Raises:
             UserError: what an example loses depends on the others.
@@ -214,6 +222,7 @@ class Trainer:
         if note is not None and note not in self.notes:
             self.notes.append(note)
             log.warning(note)
+        return note is None
 
     def _look_in_evaluation_mode(self) -> None:
         """Look at the losses that a search asks for: without dropout, and so in a mode that clipping never sees.
@@ -394,8 +403,7 @@ class Trainer:
             "parallel": self.run.runtime.parallel if self.ranks.several else "none",
             "thresholds": self.policy.values.tolist(),
             "choices": getattr(self.clipper, "choices", None),
-            # what of the model could not be proven, in words
-            "clipping_notes": [*self.notes, *getattr(self.clipper, "notes", [])],
+            "clipping_notes": self.stepper.unproven,
             "plan": self.plan.to_dict() if self.plan is not None else None,
             # whose weights these are, where not the last step's
             **({"kept_step": self.best.step} if self.best is not None else {}),

@@ -153,6 +153,12 @@ class Steps:
         return self.release.clipper if self.release is not None else None
 
     @property
+    def unproven(self) -> list[str]:
+        """What of the model and its losses could not be proven, in words, here or in a process that took earlier steps."""
+        earlier = (self.decisions.of_rank("engine") or {}).get("unproven", ())
+        return list(dict.fromkeys([*earlier, *(self.clipper.notes if self.clipper is not None else ())]))
+
+    @property
     def gradients(self) -> list[Tensor]:
         """The sums of gradients."""
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -299,7 +305,8 @@ class Steps:
             if self.loss_scale != 1.0:
                 torch._foreach_div_(self.gradients, self.loss_scale)
         else:
-            self.decisions.keep_of_ranks("engine", self.release.clipper.remember())
+            memory = self.release.clipper.remember() | {"unproven": self.unproven}
+            self.decisions.keep_of_ranks("engine", memory)
             raw = self.sums.counts.cpu()
             if not self.release.charge(step, self.attempt, self._facts, raw):
                 self.attempt = self.release.next_attempt(step)

@@ -30,7 +30,7 @@ SIZED = (
     "rows are padded, or how many tokens were counted in it. So each weighs by what the others are. Take the number of its own "
     "tokens, (losses * mask).sum(1) / mask.sum(1), or a public one; the step divides by the expected size of the batch"
 )
-NOTE = "losses were not looked at for values that mix examples (%s): engine.look_at_losses(losses, batch) asks for them again"
+NOTE = "losses were not looked at for values that mix examples ({why}): engine.look_at_losses(losses, batch) asks for them again"
 
 
 class LossWatch:
@@ -42,13 +42,15 @@ class LossWatch:
     Args:
         model: whose own forward is not looked into: the clipper does that.
         rows_per_example: rows that a batch may have of each example.
+        notes: where it is said what could not be looked at.
 
     Attributes:
         outside: parameters that batches went through and that are not the model's.
     """
 
-    def __init__(self, model: nn.Module, rows_per_example: int = 1):
+    def __init__(self, model: nn.Module, rows_per_example: int = 1, notes: list[str] | None = None):
         self.model, self.rows_per_example = model, rows_per_example
+        self.notes = [] if notes is None else notes
         self.outside = WeakIdKeyDictionary()
         self._batches = self._tried = self._told = self._alone = 0
         # see `Trace.scaled`
@@ -116,7 +118,10 @@ class LossWatch:
         sure = self._told >= TOLD and told and not trace.scaled
         self._tried = PATIENCE if sure else tried + 1
         if self._tried == PATIENCE and not told:
-            log.warning(NOTE, trace.failure or "nothing in them goes by the rows of the batch")
+            self.notes.append(
+                NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch")
+            )
+            log.warning(self.notes[-1])
 
     def _told_by(self, trace: Trace, losses: Tensor) -> bool | None:
         """Whether a batch has told that its examples are kept apart; None where a batch of another size is to say so.

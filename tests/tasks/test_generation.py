@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from dpexp.tasks.formats import FORMATS
 from dpexp.tasks.generation import Generation
 from dpexp.tasks.target_loss import IGNORED, target_logits, token_losses
 from tests.tasks.text_tasks import bundle, make, network
+from tests.training.tiny import make_trainer, run_to_end, tiny_run
 
 __all__ = ["bundle", "make"]  # fixtures
 
@@ -355,3 +358,27 @@ def test_long_training_rows_are_left_out_and_n_counts_the_others(
         build(9, 4)
     with pytest.raises(UserError, match=r"all 4 rows .* more than 3 tokens"):
         build(3, 4)
+
+
+class ScaledTogether(nn.Module):
+    """By one number for the whole batch, which no gradient shows."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden / hidden.detach().abs().amax()
+
+
+def test_what_lies_before_a_frozen_output_layer_is_looked_at(
+    make: Callable[..., Generation], bundle: ModelBundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # as with LoRA: the losses leave the model at its last hidden states, and its own output has no rows
+    model: Any = bundle.model
+    model.lm_head.requires_grad_(False)
+    run = tiny_run()
+    run.task.kind, run.optim.steps = "generation", 1
+    trainer = run_to_end(tmp_path / "apart", run, task=make(), model=model)
+    assert trainer.details()["clipping_notes"] == []
+    assert "not looked at" not in caplog.text
+    trainer.detach()
+    model.transformer.ln_f = nn.Sequential(model.transformer.ln_f, ScaledTogether())
+    with pytest.raises(UserError, match="mixes examples"):
+        make_trainer(tmp_path / "together", run, task=make(), model=model)

@@ -354,8 +354,14 @@ def test_a_loop_that_cannot_be_watched_says_so(tmp_path, caplog, monkeypatch) ->
             return super().losses(model, batch) * torch.tensor([1.0 + y for y in batch["y"].tolist()])
 
     monkeypatch.setattr(watch, "PATIENCE", 2)
-    assert own_loop(tmp_path, Listed(), tiny_model()).finished
+    engine = own_loop(tmp_path, Listed(), tiny_model())
+    assert engine.finished
     assert caplog.text.count("losses were not looked at") == 1
+    engine.close()
+    # also by the card of a later process, which takes no step
+    again = own_loop(tmp_path, Listed(), tiny_model())
+    again.write_card(tmp_path / "model")
+    assert "not proven: losses were not looked at" in (tmp_path / "model" / "PRIVACY.md").read_text()
 
 
 def test_a_loop_that_is_left_is_watched_no_longer(tmp_path) -> None:

@@ -53,6 +53,7 @@ class Independence:
     Attributes:
         notes: what could not be looked at, in words.
         token: the id of padding, where it is known; None: the model may say it.
+        losses_seen: whether the caller has looked at what stands behind the outputs.
         looks: by mode, how many there were, and `PATIENCE` once they have told something. A mode is which modules train: a batch
             norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model. Beside
             it stands whether an example was alone.
@@ -63,6 +64,7 @@ class Independence:
     fixed_length: bool = False
     notes: list[str] = field(default_factory=list)
     token: int | None = None
+    losses_seen: bool = False
     backwards: int = 0
     looks: dict[tuple[int, bool], int] = field(default_factory=dict)
     mode: int = 0
@@ -185,7 +187,7 @@ class Independence:
         self.looks[mode] = PATIENCE if told else self.looks.get(mode, 0) + more
         if not any(look.compared for look in looks):
             self._note(looks[0].failure if looks else NOT_ENTERED)
-        elif any(look.missed for look in looks):
+        elif not self.losses_seen and any(look.missed for look in looks):
             self._note(UNSEEN)
 
     def _look(self, replay: Replay, num_examples: int) -> Look:

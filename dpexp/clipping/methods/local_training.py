@@ -57,6 +57,8 @@ class LocalClipper(AnyClipper):
         groups, clip_norm, rule: as for `dpexp.clipping.attach`; ``groups="layer"`` is their per-layer clipping.
     """
 
+    _independence: Watched
+
     def __init__(
         self,
         model: nn.Module,

@@ -33,6 +33,7 @@ class MicrobatchClipper(AnyClipper):
     """
 
     reach = 2.0
+    _independence: Watched
 
     def __init__(self, model: nn.Module, size: float, clip_norm: float = 1.0, rule: str = "abadi"):
         refuse_unbounded(rule)

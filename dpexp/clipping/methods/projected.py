@@ -47,6 +47,8 @@ class ProjectedClipper(AnyClipper):
         clip_norm, rule, rows_per_example, fixed_length: as for `dpexp.clipping.attach`.
     """
 
+    _independence: Watched
+
     def __init__(
         self,
         model: nn.Module,
