@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from dpexp.parallel.shards import part_here
 
 # elements: a chunk and its weights stay in the cache
 _CHUNK = 1 << 17
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# of a wider number, two words: a weight times its highest bit would say no more than that it was flipped
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def fingerprint_of_facts(key: bytes, facts: Mapping[str, Any]) -> str:
@@ -42,15 +44,16 @@ def fingerprint(key: bytes, facts: Mapping[str, Any], sums: Iterable[Tensor]) ->
     Returns:
         `fingerprint_of_facts`, a dash, and 32 hex digits of the sums.
     """
-    keyed = hmac.new(key, b"sums" + checksum(sums), hashlib.sha256).hexdigest()[:32]
+    keyed = hmac.new(key, b"sums" + checksum(sums, key), hashlib.sha256).hexdigest()[:32]
     return f"{fingerprint_of_facts(key, facts)}-{keyed}"
 
 
-def checksum(tensors: Iterable[Tensor]) -> bytes:
-    """32 bytes that differ when any bit of any tensor differs (by accident; this is no defence against an adversary).
+def checksum(tensors: Iterable[Tensor], key: bytes = b"") -> bytes:
+    """32 bytes that differ when any bit of any tensor differs: they are equal with probability 2^-32 at most, over the key.
 
-    Every chunk contributes Σ_j bits_j·w_j mod 2^64 with fixed odd pseudo-random weights: one pass over memory, on the
-    tensor's own device. A plain sum or exclusive-or would miss differences that cancel, such as one element a rounding
+    Every chunk contributes Σ_j word_j·w_j mod 2^64, where words have 32 bits at most and the weights are odd and drawn from the
+    key (universal hashing: who has no key cannot look for tensors of one checksum). One pass over memory, on the tensor's own
+    device. A plain sum or exclusive-or would miss differences that cancel, such as one element a rounding
     step higher and another one lower. Of a sharded tensor each rank takes its part of the sums, so that it has the checksum of
     the whole one; all ranks must call together.
     """
@@ -62,9 +65,11 @@ def checksum(tensors: Iterable[Tensor]) -> bytes:
         part, place, over = part_here(tensor.detach())
         device = part.device
         if device not in weights:
-            weights[device] = _weights().to(device)
-        bits = part.reshape(-1).view(_BITS[part.element_size()])
-        of_chunks = [torch.zeros((), dtype=torch.int64, device=device)] * -(-tensor.numel() // _CHUNK)
+            weights[device] = _weights(key).to(device)
+        words = _WORDS[part.element_size()]
+        each = part.element_size() // words.itemsize
+        bits, place = part.reshape(-1).view(words), place * each
+        of_chunks = [torch.zeros((), dtype=torch.int64, device=device)] * -(-tensor.numel() * each // _CHUNK)
         at = 0
         while at < len(bits):
             number, first = divmod(place + at, _CHUNK)
@@ -89,7 +94,7 @@ def checksum(tensors: Iterable[Tensor]) -> bytes:
     return digest.digest()
 
 
-def _weights() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, dtype=torch.int64, device="cpu")
-    return drawn * 2 + 1
+def _weights(key: bytes) -> Tensor:
+    words = np.frombuffer(hmac.digest(key, b"weights of a checksum", "sha256"), dtype=np.uint64)
+    drawn = np.random.Generator(np.random.Philox(key=words[:2])).integers(-(2**63), 2**63, _CHUNK)
+    return torch.from_numpy(drawn | 1)

@@ -20,6 +20,19 @@ def test_a_checksum_sees_what_sums_cancel():
     assert len({digest, checksum([up_and_down]), checksum([swapped])}) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_checksum_sees_signs_in_pairs(dtype):
+    # two differences of half the range add up to nothing modulo the whole, whatever odd numbers weigh them
+    tensor = torch.randn(1000, dtype=dtype)
+    assert checksum([tensor]) != checksum([-tensor])
+
+
+def test_the_weights_of_a_checksum_come_from_the_key():
+    # who knew them could choose differences that cancel
+    tensor = torch.arange(10)
+    assert len({checksum([tensor], key) for key in (b"", b"one", b"two")}) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_checksum_takes_every_dtype_and_layout(dtype):
     tensor = torch.randn(6, 5).to(dtype)
