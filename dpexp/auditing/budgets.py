@@ -20,7 +20,7 @@ from dpexp.auditing.canaries import Without, flip_coins
 from dpexp.auditing.estimates import estimates
 from dpexp.auditing.trials import CONFIDENCE, DELTA, GUESSES, STEPS
 from dpexp.auditing.verdict import verdict
-from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
+from dpexp.auditing.white_box import Observer, WithCanaryTable, WithGradientCanaries
 from dpexp.conform.adapters import quiet
 from dpexp.conform.render import versions
 from dpexp.conform.replay import Points, network, run_points, settings
@@ -60,7 +60,7 @@ def audited(method: str, canaries: int, seed: int) -> list[dict[str, Any]]:
     slots, included = np.arange(canaries), flip_coins(canaries, key)
     drawn = sampler_for("poisson", canaries, run.optim.batch_size, key, groups, plan.budgets.rates)
     trace = run_points(
-        run, task=WithGradientCanaries(Points(canaries), slots, 1.0), model=Watched(network(), canaries),
+        run, task=WithGradientCanaries(Points(canaries), slots, 1.0), model=WithCanaryTable(network(), canaries),
         sampler=Without(drawn, slots[~included]), groups=groups,
     )  # fmt: skip
     observer = Observer(canaries, rates[groups], lengths[groups])

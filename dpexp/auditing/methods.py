@@ -18,7 +18,7 @@ from dpexp.auditing.canaries import Planted, Without
 from dpexp.auditing.config import AuditConfig
 from dpexp.auditing.estimates import estimates
 from dpexp.auditing.verdict import verdict
-from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
+from dpexp.auditing.white_box import Observer, WithCanaryTable, WithGradientCanaries
 from dpexp.config import signature, to_dict
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.metrics import exposure
@@ -114,7 +114,7 @@ def white_box_audit(
     slots = canaries.choose_slots(task.num_examples, run.canaries, keys.run)
     included = canaries.flip_coins(len(slots), keys.run)
     planted = WithGradientCanaries(task, slots, run.clip.clip_norm)
-    watched = Watched(bundle.model, len(slots))
+    watched = WithCanaryTable(bundle.model, len(slots))
     members = members_of(run, task, slots, included, each_side=2)
     observer = Observer(len(slots), min(1.0, run.optim.batch_size / task.num_examples))
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from dpexp.auditing.canaries import Without, flip_coins
 from dpexp.auditing.estimates import estimates
-from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
+from dpexp.auditing.white_box import Observer, WithCanaryTable, WithGradientCanaries
 from dpexp.conform import replay
 from dpexp.conform.adapters import quiet
 from dpexp.conform.render import versions
@@ -53,7 +53,7 @@ def audited(epsilon: float, canaries: int, seed: int) -> tuple[float, list[dict[
     slots, included = np.arange(canaries), flip_coins(canaries, key)
     task = WithGradientCanaries(Points(canaries), slots, 1.0)
     sampler = Without(replay.loop_sampler(run, task, key), slots[~included])
-    trace = run_points(run, task=task, model=Watched(network(), canaries), sampler=sampler)
+    trace = run_points(run, task=task, model=WithCanaryTable(network(), canaries), sampler=sampler)
     observer = Observer(canaries, 1.0)
     for step in trace.seen:
         observer.see(step.released["canary_table.weight"], 1.0, sigma)

@@ -35,7 +35,7 @@ class Marked(NamedTuple):
     number: int
 
 
-class Watched(nn.Module):
+class WithCanaryTable(nn.Module):
     """A model, and a table with one number for each canary.
 
     Args:
@@ -64,7 +64,7 @@ class Watched(nn.Module):
 
 
 class WithGradientCanaries(Planted):
-    """A task some of whose examples are gradient canaries, for a `Watched` model.
+    """A task some of whose examples are gradient canaries, for a `WithCanaryTable` model.
 
     Args:
         task: as the configuration made it.

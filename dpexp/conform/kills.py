@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from dpexp import record
 from dpexp.auditing.canaries import Without, flip_coins
-from dpexp.auditing.white_box import Watched, WithGradientCanaries
+from dpexp.auditing.white_box import WithCanaryTable, WithGradientCanaries
 from dpexp.config import compose
 from dpexp.conform.adapters import quiet
 from dpexp.conform.render import versions
@@ -141,7 +141,10 @@ def _asked(kind: str, seed: int) -> tuple[RunConfig, Task, nn.Module, NDArray[np
     if kind == "training":
         return run, points, network(), none
     run.clip.groups, slots = "flat", np.arange(0, points.num_examples, 3)
-    task, model = WithGradientCanaries(points, slots, run.clip.clip_norm), Watched(network(), len(slots))
+    task, model = (
+        WithGradientCanaries(points, slots, run.clip.clip_norm),
+        WithCanaryTable(network(), len(slots)),
+    )
     return run, task, model, slots[~flip_coins(len(slots), seed.to_bytes(32, "little"))]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dpexp.auditing.canaries import Without, flip_coins
 from dpexp.auditing.gaussian import pair_lower_bound
-from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
+from dpexp.auditing.white_box import Observer, WithCanaryTable, WithGradientCanaries
 from dpexp.conform import replay
 from dpexp.conform.adapters import ours, quiet
 from dpexp.conform.defects import DEFECTS
@@ -151,7 +151,7 @@ def check_audit() -> list[str]:
     slots, included = np.arange(600), flip_coins(600, key)
     task = WithGradientCanaries(Points(600), slots, 1.0)
     sampler = Without(replay.loop_sampler(run, task, key), slots[~included])
-    trace = run_points(run, task=task, model=Watched(network(), 600), sampler=sampler)
+    trace = run_points(run, task=task, model=WithCanaryTable(network(), 600), sampler=sampler)
     observer = Observer(600, 1.0)
     for step in trace.seen:
         observer.see(step.released["canary_table.weight"], 1.0, 2.0)

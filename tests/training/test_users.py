@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 from dpexp import PrivacyEngine
 from dpexp.auditing.canaries import Without, flip_coins
 from dpexp.auditing.estimates import estimates
-from dpexp.auditing.white_box import Observer, Watched, WithGradientCanaries
+from dpexp.auditing.white_box import Observer, WithCanaryTable, WithGradientCanaries
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.privacy.plan import make_plan
@@ -345,7 +345,7 @@ def test_a_user_is_audited_as_an_example_is(tmp_path: Path, monkeypatch: pytest.
         tmp_path / "run",
         run,
         task=WithGradientCanaries(task, slots, 0.5),
-        model=Watched(plain_model(), users),
+        model=WithCanaryTable(plain_model(), users),
     )
     trainer.stepper.sampler = Without(trainer.stepper.sampler, slots[~included])
     observer = Observer(users, 1.0)
