@@ -7,7 +7,7 @@ checkpoints. The loop keeps what is its own: model, optimiser, data set, collate
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from numbers import Number
@@ -22,7 +22,6 @@ from torch.utils.data import default_collate
 from dpexp import provenance
 from dpexp.clipping import attach
 from dpexp.clipping.distributed import reducers_in, refuse_reducer, silent
-from dpexp.clipping.given import check_losses
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
@@ -41,16 +40,14 @@ from dpexp.training.arguments import (
     Numbers,
     check_dataset,
     check_flags,
-    check_numbers,
     check_optimizer,
     check_rule,
     checked_folder,
     checked_schedule,
 )
-from dpexp.training.collating import Collation, Read, example_axes
 from dpexp.training.decisions import Decisions
 from dpexp.training.export import summary_of, write_card
-from dpexp.training.guards import Batches, GradientGuard, GuardedOptimizer, OneAtATime
+from dpexp.training.guards import Batches, GuardedOptimizer
 from dpexp.training.identity import (
     check_examples,
     check_optimizers,
@@ -60,11 +57,11 @@ from dpexp.training.identity import (
     refuse_other_ledgers,
     settings_of,
 )
+from dpexp.training.own_loop import OwnLoop
 from dpexp.training.own_losses import Losses, look_at_losses
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
 from dpexp.training.units import units_of
-from dpexp.training.watch import LossWatch
 
 
 class PrivacyEngine:
@@ -166,7 +163,8 @@ class PrivacyEngine:
         check_optimizer(model, optimizer)
         self._wrappers = reducers_in(given_model)
         self.ranks = ranks = ranks_of(self._wrappers)
-        self._refuse_wrappers()
+        for wrapper in self._wrappers:
+            refuse_reducer(wrapper)
         check_dataset(dataset, users)
         check_rule(rule, allocation)
         self._units = units_of(len(dataset), users, given.rows_per_example)
@@ -201,8 +199,7 @@ class PrivacyEngine:
             unit=self._units.config,
         )
         self._optimizer = GuardedOptimizer(optimizer, scheduler, model)
-        self._gradients = GradientGuard(model)
-        self._open, self._closed = ExitStack(), False
+        self._open = ExitStack()
         self._held = self._open.enter_context(ExitStack())
         self._open.callback(self._optimizer.release)
         try:
@@ -242,6 +239,12 @@ class PrivacyEngine:
                 release=Release(self.plan, self.clipper, self.policy, self.ledger, key=key, allocation=allocation, secure=secure),
                 decisions=decisions, loss_scale=given.loss_scale, on_taken=_weakly(self._taken), ranks=ranks,
             )  # fmt: skip
+            self._loop = OwnLoop(
+                model, self._optimizer, dataset, self._units, self._steps, self.clipper,
+                wrappers=self._wrappers, rows_per_example=given.rows_per_example, planned=self.plan.steps, folder=self.folder,
+                facts=partial(facts_of, self.device, run=self._identity, code=provenance.code_hash(), engine=engine),
+            )  # fmt: skip
+            self._open.callback(self._loop.close)
             if ranks.once((self.folder / "checkpoint" / "latest.json").exists):
                 self.load()
             else:
@@ -250,18 +253,9 @@ class PrivacyEngine:
         except BaseException:
             self._open.close()
             raise
-        self._watch = LossWatch(model, rows_per_example, self.clipper.notes)
-        self._open.callback(self._watch.end)
-        self._optimizer.outside = self._watch.outside
-        # a sum without noise is not left behind
-        self._open.callback(self._steps.clear)
         weakref.finalize(self, self._open.close)
-        self._loop: object = None
-        self._alone = OneAtATime()
-        self._collation = Collation(self.clipper, self._units.ordered)
         self._broken = False
         self._charged = self.ledger.steps_charged
-        self._engine, self._code = engine, provenance.code_hash()
 
     @property
     def steps(self) -> int:
@@ -307,63 +301,8 @@ class PrivacyEngine:
         Raises:
             UserError: `step` was not called for a batch, or another loop over `batches` was begun meanwhile.
         """
-        return Batches(self._batches(collate_fn, physical_batch_size, length, steps), self._alone)
-
-    def _batches(
-        self,
-        collate_fn: Callable[[list[Any]], Any],
-        physical_batch_size: int,
-        length: Callable[[int], int] | None,
-        steps: int | None,
-    ) -> Generator[Any, None, None]:
-        if not callable(collate_fn):
-            raise UserError(
-                f"collate_fn={collate_fn!r} is no function: give the size as physical_batch_size={collate_fn!r}"
-            )
-        check_numbers(physical_batch_size=physical_batch_size, steps=steps or None)
-        self._refuse_closed()
-        size = int(physical_batch_size)
-        self._loop = loop = object()
-        last = self.steps if steps is None else min(self.steps, self.steps_taken + steps)
-        if length is not None:
-            if not callable(length):
-                raise UserError(
-                    f"length={length!r} is no function: give one of an example's number, such as lambda i: len(rows[i])"
-                )
-            length = self._units.length(length)
-        facts = facts_of(
-            self.device, run=self._identity, code=self._code, engine=self._engine, physical_batch_size=size,
-            by_length=length is not None,
-        )  # fmt: skip
-        # as torch's DataLoader does: data sets that read several rows at once are faster so
-        several = getattr(self.dataset, "__getitems__", None)
-        try:
-            while self.steps_taken < last:
-                self._refuse_wrappers()
-                for piece in self._steps.pieces(size, facts, length):
-                    numbers = self._units.rows(piece, self._steps.key, self.steps_taken)
-                    examples = several(numbers) if several else [self.dataset[i] for i in numbers]
-                    read = _reader(several, numbers) if several else None
-                    batch = self._collation.of(collate_fn, examples, len(piece), size == 1, read)
-                    if not self._steps.sums.drawn:
-                        # of the first piece: all gradients are None
-                        self._gradients.look()
-                    self._watch.begin(
-                        batch, len(piece), partial(example_axes, collate_fn, examples, len(piece), batch)
-                    )
-                    yield batch
-                    self._watch.end()
-                    if self._loop is not loop:
-                        raise UserError("another loop over engine.batches() was begun: keep to one of them")
-                    if self._steps.piece is not None:
-                        raise UserError(
-                            "engine.step(losses) was not called for the last batch: call it once for every batch"
-                        )
-        finally:
-            if self._loop is loop:
-                self._watch.end()
-                # a sum without noise is not left lying about
-                self._steps.clear()
+        loop = self._loop.batches(collate_fn, physical_batch_size, length, steps)
+        return Batches(loop, self._loop.alone, owner=self)
 
     def step(self, losses: Tensor) -> bool:
         """Clip the gradients of a physical batch and add them up; with the last one of a logical batch, take the step.
@@ -381,36 +320,8 @@ class PrivacyEngine:
             UserError: no batch is waiting for its losses, there are more or fewer losses than examples, what an example loses
                 depends on the others (see `watch`), the loop has written to the gradients, or another thread takes the step.
         """
-        with self._alone:
-            return self._step(losses)
-
-    def _step(self, losses: Tensor) -> bool:
-        self._refuse_closed()
-        self._watch.end()
-        if self._steps.piece is None:
-            raise UserError(
-                "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches()"
-            )
-        check_losses(losses)
-        if len(losses) != self._units.due:
-            raise UserError(
-                f"{len(losses)} losses for a batch of {self._units.due} examples: one loss per example is needed, in the same "
-                "order (does the collate function drop examples, or pack several into one row?)"
-            )
-        if self.clipper.reducer not in (None, *self._wrappers):
-            raise UserError(
-                "DistributedDataParallel was put around the model after PrivacyEngine(...), which could not keep it from adding "
-                "up by itself: wrap first, and give the engine the wrapped model"
-            )
-        self._watch.check(losses)
-        self._gradients.check()
-        self._optimizer.check()
-        try:
-            taken = self._steps.add(self._units.losses(losses))
-        finally:
-            self._gradients.look()
-        self._watch.follow()
-        return taken
+        with self._loop.alone:
+            return self._loop.step(losses)
 
     def look_at_losses(self, losses: Losses, batch: Any) -> None:
         """Refuse a function of the loop's own whose losses go by their batch, which no gradient shows.
@@ -456,7 +367,7 @@ class PrivacyEngine:
             UserError: the engine is closed, the folder cannot be made, the disk is full, or a process with a part does something
                 else.
         """
-        self._refuse_closed()
+        self._loop.refuse_closed()
         if self._steps.sharded:
             self._save(folder, self.ranks)
         elif self.ranks.writes:
@@ -484,7 +395,7 @@ class PrivacyEngine:
             UserError: there is none, it is damaged or of another run, the ledger has lost steps that it stands on, or the engine
                 is closed.
         """
-        self._refuse_closed()
+        self._loop.refuse_closed()
         folder = Path(folder or self.folder / "checkpoint")
         self.ranks.agree("load()", self.steps_taken)
         optimizer = self._optimizer.optimizer
@@ -518,7 +429,7 @@ class PrivacyEngine:
 
     def close(self) -> None:
         """Give model, optimiser and folder back. The ledger stays readable, and no step can be taken any more."""
-        self._closed = True
+        self._loop.closed = True
         self._open.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -564,27 +475,10 @@ class PrivacyEngine:
         if not self.finished:
             self._held.enter_context(state.exclusive(self.folder))
 
-    def _refuse_wrappers(self) -> None:
-        """Raise `UserError` where a DistributedDataParallel would talk to other ranks by itself."""
-        for wrapper in self._wrappers:
-            refuse_reducer(wrapper)
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise UserError(
-                f"this engine is closed, and another one may use {self.folder} by now: make a new PrivacyEngine with the same "
-                "arguments, which goes on from the last checkpoint"
-            )
-
     def _take_folder(self, noise_seed: int | None) -> Keys:
         self._held.enter_context(state.exclusive(self.folder))
         refuse_other_ledgers(self.folder)
         return open_keys(self.folder, noise_seed)
-
-
-def _reader(several: Callable[[list[int]], list[Any]], numbers: Sequence[int]) -> Read:
-    """From places in a batch to examples."""
-    return lambda places: several([numbers[place] for place in places])
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

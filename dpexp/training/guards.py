@@ -43,8 +43,10 @@ class OneAtATime:
 class Batches(Iterator[Any]):
     """The batches of a loop, taken by one thread at a time."""
 
-    def __init__(self, batches: Generator[Any, None, None], alone: OneAtATime):
+    def __init__(self, batches: Generator[Any, None, None], alone: OneAtATime, owner: object):
         self._batches, self._alone = batches, alone
+        # which gives its folder back once nobody holds it
+        self._owner = owner
 
     def __next__(self) -> Any:
         with self._alone:

@@ -1,0 +1,175 @@
+"""What happens in a person's own loop between a batch and its losses: `PrivacyEngine.batches` and `PrivacyEngine.step`.
+
+A logical batch is drawn and cut by `Steps`. Here its pieces become batches of the loop's own making, which are watched until
+their losses arrive; then the losses are checked and handed on.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpexp.clipping import Clipper
+from dpexp.clipping.distributed import refuse_reducer
+from dpexp.clipping.given import check_losses
+from dpexp.errors import UserError
+from dpexp.training.arguments import check_numbers
+from dpexp.training.collating import Collation, Read, example_axes
+from dpexp.training.guards import GradientGuard, GuardedOptimizer, OneAtATime
+from dpexp.training.steps import Steps
+from dpexp.training.units import Units
+from dpexp.training.watch import LossWatch
+
+Collate = Callable[[list[Any]], Any]
+Length = Callable[[int], int]
+
+
+class OwnLoop:
+    """The batches of a loop, one after the other, and what is looked at in each.
+
+    Args:
+        model: without wrappers.
+        optimizer: steps when `Steps` says so.
+        dataset: see `dpexp.PrivacyEngine`.
+        units: the units of privacy, and which rows of the data set they have.
+        steps: takes the steps.
+        clipper: of the model.
+        wrappers: every DistributedDataParallel around the model, or in it.
+        rows_per_example: rows that a batch may have of each example.
+        planned: how many steps the run has.
+        facts: what makes two computations of a step equal, from ``physical_batch_size`` and ``by_length``.
+        folder: of the run, for its errors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: GuardedOptimizer,
+        dataset: Any,
+        units: Units,
+        steps: Steps,
+        clipper: Clipper,
+        *,
+        wrappers: Sequence[DistributedDataParallel],
+        rows_per_example: int,
+        planned: int,
+        facts: Callable[..., Mapping[str, Any]],
+        folder: Path,
+    ):
+        self.dataset, self.units, self.steps, self.clipper = dataset, units, steps, clipper
+        self.optimizer, self.wrappers, self.planned = optimizer, wrappers, planned
+        self.facts, self.folder = facts, folder
+        self.alone = OneAtATime()
+        self.closed = False
+        self._gradients = GradientGuard(model)
+        self._watch = LossWatch(model, rows_per_example, clipper.notes)
+        optimizer.outside = self._watch.outside
+        self._collation = Collation(clipper, units.ordered)
+        # which of the loops over batches is the present one
+        self._present: object = None
+
+    def batches(
+        self, collate_fn: Collate, physical_batch_size: int, length: Length | None, steps: int | None
+    ) -> Generator[Any, None, None]:
+        """Yield physical batches; see `dpexp.PrivacyEngine.batches`."""
+        self.refuse_closed()
+        if not callable(collate_fn):
+            raise UserError(
+                f"collate_fn={collate_fn!r} is no function: give the size as physical_batch_size={collate_fn!r}"
+            )
+        if not (length is None or callable(length)):
+            raise UserError(
+                f"length={length!r} is no function: give one of an example's number, such as lambda i: len(rows[i])"
+            )
+        check_numbers(physical_batch_size=physical_batch_size, steps=steps or None)
+        size = int(physical_batch_size)
+        last = self.planned if steps is None else min(self.planned, self.steps.taken + steps)
+        facts = self.facts(physical_batch_size=size, by_length=length is not None)
+        length = None if length is None else self.units.length(length)
+        self._present = present = object()
+        try:
+            while self.steps.taken < last:
+                self.refuse_wrappers()
+                for piece in self.steps.pieces(size, facts, length):
+                    yield self._begin(collate_fn, piece, alone=size == 1)
+                    self._watch.end()
+                    if self._present is not present:
+                        raise UserError("another loop over engine.batches() was begun: keep to one of them")
+                    if self.steps.piece is not None:
+                        raise UserError(
+                            "engine.step(losses) was not called for the last batch: call it once for every batch"
+                        )
+        finally:
+            if self._present is present:
+                self._watch.end()
+                # a sum without noise is not left lying about
+                self.steps.clear()
+
+    def _begin(self, collate_fn: Collate, piece: Any, alone: bool) -> Any:
+        """Make the batch of a piece, and watch what becomes of it."""
+        numbers, count = self.units.rows(piece, self.steps.key, self.steps.taken), len(piece)
+        # as torch's DataLoader does: data sets that read several rows at once are faster so
+        several = getattr(self.dataset, "__getitems__", None)
+        examples = several(numbers) if several else [self.dataset[i] for i in numbers]
+        read = _reader(several, numbers) if several else None
+        batch = self._collation.of(collate_fn, examples, count, alone, read)
+        if not self.steps.sums.drawn:
+            # of the first piece: all gradients are None
+            self._gradients.look()
+        self._watch.begin(batch, count, partial(example_axes, collate_fn, examples, count, batch))
+        return batch
+
+    def step(self, losses: Tensor) -> bool:
+        """Check the losses of the present batch and add up its clipped gradients; see `dpexp.PrivacyEngine.step`."""
+        self.refuse_closed()
+        self._watch.end()
+        if self.steps.piece is None:
+            raise UserError(
+                "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches()"
+            )
+        check_losses(losses)
+        if len(losses) != self.units.due:
+            raise UserError(
+                f"{len(losses)} losses for a batch of {self.units.due} examples: one loss per example is needed, in the same "
+                "order (does the collate function drop examples, or pack several into one row?)"
+            )
+        if self.clipper.reducer not in (None, *self.wrappers):
+            raise UserError(
+                "DistributedDataParallel was put around the model after PrivacyEngine(...), which could not keep it from adding "
+                "up by itself: wrap first, and give the engine the wrapped model"
+            )
+        self._watch.check(losses)
+        self._gradients.check()
+        self.optimizer.check()
+        try:
+            taken = self.steps.add(self.units.losses(losses))
+        finally:
+            self._gradients.look()
+        self._watch.follow()
+        return taken
+
+    def close(self) -> None:
+        """Watch no longer, and leave no sum without noise behind."""
+        self._watch.end()
+        self.steps.clear()
+
+    def refuse_wrappers(self) -> None:
+        """Raise `UserError` where a DistributedDataParallel would talk to other ranks by itself."""
+        for wrapper in self.wrappers:
+            refuse_reducer(wrapper)
+
+    def refuse_closed(self) -> None:
+        """Raise `UserError` where the engine has given its folder back."""
+        if self.closed:
+            raise UserError(
+                f"this engine is closed, and another one may use {self.folder} by now: make a new PrivacyEngine with the same "
+                "arguments, which goes on from the last checkpoint"
+            )
+
+
+def _reader(several: Callable[[list[int]], list[Any]], numbers: Sequence[int]) -> Read:
+    """From places in a batch to examples."""
+    return lambda places: several([numbers[place] for place in places])
