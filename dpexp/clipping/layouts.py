@@ -8,16 +8,14 @@ fail the proof. Proposals that fail leave the layer to the per-example loop, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import PerExampleGradient
-from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.uses import Use
 
-Signature = tuple[Tensor, Tensor]
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 # several rows for each example, which may as well be a chance
 BLOCKS = (BLOCKED, STRIDED)
@@ -25,8 +23,6 @@ BLOCKS = (BLOCKED, STRIDED)
 LEVELS = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
-# rows along the last dimension
-LAST = "last"
 
 
 def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: int) -> list[str]:
@@ -109,89 +105,6 @@ def all_weights(num_examples: int) -> list[Tensor]:
     while len(LEVELS) ** digits < num_examples:
         digits += 1
     return [weights(num_examples, digit) for digit in range(digits)]
-
-
-def signature(gy: Tensor, layout: str, rows: int) -> Signature:
-    """A random projection of each example's gradient rows, ``[rows, m]``, and their norms.
-
-    Random, not a sum: the gradients below a normalisation or a softmax sum to zero.
-    """
-    flat = example_major(gy, layout, rows).detach()
-    flat = flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.flatten(1)
-    flat = flat.to(wide(flat.dtype))
-    generator = torch.Generator().manual_seed(flat.shape[1])
-    direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(flat)
-    return (flat @ direction).reshape(rows, -1), flat.norm(dim=1).reshape(rows, -1)
-
-
-def proven(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool | None:
-    """Does each row follow the weight of its own example? None where no row is large enough to tell: nothing was learnt.
-
-    Rows that come near the end of the exponents' range are only rounding errors, and too small to matter.
-    """
-    error, scale, finite = _compared(plain, weighted, by_row)
-    info = torch.finfo(dtype)
-    telling = finite & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
-    if not bool(telling.any()):
-        return None
-    tolerance = 1e-3 if info.bits >= 32 else 0.1
-    return not bool((telling & (error > tolerance * scale)).any())
-
-
-def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> float | None:
-    """The weight that all rows follow, where that is one of `LEVELS`: they belong to one example."""
-    if torch.finfo(dtype).bits < 32:
-        # the levels are no further apart than rounding errors
-        return None
-    levels = torch.tensor(LEVELS).to(plain[0])
-    errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
-    follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
-    return float(levels[follows]) if int(follows.sum()) == 1 else None
-
-
-def views(gy: Tensor) -> dict[str, Signature]:
-    """The rows that may be one example's each, where no shape tells: all those in front, or those along the last dimension."""
-    if not gy.numel():
-        return {}
-    seen = {UNSEEN: gy.reshape(-1, 1) if gy.dim() < 2 else gy.flatten(0, -2)}
-    if gy.dim() > 1:
-        seen[LAST] = gy.movedim(-1, 0).flatten(1)
-    return {view: signature(rows, ROWS, len(rows)) for view, rows in seen.items()}
-
-
-def apart(seen: Sequence[dict[str, Signature]], dtype: torch.dtype) -> bool:
-    """Whether each row follows the weight of one example, whichever that is, in one of the `views`: of the plain
-    back-propagation, and of weighted ones."""
-    return not seen[0] or any(
-        all(_apart(seen[0][view], rows[view], dtype) for rows in seen[1:]) for view in seen[0]
-    )
-
-
-def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
-    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
-    follows = torch.zeros_like(plain[0], dtype=torch.bool)
-    for level in LEVELS:
-        follows |= (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
-    return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
-
-
-def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a layout that was proven before does not hold any more.
-
-    Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
-    gradients of confident examples are so small that rounding is all there is to see.
-    """
-    error, scale, finite = _compared(plain, weighted, by_row)
-    large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
-    tolerance = 0.02 if torch.finfo(dtype).bits >= 32 else 0.2
-    return bool((finite & large & (error > tolerance * scale)).any())
-
-
-def _compared(plain: Signature, weighted: Signature, by_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far rows are from what their weights ask for, how large they are, and whether both are finite."""
-    value, norm = plain
-    error, scale = (weighted[0] - by_row.to(value)[:, None] * value).abs(), norm + weighted[1]
-    return error, scale, error.isfinite() & scale.isfinite()
 
 
 def weighted_rows(tensor: Tensor, layout: str, rows: int, by_row: Tensor) -> Tensor:

@@ -11,14 +11,13 @@ import ast
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import layouts
 from dpexp.clipping.formula_check import formula_is_right
 from dpexp.clipping.gradients.memory import give_back_freed_memory
-from dpexp.clipping.layouts import Signature
 from dpexp.clipping.meeting import NATIVE, SHARED
+from dpexp.clipping.observed import Observed, apart, views
 from dpexp.clipping.taps import Visit
 from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
@@ -57,8 +56,6 @@ class Survey:
         self.layout: dict[int, str] = {}
         # by parameter, those seen; an ordered set
         self.operations: dict[str, dict[str, None]] = {}
-        # uses that saw one example, with the weight of its loss
-        self._alone: dict[int, float] = {}
         # uses of rows that entered end to end, and those in forwards that nothing with the batch in front has entered: blocks of
         # them hold for one batch alone
         self._ragged: set[int] = set()
@@ -115,7 +112,7 @@ class Survey:
         Raises:
             UserError: examples influence each other's gradients.
         """
-        self.layout, self._alone, self._shared = {}, {}, []
+        self.layout, self._shared = {}, []
         known = set(self.looped)
         native = {key for owner in visit.passes for key, role in owner.roles.items() if role == NATIVE}
         # from the next forward on, ordinary autograd carries these: it is to be looked at as closely as this one
@@ -245,104 +242,34 @@ class Survey:
     def _observe(
         self, visit: Visit, params: dict[str, nn.Parameter], pending: dict[int, list[str]], doubted: set[int]
     ) -> None:
-        """Back-propagate plainly and with weights.
+        """Back-propagate plainly and with weights, and settle what is pending.
 
         These visits form no sums, so they are the place to find parameters that are used where no tap sees it: the visit that
         forms sums can then free the graph as it goes, and the first step needs no more memory than the others.
         """
-        observed: list[dict[tuple[int, str], Signature]] = []
-        entered: list[list[Signature | None]] = []
-        dtypes: dict[int, torch.dtype] = {}
-        # forwards of more rows than losses -> whether they are more with a gradient, too
-        several: dict[ForwardPass, bool] = {}
-        weightings = layouts.all_weights(visit.num_examples)
-        if not any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses):
-            del weightings[1:]
-        for weights in (None, *weightings) if pending else (None,):
-            seen: dict[tuple[int, str], Signature] = {}
-
-            def look(
-                owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor, seen: dict = seen
-            ) -> None:
-                if id(use) in pending:
-                    dtypes[id(use)] = gy.dtype
-                    for layout in pending[id(use)]:
-                        seen[id(use), layout] = layouts.signature(gy, layout, visit.rows)
-                    if id(use) in self._loose and gy.dim() and len(gy) > visit.num_examples:
-                        more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > visit.num_examples
-                        several[owner] = several.get(owner, False) or more
-                    told = pending[id(use)] == [layouts.ROWS] and id(use) not in self._loose
-                    if gy.dim() and not told:
-                        seen.update({(id(use), view): rows for view, rows in layouts.views(gy).items()})
-
-            asked = list(params.values()) if not observed else []
-            native = visit.back_propagate(look, retain=True, weights=weights, params=asked, inputs=True)
-            entered.append(
-                [
-                    None if g is None else layouts.signature(g, layouts.ROWS, visit.rows)
-                    for g in visit.input_gradients
-                ]
-            )
-            self.looped |= {n for n, g in zip(params, native, strict=False) if g is not None}
-            del native
-            observed.append(seen)
-            give_back_freed_memory()
+        observed = Observed(visit, pending, self._loose)
+        self.looped |= observed.back_propagate(params)
         if not pending:
             return
-        for owner, more in several.items():
-            if not more:
-                # a row for each loss, and rows of others: losses were picked, the largest of the batch say
-                visit.refuse_others(owner)
-        by_row = [w.repeat_interleave(visit.rows // visit.num_examples) for w in weightings]
-        _check_inputs(visit, entered, by_row)
-        uses = {id(use): use for use in visit.uses}
-        self._find_examples_alone(observed, dtypes, set(weightings[0].tolist()))
-        for identity, found in pending.items():
-            settle = self._doubt if identity in doubted else self._settle
-            settle(uses[identity], found, observed, by_row, dtypes.get(identity))
+        if (leaf := observed.mixed_input()) is not None:
+            raise UserError(f"the input {list(leaf.shape)} of this stage: {MIXED}")
+        for use in visit.uses:
+            if id(use) in pending:
+                (self._doubt if id(use) in doubted else self._settle)(use, observed)
 
-    def _find_examples_alone(
-        self,
-        observed: list[dict[tuple[int, str], Signature]],
-        dtypes: dict[int, torch.dtype],
-        weights: set[float],
-    ) -> None:
-        """Find the uses that saw one example each, in models that go through the batch in a Python loop.
-
-        That is believed where such uses are there for every weight. A single one may as well be a batch that is mixed, and of
-        which one example alone has a loss.
-        """
-        alone: dict[int, float] = {}
-        for (identity, layout), plain in observed[0].items():
-            if (identity, layout) not in observed[1]:
-                continue
-            weight = layouts.single_weight(plain, observed[1][identity, layout], dtypes[identity])
-            if weight is not None:
-                alone[identity] = weight
-        self._alone = alone if set(alone.values()) == weights else {}
-
-    def _settle(
-        self, use: Use, found: list[str], observed: list, by_row: list[Tensor], dtype: torch.dtype | None
-    ) -> None:
-        self.layout[id(use)], routed = found[0] if found else layouts.UNSEEN, use.is_routed(len(by_row[0]))
-        if dtype is None:
+    def _settle(self, use: Use, observed: Observed) -> None:
+        found, rows = observed.pending[id(use)], observed.visit.rows
+        self.layout[id(use)], routed = found[0] if found else layouts.UNSEEN, use.is_routed(rows)
+        if not observed.arrived(use):
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
         if id(use) in self._loose or not found:
-            self._refuse_mixed(use, observed, dtype)
+            self._refuse_mixed(use, observed)
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
             self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP
             return
-        verdicts = {
-            layout: _together(
-                [
-                    layouts.proven(observed[0][id(use), layout], weighted[id(use), layout], weights, dtype)
-                    for weighted, weights in zip(observed[1:], by_row, strict=True)
-                ]
-            )
-            for layout in found
-        }
+        verdicts = {layout: observed.proven(use, layout) for layout in found}
         if all(verdict is None for verdict in verdicts.values()):
             self._undecided = True
             # all gradients are zero: contribute nothing now, prove it next time
@@ -355,7 +282,7 @@ class Survey:
             if len(proven) > 1 or routed or passing:
                 self.layout[id(use)], self._undecided = layout, True
                 return
-        elif routed or id(use) in self._alone:
+        elif routed or observed.one_each(use):
             layout = layouts.LOOP
         elif use.input_shape is None and self.looped.issuperset(use.names):
             # no operation on the batch; its first dimension happens to have as many rows
@@ -369,7 +296,7 @@ class Survey:
         else:
             layout = layouts.LOOP
         if layout == layouts.LOOP:
-            self._refuse_mixed(use, observed, dtype)
+            self._refuse_mixed(use, observed)
         self.layout[id(use)] = layout
         if layout == layouts.LOOP and use.from_batch is False:
             # a function of parameters, whose shape looked like the batch
@@ -378,34 +305,24 @@ class Survey:
             # two forward passes that wait for this backward pass differ here
             layout = layouts.LOOP
         self.layouts[use.place] = layout
-        surplus = layouts.surplus(layout, use.output_shape, len(by_row[0]), self._columns)
+        surplus = layouts.surplus(layout, use.output_shape, rows, self._columns)
         self._surplus.setdefault(use.place, {None}).add(surplus)
 
-    def _refuse_mixed(self, use: Use, observed: list, dtype: torch.dtype) -> None:
+    def _refuse_mixed(self, use: Use, observed: Observed) -> None:
         """Raise `UserError` where rows whose examples no shape tells are not one example's each.
 
         The loop would find what each loss adds. It cannot see that a loss, and so what it adds, goes by other examples.
         """
-        if id(use) not in self._of_examples or use.from_batch is False:
-            return
-        views = (layouts.UNSEEN, layouts.LAST)
-        seen = [{v: rows[id(use), v] for v in views if (id(use), v) in rows} for rows in observed]
-        if not layouts.apart(seen, dtype):
+        if id(use) in self._of_examples and use.from_batch is not False and not observed.apart(use):
             raise UserError(f"{use.owner} ({use.label}): {MIXED}")
 
-    def _doubt(
-        self, use: Use, found: list[str], observed: list, by_row: list[Tensor], dtype: torch.dtype | None
-    ) -> None:
+    def _doubt(self, use: Use, observed: Observed) -> None:
         """Look at a proven layout again."""
-        layout = self.layouts[use.place]
-        if dtype is None:
-            # no gradient arrived
-            return
-        if layouts.refuted(observed[0][id(use), layout], observed[1][id(use), layout], by_row[0], dtype):
+        if observed.arrived(use) and observed.refuted(use, self.layouts[use.place]):
             if not self._new_sequence:
                 raise UserError(f"{use.owner} ({use.label}), other than in earlier steps: {MIXED}")
             # the model took another way than before, and this is another use than the place had so far
-            self._settle(use, found, observed, by_row, dtype)
+            self._settle(use, observed)
 
     # -- formulas -----------------------------------------------------------------------------------------------------
 
@@ -427,24 +344,6 @@ class Survey:
         give_back_freed_memory()
 
 
-def _together(verdicts: list[bool | None]) -> bool | None:
-    """Of several proofs: False where one fails, None where nothing was learnt."""
-    return False if False in verdicts else None if None in verdicts else True
-
-
-def _check_inputs(visit: Visit, entered: list[list[Signature | None]], by_row: list[Tensor]) -> None:
-    """Prove that the gradients which a stage hands to the one before it are rows of examples, too.
-
-    Raises:
-        UserError: they mix examples.
-    """
-    for leaf, plain, weighted in zip(visit.roots.inputs, *entered[:2], strict=True):
-        if plain is None or weighted is None:
-            continue
-        if layouts.proven(plain, weighted, by_row[0], leaf.dtype) is False:
-            raise UserError(f"the input {list(leaf.shape)} of this stage: {MIXED}")
-
-
 def _check_returned(visit: Visit) -> None:
     """Prove that each row of what the model returned follows the loss of one example.
 
@@ -456,11 +355,11 @@ def _check_returned(visit: Visit) -> None:
     edges, seen = list(visit.returned.values()), []
     for weights in (None, layouts.weights(visit.num_examples)) if edges else ():
         found = visit.back_propagate(lambda *_: None, retain=True, weights=weights, params=edges)
-        seen.append([(layouts.views(g), g.dtype) for g in found if g is not None])
+        seen.append([(views(g), g.dtype) for g in found if g is not None])
         del found
         give_back_freed_memory()
     for plain, weighted in zip(*seen, strict=True):
-        if not layouts.apart([plain[0], weighted[0]], plain[1]):
+        if not apart([plain[0], weighted[0]], plain[1]):
             raise UserError(f"what the model returns: {MIXED}")
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
-from dpexp.clipping.layouts import LEVELS, all_weights, proven, weights
+from dpexp.clipping.layouts import LEVELS, all_weights, weights
+from dpexp.clipping.observed import follows
 from dpexp.errors import UserError
 from tests.clipping.zoo import C, D
 
@@ -44,12 +45,12 @@ def test_a_proof_fails_for_one_row_and_says_nothing_about_zeros() -> None:
     value = torch.randn(6, 2)
     by_row = weights(6)
     plain, right = (value, value.abs()), (by_row[:, None] * value, value.abs())
-    assert proven(plain, right, by_row, torch.float32)
+    assert follows(plain, right, by_row, torch.float32)
     wrong = right[0].clone()
     wrong[4, 1] *= -1
-    assert proven(plain, (wrong, value.abs()), by_row, torch.float32) is False
+    assert follows(plain, (wrong, value.abs()), by_row, torch.float32) is False
     zero = torch.zeros(6, 2)
-    assert proven((zero, zero), (zero, zero), by_row, torch.float32) is None
+    assert follows((zero, zero), (zero, zero), by_row, torch.float32) is None
 
 
 class Mixed(nn.Module):

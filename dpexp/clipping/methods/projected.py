@@ -16,6 +16,7 @@ from dpexp.clipping.distributed import deliver
 from dpexp.clipping.given import check_losses
 from dpexp.clipping.gradients.numerics import all_full_precision, wide
 from dpexp.clipping.methods.watched import Watched
+from dpexp.clipping.observed import apart, views
 from dpexp.clipping.reports import Report
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
@@ -126,9 +127,7 @@ class ProjectedClipper(AnyClipper):
             for weights in (once, uneven, once + uneven)
         ]
         for plain, weighted in zip(found[0][: len(edges)], found[1], strict=False):
-            if plain is not None and not layouts.apart(
-                [layouts.views(plain), layouts.views(weighted)], plain.dtype
-            ):
+            if plain is not None and not apart([views(plain), views(weighted)], plain.dtype):
                 raise UserError(f"what the model returns: {MIXED}")
         one, other, both = (
             torch.cat([g.flatten() for g in each[len(edges) :] if g is not None] or [once.new_zeros(1)])
