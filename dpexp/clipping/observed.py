@@ -1,0 +1,231 @@
+"""What weighted losses show: gradients at the outputs of uses, in a plain back-propagation and in weighted ones.
+
+A row that belongs to example i alone has its gradient multiplied by the weight of i, and no other row has. Of each gradient two
+numbers are kept, a random projection of each row and its norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping import layouts
+from dpexp.clipping.gradients.memory import give_back_freed_memory
+from dpexp.clipping.gradients.numerics import wide
+from dpexp.clipping.taps import Visit
+from dpexp.clipping.uses import ForwardPass, Use
+
+Signature = tuple[Tensor, Tensor]
+# views of rows whose examples no shape tells: along all dimensions but the last, and along the last one
+FRONT, LAST = "front", "last"
+
+
+class Observed:
+    """The gradients that arrive at the outputs of uses, plainly first and then with weights of the examples.
+
+    Args:
+        visit: of a graph.
+        pending: uses that are looked at, by id, with the layouts that their shapes allow.
+        loose: uses in forwards that nothing with the batch in front has entered.
+    """
+
+    def __init__(self, visit: Visit, pending: dict[int, list[str]], loose: set[int]):
+        self.visit, self.pending, self.loose = visit, pending, loose
+        self._weightings = layouts.all_weights(visit.num_examples)
+        if not any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses):
+            del self._weightings[1:]
+        each = visit.rows // visit.num_examples
+        self._by_row = [weights.repeat_interleave(each) for weights in self._weightings]
+        # of each back-propagation, by use and layout or view
+        self._seen: list[dict[tuple[int, str], Signature]] = []
+        # of each one, of the inputs
+        self._entered: list[list[Signature | None]] = []
+        self._dtypes: dict[int, torch.dtype] = {}
+        # forwards of more rows than losses -> whether they are more with a gradient, too
+        self._several: dict[ForwardPass, bool] = {}
+        self._alone: set[int] = set()
+
+    def back_propagate(self, params: dict[str, nn.Parameter]) -> set[str]:
+        """Go through the graph: once where nothing is pending, else with weights too.
+
+        Returns:
+            The parameters that gradients reach by a way that no tap covers.
+
+        Raises:
+            UserError: losses were picked among the examples.
+        """
+        reached: set[str] = set()
+        for weights in (None, *self._weightings) if self.pending else (None,):
+            self._seen.append({})
+            asked = list(params.values()) if weights is None else []
+            found = self.visit.back_propagate(
+                self._look, retain=True, weights=weights, params=asked, inputs=True
+            )
+            reached |= {name for name, g in zip(params, found, strict=False) if g is not None}
+            del found
+            entered = [
+                None if g is None else signature(g, layouts.ROWS, self.visit.rows)
+                for g in self.visit.input_gradients
+            ]
+            self._entered.append(entered)
+            give_back_freed_memory()
+        for owner, more in self._several.items():
+            if not more:
+                # a row for each loss, and rows of others: losses were picked, the largest of the batch say
+                self.visit.refuse_others(owner)
+        if self.pending:
+            self._alone = self._find_alone()
+        return reached
+
+    def _look(self, owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
+        here, seen, rows = id(use), self._seen[-1], self.visit.rows
+        if here not in self.pending:
+            return
+        self._dtypes[here] = gy.dtype
+        for layout in self.pending[here]:
+            seen[here, layout] = signature(gy, layout, rows)
+        if here in self.loose and gy.dim() and len(gy) > self.visit.num_examples:
+            more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > self.visit.num_examples
+            self._several[owner] = self._several.get(owner, False) or more
+        told = self.pending[here] == [layouts.ROWS] and here not in self.loose
+        if gy.dim() and not told:
+            seen.update({(here, view): found for view, found in views(gy).items()})
+
+    def _find_alone(self) -> set[int]:
+        """Find the uses that saw one example each, in models that go through the batch in a Python loop.
+
+        That is believed where such uses are there for every weight. A single one may as well be a batch that is mixed, and of
+        which one example alone has a loss.
+        """
+        alone: dict[int, float] = {}
+        for (here, layout), plain in self._seen[0].items():
+            if (here, layout) not in self._seen[1]:
+                continue
+            weight = single_weight(plain, self._seen[1][here, layout], self._dtypes[here])
+            if weight is not None:
+                alone[here] = weight
+        return set(alone) if set(alone.values()) == set(self._weightings[0].tolist()) else set()
+
+    # -- what was seen ------------------------------------------------------------------------------------------------
+
+    def arrived(self, use: Use) -> bool:
+        """Whether a gradient came: not where its output was unused, or the forward was another one that still waits."""
+        return id(use) in self._dtypes
+
+    def one_each(self, use: Use) -> bool:
+        """Whether it saw one example, as others like it saw the others."""
+        return id(use) in self._alone
+
+    def proven(self, use: Use, layout: str) -> bool | None:
+        """Whether the rows of each example follow its weights; None where nothing was learnt."""
+        plain, dtype = self._seen[0][id(use), layout], self._dtypes[id(use)]
+        verdicts = [
+            follows(plain, seen[id(use), layout], by_row, dtype)
+            for seen, by_row in zip(self._seen[1:], self._by_row, strict=True)
+        ]
+        return False if False in verdicts else None if None in verdicts else True
+
+    def refuted(self, use: Use, layout: str) -> bool:
+        """Whether a layout that was proven before does not hold any more."""
+        plain, weighted = (seen[id(use), layout] for seen in self._seen[:2])
+        return refuted(plain, weighted, self._by_row[0], self._dtypes[id(use)])
+
+    def apart(self, use: Use) -> bool:
+        """Whether each row is one example's, whichever that is."""
+        here = id(use)
+        seen = [{v: rows[here, v] for v in (FRONT, LAST) if (here, v) in rows} for rows in self._seen]
+        return apart(seen, self._dtypes[here])
+
+    def mixed_input(self) -> Tensor | None:
+        """An input whose gradient, for the stage before this one, mixes examples."""
+        for leaf, plain, weighted in zip(self.visit.roots.inputs, *self._entered[:2], strict=True):
+            if plain is None or weighted is None:
+                continue
+            if follows(plain, weighted, self._by_row[0], leaf.dtype) is False:
+                return leaf
+        return None
+
+
+def signature(gy: Tensor, layout: str, rows: int) -> Signature:
+    """A random projection of each example's gradient rows, ``[rows, m]``, and their norms.
+
+    Random, not a sum: the gradients below a normalisation or a softmax sum to zero.
+    """
+    flat = layouts.example_major(gy, layout, rows).detach()
+    flat = flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.flatten(1)
+    flat = flat.to(wide(flat.dtype))
+    generator = torch.Generator().manual_seed(flat.shape[1])
+    direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(flat)
+    return (flat @ direction).reshape(rows, -1), flat.norm(dim=1).reshape(rows, -1)
+
+
+def follows(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool | None:
+    """Does each row follow the weight of its own example? None where no row is large enough to tell: nothing was learnt.
+
+    Rows that come near the end of the exponents' range are only rounding errors, and too small to matter.
+    """
+    error, scale, finite = _compared(plain, weighted, by_row)
+    info = torch.finfo(dtype)
+    telling = finite & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
+    if not bool(telling.any()):
+        return None
+    tolerance = 1e-3 if info.bits >= 32 else 0.1
+    return not bool((telling & (error > tolerance * scale)).any())
+
+
+def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> float | None:
+    """The weight that all rows follow, where that is one of `layouts.LEVELS`: they belong to one example."""
+    if torch.finfo(dtype).bits < 32:
+        # the levels are no further apart than rounding errors
+        return None
+    levels = torch.tensor(layouts.LEVELS).to(plain[0])
+    errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
+    follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
+    return float(levels[follows]) if int(follows.sum()) == 1 else None
+
+
+def views(gy: Tensor) -> dict[str, Signature]:
+    """The rows that may be one example's each, where no shape tells: all those in front, or those along the last dimension."""
+    if not gy.numel():
+        return {}
+    seen = {FRONT: gy.reshape(-1, 1) if gy.dim() < 2 else gy.flatten(0, -2)}
+    if gy.dim() > 1:
+        seen[LAST] = gy.movedim(-1, 0).flatten(1)
+    return {view: signature(rows, layouts.ROWS, len(rows)) for view, rows in seen.items()}
+
+
+def apart(seen: Sequence[dict[str, Signature]], dtype: torch.dtype) -> bool:
+    """Whether each row follows the weight of one example, whichever that is, in one of the `views`: of the plain
+    back-propagation, and of weighted ones."""
+    return not seen[0] or any(
+        all(_apart(seen[0][view], rows[view], dtype) for rows in seen[1:]) for view in seen[0]
+    )
+
+
+def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
+    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
+    follows = torch.zeros_like(plain[0], dtype=torch.bool)
+    for level in layouts.LEVELS:
+        follows |= (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
+    return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
+
+
+def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a layout that was proven before does not hold any more.
+
+    Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
+    gradients of confident examples are so small that rounding is all there is to see.
+    """
+    error, scale, finite = _compared(plain, weighted, by_row)
+    large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
+    tolerance = 0.02 if torch.finfo(dtype).bits >= 32 else 0.2
+    return bool((finite & large & (error > tolerance * scale)).any())
+
+
+def _compared(plain: Signature, weighted: Signature, by_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How far rows are from what their weights ask for, how large they are, and whether both are finite."""
+    value, norm = plain
+    error, scale = (weighted[0] - by_row.to(value)[:, None] * value).abs(), norm + weighted[1]
+    return error, scale, error.isfinite() & scale.isfinite()
