@@ -161,10 +161,8 @@ class Step:
             self.methods.of_parameter |= dict.fromkeys(self.looped, LOOPED)
             self._loop()
         if self.deferred:
-            for name in list(self.pending):
-                self._measure(name)
-            for k in list(self.small):
-                self._measure_small(k)
+            for k in range(len(self.groups)):
+                self._complete(k)
         return self.all_norms
 
     def finish(self, sq_norms: Tensor | None = None) -> tuple[Tensor, Sums]:
@@ -259,9 +257,9 @@ class Step:
         doubts = self.doubts.pop(k, None)
         if not doubts:
             return
-        surely = self.sq_norms[k] - sum(doubt.excess for doubt in doubts)
+        total = self.sq_norms[k] + sum(doubt.about for doubt in doubts)
         for doubt in doubts:
-            self.sq_norms[k].add_(doubt.settled(surely) - doubt.bounds)
+            self.sq_norms[k].add_(doubt.settled(total))
 
     def _finish(self, k: int, name: str) -> None:
         """The last parameter of a group has arrived: its norms, the group's factors and its own sum in one go.

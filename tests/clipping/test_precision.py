@@ -17,6 +17,7 @@ from dpexp.clipping.engines import ENGINES
 from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Pulled, Tied, merge, numerics
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.rounding import IN_COMPANY
+from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 from dpexp.torch_versions import float32_settings
 from tests.clipping.cancelling import KINDS, PATTERNS, Case, Terms, case, terms
@@ -418,3 +419,51 @@ def test_a_backward_inside_of_autocast_sums_in_full(engine: str) -> None:
 def grad_of(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+class Pairs(nn.Module):
+    """Two scores of one item: what is alike in both cancels in the gradient of their difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small, self.top = nn.Linear(4, 8), nn.Linear(4, 1), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(self.large(x[:, :4])) + self.small(x[:, 4:])
+
+
+def of_a_pair(engine: str, rule: str, size: float, apart: float, deferred: bool = False) -> float:
+    """How far leaving out one pair of eight moves the sum, at most, in units of the threshold."""
+    torch.manual_seed(0)
+    model, moved = Pairs(), []
+    clipper = attach(model, clip_norm=0.1, rule=rule, engine=engine)
+    for _ in range(12):
+        first, second = torch.randn(8, 8), torch.randn(8, 8)
+        second[3] = first[3] + apart * torch.cat([torch.zeros(4), torch.randn(4)])
+        first[:, :4], second[:, :4] = first[:, :4] * size, second[:, :4] * size
+        sums = []
+        for rows in (list(range(8)), [0, 1, 2, 4, 5, 6, 7]):
+            model.zero_grad()
+            losses = nn.functional.softplus(model(second[rows]) - model(first[rows]))[:, 0]
+            if deferred:
+                measured = clipper.measure(Roots.of_losses(losses))
+                measured.finish(measured.sq_norms)
+            else:
+                clipper.backward(losses)
+            sums.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        moved.append((sums[0] - sums[1]).double().norm() / 0.1)
+    # NaN is the largest
+    return float(torch.stack(moved).max())
+
+
+@pytest.mark.parametrize("rule", ["abadi", "automatic", "normalized"])
+@pytest.mark.parametrize("engine", ["auto", "bk", "ghost"])
+@pytest.mark.parametrize(("size", "apart"), [(1.0, 0.0), (1.0, 1e-8), (1e10, 300.0)])
+def test_a_pair_that_cancels_adds_no_more_than_its_threshold(engine, rule, size, apart):
+    # a bound that is doubted, added and taken away again, left nothing of the norm beside it
+    assert of_a_pair(engine, rule, size, apart) <= 1 + 1e-4
+
+
+@pytest.mark.parametrize(("size", "apart"), [(1.0, 0.0), (1e10, 300.0)])
+def test_norms_that_are_shared_before_the_sums_are_of_the_pair_too(size, apart):
+    assert of_a_pair("auto", "normalized", size, apart, deferred=True) <= 1 + 1e-4

@@ -161,10 +161,10 @@ class PerExampleGradient(ABC):
         Args:
             method: one of `methods`, or a general name (see `resolve`).
             scratch: memory for gradients that are looked at once.
-            doubts: gets what would be measured again because much of it cancels; the bounds are then far above such norms.
+            doubts: gets the norms that would be measured again because much of a gradient cancels.
 
         Returns:
-            ``[B]``, float32, or float64 for float64 inputs.
+            ``[B]``, float32, or float64 for float64 inputs; zeros of what has gone to ``doubts``.
         """
         method = self.resolve(method)
         scratch = scratch or SHARED
@@ -331,11 +331,12 @@ class PerExampleGradient(ABC):
         if not bool(cancels.any()):
             return rounding.of_gram_norms(squares, magnitudes, terms)
         bounds = rounding.of_gram_norms(squares, magnitudes, terms, cancels)
-        doubt = Doubt(self, bounds, magnitudes, torch.where(cancels, bounds - squares, 0.0), scratch)
+        doubt = Doubt(self, bounds, magnitudes, torch.where(cancels, squares, bounds), scratch)
         if doubts is None:
             return doubt.settled()
+        # what a bound is too large by must not round away what it is added to
         doubts.append(doubt)
-        return bounds
+        return torch.zeros_like(bounds)
 
     def _replace(self, **fields: Any) -> Self:
         """A copy with other contents, and nobody set apart."""
@@ -380,23 +381,23 @@ class Doubt:
         per_example: the gradients.
         bounds: ``[B]``, of their squared norms.
         magnitudes: ``[B]`` (see `rounding`).
-        excess: ``[B]``, by how much a bound may be too large; 0 where nothing cancels.
+        about: ``[B]``, what they are about; the bounds where nothing cancels.
         scratch: memory to measure again in.
     """
 
     per_example: PerExampleGradient
     bounds: Tensor
     magnitudes: Tensor
-    excess: Tensor
+    about: Tensor
     scratch: Scratch
 
     def settled(self, total: Tensor | None = None) -> Tensor:
         """Return the bounds, measured again where that changes the squared norms ``total`` that they are a part of.
 
         Args:
-            total: ``[B]``, of a whole group; None where the gradients are a group of their own.
+            total: ``[B]``, of a whole group, with what these are about; None where the gradients are a group of their own.
         """
-        matters = self.excess > (0.0 if total is None else rounding.NEGLIGIBLE * total)
+        matters = self.bounds - self.about > (0.0 if total is None else rounding.NEGLIGIBLE * total)
         examples = matters.nonzero().squeeze(1)
         if not len(examples):
             return self.bounds
