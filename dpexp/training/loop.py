@@ -431,20 +431,25 @@ class Trainer:
         step, optim = self.step, self.run.optim
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.steps, optim.lr, optim.lr_schedule, optim.warmup_ratio)
-        try:
-            for piece in self.stepper.pieces(self.physical_batch_size, self._facts(), self.task.length):
-                # several ranks stop together, behind the step
-                if interrupts.requested and not self.ranks.several:
-                    self.stepper.clear()
-                    return None
-                self.stepper.add(self.losses_of(piece))
-        except torch.OutOfMemoryError:
-            self._shrink()
-            return self.take_step(interrupts)
-        except BudgetSpentError:
-            self.stepper.clear()
-            self.exhausted = True
-            return None
+        too_large = True
+        while too_large:
+            too_large = False
+            try:
+                for piece in self.stepper.pieces(self.physical_batch_size, self._facts(), self.task.length):
+                    # several ranks stop together, behind the step
+                    if interrupts.requested and not self.ranks.several:
+                        self.stepper.clear()
+                        return None
+                    self.stepper.add(self.losses_of(piece))
+            except torch.OutOfMemoryError:
+                # while the error lives, so does the graph that did not fit: nothing is begun again in here
+                too_large = True
+            except BudgetSpentError:
+                self.stepper.clear()
+                self.exhausted = True
+                return None
+            if too_large:
+                self._shrink()
         if self.averages is not None:
             self.averages.update(step)
         return self.stepper.sums
@@ -487,7 +492,8 @@ class Trainer:
             raise UserError(
                 f"out of memory with {self.physical_batch_size} examples at once; nothing of this step was released. "
                 + (f"Try runtime.physical_batch_size={half}" if half else "Take a smaller model")
-            ) from None
+            )
+        self.stepper.clear()
         torch.cuda.empty_cache()
         self.physical_batch_size = half
         self.decisions.keep("physical_batch_size", half)
