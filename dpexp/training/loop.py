@@ -521,6 +521,9 @@ class Trainer:
             return UNTRIED
         if (known := self.decisions.get("physical_batch_size")) is None:
             stepper = self.stepper
+            if self.clipper is not None:
+                # some ways of clipping go back within a step alone; each step prepares anew, with a seed of its own
+                self.clipper.prepare(0, self._public_rows)
             size = size_for_task(
                 self.task, self.run.seed, self.losses, stepper.backward, stepper.parameters, self.device, self.expected_batch
             )  # fmt: skip
