@@ -120,7 +120,7 @@ class Trainer:
         self.steps, self.expected_batch = steps, expected_batch
         self.keys, self.key, self.signature = keys, keys.draws, signature
         self.folder, self.device, self.metrics = folder, device, metrics
-        self.model = bundle.model.to(device).train()
+        self.model = bundle.model.to(self.home).train()
         made_same(ranks, self.model)
         # what could not be proven, in words
         self.notes: list[str] = []
@@ -189,6 +189,11 @@ class Trainer:
         )  # fmt: skip
         self._restore()
         self.physical_batch_size = self._physical_batch_size()
+
+    @property
+    def home(self) -> torch.device:
+        """Where the whole model lies before this process takes its own part."""
+        return self.device
 
     def own_part(self, model: nn.Module) -> nn.Module:
         """What this process trains of the model: all of it."""
