@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.given import initial_thresholds
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
-from dpexp.clipping.refusals import refuse_couplings, refuse_hooks
+from dpexp.clipping.refusals import refuse_couplings, refuse_devices, refuse_hooks
 from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import RULES
 from dpexp.errors import UserError
@@ -49,6 +49,7 @@ class AnyClipper(ABC):
         refuse_couplings(model)
         self.model, self.rule = model, rule
         self.params = trainable_parameters(model)
+        refuse_devices(self.params)
         refuse_hooks(self.params)
         self.groups: list[Group] = build_groups(model, groups)
         device = next(iter(self.params.values())).device

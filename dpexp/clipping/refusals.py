@@ -93,6 +93,24 @@ def refuse_hooks(params: Mapping[str, nn.Parameter]) -> None:
             )
 
 
+def refuse_devices(params: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters on several devices: the norm of an example's gradient is a sum over all of them, formed in one place.
+
+    Raises:
+        UserError: names two of them.
+    """
+    found: dict[torch.device, str] = {}
+    for name, param in params.items():
+        found.setdefault(param.device, name)
+    if len(found) > 1:
+        (here, first), (there, other) = list(found.items())[:2]
+        raise UserError(
+            f"{first} lies on {here} and {other} on {there}, and norms are formed on one device: move the model to one "
+            "(model.to(device); load it without device_map), shard it over processes (fully_shard, runtime=fsdp), or train it in "
+            "stages (runtime=pipeline)"
+        )
+
+
 REFUSALS: dict[type[nn.Module], Callable[[Any], str | None]] = {
     _InstanceNorm: _instance_norm,
     _BatchNorm: _batch_norm,

@@ -51,8 +51,11 @@ from dpexp.training.engine import PrivacyEngine
 from dpexp.training.own_losses import first_rows, look_at_losses
 from dpexp.training.units import units_of
 
-# computed from private rows without noise
-NOT_PRIVATE = ("loss", "train_loss", "total_flos")
+# computed from private rows without noise, or measured of steps that take as long as they have rows
+NOT_PRIVATE = (
+    "loss", "train_loss", "total_flos", "train_runtime", "train_samples_per_second", "train_steps_per_second",
+    *(f"train_mem_{kind}_{what}_delta" for kind in ("cpu", "gpu") for what in ("alloc", "peaked")),
+)  # fmt: skip
 
 
 class Trainer(transformers.Trainer):
@@ -64,7 +67,7 @@ class Trainer(transformers.Trainer):
         privacy: what `dpexp.PrivacyEngine` takes besides model, optimizer, data, folder and sizes: ``epsilon`` or
             ``noise_multiplier``, ``delta``, ``clip_norm``, ``groups``, ``target_quantile``, ``data_name``, …
         show_losses: log the training loss, as ``not_private/loss``: it is computed without noise, and lands in
-            `trainer_state.json` and wherever `report_to` sends it.
+            `trainer_state.json` and wherever `report_to` sends it. So does what training took, in time and memory.
 
     Raises:
         UserError: an argument whose effect would not be private, or not exact, with the way out.
@@ -212,7 +215,7 @@ class Trainer(transformers.Trainer):
             transformers.utils.logging.get_logger(__name__).warning(note)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any) -> Any:
-        """As `transformers.Trainer.train`; the training loss of the result is NaN unless it may be shown.
+        """As `transformers.Trainer.train`; the training loss of the result is NaN, and no time is told, unless they may be shown.
 
         With ``resume_from_checkpoint=True`` it goes on from the last checkpoint that is complete, or begins where there is none:
         a killed run is started again with the same line. Steps that were taken before are repeated bit for bit, and paid once.

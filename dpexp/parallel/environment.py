@@ -40,19 +40,31 @@ def told_by_submitit() -> None:
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
 
 
+def given_one_gpu() -> bool:
+    """Tell whether what started this process has chosen GPUs for it alone (``srun --gpus-per-task=1``): torchrun's processes all
+    see what torchrun sees."""
+    return "CUDA_VISIBLE_DEVICES" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
 @contextmanager
 def joined(device: str = "auto") -> Iterator[Ranks]:
     """Join the other processes that torchrun has started, for as long as the context lasts; alone without torchrun.
 
     A process group that exists already is used, and left alone. On GPUs, each process of a machine takes the one with its local
-    number.
+    number, or the only one that it was given.
 
     Args:
-        device: ``auto``, ``cpu`` or ``cuda``.
+        device: ``auto``, ``cpu`` or ``cuda``; with one process also ``cuda:NUMBER``.
 
     Raises:
-        UserError: there are fewer GPUs than processes on this machine.
+        UserError: there are fewer GPUs than processes on this machine, or all of them are to compute on one.
     """
+    together = dist.get_world_size() if dist.is_initialized() else started_by_torchrun()
+    if device.startswith("cuda:") and together > 1:
+        raise UserError(
+            f"runtime.device={device} names one GPU for all {together} processes of this run: choose runtime.device=cuda, with "
+            "which each takes its own (CUDA_VISIBLE_DEVICES says among which), or start one process"
+        )
     if dist.is_initialized():
         yield current()
         return
@@ -62,6 +74,8 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
     gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if gpu:
         local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if there == 1 and given_one_gpu():
+            local = 0
         if local >= there:
             raise UserError(
                 f"process {local} of this machine finds {there} GPUs: start one process for each GPU (torchrun "

@@ -32,12 +32,16 @@ def shard(model: nn.Module) -> nn.Module:
     Raises:
         UserError: torch is too old for it.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     check_fully_shard()
+    kind = next(model.parameters()).device.type
+    # torch would take a mesh of the machine's GPUs, also for a model on the CPU; weights without numbers go where it says
+    mesh = None if kind == "meta" else init_device_mesh(kind, (torch.distributed.get_world_size(),))
     for block in blocks_of(model):
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

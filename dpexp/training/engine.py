@@ -377,6 +377,8 @@ class PrivacyEngine:
         """Write a checkpoint; these ranks do it together."""
         folder = Path(folder or self.folder / "checkpoint")
         ranks.agree("save()", self.steps_taken)
+        if ranks.several:
+            self._steps.refuse_other_weights()
         ranks.once(lambda: make_folder(folder, "save(folder)"))
         checkpoint = state.Checkpoint(
             step=self.steps_taken,

@@ -120,7 +120,7 @@ class Trainer:
         self.steps, self.expected_batch = steps, expected_batch
         self.keys, self.key, self.signature = keys, keys.draws, signature
         self.folder, self.device, self.metrics = folder, device, metrics
-        self.model = bundle.model.to(device).train()
+        self.model = bundle.model.to(self.home).train()
         made_same(ranks, self.model)
         # what could not be proven, in words
         self.notes: list[str] = []
@@ -190,6 +190,11 @@ class Trainer:
         self._restore()
         self.physical_batch_size = self._physical_batch_size()
 
+    @property
+    def home(self) -> torch.device:
+        """Where the whole model lies before this process takes its own part."""
+        return self.device
+
     def own_part(self, model: nn.Module) -> nn.Module:
         """What this process trains of the model: all of it."""
         return model
@@ -255,6 +260,7 @@ class Trainer:
         Raises:
             UserError: the weights are no numbers any more; the checkpoint before stays.
         """
+        self.stepper.refuse_other_weights()
         tensors, optimizer = self.states()
         here = [part_here(tensor)[0] for tensor in tensors.values()]
         if broken := max(self.ranks.gather(sum(not bool(torch.isfinite(part).all()) for part in here))):
@@ -431,20 +437,25 @@ class Trainer:
         step, optim = self.step, self.run.optim
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.steps, optim.lr, optim.lr_schedule, optim.warmup_ratio)
-        try:
-            for piece in self.stepper.pieces(self.physical_batch_size, self._facts(), self.task.length):
-                # several ranks stop together, behind the step
-                if interrupts.requested and not self.ranks.several:
-                    self.stepper.clear()
-                    return None
-                self.stepper.add(self.losses_of(piece))
-        except torch.OutOfMemoryError:
-            self._shrink()
-            return self.take_step(interrupts)
-        except BudgetSpentError:
-            self.stepper.clear()
-            self.exhausted = True
-            return None
+        too_large = True
+        while too_large:
+            too_large = False
+            try:
+                for piece in self.stepper.pieces(self.physical_batch_size, self._facts(), self.task.length):
+                    # several ranks stop together, behind the step
+                    if interrupts.requested and not self.ranks.several:
+                        self.stepper.clear()
+                        return None
+                    self.stepper.add(self.losses_of(piece))
+            except torch.OutOfMemoryError:
+                # while the error lives, so does the graph that did not fit: nothing is begun again in here
+                too_large = True
+            except BudgetSpentError:
+                self.stepper.clear()
+                self.exhausted = True
+                return None
+            if too_large:
+                self._shrink()
         if self.averages is not None:
             self.averages.update(step)
         return self.stepper.sums
@@ -487,7 +498,8 @@ class Trainer:
             raise UserError(
                 f"out of memory with {self.physical_batch_size} examples at once; nothing of this step was released. "
                 + (f"Try runtime.physical_batch_size={half}" if half else "Take a smaller model")
-            ) from None
+            )
+        self.stepper.clear()
         torch.cuda.empty_cache()
         self.physical_batch_size = half
         self.decisions.keep("physical_batch_size", half)
@@ -515,6 +527,9 @@ class Trainer:
             return UNTRIED
         if (known := self.decisions.get("physical_batch_size")) is None:
             stepper = self.stepper
+            if self.clipper is not None:
+                # some ways of clipping go back within a step alone; each step prepares anew, with a seed of its own
+                self.clipper.prepare(0, self._public_rows)
             size = size_for_task(
                 self.task, self.run.seed, self.losses, stepper.backward, stepper.parameters, self.device, self.expected_batch
             )  # fmt: skip

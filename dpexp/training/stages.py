@@ -151,8 +151,13 @@ class StageTrainer(Trainer):
             rematerialise=run.runtime.rematerialise, park=run.runtime.park, traffic=self.traffic,
         )  # fmt: skip
 
+    @property
+    def home(self) -> torch.device:
+        """The CPU: the device has room for a stage."""
+        return torch.device("cpu")
+
     def own_part(self, model: nn.Module) -> nn.Module:
-        """Keep the stage, after a look at the whole."""
+        """Keep the stage, after a look at the whole, and move it to the device."""
         self.shape = WholeModel(model, groups_of(model, self.run.clip), self.stages)
         return keep_stage(model, self.stage, self.stages).to(self.device)
 
@@ -187,7 +192,8 @@ class StageTrainer(Trainer):
 
     def states(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The whole model's, as one process would keep them: a run goes on with another number of stages, or none."""
-        own = (state.model_state(self.model), self._numbered()) if self.replica == 0 else ({}, {})
+        # a tensor of a GPU would come out on that GPU in every process
+        own = on_cpu((state.model_state(self.model), self._numbered())) if self.replica == 0 else ({}, {})
         model: dict[str, Tensor] = {}
         kept: dict[int, Any] = {}
         for tensors, moments in self.ranks.gather(own):
@@ -294,6 +300,15 @@ class StageTrainer(Trainer):
     def _numbered(self) -> dict[int, Any]:
         own = self.optimizer.state_dict()["state"]
         return {at: own[i] for i, at in enumerate(self._places()) if i in own}
+
+
+def on_cpu(value: Any) -> Any:
+    """Return dicts and tuples with their tensors on the CPU."""
+    if isinstance(value, dict):
+        return {name: on_cpu(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(on_cpu, value))
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def refuse_unstaged(run: RunConfig, task: Any, ranks: Ranks) -> None:

@@ -24,12 +24,14 @@ from torch import Tensor, nn
 
 from dpexp.clipping import Clipper, Report
 from dpexp.clipping.base import AnyClipper, Rows
+from dpexp.clipping.layouts import due
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
+from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
@@ -380,6 +382,18 @@ class Steps:
             if isinstance(value, plain) or (name != "params" and isinstance(value, Tensor))
         }
         self.ranks.agree(f"the optimizer in step {step}", settings)
+        if due(step + 1):
+            self.refuse_other_weights()
+
+    def refuse_other_weights(self) -> None:
+        """Raise `UserError` where whole weights are not those of all replicas: a loop has changed them on some processes alone."""
+        whole = [p for p in self.parameters if not is_sharded(p)]
+        if self.replicas.several and whole:
+            self.replicas.agree(
+                f"the checksum of the weights after step {self.taken} (a loop changes weights on all processes alike, or not at "
+                "all; the machines are of one kind)",
+                checksum(whole).hex(),
+            )
 
     def _of_all_ranks(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         """How many ranks, and on which machines, decides the order of additions: it makes a step what it is, to the last bit."""

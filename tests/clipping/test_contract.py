@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from torch.nn.utils import prune
 
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
+from dpexp.clipping.methods.coordinates import Coordinates
+from dpexp.clipping.methods.microbatches import MicrobatchClipper
+from dpexp.clipping.methods.projected import ProjectedClipper
+from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.roots import Roots
 from dpexp.errors import UserError
 from tests.clipping.test_engines import OURS, check, expected, naive
@@ -239,6 +244,24 @@ def test_a_weight_that_is_taken_out_of_its_module_after_attach_is_named(change: 
 def test_refused_at_attach(broken: nn.Module) -> None:
     with pytest.raises(ValueError):
         attach(broken)
+
+
+@pytest.mark.parametrize(
+    "clipper",
+    [
+        attach,
+        partial(VectorClipper, method=Coordinates()),
+        partial(ProjectedClipper, projections=2),
+        partial(MicrobatchClipper, size=2),
+    ],
+)
+def test_a_model_spread_over_devices_is_refused_by_name(clipper: Any) -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D, device="meta"))
+    with pytest.raises(UserError, match=r"0\.weight lies on cpu and 1\.weight on meta.*fully_shard"):
+        clipper(model)
+    # what is frozen may lie elsewhere
+    model[1].requires_grad_(False)
+    clipper(model)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,49 @@ for norm in (norms.ghost_norms(a, g)[0], norms.outer_norms(a, g)):
 print("agreed")
 """
 
+# its last rows lie more than 2^31 numbers behind its first; memory that nobody touches costs nothing
+FAR = """
+import torch
+from dpexp.clipping.kernels import norms
+T, apart = 70, 1 << 25
+memory = torch.empty(T * apart, dtype=torch.bfloat16)
+far = {"positions": memory.as_strided((1, T, 3), (0, apart, 1)), "features": memory.as_strided((1, 3, T), (0, 1, apart))}
+for name, x in far.items():
+    x.copy_(torch.randn(x.shape))
+    other = torch.randn(1, x.shape[1], 5).to(x.dtype)
+    expected = torch.bmm(other.double().mT, x.double()).square().sum((1, 2))
+    for pair in ((x, other), (other, x)):
+        for norm in (norms.ghost_norms(*pair)[0], norms.outer_norms(*pair)):
+            torch.testing.assert_close(norm.double(), expected, rtol=2e-5, atol=0)
+print("agreed")
+"""
+
 
 def test_interpreted_they_agree_with_float64():
     interpret(INTERPRETED)
+
+
+def test_interpreted_they_find_what_lies_far_apart():
+    interpret(FAR)
+
+
+@pytest.mark.parametrize("kernel", ["_ghost", "_outer"])
+def test_a_head_or_a_text_of_any_size_fits_into_the_grid(monkeypatch: pytest.MonkeyPatch, kernel: str):
+    """CUDA allows 65535 blocks along all axes but the first."""
+    from dpexp.clipping.kernels import norms
+
+    grids = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *arguments: None
+
+    monkeypatch.setattr(norms, kernel, Launched())
+    find = {"_ghost": norms.ghost_norms, "_outer": norms.outer_norms}[kernel]
+    for B, T, d, p in [(2, 20_000, 8, 8), (2, 8, 4096, 128_256), (70_000, 8, 8, 8)]:
+        find(torch.empty(B, T, d, device="meta"), torch.empty(B, T, p, device="meta"))
+    assert all(max(grid[1:], default=1) <= 65535 for grid in grids)
 
 
 @pytest.mark.parametrize("kernel", ["_ghost", "_outer"])

@@ -183,6 +183,18 @@ def test_losses_are_withheld_or_marked_and_epsilon_is_logged(tmp_path, show):
     assert all((0.5 < line.get("not_private/loss", 0) < 3) == show for line in history)
 
 
+@pytest.mark.parametrize("show", [False, True])
+def test_what_training_took_is_withheld_or_marked(tmp_path, show):
+    """Time and memory follow from how many rows were drawn."""
+    trainer = make(tmp_path, max_steps=2, skip_memory_metrics=False, named={"show_losses": show})
+    result = trainer.train()
+    logged = {name for line in trainer.state.log_history for name in line}
+    took = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_mem_cpu_peaked_delta"}
+    assert not took & logged
+    assert ({f"not_private/{name}" for name in took} <= logged) == show
+    assert not any(name.startswith("train_") for name in result.metrics) or show
+
+
 def test_epochs_evaluation_and_early_stopping_are_hugging_faces_own(tmp_path):
     class Stop(transformers.TrainerCallback):
         def on_evaluate(self, args, state, control, **named):

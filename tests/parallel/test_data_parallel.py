@@ -227,6 +227,35 @@ def test_processes_that_differ_are_refused(tmp_path: Path):
         assert len(ledger.read_text().splitlines() if ledger.exists() else []) == charged
 
 
+def moved_alone(ranks: Ranks, folder: Path, every: int) -> tuple[str, int]:
+    """Of a loop that writes to the weights of rank 1 behind the second step: what is said, and after how many steps."""
+    model = made(Case())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = PrivacyEngine(
+        model, optimizer, dataset("mlp"), folder=folder, batch_size=9, steps=20, noise_multiplier=1.0, delta=1e-3,
+        checkpoint_every=every,
+    )  # fmt: skip
+    with engine, pytest.raises(UserError) as caught:
+        for batch in engine.batches():
+            if engine.step(losses(Case(), model, batch)) and engine.steps_taken == 2 and not ranks.writes:
+                with torch.no_grad():
+                    next(model.parameters()).add_(1.0)
+    return str(caught.value), engine.steps_taken
+
+
+@pytest.mark.parametrize(("every", "noticed"), [(0, 15), (4, 4)])
+def test_weights_that_one_process_has_changed_are_noticed(tmp_path: Path, every: int, noticed: int):
+    """Where proofs are due, before anything of that step is charged; and before a checkpoint is written."""
+    (tmp_path / "ranks").mkdir()
+    folder = tmp_path / "run"
+    for said, taken in run_ranks(2, tmp_path / "ranks", moved_alone, folder, every):
+        assert f"the checksum of the weights after step {noticed} " in said
+        assert "of rank 1 differs from that of rank 0" in said
+        assert taken == noticed
+    assert len((folder / "ledger.jsonl").read_text().splitlines()) == noticed
+    assert json.loads((folder / "checkpoint" / "latest.json").read_text())["step"] == 0
+
+
 def configured(ranks: Ranks, folder: Path, private: bool):
     folder.mkdir(parents=True, exist_ok=True)
     noise = NumberedNoise()

@@ -54,6 +54,16 @@ def test_two_processes_with_shards_are_one(tmp_path: Path):
             check_same(found, expected, case)
 
 
+def beside_a_gpu(ranks: Ranks) -> set[str]:
+    """Kinds of devices over which a model on the CPU is cut, on a machine that has a GPU."""
+    torch._C._get_accelerator = lambda *arguments: torch.device("cuda")
+    return {p.device_mesh.device_type for p in shard(made(Case("gpt2"))).parameters()}
+
+
+def test_a_model_is_cut_where_it_lies(tmp_path: Path):
+    assert run_ranks(2, tmp_path, beside_a_gpu) == [{"cpu"}, {"cpu"}]
+
+
 def cut(model: nn.Module, **options) -> nn.Module:
     """As somebody shards a model by hand."""
     from torch.distributed.fsdp import fully_shard

@@ -4,11 +4,12 @@ import contextlib
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpexp import native, train
 from dpexp.config import compose, run_folder
@@ -16,7 +17,7 @@ from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
 from dpexp.pipeline.clipper import WholeModel
-from dpexp.training import release, stages
+from dpexp.training import loop, release, stages
 from dpexp.training.stages import refuse_unstaged
 from tests.parallel.pool import run_ranks
 from tests.pipeline.models import language_model
@@ -144,6 +145,68 @@ def test_a_run_goes_on_in_one_process(tmp_path: Path) -> None:
     expected = weights(alone)
     for key, tensor in weights(resumed).items():
         torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-5)
+
+
+class Cut(Exception):
+    """Ends a trainer that is being made."""
+
+
+def test_the_device_is_given_the_stage_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whose device holds no numbers at all: the whole model is never asked anything there."""
+    run = compose([*SMALL, *STAGED, "clip=nonprivate", "peft=lora"])
+    model, device, moved = language_model("gpt2", lora=True), torch.device("meta"), []
+
+    def kept(model: nn.Module, stage: int, stages: int) -> nn.Module:
+        moved.append({p.device.type for p in model.parameters()})
+        return model
+
+    def made(config: Any, parameters: Any) -> None:
+        moved.append({p.device.type for p in parameters})
+        raise Cut
+
+    monkeypatch.setattr(stages, "keep_stage", kept)
+    monkeypatch.setattr(stages, "refuse_unstaged", lambda *arguments: None)
+    monkeypatch.setattr(stages, "_groups", lambda *arguments: (None, None, ALONE))
+    monkeypatch.setattr(loop, "build_optimizer", made)
+    bundle: Any = SimpleNamespace(model=model)
+    others: dict[str, Any] = {
+        "keys": SimpleNamespace(draws=b""),
+        "signature": "",
+        "folder": tmp_path,
+        "metrics": None,
+    }
+    with pytest.raises(Cut):
+        stages.StageTrainer(
+            run, None, bundle, None, build=lambda: bundle, ranks=ALONE, steps=1, expected_batch=1.0, sampler=None,
+            device=device, **others,
+        )  # fmt: skip
+    assert moved == [{"cpu"}, {"meta"}]
+
+
+class OnGpu(Tensor):
+    """Lies elsewhere until it is asked for on the CPU."""
+
+    def cpu(self, *arguments: Any) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_processes_tell_each_other_tensors_of_the_cpu() -> None:
+    """One of a GPU opens that GPU in every process that reads it."""
+    trainer: Any = stages.StageTrainer.__new__(stages.StageTrainer)
+    trainer.model = nn.Linear(3, 2)
+    for name, p in trainer.model.named_parameters():
+        setattr(trainer.model, name, nn.Parameter(p.detach().as_subclass(OnGpu)))
+    trainer.optimizer, trainer.replica = torch.optim.Adam(trainer.model.parameters()), 0
+    trainer.names = [name for name, _ in trainer.model.named_parameters()]
+    trainer.model(torch.ones(1, 3)).sum().backward()
+    trainer.optimizer.step()
+    told: list[Any] = []
+    trainer.ranks = SimpleNamespace(gather=lambda own: told.append(own) or [own])
+    trainer.states()
+    ((model, moments),) = told
+    tensors = [*model.values(), *(tensor for each in moments.values() for tensor in each.values())]
+    assert len(tensors) == 8
+    assert {type(tensor) for tensor in tensors} == {Tensor}
 
 
 def in_replicas(ranks: Ranks, folder: Path) -> dict:

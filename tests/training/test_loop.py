@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -371,6 +372,26 @@ def test_an_automatic_size_shrinks_and_the_step_begins_again(tmp_path):
     assert trainer.ledger.steps_charged == 6
     run.runtime.physical_batch_size = "4"
     assert np.array_equal(weights(trainer), weights(run_to_end(tmp_path / "four", run)))
+
+
+def test_what_did_not_fit_is_let_go_before_the_step_begins_again(tmp_path, monkeypatch):
+    run = tiny_run(steps=1)
+    run.runtime.physical_batch_size = "auto"
+    trainer = make_trainer(tmp_path, run)
+    plain, failed, held = trainer.stepper.backward, [], []
+
+    def backward(losses, clip_scales=None):
+        held.append(sum(graph() is not None for graph in failed))
+        if len(failed) < 2:
+            failed.append(weakref.ref(losses))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(losses, clip_scales)
+
+    monkeypatch.setattr(trainer.stepper, "backward", backward)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(sum(g() is not None for g in failed)))
+    train(trainer)
+    assert len(failed) == 2
+    assert not any(held)
 
 
 def test_the_learning_rate_follows_its_schedule(tmp_path):

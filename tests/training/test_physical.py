@@ -9,6 +9,7 @@ from torch import nn
 from dpexp.errors import UserError
 from dpexp.training import physical
 from dpexp.training.physical import automatic_size, repeated
+from tests.training.tiny import make_trainer, tiny_run, train
 
 CPU = torch.device("cpu")
 
@@ -59,6 +60,26 @@ def test_on_a_gpu_it_doubles_until_the_memory_is_gone_and_keeps_a_reserve(monkey
     )
     assert found == expected
     assert parameter.grad is None
+
+
+@pytest.mark.parametrize("method", ["jl", "adaclip", "scaled", "ellipsoid", "embedding", "microbatch"])
+def test_every_way_of_clipping_goes_through_the_trial_of_a_gpu(tmp_path, monkeypatch, method):
+    run = tiny_run(steps=2, adaptive=False)
+    run.clip.name = run.clip.method = method
+    run.clip.groups, run.clip.projections, run.clip.basis, run.clip.public_examples = "flat", 4, 4, 12
+    run.clip.microbatch, run.engine.name, run.runtime.physical_batch_size = 5, "auto", "auto"
+    run.clip.allocation = "equal_budget" if method == "embedding" else "global"
+    if method == "jl":
+        run.accountant.name = "pld"
+
+    def as_on_a_gpu(forward, backward, parameters, device, expected_batch):
+        return physical._largest_on_gpu(forward, backward, parameters, 16)
+
+    monkeypatch.setattr(physical, "automatic_size", as_on_a_gpu)
+    trainer = make_trainer(tmp_path, run)
+    assert trainer.physical_batch_size == 16
+    train(trainer)
+    assert trainer.step == 2
 
 
 def test_when_not_even_one_example_fits_it_says_so(monkeypatch):

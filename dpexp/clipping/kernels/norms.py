@@ -5,6 +5,9 @@
 
 Every program writes the sum of its tile, and torch adds these up in a fixed order, whatever the scheduling. float32 is
 multiplied as float32. 16-bit inputs, which TF32 holds exactly, are multiplied as TF32 and added in float32.
+
+Examples and tiles lie along one axis of the grid, the only one that may be longer than 65535: a head of 128256 tokens has more
+tiles. Places are counted in 64 bits: one example's output gradient may have more than 2^31 numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ def _gram_tile(
     """``x[rows] @ x[columns]ᵀ`` of one example, ``[tile, tile]`` in float32."""
     total = tl.zeros((tile, tile), dtype=tl.float32)
     for start in range(0, features, depth):
-        f = start + tl.arange(0, depth)
+        f = (start + tl.arange(0, depth)).to(tl.int64)
         left = tl.load(
             x + rows[:, None] * stride_t + f[None, :] * stride_f,
             mask=(rows[:, None] < T) & (f[None, :] < features),
@@ -51,21 +54,22 @@ def _ghost(
     tile: tl.constexpr, depth: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """Tile (i, j) of both Gram matrices, multiplied and summed, with signs and without; symmetric, so j < i is left out."""
-    b = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) // tiles
-    j = tl.program_id(1) % tiles
+    number = tl.program_id(0)
+    b = (number // (tiles * tiles)).to(tl.int64)
+    i = number // tiles % tiles
+    j = number % tiles
     total = 0.0
     magnitude = 0.0
     if j >= i:
-        rows = i * tile + tl.arange(0, tile)
-        columns = j * tile + tl.arange(0, tile)
+        rows = (i * tile + tl.arange(0, tile)).to(tl.int64)
+        columns = (j * tile + tl.arange(0, tile)).to(tl.int64)
         inputs = _gram_tile(a + b * a_b, a_t, a_f, rows, columns, T, d, tile, depth, precision)
         outputs = _gram_tile(g + b * g_b, g_t, g_f, rows, columns, T, p, tile, depth, precision)
         times = tl.where(i == j, 1.0, 2.0)
         total = tl.sum(inputs * outputs) * times
         magnitude = tl.sum(tl.abs(inputs * outputs)) * times
-    tl.store(out + b * tiles * tiles + tl.program_id(1), total)
-    tl.store(magnitudes + b * tiles * tiles + tl.program_id(1), magnitude)
+    tl.store(out + number, total)
+    tl.store(magnitudes + number, magnitude)
 
 
 @triton.jit
@@ -74,12 +78,13 @@ def _outer(
     tile: tl.constexpr, depth: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """Tile (i, j) of ``sum_t g_t a_tᵀ``, squared and summed; ``across`` tiles cover the inputs."""
-    b = tl.program_id(0).to(tl.int64)
-    rows = (tl.program_id(1) // across) * tile + tl.arange(0, tile)
-    columns = (tl.program_id(1) % across) * tile + tl.arange(0, tile)
+    number = tl.program_id(0)
+    b = (number // tiles).to(tl.int64)
+    rows = ((number % tiles // across) * tile + tl.arange(0, tile)).to(tl.int64)
+    columns = ((number % tiles % across) * tile + tl.arange(0, tile)).to(tl.int64)
     total = tl.zeros((tile, tile), dtype=tl.float32)
     for start in range(0, T, depth):
-        t = start + tl.arange(0, depth)
+        t = (start + tl.arange(0, depth)).to(tl.int64)
         left = tl.load(
             g + b * g_b + t[None, :] * g_t + rows[:, None] * g_f,
             mask=(t[None, :] < T) & (rows[:, None] < p),
@@ -91,7 +96,7 @@ def _outer(
             other=0.0,
         )
         total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision=precision)
-    tl.store(out + b * tiles + tl.program_id(1), tl.sum(total * total))
+    tl.store(out + number, tl.sum(total * total))
 
 
 def ghost_norms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +114,7 @@ def ghost_norms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     sums, magnitudes = torch.empty(2, B, tiles * tiles, dtype=torch.float32, device=a.device)
     # Triton launches on the current device
     with torch.cuda.device_of(a):
-        _ghost[(B, tiles * tiles)](
+        _ghost[(B * tiles * tiles,)](
             a, g, sums, magnitudes, *a.stride(), *g.stride(), T, d, p, tiles, TILE, DEPTH, _precision(a)
         )
     return sums.sum(1).clamp_(min=0), magnitudes.sum(1)
@@ -122,7 +127,7 @@ def outer_norms(a: Tensor, g: Tensor) -> Tensor:
     tiles = across * triton.cdiv(p, TILE)
     sums = torch.empty(B, tiles, dtype=torch.float32, device=a.device)
     with torch.cuda.device_of(a):
-        _outer[(B, tiles)](
+        _outer[(B * tiles,)](
             a, g, sums, *a.stride(), *g.stride(), T, d, p, across, tiles, TILE, DEPTH, _precision(a)
         )
     return sums.sum(1)

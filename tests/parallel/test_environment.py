@@ -1,0 +1,70 @@
+"""Which GPU a process takes, by what its environment says; no GPU is needed to ask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpexp.errors import UserError
+from dpexp.parallel import environment, joined
+
+
+class Met(Exception):
+    """The process has chosen its GPU, and would wait for the others now."""
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the second of two processes on a machine, the numbers of the GPUs that it takes; it finds one GPU."""
+    numbers: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", numbers.append)
+
+    def met(*arguments: object, **named: object) -> None:
+        raise Met
+
+    monkeypatch.setattr(environment, "rendezvous", met)
+    here = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    for name in ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return numbers
+
+
+def test_a_task_that_was_given_one_gpu_takes_it(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with srun --gpus-per-task=1, where every task counts its GPUs from 0."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(Met), joined():
+        pass
+    assert chosen == [0]
+
+
+@pytest.mark.parametrize("told", [{}, {"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"}])
+def test_processes_that_share_one_gpu_are_refused(
+    chosen: list[int], monkeypatch: pytest.MonkeyPatch, told: dict[str, str]
+) -> None:
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="process 1 of this machine finds 1 GPUs"), joined():
+        pass
+    assert not chosen
+
+
+def test_a_numbered_gpu_is_for_one_process(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(UserError, match=r"cuda:1 names one GPU for all.*runtime\.device=cuda,"),
+        joined("cuda:1"),
+    ):
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with joined("cuda:1") as ranks:
+        assert not ranks.several
+    assert not chosen
