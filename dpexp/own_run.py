@@ -22,7 +22,7 @@ import yaml
 
 from dpexp.durable import kept_beside, read_json
 from dpexp.errors import UserError
-from dpexp.own_comparison import HEAD, comparison
+from dpexp.own_comparison import HEAD, comparison, repeated
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, decode_groups
 from dpexp.record import KNOWN
@@ -116,7 +116,8 @@ def main(arguments: list[str]) -> int:
         "--released", action="store_true", help="leave out what is not private, times and memory too"
     )
     given = parser.parse_args(arguments)
-    runs = [read(folder) for folder in given.folder]
+    # a folder that is named twice, or through a link, is one run
+    runs = list({run.folder.resolve(): run for run in map(read, given.folder)}.values())
     out = given.out or (runs[0].folder / "report" if len(runs) == 1 else Path("report"))
     print(f"written to {write(runs, out, released=given.released)}")
     return 0
@@ -319,10 +320,16 @@ _SERIES: dict[str, Any] = {
 def _compared(runs: list[OwnRun]) -> Iterator[str]:
     """The finished runs by configuration, where there are several."""
     finished = [run for run in runs if run.summary.get("status") == "finished"]
+    again = [finished[i] for i in repeated([run.settings for run in finished])]
+    finished = [run for run in finished if run not in again]
     if rows := comparison([run.summary for run in finished], [run.settings for run in finished]):
         lines = [f"<tr>{''.join(f'<th>{html.escape(name)}</th>' for name in HEAD)}</tr>"]
         lines += [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-        yield "<h2>By configuration</h2>\n<table>\n" + "\n".join(lines) + "\n</table>\n<h2>Run by run</h2>"
+        yield "<h2>By configuration</h2>\n<table>\n" + "\n".join(lines) + "\n</table>\n"
+        if again:
+            left = html.escape(", ".join(run.name for run in again))
+            yield f"<p>Left out, because a run before it has the same configuration and seed: {left}.</p>"
+        yield "<h2>Run by run</h2>"
 
 
 def _table(runs: list[OwnRun], released: bool) -> str:
