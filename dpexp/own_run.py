@@ -27,6 +27,7 @@ from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, decode_groups
 from dpexp.record import KNOWN
 from dpexp.reproduce.drawing import draw, lines
+from dpexp.statement import with_choice
 from dpexp.usage import shipped
 
 # moments of a run at which ε is computed
@@ -68,6 +69,12 @@ class OwnRun:
     def filtered(self) -> bool:
         """Whether a Rényi filter ended the run: ε is then that of its budget, which the record holds."""
         return bool(self.summary.get("privacy", {}).get("filtered"))
+
+    def named(self, accountant: str) -> str:
+        """An accountant as the page calls it: by shuffled batches none of them gives a guarantee, and gdp never does."""
+        parts = (self.summary.get("privacy"), self.settings.get("privacy"))
+        shuffled = "shuffle" in [part.get("sampling") for part in parts if isinstance(part, dict)]
+        return f"{accountant} (not a guarantee)" if shuffled or accountant == "gdp" else accountant
 
     @cached_property
     def epsilons(self) -> tuple[list[int], dict[str, list[float]]]:
@@ -243,7 +250,7 @@ def _figures(runs: list[OwnRun], out: Path) -> Iterator[tuple[str, str]]:
             (_label(runs, run, label), x, y)
             for run in runs
             for label, x, y in _SERIES[name](run)
-            if len(x) and not (name == "epsilon" and len(runs) > 2 and label != run.accountant)
+            if len(x) and not (name == "epsilon" and len(runs) > 2 and label != run.named(run.accountant))
         ]
         if not series:
             continue
@@ -271,11 +278,7 @@ def _epsilon_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]
     steps, found = run.epsilons
     for name, values in found.items():
         kept = [(x, y) for x, y in zip(steps, values, strict=True) if y == y and y != float("inf")]
-        yield _named(name), [x for x, _ in kept], [y for _, y in kept]
-
-
-def _named(accountant: str) -> str:
-    return f"{accountant} (not a guarantee)" if accountant == "gdp" else accountant
+        yield run.named(name), [x for x, _ in kept], [y for _, y in kept]
 
 
 def _dev_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]:
@@ -371,12 +374,14 @@ def _facts(run: OwnRun, released: bool) -> dict[str, str]:
         facts["δ"] = f"{run.delta:.3g}"
     steps, spent = run.epsilons
     if steps:
-        facts |= {f"ε by {_named(name)}": f"{values[-1]:.4f}" for name, values in spent.items()}
+        facts |= {f"ε by {run.named(name)}": f"{values[-1]:.4f}" for name, values in spent.items()}
     elif run.filtered:
         budget = summary["privacy"]["epsilon"]
         facts |= {
-            f"ε by {_named(name)}": f"{value:.4f}" for name, value in budget.items() if value is not None
+            f"ε by {run.named(name)}": f"{value:.4f}" for name, value in budget.items() if value is not None
         }
+    if (tuned := with_choice(summary.get("privacy", {}))) is not None:
+        facts["ε with tuning"] = f"{tuned[1]:.4f} by {run.named(tuned[0])}"
     facts |= {name: f"{value:.4g}" for name, value in summary.get("metrics", {}).items()}
     for name, value in summary.get("performance", {}).items():
         if released and name not in KNOWN:
