@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from dpexp.durable import kept_beside, read_json
+from dpexp.durable import json_lines, kept_beside, read_json
 from dpexp.errors import UserError
 from dpexp.own_comparison import HEAD, comparison, repeated
 from dpexp.privacy import accountants
@@ -148,7 +148,7 @@ def read(folder: Path) -> OwnRun:
             f"{folder} is no folder of a run: give one that holds ledger.jsonl or summary.json, "
             "runs/TASK/SIGNATURE/seed0 for example"
         )
-    logged = list(_json_lines(folder / "metrics.jsonl"))
+    logged = list(json_lines(folder / "metrics.jsonl"))
     delta = summary.get("privacy", {}).get("delta") or settings.get("delta")
     return OwnRun(
         name="/".join(folder.resolve().parts[-3:]),
@@ -204,22 +204,9 @@ def _of_groups(encoded: str, count: int) -> list[tuple[Any, int]]:
 
 def _charges(path: Path) -> Iterator[tuple[str, float]]:
     """Events and times of a ledger, 0 in a strict release. Its signature is not checked: a finished run has deleted the key."""
-    for line in _json_lines(path):
+    for line in json_lines(path):
         if "event" in line:
             yield json.dumps(line["event"], sort_keys=True), float(line.get("time") or 0.0)
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file that are complete; a torn last one is what a crash leaves."""
-    if not path.is_file():
-        return
-    for line in path.read_bytes().splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
 
 
 def _settings(folder: Path) -> dict[str, Any]:
