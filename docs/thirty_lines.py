@@ -9,23 +9,27 @@ from dpexp import PrivacyEngine
 
 
 def train(folder, examples=2000, batch=200, steps=60, epsilon=3.0, clip_norm=1.0):
-    x = torch.randn(examples, 20, generator=torch.Generator().manual_seed(0))  # your private data
+    x = torch.randn(examples + 500, 20, generator=torch.Generator().manual_seed(0))  # your data
     y = (x[:, 0] + x[:, 1] > 0).long()
+    private, dev = (
+        (x[:examples], y[:examples]),
+        (x[examples:], y[examples:]),
+    )  # dev is public: nothing protects it
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     with PrivacyEngine(
-        model, optimizer, TensorDataset(x, y), folder=folder,
+        model, optimizer, TensorDataset(*private), folder=folder,
         batch_size=batch, steps=steps, epsilon=epsilon, delta="half_over_n", clip_norm=clip_norm,
     ) as engine:  # fmt: skip
         for features, labels in engine.batches(physical_batch_size=64):
             losses = F.cross_entropy(model(features), labels, reduction="none")  # one loss per example
             engine.step(losses)  # clips; at the end of a batch: ledger, noise, optimizer
 
-    accuracy = (model(x).argmax(1) == y).float().mean().item()
+    accuracy = (model(dev[0]).argmax(1) == dev[1]).float().mean().item()
     return accuracy, engine.epsilon("rdp"), engine.epsilon("pld")
 
 
 if __name__ == "__main__":
     accuracy, rdp, pld = train("runs/thirty_lines")
-    print(f"training accuracy {accuracy:.3f} at epsilon {rdp:.3f} (RDP), {pld:.3f} (PLD), delta 1/(2N)")
+    print(f"accuracy on public data {accuracy:.3f} at epsilon {rdp:.3f} (RDP), {pld:.3f} (PLD), delta 1/(2N)")

@@ -307,8 +307,11 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return UserError(f"{mark.name}, line {mark.line + 1}: this is no YAML: {error.problem}")
     if isinstance(error, OverrideParseException):
+        name, _, given = str(error.override).partition("=")
+        # once for the shell and once for Hydra, which reads lists and mappings as they are
+        quoted = f""": '{name}="{given}"'""" if given and not re.search(r"""^[\[{]|['"]""", given) else ""
         return UserError(
-            f"cannot read {error.override!r}: write KEY=VALUE, and quote values that hold special characters"
+            f"cannot read {error.override!r}: write KEY=VALUE, and quote values that hold special characters twice{quoted}"
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")

@@ -103,6 +103,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file that are complete; a torn last one is what a crash leaves."""
+    if not path.is_file():
+        return
+    for line in path.read_bytes().splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
 def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values of nested dicts."""
     for key, value in settings.items():

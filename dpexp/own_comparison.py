@@ -12,6 +12,7 @@ from typing import Any
 
 from dpexp.durable import flattened
 from dpexp.reproduce.documents import number
+from dpexp.reproduce.records import ELSEWHERE
 from dpexp.reproduce.statistics import Comparison, against, interval, mean_std
 
 # of the metric's own unit
@@ -30,7 +31,8 @@ HEAD = (
 # what differs between repetitions of one configuration, or says nothing about it
 REPETITION = (
     "seed",
-    "runtime.",
+    # precision is not among them: bf16 is no second seed of fp32
+    *(name for name in ELSEWHERE if name.startswith("runtime.")),
     "tracker.",
     "trials",
     "data.cache",
@@ -67,12 +69,25 @@ def by_configuration(settings: Sequence[Settings]) -> dict[str, list[int]]:
     return found
 
 
+def repeated(settings: Sequence[Settings]) -> list[int]:
+    """Number the runs whose configuration and seed an earlier one has: they are no second measurement.
+
+    Args:
+        settings: of each run, nested.
+    """
+    found = []
+    for runs in by_configuration(settings).values():
+        seeds = [settings[i].get("seed") for i in runs]
+        found += [i for at, i in enumerate(runs) if seeds[at] in seeds[:at]]
+    return sorted(found)
+
+
 def comparison(summaries: Sequence[Mapping[str, Any]], settings: Sequence[Settings]) -> list[Row]:
     """Compare finished runs, a row for each metric and configuration, with the columns `HEAD`.
 
     Args:
         summaries: of each run, see `dpexp.record`.
-        settings: of each run.
+        settings: of each run; no two of one configuration and seed (`repeated`).
 
     Returns:
         No rows for fewer than two runs, or of different tasks.

@@ -20,13 +20,14 @@ from typing import Any
 
 import yaml
 
-from dpexp.durable import kept_beside, read_json
+from dpexp.durable import json_lines, kept_beside, read_json
 from dpexp.errors import UserError
-from dpexp.own_comparison import HEAD, comparison
+from dpexp.own_comparison import HEAD, comparison, repeated
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, decode_groups
 from dpexp.record import KNOWN
 from dpexp.reproduce.drawing import draw, lines
+from dpexp.statement import with_choice
 from dpexp.usage import shipped
 
 # moments of a run at which ε is computed
@@ -68,6 +69,12 @@ class OwnRun:
     def filtered(self) -> bool:
         """Whether a Rényi filter ended the run: ε is then that of its budget, which the record holds."""
         return bool(self.summary.get("privacy", {}).get("filtered"))
+
+    def named(self, accountant: str) -> str:
+        """An accountant as the page calls it: by shuffled batches none of them gives a guarantee, and gdp never does."""
+        parts = (self.summary.get("privacy"), self.settings.get("privacy"))
+        shuffled = "shuffle" in [part.get("sampling") for part in parts if isinstance(part, dict)]
+        return f"{accountant} (not a guarantee)" if shuffled or accountant == "gdp" else accountant
 
     @cached_property
     def epsilons(self) -> tuple[list[int], dict[str, list[float]]]:
@@ -116,7 +123,8 @@ def main(arguments: list[str]) -> int:
         "--released", action="store_true", help="leave out what is not private, times and memory too"
     )
     given = parser.parse_args(arguments)
-    runs = [read(folder) for folder in given.folder]
+    # a folder that is named twice, or through a link, is one run
+    runs = list({run.folder.resolve(): run for run in map(read, given.folder)}.values())
     out = given.out or (runs[0].folder / "report" if len(runs) == 1 else Path("report"))
     print(f"written to {write(runs, out, released=given.released)}")
     return 0
@@ -140,7 +148,7 @@ def read(folder: Path) -> OwnRun:
             f"{folder} is no folder of a run: give one that holds ledger.jsonl or summary.json, "
             "runs/TASK/SIGNATURE/seed0 for example"
         )
-    logged = list(_json_lines(folder / "metrics.jsonl"))
+    logged = list(json_lines(folder / "metrics.jsonl"))
     delta = summary.get("privacy", {}).get("delta") or settings.get("delta")
     return OwnRun(
         name="/".join(folder.resolve().parts[-3:]),
@@ -196,22 +204,9 @@ def _of_groups(encoded: str, count: int) -> list[tuple[Any, int]]:
 
 def _charges(path: Path) -> Iterator[tuple[str, float]]:
     """Events and times of a ledger, 0 in a strict release. Its signature is not checked: a finished run has deleted the key."""
-    for line in _json_lines(path):
+    for line in json_lines(path):
         if "event" in line:
             yield json.dumps(line["event"], sort_keys=True), float(line.get("time") or 0.0)
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file that are complete; a torn last one is what a crash leaves."""
-    if not path.is_file():
-        return
-    for line in path.read_bytes().splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -242,7 +237,7 @@ def _figures(runs: list[OwnRun], out: Path) -> Iterator[tuple[str, str]]:
             (_label(runs, run, label), x, y)
             for run in runs
             for label, x, y in _SERIES[name](run)
-            if len(x) and not (name == "epsilon" and len(runs) > 2 and label != run.accountant)
+            if len(x) and not (name == "epsilon" and len(runs) > 2 and label != run.named(run.accountant))
         ]
         if not series:
             continue
@@ -270,11 +265,7 @@ def _epsilon_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]
     steps, found = run.epsilons
     for name, values in found.items():
         kept = [(x, y) for x, y in zip(steps, values, strict=True) if y == y and y != float("inf")]
-        yield _named(name), [x for x, _ in kept], [y for _, y in kept]
-
-
-def _named(accountant: str) -> str:
-    return f"{accountant} (not a guarantee)" if accountant == "gdp" else accountant
+        yield run.named(name), [x for x, _ in kept], [y for _, y in kept]
 
 
 def _dev_series(run: OwnRun) -> Iterator[tuple[str, list[int], list[float]]]:
@@ -319,10 +310,16 @@ _SERIES: dict[str, Any] = {
 def _compared(runs: list[OwnRun]) -> Iterator[str]:
     """The finished runs by configuration, where there are several."""
     finished = [run for run in runs if run.summary.get("status") == "finished"]
+    again = [finished[i] for i in repeated([run.settings for run in finished])]
+    finished = [run for run in finished if run not in again]
     if rows := comparison([run.summary for run in finished], [run.settings for run in finished]):
         lines = [f"<tr>{''.join(f'<th>{html.escape(name)}</th>' for name in HEAD)}</tr>"]
         lines += [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-        yield "<h2>By configuration</h2>\n<table>\n" + "\n".join(lines) + "\n</table>\n<h2>Run by run</h2>"
+        yield "<h2>By configuration</h2>\n<table>\n" + "\n".join(lines) + "\n</table>\n"
+        if again:
+            left = html.escape(", ".join(run.name for run in again))
+            yield f"<p>Left out, because a run before it has the same configuration and seed: {left}.</p>"
+        yield "<h2>Run by run</h2>"
 
 
 def _table(runs: list[OwnRun], released: bool) -> str:
@@ -364,12 +361,14 @@ def _facts(run: OwnRun, released: bool) -> dict[str, str]:
         facts["δ"] = f"{run.delta:.3g}"
     steps, spent = run.epsilons
     if steps:
-        facts |= {f"ε by {_named(name)}": f"{values[-1]:.4f}" for name, values in spent.items()}
+        facts |= {f"ε by {run.named(name)}": f"{values[-1]:.4f}" for name, values in spent.items()}
     elif run.filtered:
         budget = summary["privacy"]["epsilon"]
         facts |= {
-            f"ε by {_named(name)}": f"{value:.4f}" for name, value in budget.items() if value is not None
+            f"ε by {run.named(name)}": f"{value:.4f}" for name, value in budget.items() if value is not None
         }
+    if (tuned := with_choice(summary.get("privacy", {}))) is not None:
+        facts["ε with tuning"] = f"{tuned[1]:.4f} by {run.named(tuned[0])}"
     facts |= {name: f"{value:.4g}" for name, value in summary.get("metrics", {}).items()}
     for name, value in summary.get("performance", {}).items():
         if released and name not in KNOWN:

@@ -1,7 +1,7 @@
 """What a record and a model's card say of privacy: the numbers, and in sentences what a reader of them must know."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dp_accounting import DpEvent
@@ -140,6 +140,16 @@ def _with_tuning(
         values = [one[name] for one in found]
         worst[name] = None if None in values else _finite(max(value for value in values if value is not None))
     return worst
+
+
+def with_choice(privacy: Mapping[str, Any]) -> tuple[str, float] | None:
+    """ε of a record with the choice among its trials, and by which accountant; None where it has none.
+
+    Of a random number of trials rdp alone has a price.
+    """
+    tuned = privacy.get("epsilon_with_tuning") or {}
+    names = dict.fromkeys((privacy.get("accountant"), "rdp"))
+    return next(((str(name), tuned[name]) for name in names if tuned.get(name) is not None), None)
 
 
 def _about_data(notes: Sequence[str]) -> list[str]:

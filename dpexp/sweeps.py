@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -83,6 +85,20 @@ def _exit_behind(error: BaseException | None) -> SystemExit | None:
     while error is not None and not isinstance(error, SystemExit):
         error = error.__cause__ or error.__context__
     return error
+
+
+def expanded(override: str) -> list[str]:
+    """The values that ``-m`` gives to a setting, as an override each: of ``a,b``, ``choice``, ``range``, ``glob``.
+
+    What Hydra cannot read, or leaves to a search (``interval``), stays as it is: who composes it is told.
+    """
+    try:
+        (parsed,) = OverridesParser.create().parse_overrides([override])
+        if parsed.is_discrete_sweep():
+            return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+    except HydraException:
+        pass
+    return [override]
 
 
 def _is_strict(config: DictConfig) -> bool:

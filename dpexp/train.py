@@ -4,6 +4,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from dpexp import provenance, record, siblings, statement
 from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
+from dpexp.declared import declared_units
 from dpexp.durable import flattened, write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
@@ -130,6 +132,15 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
 
     task = by_user(run, task)
     ranks.agree("who gave which rows", task.data.sha256)
+
+    # the batch of a file that was not counted (scale=own) may be more than there is
+    if declared_units(run) is None and run.optim.batch_size > task.num_examples:
+        console.print(
+            f"note: optim.batch_size={run.optim.batch_size:g} is more than the {task.num_examples} {run.unit.name}s that were "
+            "counted: every step takes all of them. data.num_examples=N makes the settings of scale=own follow from N",
+            markup=False,
+        )
+        run = replace(run, optim=replace(run.optim, batch_size=float(task.num_examples)))
 
     # What is guaranteed.
     batch = run.optim.batch_size

@@ -2,10 +2,11 @@
 
 Usage: python scripts/run_queue.py LIST [--keep] [--to FOLDER] [--fork] [--list] [--only WORD] [-- SETTING=VALUE ...]
 
-A line of LIST is a command as the tables print it, `python -m dpexp.train task=sst2 seed=0,1,2 -m` or `dpexp.audit`; each seed
-is a job of its own. `#` begins a comment. The settings behind `--` go to every job (runtime=cpu). Ctrl-C, or SIGTERM, stops
-after the step in progress; the same command goes on from there. A list is read once: what is added needs a new start. With
---fork a job is a copy of this process, which has imported its libraries already: for hundreds of jobs of a few seconds.
+A line of LIST is a command as the tables print it, `python -m dpexp.train task=sst2 seed=0,1,2 -m` or `dpexp.audit`; each
+point of a grid is a job of its own (a,b and choice(a,b) and range(0,3), as with Hydra's -m). `#` begins a comment. The
+settings behind `--` go to every job (runtime=cpu). Ctrl-C, or SIGTERM, stops after the step in progress; the same command
+goes on from there. A list is read once: what is added needs a new start. With --fork a job is a copy of this process, which
+has imported its libraries already: for hundreds of jobs of a few seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,12 @@ sys.path.insert(0, str(ROOT))
 
 from dpexp.audit import AuditConfig, audit_folder  # noqa: E402
 from dpexp.config import RunConfig, compose, run_folder, to_dict  # noqa: E402
-from dpexp.declared import declared_num_examples  # noqa: E402
+from dpexp.declared import declared_units  # noqa: E402
+from dpexp.durable import json_lines  # noqa: E402
 from dpexp.errors import UserError  # noqa: E402
 from dpexp.provenance import git_state  # noqa: E402
 from dpexp.reproduce.records import Record  # noqa: E402
+from dpexp.sweeps import expanded  # noqa: E402
 
 PROGRAMS: dict[str, Any] = {"train": (RunConfig, run_folder), "audit": (AuditConfig, audit_folder)}
 INTERRUPTED = 130
@@ -66,12 +70,13 @@ class Job:
         return Path(PROGRAMS[self.program][1](self.run))
 
     @property
-    def examples(self) -> float:
-        """How many it processes: what its time is estimated from."""
+    def examples(self) -> float | None:
+        """How many it processes: what its time is estimated from. None where the file is counted when it runs."""
         optim = self.run.optim
         if optim.steps is not None:
             return float(optim.steps) * optim.batch_size
-        return float(optim.epochs) * declared_num_examples(self.run)
+        total = declared_units(self.run)
+        return None if total is None else float(optim.epochs) * total
 
     def summary(self, results: Path) -> dict[str, Any] | None:
         """Of the finished run: in its folder, or among the kept records, wherever it was computed."""
@@ -98,9 +103,8 @@ class Job:
 
     def step(self) -> int:
         """The last one that its log holds; 0 before it begins."""
-        log = self.folder / "metrics.jsonl"
-        lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+        steps = [int(line["step"]) for line in json_lines(self.folder / "metrics.jsonl") if "step" in line]
+        return steps[-1] if steps else 0
 
 
 def _science(record: Record) -> str:
@@ -137,9 +141,10 @@ def read(text: str, more: tuple[str, ...] = ()) -> list[Job]:
         if words[0] != "python" or len(words) < 2 or words[1].removeprefix("dpexp.") not in PROGRAMS:
             raise UserError(f"line {number}: {line.strip()}: write python -m dpexp.train … or dpexp.audit …")
         overrides = [*words[2:], *more]
-        given = [word.removeprefix("seed=").split(",") for word in overrides if word.startswith("seed=")]
-        for seed in given[-1] if given else ["0"]:
-            alone = (*(word for word in overrides if not word.startswith("seed=")), f"seed={seed}")
+        # a seed behind -- wins
+        seed = [word for word in ["seed=0", *overrides] if word.startswith("seed=")][-1]
+        settings = [*(word for word in overrides if not word.startswith("seed=")), seed]
+        for alone in product(*map(expanded, settings)):
             job = Job(words[1].removeprefix("dpexp."), alone)
             try:
                 _ = job.run
@@ -151,9 +156,13 @@ def read(text: str, more: tuple[str, ...] = ()) -> list[Job]:
 
 def rate(done: Mapping[Job, dict[str, Any] | None], like: Job) -> float | None:
     """Examples per second of the finished jobs with this task and model, else of all; None before there is one."""
-    timed = [(job, summary["wall_s"]) for job, summary in done.items() if summary and summary.get("wall_s")]
-    alike = [pair for pair in timed if _kind(pair[0]) == _kind(like)] or timed
-    return sum(job.examples for job, _ in alike) / sum(s for _, s in alike) if alike else None
+    timed = [
+        (job, job.examples, summary["wall_s"])
+        for job, summary in done.items()
+        if summary and summary.get("wall_s") and job.examples is not None
+    ]
+    alike = [one for one in timed if _kind(one[0]) == _kind(like)] or timed
+    return sum(count for _, count, _ in alike) / sum(s for *_, s in alike) if alike else None
 
 
 def _kind(job: Job) -> tuple[str, str, str]:
@@ -176,9 +185,9 @@ def table(jobs: list[Job], failed: set[Job], running: Job | None, results: Path)
             found = summary["metrics"].get(metric)
             row = ["done", "" if found is None else f"{metric} {found:.4g}", _hours(summary.get("wall_s"))]
         else:
-            speed = rate(done, job)
-            rest = max(0.0, job.examples - step * job.run.optim.batch_size)
-            eta = rest / speed if speed else None
+            speed, total = rate(done, job), job.examples
+            rest = None if total is None else max(0.0, total - step * job.run.optim.batch_size)
+            eta = rest / speed if speed and rest is not None else None
             left = None if left is None or eta is None else left + eta
             state = (
                 "failed" if job in failed else "running" if job == running else "begun" if step else "waiting"

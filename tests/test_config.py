@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shlex
 from pathlib import Path
 
 import hydra
@@ -13,9 +14,10 @@ from dpexp.config import compose, conf_dir, signature, to_dict
 from dpexp.declared import declared_num_examples
 from dpexp.privacy.accountants import epsilon
 from dpexp.schemas import CHOICES, RunConfig
-from dpexp.training.planning import budget_groups, build_plan
+from dpexp.training.planning import budget_groups, build_plan, number_of_steps
 
 JOB = ("task=sst2", "clip=adaptive_perlayer")
+OWN_PAGE = Path(__file__).parents[1] / "docs" / "own_data.md"
 SCALES = ("paper", "small", "demo")
 OWN_DATA = (
     "data.train=rows.csv",
@@ -256,3 +258,26 @@ def test_jobs_that_differ_in_numbers_share_one_composition():
     found.append(compose(["task=mnist", "clip=flat", "scale=demo", "seed=2", "trials=3", "optim.lr=0.25"]))
     assert composing._chosen.cache_info().misses == before
     assert [(run.seed, run.trials, run.optim.lr) for run in found] == [(1, 1, 0.5), (2, 3, 0.25)]
+
+
+def test_the_prompt_that_the_documents_print_can_be_copied():
+    (row,) = [
+        line for line in OWN_PAGE.read_text(encoding="utf-8").splitlines() if "task=text_infilling" in line
+    ]
+    words = shlex.split(row.split("|")[2].strip(" `"))
+    labels = "task.labels=[bad,good]"
+    run = compose([*words, "scale=own", "clip=flat", *OWN_DATA[:-1], labels])
+    assert run.task.template == "<S1> It was [MASK] ."
+
+
+# Settings that follow from N
+
+
+@pytest.mark.parametrize("task", ["text_classification", "images", "custom"])
+@pytest.mark.parametrize(("unit", "count"), [((), 600), (("unit=user", "unit.size=2"), 300)])
+def test_own_data_makes_300_steps_of_batches_that_follow_from_what_is_protected(task, unit, count):
+    job = [f"task={task}", "scale=own", "clip=flat", *TASK_NEEDS[task], "data.num_examples=600", *unit]
+    run = compose(job)
+    assert run.optim.batch_size == {600: 256, 300: 128}[count]
+    # epochs have two digits
+    assert number_of_steps(run, count) == pytest.approx(300, rel=0.05)

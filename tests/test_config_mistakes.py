@@ -38,6 +38,7 @@ MISTAKES = {
     # values that can't be
     "optim.lr=abc": "optim.lr=abc is not a number: write it out, such as 0.004",
     "optim.lr=[1": "cannot read 'optim.lr=[1'",
+    "task.template=<S1> It was [MASK] .": """characters twice: 'task.template="<S1> It was [MASK] ."'""",
     "optim.lr=null": "optim.lr=null: this setting needs a value",
     "optim.lr=-1": "optim.lr=-1.0 must be above 0",
     "optim.lr=nan": "optim.lr=nan is not a finite number",

@@ -76,3 +76,29 @@ def test_the_page_has_them(tmp_path: Path) -> None:
     page = (tmp_path / "page" / "index.html").read_text()
     assert "<h2>By configuration</h2>" in page
     assert "<td>clip.name=layer</td><td>3</td><td>2.99</td><td>0.86 ± 0.02</td>" in page
+
+
+def _folder(parent: Path, name: str, accuracy: float, **settings: Any) -> Path:
+    folder = parent / "sst2" / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "summary.json").write_text(json.dumps(_summary(accuracy)))
+    return folder
+
+
+def test_one_run_is_counted_once(tmp_path: Path) -> None:
+    first, second = (_folder(tmp_path, f"run{seed}", 0.8 + seed / 50, seed=seed) for seed in (0, 1))
+    (link := tmp_path / "link").symlink_to(first)
+    again = _folder(tmp_path, "again", 0.8, seed=0, runtime={"threads": 2})
+    out = tmp_path / "page"
+    assert report(["run", *map(str, (first, first, link, second, again)), "--out", str(out)]) == 0
+    page = (out / "index.html").read_text()
+    assert page.count("<th>status</th><td>finished</td><td>finished</td><td>finished</td></tr>") == 1
+    assert "<td>all</td><td>2</td><td>2.99</td><td>0.81 ± 0.014</td>" in page
+    assert "a run before it has the same configuration and seed: " in page
+    assert "sst2/again." in page
+
+
+def test_another_precision_is_another_configuration() -> None:
+    made = [{"seed": 0, "runtime": {"precision": name, "device": name}} for name in ("fp32", "bf16")]
+    assert list(by_configuration(made)) == ["runtime.precision=fp32", "runtime.precision=bf16"]

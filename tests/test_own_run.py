@@ -124,3 +124,26 @@ def test_of_a_run_that_a_filter_ended_the_budget_is_shown_and_nothing_else(tmp_p
     assert "<tr><th>ε by rdp</th><td>7.7500</td></tr>" in page
     assert "ε by pld" not in page
     assert not list((folder / "report").glob("epsilon.*"))
+
+
+def test_by_shuffled_batches_no_accountant_gives_a_guarantee(tmp_path: Path) -> None:
+    """Not by a record, nor by the settings of a run that has none yet."""
+    folders = [_run(tmp_path / name / "seed0") for name in ("a", "b", "c")]
+    record = {"privacy": {"delta": DELTA, "sampling": "shuffle"}, "task": "mnist"}
+    for folder in folders:
+        (folder / "summary.json").write_text(json.dumps(record))
+    (folders[1] / "summary.json").write_text(json.dumps({"privacy": {"delta": DELTA}}))
+    (folders[1] / "config.yaml").write_text("{privacy: {sampling: shuffle}, accountant: {name: pld}}")
+    main([*map(str, folders), "--out", str(tmp_path / "page")])
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert page.count("<th>ε by ") == page.count(" (not a guarantee)</th>") == 4
+    assert 'src="epsilon.svg"' in page
+
+
+def test_the_choice_among_trials_is_in_the_table_where_there_was_one(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a")
+    tuned = {"rdp": 5.4321, "gdp": None, "prv": None, "pld": None}
+    privacy = {"delta": DELTA, "accountant": "pld", "epsilon_with_tuning": tuned}
+    (folder / "summary.json").write_text(json.dumps({"privacy": privacy}))
+    main([str(folder)])
+    assert "<th>ε with tuning</th><td>5.4321 by rdp</td>" in (folder / "report" / "index.html").read_text()

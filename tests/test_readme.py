@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -70,6 +71,20 @@ def test_the_loop_shown_is_one_that_runs(tmp_path: Path) -> None:
     (shown,) = [line for line in README.splitlines() if line.startswith("ε = ")]
     assert said[0].startswith(shown.partition(";")[0])  # the accuracy depends on the secret noise
     assert said[0] == said[1], "the same script again finds its run finished"
+
+
+def test_what_is_shown_beside_epsilon_was_measured_on_public_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = runpy.run_path(str(ROOT / "docs" / "examples" / "quick_start.py"))
+    private, public = (
+        {tuple(row.tolist()) for row in rows} for rows in (names["dataset"].tensors[0], names["dev_x"])
+    )
+    assert public
+    assert private.isdisjoint(public)
+    assert names["accuracy"] == (names["model"](names["dev_x"]).argmax(1) == names["dev_y"]).float().mean()
+    assert "model(dev[0])" in (ROOT / "docs" / "thirty_lines.py").read_text(encoding="utf-8")
 
 
 def test_hugging_face_s_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dpexp.errors import UserError
-from scripts.run_queue import read, table
+from scripts.run_queue import rate, read, table
 from tests.commands import called
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "run_queue.py"
@@ -52,6 +52,34 @@ def test_each_seed_is_a_job():
     assert [job.run.seed for job in jobs] == [3, 5]
     assert all(job.overrides[-2:] == ("runtime=cpu", f"seed={job.run.seed}") for job in jobs)
     assert jobs[0].examples == 2 * jobs[0].run.optim.batch_size
+
+
+def test_each_point_of_a_grid_is_a_job():
+    jobs = read(f"{DEMO} optim.steps=2 'optim.lr=choice(0.1,0.2)' 'seed=range(0,2)' -m\n")
+    assert [(job.run.optim.lr, job.run.seed) for job in jobs] == [(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)]
+    assert [job.run.seed for job in read(f"{DEMO} optim.steps=2 seed=3,5 -m", ("seed=7",))] == [7]
+    with pytest.raises(UserError, match=r"line 1: .*interval"):
+        read(f"{DEMO} 'optim.lr=interval(0,1)' -m")
+
+
+def test_a_step_is_the_last_whole_line_of_a_log(tmp_path: Path):
+    (job,) = read(f"{DEMO} optim.steps=9 runtime.runs_dir={tmp_path}")
+    assert job.step() == 0
+    job.folder.mkdir(parents=True)
+    (job.folder / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4, "lo', encoding="utf-8")
+    assert job.step() == 3
+    assert "1 begun" in str(table([job], set(), None, tmp_path).title)
+
+
+def test_a_file_that_nobody_has_counted_takes_unknown_hours(tmp_path: Path):
+    uncounted, known = read(
+        "python -m dpexp.train task=text_classification scale=own clip=nonprivate privacy=none data.train=rows.csv "
+        "data.text=words data.label=kind\n"
+        f"{DEMO} optim.steps=2"
+    )
+    assert uncounted.examples is None
+    assert "2 waiting; ? h left" in str(table([uncounted, known], set(), None, tmp_path).title)
+    assert rate({uncounted: {"wall_s": 5.0}, known: {"wall_s": 2.0}}, known) == known.examples / 2
 
 
 def test_an_evaluation_without_training_is_a_job():

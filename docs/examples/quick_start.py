@@ -5,9 +5,10 @@ import torch.nn.functional as F
 
 from dpexp import PrivacyEngine
 
-x = torch.randn(4000, 20, generator=torch.manual_seed(0))  # your data
+x = torch.randn(5000, 20, generator=torch.manual_seed(0))  # your data
 y = (x[:, 0] > 0).long()
-dataset = torch.utils.data.TensorDataset(x, y)
+dataset = torch.utils.data.TensorDataset(x[:4000], y[:4000])  # private
+dev_x, dev_y = x[4000:], y[4000:]  # public: nothing protects what accuracy is measured on
 model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -17,5 +18,5 @@ for features, labels in engine.batches(physical_batch_size=128):  # pieces of Po
     losses = F.cross_entropy(model(features), labels, reduction="none")  # one loss per example
     engine.step(losses)  # clips; at the end of a batch: ledger, noise, optimizer
 
-accuracy = (model(x).argmax(1) == y).float().mean()
-print(f"ε = {engine.epsilon():.2f} (RDP), {engine.epsilon('pld'):.2f} (PLD); accuracy {accuracy:.2f}")
+accuracy = (model(dev_x).argmax(1) == dev_y).float().mean()
+print(f"ε = {engine.epsilon():.2f} (RDP), {engine.epsilon('pld'):.2f} (PLD); accuracy on dev {accuracy:.2f}")

@@ -27,7 +27,8 @@ class PoissonSampler:
     ) -> None:
         if num_examples < 1 or not 0 <= sample_rate <= 1:
             raise UserError(
-                f"cannot sample {num_examples} examples at rate {sample_rate}: N >= 1 and 0 <= q <= 1"
+                f"cannot sample {num_examples} examples at rate {sample_rate:.4g}: N >= 1 and 0 <= q <= 1 are wanted. A batch "
+                "(optim.batch_size, batch_size of an engine) is at most all examples"
             )
         self.num_examples = num_examples
         self.sample_rate = sample_rate

@@ -14,7 +14,7 @@ from dpexp.errors import UserError
 from dpexp.schemas import RunConfig
 
 # Settings that cannot change a result, or that only say where it was computed and by whom.
-_ELSEWHERE = (
+ELSEWHERE = (
     "seed", "trials", "engine", "spent", "epochs", "label words", "tracker.", "data.root", "data.cache", "data.source", "task.",
     "scale.", "runtime.device", "runtime.physical_batch_size", "runtime.eval_batch_size", "runtime.threads", "runtime.eval_every",
     "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir",
@@ -85,7 +85,7 @@ class Record:
         """
         sums = json.dumps(self.summary.get("data", {}).get("sha256"), sort_keys=True)
         every = {**_neutral(), **self.facts, "data.sha256": sums}
-        return {k: v for k, v in every.items() if k.startswith(_TEXT) or not k.startswith(_ELSEWHERE)}
+        return {k: v for k, v in every.items() if k.startswith(_TEXT) or not k.startswith(ELSEWHERE)}
 
     @cached_property
     def configuration(self) -> str:

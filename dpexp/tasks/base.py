@@ -229,6 +229,11 @@ def check_num_examples(task: TaskConfig, data: DataConfig, scale: str, found: in
             f"task={task.name}: the number of examples N is not declared, and {where} has {found}. {why}. Add "
             f"data.num_examples={found}"
         )
+    if task.held_out and declared == found + task.held_out:
+        raise UserError(
+            f"task={task.name}: {where} has {declared} rows, of which task.held_out takes {task.held_out}: declare "
+            f"data.num_examples={found}"
+        )
     if declared != found:
         raise UserError(
             f"task={task.name}, scale={scale}: {declared} examples are declared, and {where} has {found}. {why}. "

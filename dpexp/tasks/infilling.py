@@ -221,7 +221,7 @@ class TextInfilling(TextClassification):
         """
         if not task.template:
             raise UserError(
-                f"task={task.name}: text infilling needs task.template, such as '<S1> It was [MASK] .'"
+                f"task={task.name}: text infilling needs task.template, such as 'task.template=\"<S1> It was [MASK] .\"'"
             )
         given = task.label_words
         if not (given or task.labels) and is_demo(data, scale):

@@ -213,14 +213,11 @@ def _currency(privacy: dict[str, Any]) -> list[str]:
         rows.append(
             f"| true positives of any membership test, at {FPR:g} false positives | at most {tpr:.4g} |"
         )
-    tuned = privacy.get("epsilon_with_tuning") or {}
-    # of a random number of trials rdp alone has a price
-    for name in dict.fromkeys((privacy["accountant"], "rdp")):
-        if (value := tuned.get(name)) is not None:
-            rows.append(
-                f"| ε with the choice among {privacy['trials']} trials, by {name.upper()} | {value:.4f} |"
-            )
-            break
+    if (tuned := statement.with_choice(privacy)) is not None:
+        name, value = tuned
+        rows.append(
+            f"| ε with the choice among {privacy['trials']} trials, by {name.upper()} | {value:.4f} |"
+        )
     return rows
 
 

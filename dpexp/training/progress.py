@@ -17,7 +17,7 @@ from rich.table import Table
 from dpexp.errors import UserError
 from dpexp.privacy.tradeoff import FPR, TPR
 from dpexp.provenance import peak_memory_mib
-from dpexp.statement import ACCOUNTANTS
+from dpexp.statement import ACCOUNTANTS, with_choice
 
 EPSILON_EVERY_S = 5.0
 LINE_EVERY_S = 10.0
@@ -174,6 +174,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
                 f"ε of group {number}",
                 f"{spent:.4f} ({group['examples']} examples, budget {group['target']:g})",
             )
+        if (tuned := with_choice(privacy)) is not None:
+            table.add_row("ε with tuning", f"{tuned[1]:.4f}  (by {tuned[0]})")
         table.add_row("δ", f"{privacy['delta']:.3g}")
         if privacy.get("mu") is not None:
             table.add_row("μ of Gaussian DP", f"{privacy['mu']:.4f}, regret {privacy['mu_regret']:.2g}")

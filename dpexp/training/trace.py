@@ -72,6 +72,12 @@ ASKED = (
     "data with a copy of the weights in a model without an engine. Gradients of inputs are free"
 )
 
+SCALED = (
+    "a GradScaler has scaled the losses: every gradient would be clipped as if it were that much longer. Leave it out: bf16 "
+    "needs none, and for fp16 PrivacyEngine(..., loss_scale=...) takes a fixed scale, which is taken off before clipping"
+)
+SCALERS = torch.amp.GradScaler.scale.__code__.co_filename
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -248,6 +254,7 @@ class Trace(TorchFunctionMode):
         if not any(t in self.numbers or t in self.rowed or t in self._within for t in given):
             return self._of_earlier(func, args, kwargs, given)
         self._refuse_repeats(func, args)
+        self._refuse_scaled(given)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
         opaque = func is torch.autograd.grad or any(type(t) not in PLAIN for t in given)
         before = [_version(t) for t in given]
@@ -313,6 +320,11 @@ class Trace(TorchFunctionMode):
         takes = along and rows == self.examples and isinstance(index, Tensor) and index.shape == (rows,)
         if takes and index.dtype != torch.bool and len(index.unique()) < rows:
             raise UserError(REPEATED)
+
+    def _refuse_scaled(self, given: list[Tensor]) -> None:
+        """Refuse what a scaler does with a loss for each example; other losses are not the engine's."""
+        if sys._getframe(2).f_code.co_filename == SCALERS and given[0].shape[:1] == (self.examples,):
+            raise UserError(SCALED)
 
     def _refuse_sum(self, written: Tensor) -> None:
         """Refuse what writes to a gradient; what lies where a gradient was that is gone is none."""

@@ -120,6 +120,24 @@ def test_a_task_and_a_network_of_ones_own_train(mine: str, tmp_path: Path) -> No
     assert f"data: {SHARED}" in summary["privacy"]["notes"]
 
 
+def test_a_batch_is_at_most_all_rows_that_were_counted(mine: str, tmp_path: Path) -> None:
+    from dpexp.train import train
+
+    run = compose(
+        [
+            "task=custom", f"task.factory={mine}:Points", f"model.factory={mine}:line", "scale=own", "clip=nonprivate",
+            "privacy=none", "data.train=points", "optim.epochs=2", "runtime=cpu", f"runtime.runs_dir={tmp_path}",
+        ]
+    )  # fmt: skip
+    folder = run_folder(run)
+    folder.mkdir(parents=True)
+    console = Console(record=True, width=300)
+    assert train(run, folder, console)["details"]["config"]["optim"]["batch_size"] == 40
+    assert (
+        "note: optim.batch_size=1024 is more than the 40 examples that were counted" in console.export_text()
+    )
+
+
 class OnItself(TinyTask):
     def __init__(self, task, data, scale, tokenizer):
         super().__init__(40)

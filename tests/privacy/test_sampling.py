@@ -70,7 +70,7 @@ def test_the_ends_of_the_rate():
 
 @pytest.mark.parametrize(("num_examples", "rate"), [(0, 0.1), (10, -0.1), (10, 1.1), (10, math.nan)])
 def test_a_sampler_needs_examples_and_a_rate(num_examples, rate):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"at rate .*optim\.batch_size"):
         PoissonSampler(num_examples, rate, KEY)
 
 

@@ -39,6 +39,14 @@ def task(own: TaskConfig, own_data: Data, tokenizer: Any) -> TextClassification:
 def test_n_is_right_or_counted_and_said_so(own: TaskConfig, own_data: Data, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"4 examples are declared, and .*train\.csv has 5\. N is public"):
         build_task(own, own_data(ROWS, num_examples=4), "small", tokenizer, 0)
+    own.held_out = 2
+    with pytest.raises(
+        UserError,
+        match=r"train\.csv has 5 rows, of which task\.held_out takes 2: declare data\.num_examples=3$",
+    ):
+        build_task(own, own_data(ROWS, num_examples=5), "small", tokenizer, 0)
+    assert build_task(own, own_data(ROWS, num_examples=3), "small", tokenizer, 0).num_examples == 3
+    own.held_out = 0
     # the N of the embedded data says nothing about a person's own file
     for scale in ("small", "demo"):
         counted = build_task(own, own_data(ROWS, num_examples=None), scale, tokenizer, 0)

@@ -76,7 +76,14 @@ def test_a_gradient_scaler_is_refused(tmp_path):
     engine = make(tmp_path)
     scaler = torch.amp.GradScaler("cpu")
     batch, _loop = first_batch(engine)
-    engine.step(scaler.scale(losses_of(engine, batch)))
+    losses = losses_of(engine, batch)
+    # of something else, which the engine does not train
+    assert scaler.scale(losses.detach().mean()) > 0
+    with pytest.raises(UserError, match="a GradScaler has scaled the losses"):
+        engine.step(scaler.scale(losses))
+    with pytest.raises(UserError, match="a GradScaler has scaled the losses"):
+        scaler.scale([losses])
+    engine.step(losses)
     with pytest.raises(UserError, match="GradScaler"):
         scaler.step(engine._optimizer.optimizer)
 

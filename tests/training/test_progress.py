@@ -98,6 +98,17 @@ def test_the_final_table_shows_all_accountants_and_which_decides():
     ):
         assert expected in text
     assert TASK.data.name in text
+    assert "with tuning" not in text
+
+
+def test_the_final_table_shows_what_the_choice_among_trials_adds():
+    console = output()
+    written = summary(block())
+    tuned = {"rdp": 5.4321, "gdp": None, "prv": None, "pld": None}
+    written["privacy"] |= {"accountant": "pld", "epsilon_with_tuning": tuned}
+    written["performance"] = {"device": "cpu"}
+    console.print(summary_table(json.loads(json.dumps(written))))
+    assert "5.4321  (by rdp)" in console.file.getvalue()
 
 
 def test_the_lines_of_a_strict_release_come_at_steps_that_no_clock_decides(monkeypatch):
