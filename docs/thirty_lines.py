@@ -11,10 +11,8 @@ from dpexp import PrivacyEngine
 def train(folder, examples=2000, batch=200, steps=60, epsilon=3.0, clip_norm=1.0):
     x = torch.randn(examples + 500, 20, generator=torch.Generator().manual_seed(0))  # your data
     y = (x[:, 0] + x[:, 1] > 0).long()
-    private, dev = (
-        (x[:examples], y[:examples]),
-        (x[examples:], y[examples:]),
-    )  # dev is public: nothing protects it
+    private = x[:examples], y[:examples]
+    dev_x, dev_y = x[examples:], y[examples:]  # public: nothing protects what accuracy is measured on
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
@@ -26,7 +24,7 @@ def train(folder, examples=2000, batch=200, steps=60, epsilon=3.0, clip_norm=1.0
             losses = F.cross_entropy(model(features), labels, reduction="none")  # one loss per example
             engine.step(losses)  # clips; at the end of a batch: ledger, noise, optimizer
 
-    accuracy = (model(dev[0]).argmax(1) == dev[1]).float().mean().item()
+    accuracy = (model(dev_x).argmax(1) == dev_y).float().mean().item()
     return accuracy, engine.epsilon("rdp"), engine.epsilon("pld")
 
 

@@ -189,7 +189,12 @@ def test_what_training_took_is_withheld_or_marked(tmp_path, show):
     trainer = make(tmp_path, max_steps=2, skip_memory_metrics=False, named={"show_losses": show})
     result = trainer.train()
     logged = {name for line in trainer.state.log_history for name in line}
-    took = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_mem_cpu_peaked_delta"}
+    took = {
+        "train_runtime",
+        "train_samples_per_second",
+        "train_steps_per_second",
+        "train_mem_cpu_peaked_delta",
+    }
     assert not took & logged
     assert ({f"not_private/{name}" for name in took} <= logged) == show
     assert not any(name.startswith("train_") for name in result.metrics) or show
