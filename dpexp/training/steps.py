@@ -386,7 +386,7 @@ class Steps:
             self.refuse_other_weights()
 
     def refuse_other_weights(self) -> None:
-        """Raise `UserError` where whole weights are not those of all replicas: a loop has changed them on some processes alone."""
+        """Raise `UserError` where whole weights are not those of all replicas: a loop has changed them on some of them alone."""
         whole = [p for p in self.parameters if not is_sharded(p)]
         if self.replicas.several and whole:
             self.replicas.agree(

@@ -235,11 +235,15 @@ def moved_alone(ranks: Ranks, folder: Path, every: int) -> tuple[str, int]:
         model, optimizer, dataset("mlp"), folder=folder, batch_size=9, steps=20, noise_multiplier=1.0, delta=1e-3,
         checkpoint_every=every,
     )  # fmt: skip
-    with engine, pytest.raises(UserError) as caught:
+
+    def loop() -> None:
         for batch in engine.batches():
             if engine.step(losses(Case(), model, batch)) and engine.steps_taken == 2 and not ranks.writes:
                 with torch.no_grad():
                     next(model.parameters()).add_(1.0)
+
+    with engine, pytest.raises(UserError) as caught:
+        loop()
     return str(caught.value), engine.steps_taken
 
 
