@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import yaml
 
 from dpexp.clipping.choice import choose
 from dpexp.clipping.refusals import refusal
@@ -18,10 +19,12 @@ from dpexp.complexity.shapes import coverage, layers_of
 from dpexp.config import hydra_entry
 from dpexp.errors import UserError, did_you_mean
 from dpexp.schemas import EngineConfig, ModelConfig
-from dpexp.usage import print_out
+from dpexp.usage import conf_dir, print_out
 
 _FORMATS = ("text", "json")
 _CHOICES = ("rule", "measured")
+# what of a model fixes the shapes of its layers
+_SHAPES = ("name", "id", "family", "architecture", "config", "factory", "tokenizer")
 
 
 @dataclass
@@ -57,6 +60,8 @@ def explain(arguments: ExplainArguments) -> dict[str, Any]:
         image=arguments.image,
         tokens=arguments.tokens,
         family=model.family,
+        tokenizer=model.tokenizer,
+        factory=model.factory,
     )
     every = layers_of(network.model, network.run)
     layers = _kept(every, arguments)
@@ -217,8 +222,17 @@ def _measure(layers: list[Layer], arguments: ExplainArguments) -> list[str]:
 def _check(arguments: ExplainArguments) -> None:
     if not arguments.network:
         raise UserError("not given: model=… (gpt2, roberta-large, resnet18, vit_base, a folder, …)")
-    if arguments.network == "hf" and not arguments.model.id:
+    if arguments.network in ("hf", "causal_lm") and not arguments.model.id:
         raise UserError("not given: model.id=… (a folder with config.json, or a hub id)")
+    if arguments.network == "custom" and not arguments.model.factory:
+        raise UserError("not given: model.factory=… (package.module:function)")
+    chosen, neutral = _chosen(arguments.network), asdict(ModelConfig())
+    for key, value in asdict(arguments.model).items():
+        if key not in _SHAPES and value not in (neutral[key], chosen.get(key, neutral[key])):
+            raise UserError(
+                f"model.{key}={str(value).lower()} does nothing here: every layer is explained, with the network's own head, and "
+                "no weights are read; leave it out (leave_out=PATTERN leaves layers out)"
+            )
     for key, choices in (("format", _FORMATS), ("choice", _CHOICES)):
         value = getattr(arguments, key)
         if value not in choices:
@@ -230,6 +244,18 @@ def _check(arguments: ExplainArguments) -> None:
         torch.empty(0, device=arguments.device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={arguments.device}: {str(error).splitlines()[0]}") from error
+    if arguments.choice == "measured" and torch.device(arguments.device).type == "meta":
+        raise UserError("device=meta computes nothing that could be measured: give cpu or cuda")
+
+
+def _chosen(name: str) -> dict[str, Any]:
+    """What `conf/model` holds under a name; nothing where it has no such choice."""
+    file = conf_dir() / "model" / f"{name}.yaml"
+    if not file.is_file():
+        return {}
+    own = yaml.safe_load(file.read_text(encoding="utf-8"))
+    inherited = [_chosen(other) for other in own.pop("defaults", ()) if other != "_self_"]
+    return {key: value for part in (*inherited, own) for key, value in part.items()}
 
 
 @hydra_entry("explain", ExplainArguments)

@@ -4,9 +4,11 @@ import json
 import sys
 
 import pytest
+from torch import nn
 
 from dpexp.errors import UserError
 from dpexp.explain import ExplainArguments, as_text, explain, main, short
+from dpexp.usage import conf_dir
 
 
 @pytest.fixture
@@ -68,6 +70,15 @@ def test_a_preset_of_the_training_command(run):
         (["model=gpt2", "batch=0"], "batch=0"),
         (["model=gpt2", "choice=rul"], "did you mean rule"),
         (["model=gpt2", "device=nowhere"], "device=nowhere"),
+        (["model=gpt2", "device=meta", "choice=measured"], "device=meta computes nothing"),
+        (["model=causal_lm"], "not given: model.id"),
+        (["model=custom"], "not given: model.factory"),
+        (["model=custom", "model.factory=a:b"], "give image=… or tokens=…"),
+        (["model=minilm", "model.trainable=head"], "model.trainable=head does nothing here"),
+        (["model=minilm", "model.pooling=mean"], "model.pooling=mean does nothing here"),
+        (["model=gpt2", "model.retrain=true"], "model.retrain=true does nothing here"),
+        (["model=gpt2", "model.untied=true"], "model.untied=true does nothing here"),
+        (["model=vit_large", "model.dropout=0.3"], "model.dropout=0.3 does nothing here"),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, message):
@@ -77,6 +88,47 @@ def test_bad_input_is_one_line(run, arguments, message):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml")))
+def test_every_choice_of_a_model_is_explained_or_says_what_it_needs(run, name):
+    if name in ("vgg11", "vit_base", "vit_large", "beit_large") or name.startswith("resnet"):
+        pytest.importorskip("timm")
+    needs = {
+        **dict.fromkeys(("custom", "hf", "causal_lm"), "not given"),
+        "mpnet": "get_mpnet",
+        # whose sizes only the hub knows
+        **dict.fromkeys(("gpt", "dialogpt_medium"), "could not be loaded"),
+    }
+    status, out, err = run(f"model={name}")
+    if status:
+        assert needs[name] in err
+    else:
+        assert "parameters" in out
+
+
+def tiny(num_labels, image_shape, width=4):
+    """A network of one's own."""
+    return nn.Sequential(
+        nn.Conv2d(image_shape[0], width, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, num_labels),
+    )
+
+
+def test_a_network_of_ones_own_is_explained(run):
+    factory = f"model.factory={__name__}:tiny"
+    status, out, err = run("model=custom", factory, "model.config.width=6", "image=8", "format=json")
+    assert (status, err) == (0, "")
+    first, last = json.loads(out)["layers"]
+    assert (first["kind"], first["T"], first["p"], last["d"]) == ("convolution", 36, 6, 6)
+
+
+def test_a_random_network_has_the_words_of_its_tokenizer(run):
+    _, out, _ = run("model=gpt2_tiny", "tokens=8", "format=json")
+    (head,) = [layer for layer in json.loads(out)["layers"] if layer["name"] == "lm_head"]
+    assert head["p"] < 10000
 
 
 def test_text_holds_every_layer_and_implementation():

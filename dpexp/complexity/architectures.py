@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
+from dpexp.models.custom import custom_network
 from dpexp.models.images import OWN_FAMILIES, build_own_network, sees_images
 from dpexp.models.images import PUBLISHED as PUBLISHED_FOR
 from dpexp.models.networks import load_config
-from dpexp.models.sources import Source
+from dpexp.models.sources import Source, locate
+from dpexp.models.tokenizer import DEMO_VOCABULARIES, demo_tokenizer, fit_together
 from dpexp.schemas import ModelConfig
 
 # Sizes as published with the weights; what is not named is transformers' default, which is the smallest published size.
@@ -92,6 +94,8 @@ def build(
     image: int | None = None,
     tokens: int | None = None,
     family: str = "hf",
+    tokenizer: str | None = None,
+    factory: str | None = None,
 ) -> Network:
     """The network of that name, in evaluation mode.
 
@@ -102,7 +106,10 @@ def build(
         config: fields of the configuration (arguments of the constructor, for timm) to set.
         image: height and width; None: what the network was published for.
         tokens: None: 100 for GPT-2, 256 otherwise (section 2.3).
-        family: "cnn" and "wide_resnet" are made by `dpexp.models.images`.
+        family: "cnn" and "wide_resnet" are made by `dpexp.models.images`, "custom" by `factory`; "mpnet" and "smollm2" are
+            as their packages say.
+        tokenizer: of embedded words, to which a network with an architecture is fitted; any other one is not read.
+        factory: package.module:function.
 
     Raises:
         UserError: no such name, or an input that does not fit it.
@@ -113,8 +120,18 @@ def build(
     config = config or {}
     if family in OWN_FAMILIES:
         return _own(name, ModelConfig(family=family, architecture=architecture, config=config), image, tokens)
+    if family == "custom":
+        return _custom(ModelConfig(family=family, factory=factory, config=config), image, tokens)
+    if family in ("mpnet", "smollm2"):
+        packaged = ModelConfig(family=family, config=config)
+        with quiet():
+            found = load_config(packaged, locate(packaged))
+        return _from_config(_with_head(found), name, image, tokens)
     if architecture is not None:
-        return _from_config(_random_config(architecture, config), name, image, tokens)
+        found = _random_config(architecture, config)
+        if tokenizer in DEMO_VOCABULARIES:
+            fit_together(demo_tokenizer(tokenizer), found, resize="vocab_size" not in config)
+        return _from_config(found, name, image, tokens)
     if Path(name).expanduser().is_dir() or name.startswith((".", "/", "~")):
         return _from_config(_saved_config(name, config, folder=True), name, image, tokens)
     owner, _, last = name.rpartition("/")
@@ -175,6 +192,20 @@ def _own(name: str, model: ModelConfig, image: int | None, tokens: int | None) -
     return Network(network.eval(), {"images": images}, "dpexp.models", {"image": shape[1]})
 
 
+def _custom(model: ModelConfig, image: int | None, tokens: int | None) -> Network:
+    if (image is None) == (tokens is None):
+        raise UserError("model=custom: give image=… or tokens=…, whichever your network takes")
+    shape = None if image is None else (3, image, image)
+    head = "classifier" if image is None else "image_classifier"
+    with torch.device("meta"):
+        network = custom_network(model, head=head, num_labels=10, image_shape=shape, tokenizer=None)
+        ids = torch.zeros(1, tokens or 1, dtype=torch.long)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs = inputs if shape is None else {"images": torch.empty(1, *shape)}
+    size = {"tokens": tokens} if image is None else {"image": image}
+    return Network(network.eval(), inputs, str(model.factory), {k: v for k, v in size.items() if v})
+
+
 def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | None) -> Network:
     import timm
 
@@ -195,7 +226,11 @@ def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | No
 
 
 def _random_config(architecture: str, config: dict[str, Any]) -> Any:
-    found = load_config(ModelConfig(architecture=architecture, config=config), None)
+    return _with_head(load_config(ModelConfig(architecture=architecture, config=config), None))
+
+
+def _with_head(found: Any) -> Any:
+    """Name the head that such a network is usually trained with, where a configuration names none."""
     text = "ForCausalLM" if _is_causal(found) else "ForSequenceClassification"
     found.architectures = ["ForImageClassification" if sees_images(found) else text]
     return found
