@@ -36,10 +36,13 @@ LARGEST = 1 << 28
 ESCAPES = {"tolist"}
 # longer than numbers that somebody writes down: those that a loop has made of its batch are known by their digits
 DIGITS = 12
-# what they return tells shapes, and no values
+# relative difference of numbers that are one, inverted or not
+SAME = 1e-9
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# what they return tells the shape of their first argument, and none of its values
 SHAPES = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
-    "new_zeros", "new_ones", "new_empty", "new_full",
+    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
 }  # fmt: skip
 # what they return holds values of their first argument alone, and may be that argument itself
 LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
@@ -90,6 +93,22 @@ class Line:
     autocast: tuple[str, torch.dtype] | None
     # whether a number that was made of the whole batch is among the arguments
     counted: bool = False
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number among the arguments of a function; ``error``: of its format; ``by_row``: whether it may be one of each row."""
+
+    value: float
+    error: float = 0.0
+    by_row: bool = False
+
+    def is_near(self, other: float) -> bool:
+        """Whether it is another one, or its inverse."""
+        error = max(self.error, SAME)
+        return math.isclose(self.value, other, rel_tol=error) or math.isclose(
+            self.value * other, 1, rel_tol=error
+        )
 
 
 class Trace(TorchFunctionMode):
@@ -162,8 +181,10 @@ class Trace(TorchFunctionMode):
         self._have_rows(tensors_in(batch))
         for tensor in tensors_in(batch):
             if not tensor.dim():
-                # a constant of the collate function
+                # a constant of the collate function; or what it has counted
                 self.private.pop(tensor, None)
+                if tensor.dtype in WHOLE:
+                    self.sizes["counted", len(self.sizes)] = int(tensor)
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +285,7 @@ class Trace(TorchFunctionMode):
         elif made and not self.failure:
             line = self._tried(self._noted, func, args, kwargs, given)
             if line is not None and name_of(func) == "mean" and made[0].numel():
-                self._scales("mean", given[0].numel() // made[0].numel(), 1)
+                self._scales("mean", Number(given[0].numel() // made[0].numel()), 1)
             self._tried(self._add, line, made)
         return result
 
@@ -359,25 +380,42 @@ class Trace(TorchFunctionMode):
                     self.written.add(number)
         kind = given[0].device.type
         on = torch.is_autocast_enabled(kind)
-        numbers = [n for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
-        counted = any(math.isclose(n, c) or math.isclose(n * c, 1) for n in numbers for c in self._counts)
+        numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
+        numbers += [n for t in given for n in self._constant(t)]
+        counted = any(n.is_near(c) for n in numbers for c in self._counts)
         counted = counted or any(t.numel() == 1 and t in self._within for t in given)
         # of one example alone they are its own
         counted = counted and self.examples > 1
-        if name.strip("_") in BROADCASTING and given[0].is_floating_point():
+        if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
                 self._scales(name, n, 0)
         return Line(func, slots, [], (kind, torch.get_autocast_dtype(kind)) if on else None, counted)
 
-    def _scales(self, name: str, number: float, multiples: int) -> None:
+    def _constant(self, tensor: Tensor) -> list[Number]:
+        """The number that a tensor holds in all its places, where it is not made of values of the batch."""
+        if type(tensor) not in PLAIN or tensor in self.private or tensor in self._within:
+            return []
+        if not tensor.numel() or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_meta:
+            return []
+        with torch._C.DisableTorchFunction():
+            value = tensor.detach().reshape(-1)
+            if not bool((value == value[0]).all()):
+                return []
+            error = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+            # rows that the loop has made in Python, as of lengths, may be alike in one batch
+            return [Number(value[0].item(), error, tensor.numel() > 1 and tensor not in self.numbers)]
+
+    def _scales(self, name: str, number: Number, multiples: int) -> None:
         """Note where a number that goes by the batch stands in arithmetic, or a multiple of it in a mean."""
         if self.examples == 1:
             return
         for source, size in self.sizes.items():
-            if size > 1 and number in (size, 1 / size):
+            if number.by_row and source not in self._times:
+                continue
+            if size > 1 and number.is_near(size):
                 self.scaled[len(self.lines), name, source, 1] = size
-            elif multiples and size > 1 and number % size == 0:
-                self.scaled[len(self.lines), name, source, int(number) // size] = size
+            elif multiples and size > 1 and number.value % size == 0:
+                self.scaled[len(self.lines), name, source, int(number.value) // size] = size
 
     def _add(self, line: Line, made: list[Tensor]) -> None:
         """A call that was made, and what it returned."""
@@ -465,7 +503,7 @@ def name_of(func: Any) -> str:
 def _values(func: Any, given: list[Tensor]) -> list[Tensor]:
     """The arguments of a function whose values are in what it returns."""
     name = name_of(func)
-    return [] if name in SHAPES else given[:1] if name in LIKE else given
+    return given[1:] if name in SHAPES else given[:1] if name in LIKE else given
 
 
 def _version(tensor: Tensor) -> int:
