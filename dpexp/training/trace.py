@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
@@ -36,6 +37,16 @@ LARGEST = 1 << 28
 ESCAPES = {"tolist"}
 # longer than numbers that somebody writes down: those that a loop has made of its batch are known by their digits
 DIGITS = 12
+# as many numbers as somebody counts; shards of a model have more
+HANDFUL = 16
+# methods of a process group that write to their first argument what ranks add up or gather. What one of them tells the others
+# is refused in its own losses
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "allgather", "_allgather_base", "all_gather_single",
+    "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather", "gather_into_tensor",
+    "gather_single", "alltoall", "alltoall_base", "all_to_all_single",
+)  # fmt: skip
 # relative difference of numbers that are one, inverted or not
 SAME = 1e-9
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -56,8 +67,9 @@ EARLIER = (
     "stands in the data set"
 )
 COUNTED = (
-    "{what} on a number that the loop has made of its batch (.item(), float(), a mean that the model gives back or keeps), and "
-    "so on all of its examples, whether a gradient shows it or not. This voids any guarantee. Leave it out, or use a public one"
+    "{what} on a number that the loop has made of its batch (.item(), float(), a mean that the model gives back or keeps, what "
+    "ranks add up or gather), and so on all of its examples, whether a gradient shows it or not. This voids any guarantee. Leave "
+    "it out, or use a public one"
 )
 WRITTEN = (
     "the loop writes values of its batch to {name} of the model, without noise. This voids any guarantee: leave it out, or make "
@@ -155,7 +167,10 @@ class Trace(TorchFunctionMode):
         self.sure = True
         self.private = WeakIdKeyDictionary()
         self.before, self._outside = before, outside
-        named = [*model.named_parameters(), *model.named_buffers()]
+        named = [
+            (name, getattr(tensor, "_local_tensor", tensor))
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        ]
         self._own = {_storage(tensor): name for name, tensor in named if type(tensor) in PLAIN}
         # of tensors without a place
         self._own.pop(0, None)
@@ -174,6 +189,8 @@ class Trace(TorchFunctionMode):
         # numbers of Python that are made of the batch, and what the model's own forward has made of it
         self._counts: list[float] = []
         self._within = WeakIdKeyDictionary()
+        # what ranks have told each other, which other examples are in
+        self._told = WeakIdKeyDictionary()
         self._count = self._inside = self._bytes = 0
         self._of_batch = True
         self.table = ""
@@ -201,6 +218,8 @@ class Trace(TorchFunctionMode):
         self._sums = {
             _storage(p.grad): (name, p) for name, p in parameters if p.grad is not None and p.grad.numel()
         }
+        if dist.is_available() and dist.is_initialized():
+            self._open.enter_context(_listening(self._hear))
         # below modes that the loop has entered: who leaves one takes the topmost off
         _stack([self, *_unstacked()])
         self._open.callback(lambda: _stack([mode for mode in _unstacked() if mode is not self]))
@@ -264,13 +283,21 @@ class Trace(TorchFunctionMode):
             return self._made_within(func, args, kwargs, given)
         if given and in_place(func):
             self._refuse_sum(given[0])
+        if "c10d" in str(func) or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+            # not done again, which all ranks would have to do at once
+            result = func(*args, **kwargs)
+            self._hear(given, tensors_in(result))
+            return result
         if self.failure:
             return self._followed(func, args, kwargs, given)
-        if not any(t in self.numbers or t in self.rowed or t in self._within for t in given):
+        known = (self.numbers, self.rowed, self._within, self._told)
+        if not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
         self._refuse_repeats(func, args)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
-        opaque = func is torch.autograd.grad or any(type(t) not in PLAIN for t in given)
+        opaque = func is torch.autograd.grad or any(
+            type(t) not in PLAIN and t not in self._told for t in given
+        )
         before = [_version(t) for t in given]
         # what is written to is noted as it was
         line = None if opaque or not in_place(func) else self._tried(self._noted, func, args, kwargs, given)
@@ -310,6 +337,15 @@ class Trace(TorchFunctionMode):
             made = [*tree_leaves(result), *(given[:1] if in_place(func) else ())]
             self._within.update({t: None for t in made if type(t) in PLAIN})
         return result
+
+    def _hear(self, said: list[Tensor], heard: list[Tensor]) -> None:
+        """Note what ranks have told each other, of their batches or as a few numbers: these may be counts."""
+        of_batch = any(t in self.private for t in said) or all(t.numel() <= HANDFUL for t in said)
+        if self._inside or not of_batch or all(_storage(t) in self._own for t in said):
+            return
+        for tensor in heard:
+            self._told[tensor] = None
+            self._mark(tensor)
 
     def _count_number(self, result: Any) -> None:
         if type(result) is int or (type(result) is float and result.is_integer()):
@@ -385,7 +421,7 @@ class Trace(TorchFunctionMode):
         counted = any(n.is_near(c) for n in numbers for c in self._counts)
         counted = counted or any(t.numel() == 1 and t in self._within for t in given)
         # of one example alone they are its own
-        counted = counted and self.examples > 1
+        counted = (counted and self.examples > 1) or any(t in self._told for t in given)
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
                 self._scales(name, n, 0)
@@ -490,6 +526,30 @@ def _unstacked() -> list[Any]:
 def _stack(modes: Iterable[Any]) -> None:
     for mode in modes:
         _push_mode(mode)
+
+
+@contextmanager
+def _listening(hear: Callable[[list[Tensor], list[Tensor]], None]) -> Iterator[None]:
+    """Tell what ranks send each other and what they get, whoever asks them to: not all of it passes through a function mode."""
+    group = dist.ProcessGroup
+    kept = {name: vars(group)[name] for name in COLLECTIVES if name in vars(group)}
+
+    def heard(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            work = method(self, *args, **kwargs)
+            written, *others = [*args, *kwargs.values()]
+            hear(tensors_in(others[:1]) or tensors_in([written]), tensors_in([written]))
+            return work
+
+        return call
+
+    for name in kept:
+        setattr(group, name, heard(getattr(group, name)))
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(group, name, method)
 
 
 def slots_of(line: Line) -> list[Slot]:
