@@ -191,6 +191,8 @@ class Trace(TorchFunctionMode):
         self._within = WeakIdKeyDictionary()
         # what ranks have told each other, which other examples are in
         self._told = WeakIdKeyDictionary()
+        # nodes of the graphs of what a generator gives to the model, which private examples have not gone through
+        self._invented: list[Any] = []
         self._count = self._inside = self._bytes = 0
         self._of_batch = True
         self.table = ""
@@ -241,6 +243,7 @@ class Trace(TorchFunctionMode):
         if self._inside > 1:
             return
         entering = list(tensors_in((args, kwargs)))
+        self._invented += [t.grad_fn for t in entering if t.grad_fn is not None and t not in self.private]
         # before the losses all that comes out counts as the batch's, behind them what it was made of: a generator is trained on
         # what the model says of its own pictures
         self._of_batch = not self.failure or any(tensor in self.private for tensor in entering)
@@ -279,6 +282,7 @@ class Trace(TorchFunctionMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func in DIFFERENTIATING:
             self._refuse_own(given)
+            self._look_at_leaves(given)
         if self._inside:
             return self._made_within(func, args, kwargs, given)
         if given and in_place(func):
@@ -396,6 +400,17 @@ class Trace(TorchFunctionMode):
             trains = type(tensor) is nn.Parameter and tensor.requires_grad and torch.is_grad_enabled()
             if trains and place not in self._own:
                 self._outside[tensor] = None
+
+    def _look_at_leaves(self, given: list[Tensor]) -> None:
+        """Note what is no part of the model and gets a gradient that holds values of the batch, however it was met."""
+        roots = [t.grad_fn for t in given] if any(t in self.private for t in given) else []
+        for node in nodes_behind(roots, self._invented):
+            leaf = getattr(node, "variable", None)
+            if leaf is None or _storage(leaf) in self._own or leaf in self.private:
+                continue
+            # rows that are added to those of the batch are looked for by the loop, and not learnt
+            if type(leaf) is nn.Parameter or not self.fits(leaf):
+                self._outside[leaf] = None
 
     def _tried(self, action: Callable[..., Line | None], *arguments: Any) -> Line | None:
         """What goes wrong here is no concern of the loop."""

@@ -442,6 +442,64 @@ def test_a_part_beside_the_model_is_not_trained_on_private_examples(tmp_path):
     own.step()
 
 
+def beside(batch, outputs, weight, generator):
+    return cross_entropy(outputs @ nn.functional.normalize(weight).t(), batch[1])
+
+
+def transposed(batch, outputs, weight, generator):
+    return torch.cdist(outputs, weight.t()).mean()
+
+
+def matched(batch, outputs, weight, generator):
+    return (generator(torch.randn(9, 4)).mean(0) - batch[0].mean(0)).square().sum()
+
+
+@pytest.mark.parametrize("loss", [beside, transposed, matched])
+def test_what_is_made_of_a_part_beside_the_model_trains_it_too(tmp_path, loss):
+    engine, weight, generator = make(tmp_path), torch.randn(3, 3, requires_grad=True), nn.Linear(4, 10)
+    optimizer = torch.optim.SGD([weight, *generator.parameters()], lr=0.1)
+    for batch in engine.batches():
+        engine.step(losses_of(engine, batch))
+        with torch.no_grad():
+            outputs = engine.model(batch[0])
+        loss(batch, outputs, weight, generator).backward()
+        with pytest.raises(UserError, match="went through a parameter of shape"):
+            optimizer.step()
+    assert engine.finished
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_generator_learns_from_what_the_model_says_of_its_own_pictures(tmp_path, first):
+    engine, generator = make(tmp_path), nn.Linear(4, 10)
+    optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+
+    def learn(batch):
+        optimizer.zero_grad()
+        pictures = generator(torch.randn(len(batch[0]), 4))
+        loss = nn.functional.softplus(-engine.model(pictures)).mean()
+        pictures.backward(torch.autograd.grad(loss, pictures))
+        optimizer.step()
+
+    def losses(engine, batch):
+        if first:
+            learn(batch)
+        return losses_of(engine, batch)
+
+    assert train(engine, losses=losses, after=lambda batch: None if first else learn(batch)).finished
+
+
+@pytest.mark.parametrize("start", [torch.zeros_like, lambda x: torch.zeros(x.shape)])
+def test_what_is_added_to_inputs_is_looked_for_by_an_optimizer(tmp_path, start):
+    def losses(engine, batch):
+        moved = start(batch[0]).requires_grad_()
+        optimizer = torch.optim.SGD([moved], lr=0.1)
+        cross_entropy(engine.model(batch[0] + moved), batch[1]).backward(inputs=[moved])
+        optimizer.step()
+        return cross_entropy(engine.model(batch[0] + moved.detach()), batch[1], reduction="none")
+
+    assert train(make(tmp_path), losses=losses).finished
+
+
 def test_the_optimizer_is_given_no_more_to_move_on_the_way(tmp_path):
     engine, late = make(tmp_path), nn.Linear(3, 3)
     batch, _loop = first_batch(engine)
