@@ -55,6 +55,18 @@ SHAPES = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
 }  # fmt: skip
+# and these return no tensor
+READING_SHAPES = {
+    "__len__",
+    "__get__",
+    "dim",
+    "size",
+    "numel",
+    "stride",
+    "is_floating_point",
+    "get_device",
+    "__hash__",
+}
 # what they return holds values of their first argument alone, and may be that argument itself
 LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -63,13 +75,18 @@ PLAIN = (Tensor, nn.Parameter, Followed)
 
 EARLIER = (
     "{what} on what an earlier batch has left behind (a running mean, a memory bank, a replay buffer): that holds other "
-    "examples, without noise. This voids any guarantee. Leave it out, or make it of public data; what belongs to an example "
-    "stands in the data set"
+    "examples, without noise; or on rows of the data set that the loop has read beside its batch (negatives, a mean over all). "
+    "This voids any guarantee. Leave it out, or make it of public data; what belongs to an example stands in the data set"
 )
 COUNTED = (
     "{what} on a number that the loop has made of its batch (.item(), float(), a mean that the model gives back or keeps, what "
     "ranks add up or gather), and so on all of its examples, whether a gradient shows it or not. This voids any guarantee. Leave "
     "it out, or use a public one"
+)
+UNUSED = (
+    "nothing of this batch reaches the model or the losses: epsilon is that of examples that engine.batches() has drawn, and not "
+    "of rows that the loop takes by itself. Compute losses from the batch that engine.batches() yields. What C++ or torch.jit "
+    "makes of it is not seen: call one of torch's own functions on it too"
 )
 WRITTEN = (
     "the loop writes values of its batch to {name} of the model, without noise. This voids any guarantee: leave it out, or make "
@@ -134,8 +151,10 @@ class Trace(TorchFunctionMode):
         before: `private` of an earlier trace.
         outside: parameters are added to it that the batch goes through and that are not the model's.
         axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
+        data: the tensors that the rows of the data set stand in, where it has some.
 
     Attributes:
+        used: whether anything has read values of the batch, as far as that can be seen.
         scaled: where one of `sizes` stood in arithmetic, or was averaged over: (line, function, which of them, how many times)
             -> its value.
         sizes: whole numbers that go by the batch, by where they come from: its examples, how long its rows are padded, what the
@@ -155,6 +174,7 @@ class Trace(TorchFunctionMode):
         before: WeakIdKeyDictionary,
         outside: WeakIdKeyDictionary,
         axes: WeakIdKeyDictionary | None = None,
+        data: Iterable[Tensor] = (),
     ):
         super().__init__()
         self._axes = WeakIdKeyDictionary() if axes is None else axes
@@ -194,10 +214,14 @@ class Trace(TorchFunctionMode):
         # nodes of the graphs of what a generator gives to the model, which private examples have not gone through
         self._invented: list[Any] = []
         self._count = self._inside = self._bytes = 0
-        self._of_batch = True
+        self._of_batch, self._old_inside = True, False
         self.table = ""
         self._open = ExitStack()
+        self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
         self._have_rows(tensors_in(batch))
+        self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
+        # of what else a batch may hold, nobody sees what is read
+        self.used = not self._batch or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         for tensor in tensors_in(batch):
             if not tensor.dim():
                 # a constant of the collate function; or what it has counted
@@ -243,7 +267,9 @@ class Trace(TorchFunctionMode):
         if self._inside > 1:
             return
         entering = list(tensors_in((args, kwargs)))
+        self.used |= any(tensor in self._batch for tensor in entering)
         self._invented += [t.grad_fn for t in entering if t.grad_fn is not None and t not in self.private]
+        self._old_inside = False
         # before the losses all that comes out counts as the batch's, behind them what it was made of: a generator is trained on
         # what the model says of its own pictures
         self._of_batch = not self.failure or any(tensor in self.private for tensor in entering)
@@ -254,13 +280,19 @@ class Trace(TorchFunctionMode):
                 self.entering.append(self.numbers[tensor])
             elif tensor in self.rowed:
                 self.as_it_came |= len(self.fits(tensor)) == 1
-            elif tensor in self.before:
-                raise UserError(EARLIER.format(what="what enters the model depends"))
+            elif self._is_old(tensor):
+                if torch.is_grad_enabled():
+                    raise UserError(EARLIER.format(what="what enters the model depends"))
+                # evaluated: what comes of it may not enter losses
+                self._of_batch = False
+                self._old_inside = True
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.model:
             if self._of_batch:
                 self._have_rows(tensors_in(output, depth=1))
+            elif self._old_inside and self._inside == 1:
+                self.before.update(dict.fromkeys(tensors_in(output, depth=1)))
             self._inside -= 1
 
     def _have_rows(self, tensors: Iterable[Tensor]) -> None:
@@ -283,6 +315,9 @@ class Trace(TorchFunctionMode):
         if func in DIFFERENTIATING:
             self._refuse_own(given)
             self._look_at_leaves(given)
+        self.used |= (
+            any(t in self._batch for t in _values(func, given)) and name_of(func) not in READING_SHAPES
+        )
         if self._inside:
             return self._made_within(func, args, kwargs, given)
         if given and in_place(func):
@@ -360,9 +395,15 @@ class Trace(TorchFunctionMode):
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
         result = func(*args, **kwargs)
-        if any(t in self.before for t in _values(func, given)):
+        if any(self._is_old(t) for t in _values(func, given)):
             self.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
         return result
+
+    def _is_old(self, tensor: Tensor) -> bool:
+        """Whether a tensor that is not of this batch holds what an earlier one has left behind, or rows of the data set."""
+        if tensor in self.before:
+            return True
+        return bool(self._data) and any(first <= _address(tensor) < last for first, last in self._data)
 
     def _refuse_repeats(self, func: Any, args: Any) -> None:
         """Refuse a batch of as many rows, of which some are taken twice: their examples would have two shares of the sum."""
@@ -489,7 +530,7 @@ class Trace(TorchFunctionMode):
             if tensor in self.rowed:
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
-            elif tensor in self.before:
+            elif self._is_old(tensor):
                 self.old.add(self._count)
         return self.numbers[tensor]
 
@@ -583,6 +624,11 @@ def _values(func: Any, given: list[Tensor]) -> list[Tensor]:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor begins; 0 where it has no place of its own."""
+    return tensor.data_ptr() if type(tensor) in PLAIN and _storage(tensor) else 0
 
 
 def _storage(tensor: Tensor) -> int:
