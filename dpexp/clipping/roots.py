@@ -137,9 +137,9 @@ class Roots:
         return torch.stack(each).all(0)
 
 
-def nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield these nodes of an autograd graph and all that their gradients go on to, each once."""
-    waiting, seen = list(nodes), set()
+def nodes_behind(nodes: Iterable[Any], without: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield these nodes of an autograd graph and all that their gradients go on to, each once, but not by way of ``without``."""
+    waiting, seen = list(nodes), set(without)
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:

@@ -35,6 +35,12 @@ COPIES = (
 )
 
 
+OVERLAPPING = (
+    "rows of a tensor of shape {shape} in the data set share memory (windows that overlap, as unfold makes them): a value stands "
+    "in several examples, and privacy would protect each of these by itself. Cut a series into windows that do not overlap, or "
+    "say whose each window is: users="
+)
+
 # what PrivacyEngine takes where nothing is given
 QUANTILE_BUDGET, QUANTILE_LR = 0.1, 0.3
 
@@ -143,6 +149,8 @@ def checked_folder(folder: Any) -> Path:
 def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
     """Refuse what has no examples by number, and what has an example under several, unless ``users`` says whose each is.
 
+    Warns of rows that may be copies on purpose, and of windows that overlap.
+
     Raises:
         UserError: a loader, a table, several splits or a stream; an example stands there more than once.
     """
@@ -174,6 +182,9 @@ def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
     most = _copies(origins(dataset, {})) if _made_of_others(dataset) else 1
     if most > 1:
         raise UserError(f"an example stands in the data set up to {most} times ({AGAIN}), and {COPIES}")
+    for tensor in getattr(dataset, "tensors", (dataset,)):
+        if isinstance(tensor, torch.Tensor) and _rows_overlap(tensor):
+            warnings.warn(OVERLAPPING.format(shape=list(tensor.shape)), stacklevel=3)
     # a list may be a stand-in for data, in which nobody is anybody
     rows = [id(row) for row in dataset if isinstance(row, MADE)] if isinstance(dataset, list) else []
     if len(set(rows)) < len(rows):
@@ -182,6 +193,15 @@ def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
 
 def _made_of_others(dataset: Any) -> bool:
     return isinstance(dataset, Subset | ConcatDataset) or hasattr(dataset, "_indices")
+
+
+def _rows_overlap(tensor: torch.Tensor) -> bool:
+    """Whether adjacent rows lie in the same memory; those of a transposed tensor are interleaved."""
+    if tensor.layout != torch.strided or tensor.dim() < 2 or tensor.is_nested or not tensor.numel():
+        return False
+    (rows, step), *others = zip(tensor.shape, tensor.stride(), strict=True)
+    within = sum((size - 1) * stride for size, stride in others if stride <= step * (rows - 1))
+    return rows > 1 and 0 < step <= within
 
 
 def _copies(numbers: Any) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 from dpexp.clipping import Clipper
 from dpexp.clipping.distributed import refuse_reducer
@@ -65,7 +66,10 @@ class OwnLoop:
         self.alone = OneAtATime()
         self.closed = False
         self._gradients = GradientGuard(model)
-        self._watch = LossWatch(model, rows_per_example, clipper.notes)
+        # a part of a TensorDataset may stand beside one that is public
+        parts = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
+        data = [part for part in parts if isinstance(part, Tensor)]
+        self._watch = LossWatch(model, rows_per_example, clipper.notes, data)
         optimizer.outside = self._watch.outside
         self._collation = Collation(clipper, units.ordered)
         # which of the loops over batches is the present one

@@ -168,7 +168,7 @@ class Redone:
         for line in self.trace.lines:
             slots = [slot.number for slot in slots_of(line)]
             written = [*line.made, *(slots[:1] if in_place(line.func) else ())]
-            if earlier.intersection(slots) and name_of(line.func) not in SHAPES:
+            if earlier.intersection(slots[name_of(line.func) in SHAPES :]):
                 earlier.update(written)
             if line.counted or counted.intersection(slots):
                 counted.update(written)

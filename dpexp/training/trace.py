@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
@@ -36,11 +37,36 @@ LARGEST = 1 << 28
 ESCAPES = {"tolist"}
 # longer than numbers that somebody writes down: those that a loop has made of its batch are known by their digits
 DIGITS = 12
-# what they return tells shapes, and no values
+# as many numbers as somebody counts; shards of a model have more
+HANDFUL = 16
+# methods of a process group that write to their first argument what ranks add up or gather. What one of them tells the others
+# is refused in its own losses
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "allgather", "_allgather_base", "all_gather_single",
+    "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather", "gather_into_tensor",
+    "gather_single", "alltoall", "alltoall_base", "all_to_all_single",
+)  # fmt: skip
+# relative difference of numbers that are one, inverted or not
+SAME = 1e-9
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# what they return tells the shape of their first argument, and none of its values
 SHAPES = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
-    "new_zeros", "new_ones", "new_empty", "new_full",
+    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
 }  # fmt: skip
+# and these return no tensor
+READING_SHAPES = {
+    "__len__",
+    "__get__",
+    "dim",
+    "size",
+    "numel",
+    "stride",
+    "is_floating_point",
+    "get_device",
+    "__hash__",
+}
 # what they return holds values of their first argument alone, and may be that argument itself
 LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -49,12 +75,18 @@ PLAIN = (Tensor, nn.Parameter, Followed)
 
 EARLIER = (
     "{what} on what an earlier batch has left behind (a running mean, a memory bank, a replay buffer): that holds other "
-    "examples, without noise. This voids any guarantee. Leave it out, or make it of public data; what belongs to an example "
-    "stands in the data set"
+    "examples, without noise; or on rows of the data set that the loop has read beside its batch (negatives, a mean over all). "
+    "This voids any guarantee. Leave it out, or make it of public data; what belongs to an example stands in the data set"
 )
 COUNTED = (
-    "{what} on a number that the loop has made of its batch (.item(), float(), a mean that the model gives back or keeps), and "
-    "so on all of its examples, whether a gradient shows it or not. This voids any guarantee. Leave it out, or use a public one"
+    "{what} on a number that the loop has made of its batch (.item(), float(), a mean that the model gives back or keeps, what "
+    "ranks add up or gather), and so on all of its examples, whether a gradient shows it or not. This voids any guarantee. Leave "
+    "it out, or use a public one"
+)
+UNUSED = (
+    "nothing of this batch reaches the model or the losses: epsilon is that of examples that engine.batches() has drawn, and not "
+    "of rows that the loop takes by itself. Compute losses from the batch that engine.batches() yields. What C++ or torch.jit "
+    "makes of it is not seen: call one of torch's own functions on it too"
 )
 WRITTEN = (
     "the loop writes values of its batch to {name} of the model, without noise. This voids any guarantee: leave it out, or make "
@@ -98,6 +130,22 @@ class Line:
     counted: bool = False
 
 
+@dataclass(frozen=True)
+class Number:
+    """A number among the arguments of a function; ``error``: of its format; ``by_row``: whether it may be one of each row."""
+
+    value: float
+    error: float = 0.0
+    by_row: bool = False
+
+    def is_near(self, other: float) -> bool:
+        """Whether it is another one, or its inverse."""
+        error = max(self.error, SAME)
+        return math.isclose(self.value, other, rel_tol=error) or math.isclose(
+            self.value * other, 1, rel_tol=error
+        )
+
+
 class Trace(TorchFunctionMode):
     """What is done with one batch.
 
@@ -109,8 +157,10 @@ class Trace(TorchFunctionMode):
         before: `private` of an earlier trace.
         outside: parameters are added to it that the batch goes through and that are not the model's.
         axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
+        data: the tensors that the rows of the data set stand in, where it has some.
 
     Attributes:
+        used: whether anything has read values of the batch, as far as that can be seen.
         scaled: where one of `sizes` stood in arithmetic, or was averaged over: (line, function, which of them, how many times)
             -> its value.
         sizes: whole numbers that go by the batch, by where they come from: its examples, how long its rows are padded, what the
@@ -130,6 +180,7 @@ class Trace(TorchFunctionMode):
         before: WeakIdKeyDictionary,
         outside: WeakIdKeyDictionary,
         axes: WeakIdKeyDictionary | None = None,
+        data: Iterable[Tensor] = (),
     ):
         super().__init__()
         self._axes = WeakIdKeyDictionary() if axes is None else axes
@@ -142,7 +193,10 @@ class Trace(TorchFunctionMode):
         self.sure = True
         self.private = WeakIdKeyDictionary()
         self.before, self._outside = before, outside
-        named = [*model.named_parameters(), *model.named_buffers()]
+        named = [
+            (name, getattr(tensor, "_local_tensor", tensor))
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        ]
         self._own = {_storage(tensor): name for name, tensor in named if type(tensor) in PLAIN}
         # of tensors without a place
         self._own.pop(0, None)
@@ -161,15 +215,25 @@ class Trace(TorchFunctionMode):
         # numbers of Python that are made of the batch, and what the model's own forward has made of it
         self._counts: list[float] = []
         self._within = WeakIdKeyDictionary()
+        # what ranks have told each other, which other examples are in
+        self._told = WeakIdKeyDictionary()
+        # nodes of the graphs of what a generator gives to the model, which private examples have not gone through
+        self._invented: list[Any] = []
         self._count = self._inside = self._bytes = 0
-        self._of_batch = True
+        self._of_batch, self._old_inside = True, False
         self.table = ""
         self._open = ExitStack()
+        self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
         self._have_rows(tensors_in(batch))
+        self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
+        # of what else a batch may hold, nobody sees what is read
+        self.used = not self._batch or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         for tensor in tensors_in(batch):
             if not tensor.dim():
-                # a constant of the collate function
+                # a constant of the collate function; or what it has counted
                 self.private.pop(tensor, None)
+                if tensor.dtype in WHOLE:
+                    self.sizes["counted", len(self.sizes)] = int(tensor)
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
@@ -186,6 +250,8 @@ class Trace(TorchFunctionMode):
         self._sums = {
             _storage(p.grad): (name, p) for name, p in parameters if p.grad is not None and p.grad.numel()
         }
+        if dist.is_available() and dist.is_initialized():
+            self._open.enter_context(_listening(self._hear))
         # below modes that the loop has entered: who leaves one takes the topmost off
         _stack([self, *_unstacked()])
         self._open.callback(lambda: _stack([mode for mode in _unstacked() if mode is not self]))
@@ -207,6 +273,9 @@ class Trace(TorchFunctionMode):
         if self._inside > 1:
             return
         entering = list(tensors_in((args, kwargs)))
+        self.used |= any(tensor in self._batch for tensor in entering)
+        self._invented += [t.grad_fn for t in entering if t.grad_fn is not None and t not in self.private]
+        self._old_inside = False
         # before the losses all that comes out counts as the batch's, behind them what it was made of: a generator is trained on
         # what the model says of its own pictures
         self._of_batch = not self.failure or any(tensor in self.private for tensor in entering)
@@ -217,13 +286,19 @@ class Trace(TorchFunctionMode):
                 self.entering.append(self.numbers[tensor])
             elif tensor in self.rowed:
                 self.as_it_came |= len(self.fits(tensor)) == 1
-            elif tensor in self.before:
-                raise UserError(EARLIER.format(what="what enters the model depends"))
+            elif self._is_old(tensor):
+                if torch.is_grad_enabled():
+                    raise UserError(EARLIER.format(what="what enters the model depends"))
+                # evaluated: what comes of it may not enter losses
+                self._of_batch = False
+                self._old_inside = True
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.model:
             if self._of_batch:
                 self._have_rows(tensors_in(output, depth=1))
+            elif self._old_inside and self._inside == 1:
+                self.before.update(dict.fromkeys(tensors_in(output, depth=1)))
             self._inside -= 1
 
     def _have_rows(self, tensors: Iterable[Tensor]) -> None:
@@ -245,18 +320,30 @@ class Trace(TorchFunctionMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func in DIFFERENTIATING:
             self._refuse_own(given)
+            self._look_at_leaves(given)
+        self.used |= (
+            any(t in self._batch for t in _values(func, given)) and name_of(func) not in READING_SHAPES
+        )
         if self._inside:
             return self._made_within(func, args, kwargs, given)
         if given and in_place(func):
             self._refuse_sum(given[0])
+        if "c10d" in str(func) or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+            # not done again, which all ranks would have to do at once
+            result = func(*args, **kwargs)
+            self._hear(given, tensors_in(result))
+            return result
         if self.failure:
             return self._followed(func, args, kwargs, given)
-        if not any(t in self.numbers or t in self.rowed or t in self._within for t in given):
+        known = (self.numbers, self.rowed, self._within, self._told)
+        if not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
         self._refuse_repeats(func, args)
         self._refuse_scaled(given)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
-        opaque = func is torch.autograd.grad or any(type(t) not in PLAIN for t in given)
+        opaque = func is torch.autograd.grad or any(
+            type(t) not in PLAIN and t not in self._told for t in given
+        )
         before = [_version(t) for t in given]
         # what is written to is noted as it was
         line = None if opaque or not in_place(func) else self._tried(self._noted, func, args, kwargs, given)
@@ -271,7 +358,7 @@ class Trace(TorchFunctionMode):
         elif made and not self.failure:
             line = self._tried(self._noted, func, args, kwargs, given)
             if line is not None and name_of(func) == "mean" and made[0].numel():
-                self._scales("mean", given[0].numel() // made[0].numel(), 1)
+                self._scales("mean", Number(given[0].numel() // made[0].numel()), 1)
             self._tried(self._add, line, made)
         return result
 
@@ -297,6 +384,15 @@ class Trace(TorchFunctionMode):
             self._within.update({t: None for t in made if type(t) in PLAIN})
         return result
 
+    def _hear(self, said: list[Tensor], heard: list[Tensor]) -> None:
+        """Note what ranks have told each other, of their batches or as a few numbers: these may be counts."""
+        of_batch = any(t in self.private for t in said) or all(t.numel() <= HANDFUL for t in said)
+        if self._inside or not of_batch or all(_storage(t) in self._own for t in said):
+            return
+        for tensor in heard:
+            self._told[tensor] = None
+            self._mark(tensor)
+
     def _count_number(self, result: Any) -> None:
         if type(result) is int or (type(result) is float and result.is_integer()):
             self.sizes["counted", len(self.sizes)] = int(result)
@@ -306,9 +402,15 @@ class Trace(TorchFunctionMode):
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
         result = func(*args, **kwargs)
-        if any(t in self.before for t in _values(func, given)):
+        if any(self._is_old(t) for t in _values(func, given)):
             self.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
         return result
+
+    def _is_old(self, tensor: Tensor) -> bool:
+        """Whether a tensor that is not of this batch holds what an earlier one has left behind, or rows of the data set."""
+        if tensor in self.before:
+            return True
+        return bool(self._data) and any(first <= _address(tensor) < last for first, last in self._data)
 
     def _refuse_repeats(self, func: Any, args: Any) -> None:
         """Refuse a batch of as many rows, of which some are taken twice: their examples would have two shares of the sum."""
@@ -352,6 +454,17 @@ class Trace(TorchFunctionMode):
             if trains and place not in self._own:
                 self._outside[tensor] = None
 
+    def _look_at_leaves(self, given: list[Tensor]) -> None:
+        """Note what is no part of the model and gets a gradient that holds values of the batch, however it was met."""
+        roots = [t.grad_fn for t in given] if any(t in self.private for t in given) else []
+        for node in nodes_behind(roots, self._invented):
+            leaf = getattr(node, "variable", None)
+            if leaf is None or _storage(leaf) in self._own or leaf in self.private:
+                continue
+            # rows that are added to those of the batch are looked for by the loop, and not learnt
+            if type(leaf) is nn.Parameter or not self.fits(leaf):
+                self._outside[leaf] = None
+
     def _tried(self, action: Callable[..., Line | None], *arguments: Any) -> Line | None:
         """What goes wrong here is no concern of the loop."""
         try:
@@ -371,25 +484,42 @@ class Trace(TorchFunctionMode):
                     self.written.add(number)
         kind = given[0].device.type
         on = torch.is_autocast_enabled(kind)
-        numbers = [n for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
-        counted = any(math.isclose(n, c) or math.isclose(n * c, 1) for n in numbers for c in self._counts)
+        numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
+        numbers += [n for t in given for n in self._constant(t)]
+        counted = any(n.is_near(c) for n in numbers for c in self._counts)
         counted = counted or any(t.numel() == 1 and t in self._within for t in given)
         # of one example alone they are its own
-        counted = counted and self.examples > 1
-        if name.strip("_") in BROADCASTING and given[0].is_floating_point():
+        counted = (counted and self.examples > 1) or any(t in self._told for t in given)
+        if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
                 self._scales(name, n, 0)
         return Line(func, slots, [], (kind, torch.get_autocast_dtype(kind)) if on else None, counted)
 
-    def _scales(self, name: str, number: float, multiples: int) -> None:
+    def _constant(self, tensor: Tensor) -> list[Number]:
+        """The number that a tensor holds in all its places, where it is not made of values of the batch."""
+        if type(tensor) not in PLAIN or tensor in self.private or tensor in self._within:
+            return []
+        if not tensor.numel() or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_meta:
+            return []
+        with torch._C.DisableTorchFunction():
+            value = tensor.detach().reshape(-1)
+            if not bool((value == value[0]).all()):
+                return []
+            error = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+            # rows that the loop has made in Python, as of lengths, may be alike in one batch
+            return [Number(value[0].item(), error, tensor.numel() > 1 and tensor not in self.numbers)]
+
+    def _scales(self, name: str, number: Number, multiples: int) -> None:
         """Note where a number that goes by the batch stands in arithmetic, or a multiple of it in a mean."""
         if self.examples == 1:
             return
         for source, size in self.sizes.items():
-            if size > 1 and number in (size, 1 / size):
+            if number.by_row and source not in self._times:
+                continue
+            if size > 1 and number.is_near(size):
                 self.scaled[len(self.lines), name, source, 1] = size
-            elif multiples and size > 1 and number % size == 0:
-                self.scaled[len(self.lines), name, source, int(number) // size] = size
+            elif multiples and size > 1 and number.value % size == 0:
+                self.scaled[len(self.lines), name, source, int(number.value) // size] = size
 
     def _add(self, line: Line, made: list[Tensor]) -> None:
         """A call that was made, and what it returned."""
@@ -412,7 +542,7 @@ class Trace(TorchFunctionMode):
             if tensor in self.rowed:
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
-            elif tensor in self.before:
+            elif self._is_old(tensor):
                 self.old.add(self._count)
         return self.numbers[tensor]
 
@@ -466,6 +596,30 @@ def _stack(modes: Iterable[Any]) -> None:
         _push_mode(mode)
 
 
+@contextmanager
+def _listening(hear: Callable[[list[Tensor], list[Tensor]], None]) -> Iterator[None]:
+    """Tell what ranks send each other and what they get, whoever asks them to: not all of it passes through a function mode."""
+    group = dist.ProcessGroup
+    kept = {name: vars(group)[name] for name in COLLECTIVES if name in vars(group)}
+
+    def heard(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            work = method(self, *args, **kwargs)
+            written, *others = [*args, *kwargs.values()]
+            hear(tensors_in(others[:1]) or tensors_in([written]), tensors_in([written]))
+            return work
+
+        return call
+
+    for name in kept:
+        setattr(group, name, heard(getattr(group, name)))
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(group, name, method)
+
+
 def slots_of(line: Line) -> list[Slot]:
     return [leaf for leaf in tree_leaves(line.given) if isinstance(leaf, Slot)]
 
@@ -477,11 +631,16 @@ def name_of(func: Any) -> str:
 def _values(func: Any, given: list[Tensor]) -> list[Tensor]:
     """The arguments of a function whose values are in what it returns."""
     name = name_of(func)
-    return [] if name in SHAPES else given[:1] if name in LIKE else given
+    return given[1:] if name in SHAPES else given[:1] if name in LIKE else given
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor begins; 0 where it has no place of its own."""
+    return tensor.data_ptr() if type(tensor) in PLAIN and _storage(tensor) else 0
 
 
 def _storage(tensor: Tensor) -> int:

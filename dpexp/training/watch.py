@@ -8,7 +8,7 @@ counts in the batch, other examples as negatives without a gradient, a running m
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpexp.clipping.layouts import due
 from dpexp.errors import UserError
 from dpexp.training.redone import Mixture, Redone
-from dpexp.training.trace import Trace
+from dpexp.training.trace import UNUSED, Trace
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +43,20 @@ class LossWatch:
         model: whose own forward is not looked into: the clipper does that.
         rows_per_example: rows that a batch may have of each example.
         notes: where it is said what could not be looked at.
+        data: the tensors that the rows of the data set stand in, where it has some.
 
     Attributes:
         outside: parameters that batches went through and that are not the model's.
     """
 
-    def __init__(self, model: nn.Module, rows_per_example: int = 1, notes: list[str] | None = None):
-        self.model, self.rows_per_example = model, rows_per_example
+    def __init__(
+        self,
+        model: nn.Module,
+        rows_per_example: int = 1,
+        notes: list[str] | None = None,
+        data: Sequence[Tensor] = (),
+    ):
+        self.model, self.rows_per_example, self.data = model, rows_per_example, data
         self.notes = [] if notes is None else notes
         self.outside = WeakIdKeyDictionary()
         self._batches = self._tried = self._told = self._alone = 0
@@ -74,7 +81,14 @@ class LossWatch:
         watched = self._tried if examples > 1 else self._alone
         if watched < PATIENCE or due(self._batches) or due(self._batches + 1):
             self._trace = Trace(
-                self.model, batch, examples, self.rows_per_example, self._before, self.outside, axes()
+                self.model,
+                batch,
+                examples,
+                self.rows_per_example,
+                self._before,
+                self.outside,
+                axes(),
+                self.data,
             )
             self._before = self._trace.private
             self._trace.begin()
@@ -103,6 +117,8 @@ class LossWatch:
         # who tries again after a refusal is watched again
         tried, self._tried = self._tried, 0
         try:
+            if not trace.used:
+                raise UserError(UNUSED)
             told = self._told_by(trace, losses)
             for place, size in trace.scaled.items():
                 if (first := self._scaled.setdefault(place, size)) != size:

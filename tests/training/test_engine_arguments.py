@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
@@ -312,6 +312,38 @@ def test_an_example_that_stands_in_the_data_set_twice_is_refused(tmp_path, repea
         make(tmp_path, dataset=repeated, batch_size=2)
     users = list(range(len(repeated)))
     make(tmp_path, dataset=repeated, batch_size=2, users=users, data_name="rows 1").close()
+
+
+SERIES = torch.arange(1200.0)
+
+
+@pytest.mark.parametrize("windows", [SERIES.unfold(0, 10, 1), SERIES.reshape(-1, 2).unfold(0, 10, 5)])
+def test_windows_that_overlap_are_named(tmp_path, windows):
+    dataset = TensorDataset(windows)
+    with pytest.warns(UserWarning, match="windows that overlap"):
+        make(tmp_path / "a", dataset=dataset).close()
+    users = [i // 20 for i in range(len(windows))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(tmp_path / "b", dataset=dataset, users=users, batch_size=2).close()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        SERIES.unfold(0, 10, 10),
+        SERIES.reshape(10, -1).t(),
+        SERIES.reshape(4, 60, 5).transpose(0, 1),
+        SERIES.reshape(60, 20).unfold(1, 5, 1),
+        SERIES.reshape(60, 2, 5, 2).to(memory_format=torch.channels_last),
+        torch.zeros(10).expand(60, 10),
+        torch.arange(60.0)[:, None].expand(60, 10),
+    ],
+)
+def test_rows_that_are_apart_in_memory_are_not_windows(tmp_path, rows):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(tmp_path, dataset=TensorDataset(rows)).close()
 
 
 @pytest.mark.parametrize("repeated", [DICTIONARIES + DICTIONARIES[:5], ROWS + ROWS])

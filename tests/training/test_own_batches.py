@@ -243,6 +243,66 @@ def test_one_example_at_a_time_may_go_by_its_own_numbers(tmp_path, caplog):
     assert "not looked at" not in caplog.text
 
 
+@pytest.mark.parametrize("size", [1, 20])
+def test_losses_of_rows_that_the_loop_takes_by_itself_are_refused(tmp_path, size):
+    rows, labels = data().tensors
+    everything = TensorDataset(rows.clone(), labels.clone())
+
+    def losses(engine, batch):
+        chosen = torch.randint(0, len(rows), (len(batch[0]),))
+        return cross_entropy(engine.model(rows[chosen]), labels[chosen], reduction="none")
+
+    engine = make(tmp_path, dataset=everything)
+    with pytest.raises(UserError, match="nothing of this batch reaches the model or the losses"):
+        train(engine, size, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
+def test_rows_may_be_looked_up_by_the_numbers_that_were_drawn(tmp_path):
+    rows, labels = data().tensors
+
+    def losses(engine, batch):
+        return cross_entropy(engine.model(rows[batch[0]]), labels[batch[0]], reduction="none")
+
+    assert train(make(tmp_path, dataset=TensorDataset(torch.arange(len(rows)))), 20, losses=losses).finished
+
+
+def from_the_data_set(everything, count):
+    return everything.tensors[0][torch.randint(0, len(everything), (count,))]
+
+
+def read_one_by_one(everything, count):
+    return torch.stack([everything[i][0] for i in range(count)])
+
+
+@pytest.mark.parametrize("take", [from_the_data_set, read_one_by_one])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_rows_of_the_data_set_beside_the_batch_are_refused(tmp_path, take, frozen):
+    everything = data()
+
+    def losses(engine, batch):
+        with torch.set_grad_enabled(not frozen):
+            negatives = engine.model(take(everything, len(batch[0])))
+        return losses_of(engine, batch) - negatives.square().mean(1)
+
+    engine = make(tmp_path, dataset=everything)
+    with pytest.raises(UserError, match="rows of the data set that the loop has read beside its batch"):
+        train(engine, 20, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
+def test_the_data_set_is_evaluated_and_other_rows_of_its_memory_are_public(tmp_path):
+    rows, labels = data().tensors
+    private, public = TensorDataset(rows[:40], labels[:40]), rows[40:]
+
+    def losses(engine, batch):
+        with torch.no_grad():
+            print((engine.model(private.tensors[0]).argmax(1) == private.tensors[1]).float().mean())
+        return losses_of(engine, batch) + (batch[0] - public[0]).square().mean(1) / len(private.tensors[0])
+
+    assert train(make(tmp_path, dataset=private), 20, losses=losses).finished
+
+
 def test_an_example_of_an_earlier_batch_does_not_enter_the_model(tmp_path):
     before = []
 
@@ -440,6 +500,64 @@ def test_a_part_beside_the_model_is_not_trained_on_private_examples(tmp_path):
     assert engine.finished
     engine.close()
     own.step()
+
+
+def beside(batch, outputs, weight, generator):
+    return cross_entropy(outputs @ nn.functional.normalize(weight).t(), batch[1])
+
+
+def transposed(batch, outputs, weight, generator):
+    return torch.cdist(outputs, weight.t()).mean()
+
+
+def matched(batch, outputs, weight, generator):
+    return (generator(torch.randn(9, 4)).mean(0) - batch[0].mean(0)).square().sum()
+
+
+@pytest.mark.parametrize("loss", [beside, transposed, matched])
+def test_what_is_made_of_a_part_beside_the_model_trains_it_too(tmp_path, loss):
+    engine, weight, generator = make(tmp_path), torch.randn(3, 3, requires_grad=True), nn.Linear(4, 10)
+    optimizer = torch.optim.SGD([weight, *generator.parameters()], lr=0.1)
+    for batch in engine.batches():
+        engine.step(losses_of(engine, batch))
+        with torch.no_grad():
+            outputs = engine.model(batch[0])
+        loss(batch, outputs, weight, generator).backward()
+        with pytest.raises(UserError, match="went through a parameter of shape"):
+            optimizer.step()
+    assert engine.finished
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_generator_learns_from_what_the_model_says_of_its_own_pictures(tmp_path, first):
+    engine, generator = make(tmp_path), nn.Linear(4, 10)
+    optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+
+    def learn(batch):
+        optimizer.zero_grad()
+        pictures = generator(torch.randn(len(batch[0]), 4))
+        loss = nn.functional.softplus(-engine.model(pictures)).mean()
+        pictures.backward(torch.autograd.grad(loss, pictures))
+        optimizer.step()
+
+    def losses(engine, batch):
+        if first:
+            learn(batch)
+        return losses_of(engine, batch)
+
+    assert train(engine, losses=losses, after=lambda batch: None if first else learn(batch)).finished
+
+
+@pytest.mark.parametrize("start", [torch.zeros_like, lambda x: torch.zeros(x.shape)])
+def test_what_is_added_to_inputs_is_looked_for_by_an_optimizer(tmp_path, start):
+    def losses(engine, batch):
+        moved = start(batch[0]).requires_grad_()
+        optimizer = torch.optim.SGD([moved], lr=0.1)
+        cross_entropy(engine.model(batch[0] + moved), batch[1]).backward(inputs=[moved])
+        optimizer.step()
+        return cross_entropy(engine.model(batch[0] + moved.detach()), batch[1], reduction="none")
+
+    assert train(make(tmp_path), losses=losses).finished
 
 
 def test_the_optimizer_is_given_no_more_to_move_on_the_way(tmp_path):

@@ -311,6 +311,55 @@ def test_losses_are_not_divided_by_how_many_were_drawn(tmp_path) -> None:
         own_loop(tmp_path, Counted(), tiny_model())
 
 
+BY_ITS_SIZE = {
+    "a tensor": lambda found: found / torch.tensor(float(len(found))),
+    "of its kind": lambda found: found / found.new_tensor(len(found)),
+    "in front": lambda found: torch.tensor(1 / len(found)) * found,
+    "16 bits": lambda found: found * torch.tensor(1 / len(found), dtype=torch.bfloat16),
+    "one for each": lambda found: found / torch.full_like(found, len(found)),
+    "anew for each": lambda found: found / torch.full((len(found),), len(found)),
+    "ones": lambda found: found / torch.ones_like(found).sum(),
+    "shape": lambda found: found / torch.tensor(found.shape).prod(),
+}
+
+
+@pytest.mark.parametrize("scale", BY_ITS_SIZE.values(), ids=BY_ITS_SIZE)
+def test_losses_are_not_divided_by_a_tensor_of_how_many_were_drawn(tmp_path, scale) -> None:
+    class Scaled(TinyTask):
+        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            return scale(super().losses(model, batch))
+
+    with pytest.raises(UserError, match="scales losses by a number that goes by their batch"):
+        own_loop(tmp_path, Scaled(), tiny_model())
+
+
+def test_losses_are_not_divided_by_what_a_collate_function_has_counted(tmp_path) -> None:
+    class Tokens(Texts):
+        def collate(self, examples: list[Any]) -> dict[str, Tensor]:
+            batch = super().collate(examples)
+            return batch | {"tokens": batch["real"].sum()}
+
+        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            return super().losses(model, batch) / batch["tokens"]
+
+    with pytest.raises(UserError, match="scales losses by a number that goes by their batch"):
+        own_loop(tmp_path, Tokens(BY_ITSELF["its own tokens"]), tiny_model())
+
+
+def test_losses_may_be_divided_by_constants_and_by_lengths_that_are_alike(tmp_path) -> None:
+    class Alike(TinyTask):
+        lengths = iter((4, 4, 5, 5, 6, 6, 7, 7))
+
+        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            length = next(self.lengths)
+            tokens = super().losses(model, batch)[:, None].expand(-1, length)
+            # as of a tokenizer that the loop calls, of texts that are sorted by length
+            own = torch.tensor([float(length)] * len(tokens))
+            return tokens.sum(1) / own / torch.tensor(9.0) * torch.full((len(own),), 0.1)
+
+    assert own_loop(tmp_path, Alike(), tiny_model()).finished
+
+
 BY_THE_BATCH = {
     "a mean over padded rows": lambda tokens, real: tokens.mean(1),
     "padded rows, flattened": lambda tokens, real: tokens.unflatten(1, (-1, 1)).flatten(1).mean(-1),
