@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dpexp.privacy.schedules import SCHEDULES
-from dpexp.schemas import RunConfig
+from dpexp.schemas import CHOICES, RunConfig
 
 # any value but null, 0 and []
 GIVEN = ("…",)
@@ -23,7 +23,8 @@ _ONE = {name: takes for name, (_, takes) in SCHEDULES.items()}
 
 # a setting, those of its values under which others are read, and the others; "optim" is the optimiser that moves the weights
 READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("clip.private", (True,), "privacy.secure privacy.delta schedule.name"),
+    # trials stay: the record says of a run without privacy, too, from how many it was chosen
+    ("clip.private", (True,), "privacy.secure privacy.delta schedule.name accountant.name accountant.allow_clt trials_law"),
     ("clip.groups", ("device",), "clip.devices"),
     (
         "clip.adaptive",
@@ -88,6 +89,10 @@ READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("model.family", _HUGGING_FACE, "model.retrain"),
     ("model.family", (*_HUGGING_FACE, "custom"), "model.tokenizer"),
     ("model.family", (*_HUGGING_FACE, "timm", "random_timm"), "model.dropout model.attention_dropout"),
+    # the head that trains on them has dropout of its own, and no attention
+    ("model.frozen_features", (False,), "model.attention_dropout"),
+    # the definition, which chooses nothing
+    ("engine.name", tuple(name for name in CHOICES["engine.name"] if name != "loop"), "engine.choice engine.memory_cap_mib"),
     ("task.kind", (*_TEXTS, "image_classification"), "task.labels"),
     ("task.kind", _TEXTS, "data.text_pair task.text_pair task.held_out"),
     (

@@ -128,6 +128,17 @@ FOR_NOTHING = {
         "schedule.period=2",
     ): "schedule=time: it is for",
     ("clip=nonprivate", "schedule=time"): "clip=nonprivate: it is for clip.private=true",
+    ("clip=nonprivate", "accountant=pld"): "clip=nonprivate: it is for clip.private=true",
+    ("clip=nonprivate", "trials_law=geometric"): "clip=nonprivate: it is for clip.private=true",
+    ("clip=flat", "engine=loop", "engine.choice=rule"): "engine=loop: it is for engine=auto or",
+    ("clip=flat", "engine=loop", "engine.memory_cap_mib=64"): "engine=loop: it is for engine=auto or",
+    (
+        "clip=flat",
+        "model.trainable=head",
+        "model.pooling=mean",
+        "model.frozen_features=true",
+        "model.attention_dropout=0.3",
+    ): "it is for model.frozen_features=false",
     (
         "clip=flat",
         "data.max_length=64",

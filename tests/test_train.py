@@ -183,7 +183,7 @@ def test_an_unfinished_run_of_the_same_settings_is_named_with_its_epsilon(tmp_pa
     started, folder = prepare(tmp_path, "runtime.threads=1")
     (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(started)))
     (folder / "ledger.jsonl").write_text("{}\n{}\n")
-    run, own = prepare(tmp_path, "engine=loop")
+    run, own = prepare(tmp_path, "engine=ghost")
     plan = build_plan(run, 16000, 3)
     said = siblings.sentence(run, to_dict(run), own, plan)
     assert str(folder) in said
