@@ -117,7 +117,8 @@ class LossWatch:
         # who tries again after a refusal is watched again
         tried, self._tried = self._tried, 0
         try:
-            if not trace.used:
+            # losses that were made while nobody watched, as after a refusal, tell nothing
+            if not trace.used and (losses in trace.numbers or losses in trace.rowed):
                 raise UserError(UNUSED)
             told = self._told_by(trace, losses)
             for place, size in trace.scaled.items():
