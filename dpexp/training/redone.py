@@ -20,7 +20,8 @@ from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
-from dpexp.training.trace import COUNTED, EARLIER, SHAPES, WRITTEN, Slot, Trace, name_of, slots_of
+from dpexp.training.lines import SHAPES, Slot, name_of, slots_of
+from dpexp.training.trace import COUNTED, EARLIER, WRITTEN, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
 SCALE = 3.0

@@ -6,11 +6,9 @@ tell what holds values of the batch when a later one begins.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,12 +20,25 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.dataflow import FEW, in_place, tensors_in
-from dpexp.clipping.following import Followed
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.clipping.roots import nodes_behind
 from dpexp.clipping.taps import BY_TAP
 from dpexp.errors import UserError
 from dpexp.training.guards import TOUCHED
+from dpexp.training.lines import (
+    PLAIN,
+    READING_SHAPES,
+    Line,
+    Number,
+    Slot,
+    address_of,
+    is_order,
+    name_of,
+    storage_of,
+    values_of,
+    version_of,
+)
+from dpexp.training.listening import listening
 
 # functions that are written down for one batch
 LONGEST = 5000
@@ -39,39 +50,8 @@ ESCAPES = {"tolist"}
 DIGITS = 12
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
-# methods of a process group that write to their first argument what ranks add up or gather. What one of them tells the others
-# is refused in its own losses
-COLLECTIVES = (
-    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "allgather", "_allgather_base", "all_gather_single",
-    "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather", "gather_into_tensor",
-    "gather_single", "alltoall", "alltoall_base", "all_to_all_single",
-)  # fmt: skip
-# relative difference of numbers that are one, inverted or not
-SAME = 1e-9
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# what they return tells the shape of their first argument, and none of its values
-SHAPES = {
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
-    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
-}  # fmt: skip
-# and these return no tensor
-READING_SHAPES = {
-    "__len__",
-    "__get__",
-    "dim",
-    "size",
-    "numel",
-    "stride",
-    "is_floating_point",
-    "get_device",
-    "__hash__",
-}
-# what they return holds values of their first argument alone, and may be that argument itself
-LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-# the last one: a parameter, as it is read within a module of an attached model
-PLAIN = (Tensor, nn.Parameter, Followed)
 
 EARLIER = (
     "{what} on what an earlier batch has left behind (a running mean, a memory bank, a replay buffer): that holds other "
@@ -109,41 +89,6 @@ SCALED = (
     "needs none, and for fp16 PrivacyEngine(..., loss_scale=...) takes a fixed scale, which is taken off before clipping"
 )
 SCALERS = torch.amp.GradScaler.scale.__code__.co_filename
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The place of a tensor among the arguments of a function."""
-
-    number: int
-
-
-@dataclass
-class Line:
-    """One call of a torch function; ``given``: arguments, with slots; ``made``: numbers of the tensors that it returned."""
-
-    func: Any
-    given: Any
-    made: list[int]
-    autocast: tuple[str, torch.dtype] | None
-    # whether a number that was made of the whole batch is among the arguments
-    counted: bool = False
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number among the arguments of a function; ``error``: of its format; ``by_row``: whether it may be one of each row."""
-
-    value: float
-    error: float = 0.0
-    by_row: bool = False
-
-    def is_near(self, other: float) -> bool:
-        """Whether it is another one, or its inverse."""
-        error = max(self.error, SAME)
-        return math.isclose(self.value, other, rel_tol=error) or math.isclose(
-            self.value * other, 1, rel_tol=error
-        )
 
 
 class Trace(TorchFunctionMode):
@@ -197,7 +142,7 @@ class Trace(TorchFunctionMode):
             (name, getattr(tensor, "_local_tensor", tensor))
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
-        self._own = {_storage(tensor): name for name, tensor in named if type(tensor) in PLAIN}
+        self._own = {storage_of(tensor): name for name, tensor in named if type(tensor) in PLAIN}
         # of tensors without a place
         self._own.pop(0, None)
         self.numbers = WeakIdKeyDictionary()
@@ -248,10 +193,10 @@ class Trace(TorchFunctionMode):
         # also as p.grad.data, which has no version
         parameters = self.model.named_parameters()
         self._sums = {
-            _storage(p.grad): (name, p) for name, p in parameters if p.grad is not None and p.grad.numel()
+            storage_of(p.grad): (name, p) for name, p in parameters if p.grad is not None and p.grad.numel()
         }
         if dist.is_available() and dist.is_initialized():
-            self._open.enter_context(_listening(self._hear))
+            self._open.enter_context(listening(self._hear))
         # below modes that the loop has entered: who leaves one takes the topmost off
         _stack([self, *_unstacked()])
         self._open.callback(lambda: _stack([mode for mode in _unstacked() if mode is not self]))
@@ -312,7 +257,7 @@ class Trace(TorchFunctionMode):
 
     def _mark(self, tensor: Any) -> None:
         """Remember that a tensor holds values of the batch."""
-        if type(tensor) in PLAIN and _storage(tensor) not in self._own:
+        if type(tensor) in PLAIN and storage_of(tensor) not in self._own:
             self.private[tensor] = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -322,7 +267,7 @@ class Trace(TorchFunctionMode):
             self._refuse_own(given)
             self._look_at_leaves(given)
         self.used |= (
-            any(t in self._batch for t in _values(func, given)) and name_of(func) not in READING_SHAPES
+            any(t in self._batch for t in values_of(func, given)) and name_of(func) not in READING_SHAPES
         )
         if self._inside:
             return self._made_within(func, args, kwargs, given)
@@ -344,7 +289,7 @@ class Trace(TorchFunctionMode):
         opaque = func is torch.autograd.grad or any(
             type(t) not in PLAIN and t not in self._told for t in given
         )
-        before = [_version(t) for t in given]
+        before = [version_of(t) for t in given]
         # what is written to is noted as it was
         line = None if opaque or not in_place(func) else self._tried(self._noted, func, args, kwargs, given)
         result = self._followed(func, args, kwargs, given)
@@ -353,7 +298,7 @@ class Trace(TorchFunctionMode):
             self._have_rows(made)
         elif line is not None:
             self._tried(self._add, line, made)
-        elif any(_version(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
+        elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
             self._stop(f"{name_of(func)} writes to what it is given, or makes numbers of Python of it")
         elif made and not self.failure:
             line = self._tried(self._noted, func, args, kwargs, given)
@@ -364,7 +309,7 @@ class Trace(TorchFunctionMode):
 
     def _followed(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function, and remember which tensors and numbers hold values of the batch."""
-        private = any(t in self.private for t in _values(func, given))
+        private = any(t in self.private for t in values_of(func, given))
         if private:
             self._look_at_parameters(func, given)
         result = func(*args, **kwargs)
@@ -378,7 +323,7 @@ class Trace(TorchFunctionMode):
     def _made_within(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function inside of the model's own forward, which is not written down."""
         result = func(*args, **kwargs)
-        if any(t in self.private or t in self._within for t in _values(func, given)):
+        if any(t in self.private or t in self._within for t in values_of(func, given)):
             self._count_number(result)
             made = [*tree_leaves(result), *(given[:1] if in_place(func) else ())]
             self._within.update({t: None for t in made if type(t) in PLAIN})
@@ -387,7 +332,7 @@ class Trace(TorchFunctionMode):
     def _hear(self, said: list[Tensor], heard: list[Tensor]) -> None:
         """Note what ranks have told each other, of their batches or as a few numbers: these may be counts."""
         of_batch = any(t in self.private for t in said) or all(t.numel() <= HANDFUL for t in said)
-        if self._inside or not of_batch or all(_storage(t) in self._own for t in said):
+        if self._inside or not of_batch or all(storage_of(t) in self._own for t in said):
             return
         for tensor in heard:
             self._told[tensor] = None
@@ -402,7 +347,7 @@ class Trace(TorchFunctionMode):
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
         result = func(*args, **kwargs)
-        if any(self._is_old(t) for t in _values(func, given)):
+        if any(self._is_old(t) for t in values_of(func, given)):
             self.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
         return result
 
@@ -410,7 +355,7 @@ class Trace(TorchFunctionMode):
         """Whether a tensor that is not of this batch holds what an earlier one has left behind, or rows of the data set."""
         if tensor in self.before:
             return True
-        return bool(self._data) and any(first <= _address(tensor) < last for first, last in self._data)
+        return bool(self._data) and any(first <= address_of(tensor) < last for first, last in self._data)
 
     def _refuse_repeats(self, func: Any, args: Any) -> None:
         """Refuse a batch of as many rows, of which some are taken twice: their examples would have two shares of the sum."""
@@ -430,13 +375,13 @@ class Trace(TorchFunctionMode):
 
     def _refuse_sum(self, written: Tensor) -> None:
         """Refuse what writes to a gradient; what lies where a gradient was that is gone is none."""
-        name, param = self._sums.get(_storage(written), ("", None))
-        if param is not None and param.grad is not None and _storage(param.grad) == _storage(written):
+        name, param = self._sums.get(storage_of(written), ("", None))
+        if param is not None and param.grad is not None and storage_of(param.grad) == storage_of(written):
             raise UserError(TOUCHED.format(name=name, what="was written to"))
 
     def _refuse_own(self, given: list[Tensor]) -> None:
         """Refuse to differentiate by the model's parameters, of which autograd finds nothing behind a tap."""
-        names = [self._own.get(_storage(t)) for t in given if type(t) is nn.Parameter]
+        names = [self._own.get(storage_of(t)) for t in given if type(t) is nn.Parameter]
         name = next((name for name in names if name is not None), None)
         # who visits taps is a clipper
         taps = (node for node in nodes_behind([t.grad_fn for t in given]) if isinstance(node, BY_TAP))
@@ -445,7 +390,7 @@ class Trace(TorchFunctionMode):
 
     def _look_at_parameters(self, func: Any, given: list[Tensor]) -> None:
         """Refuse values of the batch that are written to the model, and note parameters of others that it goes through."""
-        places = [_storage(t) if type(t) in PLAIN else 0 for t in given]
+        places = [storage_of(t) if type(t) in PLAIN else 0 for t in given]
         writes = in_place(func) or name_of(func) == "__set__"
         if writes and places[0] in self._own and any(t in self.private for t in given[1:]):
             raise UserError(WRITTEN.format(name=self._own[places[0]]))
@@ -459,7 +404,7 @@ class Trace(TorchFunctionMode):
         roots = [t.grad_fn for t in given] if any(t in self.private for t in given) else []
         for node in nodes_behind(roots, self._invented):
             leaf = getattr(node, "variable", None)
-            if leaf is None or _storage(leaf) in self._own or leaf in self.private:
+            if leaf is None or storage_of(leaf) in self._own or leaf in self.private:
                 continue
             # rows that are added to those of the batch are looked for by the loop, and not learnt
             if type(leaf) is nn.Parameter or not self.fits(leaf):
@@ -479,7 +424,7 @@ class Trace(TorchFunctionMode):
         slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
         if in_place(func):
             for number, held in self.held.items():
-                if _storage(held) == _storage(given[0]):
+                if storage_of(held) == storage_of(given[0]):
                     self.held[number] = held.clone()
                     self.written.add(number)
         kind = given[0].device.type
@@ -561,7 +506,7 @@ class Trace(TorchFunctionMode):
             )
         if self._bytes > LARGEST:
             raise ValueError(f"they are computed from more than {LARGEST >> 20} MiB")
-        if fits and not _is_order(tensor):
+        if fits and not is_order(tensor):
             self.places[number] = fits[0]
         elif fits and self.examples < FEW:
             # in an order, rows that are replaced still go where they went; of few examples, labels may look like one
@@ -594,65 +539,3 @@ def _unstacked() -> list[Any]:
 def _stack(modes: Iterable[Any]) -> None:
     for mode in modes:
         _push_mode(mode)
-
-
-@contextmanager
-def _listening(hear: Callable[[list[Tensor], list[Tensor]], None]) -> Iterator[None]:
-    """Tell what ranks send each other and what they get, whoever asks them to: not all of it passes through a function mode."""
-    group = dist.ProcessGroup
-    kept = {name: vars(group)[name] for name in COLLECTIVES if name in vars(group)}
-
-    def heard(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            work = method(self, *args, **kwargs)
-            written, *others = [*args, *kwargs.values()]
-            hear(tensors_in(others[:1]) or tensors_in([written]), tensors_in([written]))
-            return work
-
-        return call
-
-    for name in kept:
-        setattr(group, name, heard(getattr(group, name)))
-    try:
-        yield
-    finally:
-        for name, method in kept.items():
-            setattr(group, name, method)
-
-
-def slots_of(line: Line) -> list[Slot]:
-    return [leaf for leaf in tree_leaves(line.given) if isinstance(leaf, Slot)]
-
-
-def name_of(func: Any) -> str:
-    return getattr(func, "__name__", str(func))
-
-
-def _values(func: Any, given: list[Tensor]) -> list[Tensor]:
-    """The arguments of a function whose values are in what it returns."""
-    name = name_of(func)
-    return given[1:] if name in SHAPES else given[:1] if name in LIKE else given
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _address(tensor: Tensor) -> int:
-    """Where a tensor begins; 0 where it has no place of its own."""
-    return tensor.data_ptr() if type(tensor) in PLAIN and _storage(tensor) else 0
-
-
-def _storage(tensor: Tensor) -> int:
-    """Where the numbers of a tensor lie; 0 where it has no place of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return 0
-
-
-def _is_order(tensor: Tensor) -> bool:
-    """Whether it may say which row goes where."""
-    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        return False
-    return bool((tensor.sort().values == torch.arange(len(tensor), device=tensor.device)).all())
