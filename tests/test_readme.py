@@ -84,7 +84,7 @@ def test_what_is_shown_beside_epsilon_was_measured_on_public_rows(
     assert public
     assert private.isdisjoint(public)
     assert names["accuracy"] == (names["model"](names["dev_x"]).argmax(1) == names["dev_y"]).float().mean()
-    assert "model(dev[0])" in (ROOT / "docs" / "thirty_lines.py").read_text(encoding="utf-8")
+    assert "model(dev_x)" in (ROOT / "docs" / "thirty_lines.py").read_text(encoding="utf-8")
 
 
 def test_hugging_face_s_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from dpexp import report
 from dpexp.errors import UserError
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
+from dpexp.reproduce.statistics import CANNOT_TELL
 from tests.reproduce.samples import summary, write
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +56,13 @@ def test_the_arithmetic_and_the_page_are_what_is_committed(context: Context, tmp
     """In one test: the page holds every document, and those of arithmetic take longest."""
     for name in sorted(SLOW):
         _assert_committed(name, context, tmp_path)
+    for name in catalogue.EXACT:
+        page = context.document(name)
+        # exact is what is computed, stands beside a printed number, or decides a claim
+        columns = {column for section in page.sections for column in section.shown}
+        beside = any(column.startswith(("printed", "paper")) for column in columns)
+        decided = any(verdict.word != CANNOT_TELL for verdict in page.verdicts)
+        assert page.status == "computed" or beside or decided, name
     documents = [context.document(name) for name in catalogue.builders()]
     assert site.page(documents, context.read("runs")).encode() == (RESULTS / "report.html").read_bytes(), (
         "report.html: run `make report` and commit"

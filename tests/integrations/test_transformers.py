@@ -131,10 +131,13 @@ class Cell(NamedTuple):
 
 
 SWITCH = (False, True)
+# every pair of switches; with two pieces checkpointing or LoRA, with one or eight both or none
 CELLS = [
-    Cell(precision, *rest)
-    for precision in ("fp32", "bf16")
-    for rest in itertools.product((1, 2, 8), SWITCH, SWITCH)
+    Cell(precision, accumulation, checkpointing, lora)
+    for precision, accumulation, checkpointing, lora in itertools.product(
+        ("fp32", "bf16"), (1, 2, 8), SWITCH, SWITCH
+    )
+    if (checkpointing != lora) == (accumulation == 2)
 ]
 
 
