@@ -4,12 +4,13 @@ training costs on it (Bu et al., Tables 3-5, 8). Only shapes are computed: no we
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import yaml
+from hydra.core.hydra_config import HydraConfig
 
 from dpexp.clipping.choice import choose
 from dpexp.clipping.refusals import refusal
@@ -19,7 +20,7 @@ from dpexp.complexity.shapes import coverage, layers_of
 from dpexp.config import hydra_entry
 from dpexp.errors import UserError, did_you_mean
 from dpexp.schemas import EngineConfig, ModelConfig
-from dpexp.usage import conf_dir, print_out
+from dpexp.usage import print_out
 
 _FORMATS = ("text", "json")
 _CHOICES = ("rule", "measured")
@@ -226,13 +227,6 @@ def _check(arguments: ExplainArguments) -> None:
         raise UserError("not given: model.id=… (a folder with config.json, or a hub id)")
     if arguments.network == "custom" and not arguments.model.factory:
         raise UserError("not given: model.factory=… (package.module:function)")
-    chosen, neutral = _chosen(arguments.network), asdict(ModelConfig())
-    for key, value in asdict(arguments.model).items():
-        if key not in _SHAPES and value not in (neutral[key], chosen.get(key, neutral[key])):
-            raise UserError(
-                f"model.{key}={str(value).lower()} does nothing here: every layer is explained, with the network's own head, and "
-                "no weights are read; leave it out (leave_out=PATTERN leaves layers out)"
-            )
     for key, choices in (("format", _FORMATS), ("choice", _CHOICES)):
         value = getattr(arguments, key)
         if value not in choices:
@@ -248,19 +242,21 @@ def _check(arguments: ExplainArguments) -> None:
         raise UserError("device=meta computes nothing that could be measured: give cpu or cuda")
 
 
-def _chosen(name: str) -> dict[str, Any]:
-    """What `conf/model` holds under a name; nothing where it has no such choice."""
-    file = conf_dir() / "model" / f"{name}.yaml"
-    if not file.is_file():
-        return {}
-    own = yaml.safe_load(file.read_text(encoding="utf-8"))
-    inherited = [_chosen(other) for other in own.pop("defaults", ()) if other != "_self_"]
-    return {key: value for part in (*inherited, own) for key, value in part.items()}
+def _refuse_unread(overrides: Iterable[str]) -> None:
+    """Refuse settings of a model that change no layer."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.startswith("model.") and key.split(".")[1] not in _SHAPES:
+            raise UserError(
+                f"{key}={value} does nothing here: every layer is explained, with the network's own head, and no weights are "
+                "read; leave it out (leave_out=PATTERN leaves layers out)"
+            )
 
 
 @hydra_entry("explain", ExplainArguments)
 def main(arguments: ExplainArguments) -> None:
     """Print how each layer of a model is clipped best, and what every implementation of private training costs on it."""
+    _refuse_unread(HydraConfig.get().overrides.task)
     result = explain(arguments)
     print_out(json.dumps(result) if arguments.format == "json" else as_text(result))
 

@@ -437,28 +437,33 @@ class Trainer:
         step, optim = self.step, self.run.optim
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.steps, optim.lr, optim.lr_schedule, optim.warmup_ratio)
-        too_large = True
-        while too_large:
-            too_large = False
-            try:
-                for piece in self.stepper.pieces(self.physical_batch_size, self._facts(), self.task.length):
-                    # several ranks stop together, behind the step
-                    if interrupts.requested and not self.ranks.several:
-                        self.stepper.clear()
-                        return None
-                    self.stepper.add(self.losses_of(piece))
-            except torch.OutOfMemoryError:
-                # while the error lives, so does the graph that did not fit: nothing is begun again in here
-                too_large = True
-            except BudgetSpentError:
-                self.stepper.clear()
-                self.exhausted = True
-                return None
-            if too_large:
-                self._shrink()
+        while (taken := self._tried(interrupts)) is None:
+            self._shrink()
+        if not taken:
+            return None
         if self.averages is not None:
             self.averages.update(step)
         return self.stepper.sums
+
+    def _tried(self, interrupts: Interrupts) -> bool | None:
+        """Whether the next step is taken; None where it did not fit into memory.
+
+        The error is gone when this returns, and with it the graph that did not fit.
+        """
+        try:
+            for piece in self.stepper.pieces(self.physical_batch_size, self._facts(), self.task.length):
+                # several ranks stop together, behind the step
+                if interrupts.requested and not self.ranks.several:
+                    self.stepper.clear()
+                    return False
+                self.stepper.add(self.losses_of(piece))
+        except torch.OutOfMemoryError:
+            return None
+        except BudgetSpentError:
+            self.stepper.clear()
+            self.exhausted = True
+            return False
+        return True
 
     def _public_rows(self) -> Rows:
         """Gradients of the first examples of the dev set, which is public; without dropout."""

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,18 +102,24 @@ def test_a_function_that_is_not_one_is_refused(mine: str, factory: str, config: 
         custom_network(model, head="classifier", num_labels=2, image_shape=(1, 5, 5), tokenizer=None)
 
 
-def test_a_task_and_a_network_of_ones_own_train(mine: str, tmp_path: Path) -> None:
+def trained(mine: str, runs: Path, console: Console, *settings: str) -> tuple[Path, dict[str, Any]]:
+    """The folder and the record of a run of the points and the line."""
     from dpexp.train import train
 
     run = compose(
         [
-            "task=custom", f"task.factory={mine}:Points", f"model.factory={mine}:line", "scale=own", "clip=flat",
-            "data.num_examples=40", "optim.epochs=2", "runtime=cpu", "engine.choice=rule", f"runtime.runs_dir={tmp_path}",
+            "task=custom", f"task.factory={mine}:Points", f"model.factory={mine}:line", "scale=own", "optim.epochs=2",
+            "runtime=cpu", f"runtime.runs_dir={runs}", *settings,
         ]
     )  # fmt: skip
     folder = run_folder(run)
     folder.mkdir(parents=True)
-    summary = train(run, folder, Console(quiet=True))
+    return folder, train(run, folder, console)
+
+
+def test_a_task_and_a_network_of_ones_own_train(mine: str, tmp_path: Path) -> None:
+    settings = "clip=flat", "data.num_examples=40", "engine.choice=rule"
+    folder, summary = trained(mine, tmp_path, Console(quiet=True), *settings)
     assert summary["privacy"]["epsilon"]["rdp"] <= 8
     assert summary["details"]["model_source"] == f"{mine}:line (seed 0)"
     assert (folder / "model" / "model.pt").is_file()
@@ -121,18 +128,9 @@ def test_a_task_and_a_network_of_ones_own_train(mine: str, tmp_path: Path) -> No
 
 
 def test_a_batch_is_at_most_all_rows_that_were_counted(mine: str, tmp_path: Path) -> None:
-    from dpexp.train import train
-
-    run = compose(
-        [
-            "task=custom", f"task.factory={mine}:Points", f"model.factory={mine}:line", "scale=own", "clip=nonprivate",
-            "privacy=none", "data.train=points", "optim.epochs=2", "runtime=cpu", f"runtime.runs_dir={tmp_path}",
-        ]
-    )  # fmt: skip
-    folder = run_folder(run)
-    folder.mkdir(parents=True)
     console = Console(record=True, width=300)
-    assert train(run, folder, console)["details"]["config"]["optim"]["batch_size"] == 40
+    _, summary = trained(mine, tmp_path, console, "clip=nonprivate", "privacy=none", "data.train=points")
+    assert summary["details"]["config"]["optim"]["batch_size"] == 40
     assert (
         "note: optim.batch_size=1024 is more than the 40 examples that were counted" in console.export_text()
     )
