@@ -21,7 +21,8 @@ from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
 from dpexp.training.lines import SHAPES, Slot, name_of, slots_of
-from dpexp.training.trace import COUNTED, EARLIER, WRITTEN, Trace
+from dpexp.training.owned import WRITTEN
+from dpexp.training.trace import COUNTED, EARLIER, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
 SCALE = 3.0
@@ -76,7 +77,8 @@ class Redone:
         try:
             trace.failure = trace.failure or self._failure(losses)
             behind = self._behind([*trace.entering, trace.numbers.get(losses, 0)])
-            trace.scaled = {place: size for place, size in trace.scaled.items() if place[0] in behind}
+            scaled = trace.sizes.scaled.items()
+            trace.sizes.scaled = {place: size for place, size in scaled if place[0] in behind}
             if losses in trace.rowed:
                 return True
             return not trace.failure and self._look(trace.numbers[losses], losses.detach())

@@ -7,7 +7,7 @@ tell what holds values of the batch when a later one begins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,10 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.dataflow import FEW, in_place, tensors_in
 from dpexp.clipping.operations.others import BROADCASTING
-from dpexp.clipping.roots import nodes_behind
-from dpexp.clipping.taps import BY_TAP
 from dpexp.errors import UserError
-from dpexp.training.guards import TOUCHED
 from dpexp.training.lines import (
     PLAIN,
     READING_SHAPES,
@@ -39,6 +36,8 @@ from dpexp.training.lines import (
     version_of,
 )
 from dpexp.training.listening import listening
+from dpexp.training.owned import Owned
+from dpexp.training.sizes import Sizes
 
 # functions that are written down for one batch
 LONGEST = 5000
@@ -46,8 +45,6 @@ LONGEST = 5000
 LARGEST = 1 << 28
 # from here on what the loop does is not written down: it goes by numbers of Python
 ESCAPES = {"tolist"}
-# longer than numbers that somebody writes down: those that a loop has made of its batch are known by their digits
-DIGITS = 12
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -68,20 +65,10 @@ UNUSED = (
     "of rows that the loop takes by itself. Compute losses from the batch that engine.batches() yields. What C++ or torch.jit "
     "makes of it is not seen: call one of torch's own functions on it too"
 )
-WRITTEN = (
-    "the loop writes values of its batch to {name} of the model, without noise. This voids any guarantee: leave it out, or make "
-    "it of public data"
-)
 REPEATED = (
     "the loop takes rows of its batch by an index in which some stand twice (a bootstrap, classes made equally frequent): their "
     "examples have two losses each, and move the clipped sum by twice the threshold. Leave it out: in a Poisson sample every "
     "example stands once"
-)
-
-ASKED = (
-    "the loop asks autograd for the gradient of {name}, and an attached model has none: gradients are found by example within "
-    "engine.step(losses). Leave it out (a gradient penalty, meta-learning, influence, balance of losses), or do it on public "
-    "data with a copy of the weights in a model without an engine. Gradients of inputs are free"
 )
 
 SCALED = (
@@ -106,10 +93,7 @@ class Trace(TorchFunctionMode):
 
     Attributes:
         used: whether anything has read values of the batch, as far as that can be seen.
-        scaled: where one of `sizes` stood in arithmetic, or was averaged over: (line, function, which of them, how many times)
-            -> its value.
-        sizes: whole numbers that go by the batch, by where they come from: its examples, how long its rows are padded, what the
-            loop has counted in it.
+        sizes: numbers that go by the batch.
         failure: why nothing can be said, in words.
         sure: whether all that has rows has them in front, or where `axes` say. A number of features may equal that of the
             examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
@@ -132,19 +116,11 @@ class Trace(TorchFunctionMode):
         # where the examples stand in all that has several dimensions, as far as is known
         self._usual = {axis for tensor, axis in self._axes.items() if tensor.dim() > 1}
         self.model, self.examples, self._times = model, examples, {1, rows_per_example}
-        self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
-        self.sizes: dict[Hashable, int] = {times: examples * times for times in sorted({1, rows_per_example})}
+        self.sizes = Sizes(examples, rows_per_example)
         self.failure = ""
         self.sure = True
         self.private = WeakIdKeyDictionary()
-        self.before, self._outside = before, outside
-        named = [
-            (name, getattr(tensor, "_local_tensor", tensor))
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        ]
-        self._own = {storage_of(tensor): name for name, tensor in named if type(tensor) in PLAIN}
-        # of tensors without a place
-        self._own.pop(0, None)
+        self.before, self._own = before, Owned(model, outside)
         self.numbers = WeakIdKeyDictionary()
         # what has the rows of the batch and was made by nothing that is written down
         self.rowed = WeakIdKeyDictionary()
@@ -157,8 +133,7 @@ class Trace(TorchFunctionMode):
         self.as_it_came = False
         self.old: set[int] = set()
         self.lines: list[Line] = []
-        # numbers of Python that are made of the batch, and what the model's own forward has made of it
-        self._counts: list[float] = []
+        # what the model's own forward has made of the batch
         self._within = WeakIdKeyDictionary()
         # what ranks have told each other, which other examples are in
         self._told = WeakIdKeyDictionary()
@@ -178,7 +153,7 @@ class Trace(TorchFunctionMode):
                 # a constant of the collate function; or what it has counted
                 self.private.pop(tensor, None)
                 if tensor.dtype in WHOLE:
-                    self.sizes["counted", len(self.sizes)] = int(tensor)
+                    self.sizes.add_count(int(tensor))
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
@@ -190,11 +165,7 @@ class Trace(TorchFunctionMode):
         self._open.callback(register_module_forward_pre_hook(self._enter).remove)
         self._open.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         self._open.callback(self.model.register_forward_pre_hook(self._entered, with_kwargs=True).remove)
-        # also as p.grad.data, which has no version
-        parameters = self.model.named_parameters()
-        self._sums = {
-            storage_of(p.grad): (name, p) for name, p in parameters if p.grad is not None and p.grad.numel()
-        }
+        self._own.look_for_sums()
         if dist.is_available() and dist.is_initialized():
             self._open.enter_context(listening(self._hear))
         # below modes that the loop has entered: who leaves one takes the topmost off
@@ -250,29 +221,29 @@ class Trace(TorchFunctionMode):
         for tensor in tensors:
             if type(tensor) in PLAIN and tensor not in self.numbers:
                 if tensor not in self.rowed:
-                    number = len(self.sizes)
-                    self.sizes |= {("shape", number, axis): n for axis, n in enumerate(tensor.shape) if axis}
+                    self.sizes.add_shape(tensor.shape)
                 self.rowed[tensor] = None
                 self._mark(tensor)
 
     def _mark(self, tensor: Any) -> None:
         """Remember that a tensor holds values of the batch."""
-        if type(tensor) in PLAIN and storage_of(tensor) not in self._own:
+        if type(tensor) in PLAIN and tensor not in self._own:
             self.private[tensor] = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func in DIFFERENTIATING:
-            self._refuse_own(given)
-            self._look_at_leaves(given)
+            self._own.refuse_differentiated(given)
+            roots = [t.grad_fn for t in given] if any(t in self.private for t in given) else []
+            self._own.look_at_leaves(roots, self._invented, self.private, self.fits)
         self.used |= (
             any(t in self._batch for t in values_of(func, given)) and name_of(func) not in READING_SHAPES
         )
         if self._inside:
             return self._made_within(func, args, kwargs, given)
         if given and in_place(func):
-            self._refuse_sum(given[0])
+            self._own.refuse_written_sum(given[0])
         if "c10d" in str(func) or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             # not done again, which all ranks would have to do at once
             result = func(*args, **kwargs)
@@ -303,7 +274,8 @@ class Trace(TorchFunctionMode):
         elif made and not self.failure:
             line = self._tried(self._noted, func, args, kwargs, given)
             if line is not None and name_of(func) == "mean" and made[0].numel():
-                self._scales("mean", Number(given[0].numel() // made[0].numel()), 1)
+                elements = Number(given[0].numel() // made[0].numel())
+                self.sizes.note(len(self.lines), "mean", elements, averaged=True)
             self._tried(self._add, line, made)
         return result
 
@@ -311,10 +283,10 @@ class Trace(TorchFunctionMode):
         """Call a function, and remember which tensors and numbers hold values of the batch."""
         private = any(t in self.private for t in values_of(func, given))
         if private:
-            self._look_at_parameters(func, given)
+            self._own.look_at_parameters(func, given, self.private)
         result = func(*args, **kwargs)
         if private:
-            self._count_number(result)
+            self.sizes.add_count(result)
             written = [given[0], given[0]._base] if in_place(func) else []
             for tensor in (*tree_leaves(result), *written):
                 self._mark(tensor)
@@ -324,7 +296,7 @@ class Trace(TorchFunctionMode):
         """Call a function inside of the model's own forward, which is not written down."""
         result = func(*args, **kwargs)
         if any(t in self.private or t in self._within for t in values_of(func, given)):
-            self._count_number(result)
+            self.sizes.add_count(result)
             made = [*tree_leaves(result), *(given[:1] if in_place(func) else ())]
             self._within.update({t: None for t in made if type(t) in PLAIN})
         return result
@@ -332,17 +304,11 @@ class Trace(TorchFunctionMode):
     def _hear(self, said: list[Tensor], heard: list[Tensor]) -> None:
         """Note what ranks have told each other, of their batches or as a few numbers: these may be counts."""
         of_batch = any(t in self.private for t in said) or all(t.numel() <= HANDFUL for t in said)
-        if self._inside or not of_batch or all(storage_of(t) in self._own for t in said):
+        if self._inside or not of_batch or all(t in self._own for t in said):
             return
         for tensor in heard:
             self._told[tensor] = None
             self._mark(tensor)
-
-    def _count_number(self, result: Any) -> None:
-        if type(result) is int or (type(result) is float and result.is_integer()):
-            self.sizes["counted", len(self.sizes)] = int(result)
-        elif type(result) is float and len(repr(result)) > DIGITS:
-            self._counts.append(result)
 
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
@@ -373,43 +339,6 @@ class Trace(TorchFunctionMode):
         if sys._getframe(2).f_code.co_filename == SCALERS and given[0].shape[:1] == (self.examples,):
             raise UserError(SCALED)
 
-    def _refuse_sum(self, written: Tensor) -> None:
-        """Refuse what writes to a gradient; what lies where a gradient was that is gone is none."""
-        name, param = self._sums.get(storage_of(written), ("", None))
-        if param is not None and param.grad is not None and storage_of(param.grad) == storage_of(written):
-            raise UserError(TOUCHED.format(name=name, what="was written to"))
-
-    def _refuse_own(self, given: list[Tensor]) -> None:
-        """Refuse to differentiate by the model's parameters, of which autograd finds nothing behind a tap."""
-        names = [self._own.get(storage_of(t)) for t in given if type(t) is nn.Parameter]
-        name = next((name for name in names if name is not None), None)
-        # who visits taps is a clipper
-        taps = (node for node in nodes_behind([t.grad_fn for t in given]) if isinstance(node, BY_TAP))
-        if name is not None and any(tap.recorder.visiting is None for tap in taps):
-            raise UserError(ASKED.format(name=name))
-
-    def _look_at_parameters(self, func: Any, given: list[Tensor]) -> None:
-        """Refuse values of the batch that are written to the model, and note parameters of others that it goes through."""
-        places = [storage_of(t) if type(t) in PLAIN else 0 for t in given]
-        writes = in_place(func) or name_of(func) == "__set__"
-        if writes and places[0] in self._own and any(t in self.private for t in given[1:]):
-            raise UserError(WRITTEN.format(name=self._own[places[0]]))
-        for tensor, place in zip(given, places, strict=True):
-            trains = type(tensor) is nn.Parameter and tensor.requires_grad and torch.is_grad_enabled()
-            if trains and place not in self._own:
-                self._outside[tensor] = None
-
-    def _look_at_leaves(self, given: list[Tensor]) -> None:
-        """Note what is no part of the model and gets a gradient that holds values of the batch, however it was met."""
-        roots = [t.grad_fn for t in given] if any(t in self.private for t in given) else []
-        for node in nodes_behind(roots, self._invented):
-            leaf = getattr(node, "variable", None)
-            if leaf is None or storage_of(leaf) in self._own or leaf in self.private:
-                continue
-            # rows that are added to those of the batch are looked for by the loop, and not learnt
-            if type(leaf) is nn.Parameter or not self.fits(leaf):
-                self._outside[leaf] = None
-
     def _tried(self, action: Callable[..., Line | None], *arguments: Any) -> Line | None:
         """What goes wrong here is no concern of the loop."""
         try:
@@ -431,13 +360,13 @@ class Trace(TorchFunctionMode):
         on = torch.is_autocast_enabled(kind)
         numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
         numbers += [n for t in given for n in self._constant(t)]
-        counted = any(n.is_near(c) for n in numbers for c in self._counts)
+        counted = self.sizes.made(numbers)
         counted = counted or any(t.numel() == 1 and t in self._within for t in given)
         # of one example alone they are its own
         counted = (counted and self.examples > 1) or any(t in self._told for t in given)
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
-                self._scales(name, n, 0)
+                self.sizes.note(len(self.lines), name, n)
         return Line(func, slots, [], (kind, torch.get_autocast_dtype(kind)) if on else None, counted)
 
     def _constant(self, tensor: Tensor) -> list[Number]:
@@ -453,18 +382,6 @@ class Trace(TorchFunctionMode):
             error = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
             # rows that the loop has made in Python, as of lengths, may be alike in one batch
             return [Number(value[0].item(), error, tensor.numel() > 1 and tensor not in self.numbers)]
-
-    def _scales(self, name: str, number: Number, multiples: int) -> None:
-        """Note where a number that goes by the batch stands in arithmetic, or a multiple of it in a mean."""
-        if self.examples == 1:
-            return
-        for source, size in self.sizes.items():
-            if number.by_row and source not in self._times:
-                continue
-            if size > 1 and number.is_near(size):
-                self.scaled[len(self.lines), name, source, 1] = size
-            elif multiples and size > 1 and number.value % size == 0:
-                self.scaled[len(self.lines), name, source, int(number.value) // size] = size
 
     def _add(self, line: Line, made: list[Tensor]) -> None:
         """A call that was made, and what it returned."""

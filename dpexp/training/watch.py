@@ -60,7 +60,7 @@ class LossWatch:
         self.notes = [] if notes is None else notes
         self.outside = WeakIdKeyDictionary()
         self._batches = self._tried = self._told = self._alone = 0
-        # see `Trace.scaled`
+        # see `Sizes.scaled`
         self._scaled: dict[tuple[int, str, Hashable, int], int] = {}
         self._trace: Trace | None = None
         # batches, by their size, in which examples seemed to be mixed, though rows may have been taken for what they are not
@@ -121,7 +121,7 @@ class LossWatch:
             if not trace.used and (losses in trace.numbers or losses in trace.rowed):
                 raise UserError(UNUSED)
             told = self._told_by(trace, losses)
-            for place, size in trace.scaled.items():
+            for place, size in trace.sizes.scaled.items():
                 if (first := self._scaled.setdefault(place, size)) != size:
                     raise UserError(SIZED.format(name=place[1], first=first, second=size))
         except UserError as error:
@@ -132,7 +132,7 @@ class LossWatch:
             return
         self._told += told
         # what equals a number of the batch may be a constant: another batch tells
-        sure = self._told >= TOLD and told and not trace.scaled
+        sure = self._told >= TOLD and told and not trace.sizes.scaled
         self._tried = PATIENCE if sure else tried + 1
         if self._tried == PATIENCE and not told:
             self.notes.append(

@@ -1,0 +1,72 @@
+"""Numbers that go by a batch: how many examples it has, how long its rows are padded, what a loop has counted in it.
+
+Arithmetic with one of them makes a loss depend on the other examples, though no gradient shows it. Where such a number equals a
+constant of the loop, a batch of another size tells the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+
+from dpexp.training.lines import Number
+
+# longer than numbers that somebody writes down: those that a loop has made of its batch are known by their digits
+DIGITS = 12
+
+
+class Sizes:
+    """What goes by one batch.
+
+    Args:
+        examples: how many it has.
+        rows_per_example: rows that it may have of each.
+
+    Attributes:
+        scaled: where a whole number that goes by the batch stood in arithmetic, or was averaged over: (line, function, which of
+            them, how many times) -> its value.
+    """
+
+    def __init__(self, examples: int, rows_per_example: int):
+        self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
+        self._examples, self._times = examples, {1, rows_per_example}
+        self._whole: dict[Hashable, int] = {times: examples * times for times in sorted(self._times)}
+        # fractions that were made of the whole batch
+        self._fractions: list[float] = []
+
+    def add_shape(self, shape: torch.Size) -> None:
+        """Note how long the rows of a tensor of the batch are."""
+        number = len(self._whole)
+        self._whole |= {("shape", number, axis): size for axis, size in enumerate(shape) if axis}
+
+    def add_count(self, found: Any) -> None:
+        """Note a number of Python that is made of values of the batch; anything else is none."""
+        if type(found) is int or (type(found) is float and found.is_integer()):
+            self._whole["counted", len(self._whole)] = int(found)
+        elif type(found) is float and len(repr(found)) > DIGITS:
+            self._fractions.append(found)
+
+    def made(self, numbers: Iterable[Number]) -> bool:
+        """Whether one of these is a fraction that was made of the whole batch."""
+        return any(number.is_near(known) for number in numbers for known in self._fractions)
+
+    def note(self, line: int, name: str, number: Number, *, averaged: bool = False) -> None:
+        """Note where a number that goes by the batch stands in arithmetic, or a multiple of it is averaged over.
+
+        Args:
+            line: in which line of the trace.
+            name: of the function.
+            number: that stands there.
+            averaged: whether it is how many elements a mean has.
+        """
+        if self._examples == 1:
+            return
+        for source, size in self._whole.items():
+            if number.by_row and source not in self._times:
+                continue
+            if size > 1 and number.is_near(size):
+                self.scaled[line, name, source, 1] = size
+            elif averaged and size > 1 and number.value % size == 0:
+                self.scaled[line, name, source, int(number.value) // size] = size
