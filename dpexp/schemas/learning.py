@@ -28,6 +28,8 @@ class GenerationConfig:
     beam_length: str = "target"
     # strings that are never written, such as "\n"
     banned: list[str] = field(default_factory=list)
+    # strings at which a written text ends, which are no part of it; with shots, also what stands between two pairs
+    stop: list[str] = field(default_factory=list)
     # nucleus sampling from the most likely words that hold this share, in the place of beam search; null = beam search
     top_p: float | None = None
     # in-context learning without training: pairs of the training file in front of every source

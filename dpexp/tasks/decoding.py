@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Written(NamedTuple):
-    """text: a prediction, without special tokens; ended: whether the model ended it, or `max_target` did."""
+    """text: a prediction, without special tokens; ended: by the model or a string of `stop`, not cut off by `max_target`."""
 
     text: str
     ended: bool
@@ -62,8 +62,8 @@ def decode(
         device: where it is.
         tokenizer: with a padding token.
         contexts: any number.
-        settings: `num_beams`, `length_penalty`, `beam_length`, `max_target` (the most new tokens), `banned`; `top_p` samples
-            instead.
+        settings: `num_beams`, `length_penalty`, `beam_length`, `max_target` (the most new tokens), `banned`, `stop`; `top_p`
+            samples instead.
         rows: beams at once; a batch holds `rows / num_beams` prompts.
         path: predictions are appended to this file, a line each with input, references and prediction, and those that stand there
             already are not made again. A file of other weights, other settings or other data is begun anew.
@@ -77,6 +77,8 @@ def decode(
         terms["beam_length"] = settings.beam_length
     if settings.banned:
         terms["banned"] = list(settings.banned)
+    if settings.stop:
+        terms["stop"] = list(settings.stop)
     head = {"weights": weights_hash(model), "settings": terms, "contexts": _hash(contexts)}
     done = by_one(partial(_read, path, head)) if path is not None else {}
     left = [i for i in range(len(contexts)) if i not in done]
@@ -115,6 +117,7 @@ def continued(
     first real token. So a prompt's continuation does not depend on its neighbours.
     """
     from transformers import GenerationConfig as Settings
+    from transformers import StoppingCriteriaList, StopStringCriteria
 
     if len(prompts) > 1 and getattr(model, UNPADDED, False):
         return [text for one in prompts for text in continued(model, device, tokenizer, [one], settings)]
@@ -126,6 +129,11 @@ def continued(
         mask[row, longest - len(prompt) :] = 1
     generate: Any = model.generate
     end = tokenizer.eos_token_id
+    stops: dict[str, Any] = (
+        {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, list(settings.stop))])}
+        if settings.stop
+        else {}
+    )
     scored = (
         whole_lengths(model, (longest - mask.sum(1)).to(device), end, settings.length_penalty)
         if settings.beam_length == "whole" and settings.top_p is None and settings.num_beams > 1
@@ -137,6 +145,7 @@ def continued(
             attention_mask=mask.to(device),
             # a sharded model is held whole here: other processes write other texts, of other lengths, and wait for none of ours
             synced_gpus=False,
+            **stops,
             generation_config=Settings(
                 max_new_tokens=settings.max_target,
                 **(
@@ -157,7 +166,16 @@ def continued(
         )
     new = found[:, longest:]
     texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-    return [Written(text.strip(), end in row) for text, row in zip(texts, new.tolist(), strict=True)]
+    return [
+        Written(cut.strip(), end in row or cut != text)
+        for text, row in zip(texts, new.tolist(), strict=True)
+        for cut in [_until(text, settings.stop)]
+    ]
+
+
+def _until(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of these strings."""
+    return min((text.partition(each)[0] for each in stop), key=len, default=text)
 
 
 def banned_tokens(tokenizer: Any, banned: Sequence[str]) -> list[list[int]]:

@@ -39,6 +39,8 @@ SUITES = ("e2e", "dart", "summarization", "dialogue")
 
 # numbers at once while the loss is measured: 256 MiB in float32
 EVALUATED_LOGITS = 1 << 26
+# between the pairs of in-context learning
+BETWEEN = "\n\n"
 
 
 class Generation(Task):
@@ -56,14 +58,19 @@ class Generation(Task):
             raise UserError(f"task.metric={task.metric} is unknown: choose one of {', '.join(SUITES)}")
         found = find_pairs(task, data, scale)
         train = found.splits["train"]
-        self.name, self.labels, self.suite, self.settings = task.name, [], task.metric, task.generation
+        self.name, self.labels, self.suite = task.name, [], task.metric
         if task.drop_over is None:
             self.num_examples = check_num_examples(task, data, scale, len(train), train.where)
         self.tokenizer = tokenizer
         max_length = min(data.max_length or task.max_length, tokenizer.model_max_length)
         self.pad_to = padded_length(task, tokenizer)
-        settings = with_shots(task.generation, train) if task.generation.shots else task.generation
-        frame = make_frame(tokenizer, settings, max_length)
+        self.settings = with_shots(task.generation, train) if task.generation.shots else task.generation
+        if self.settings.stop and self.settings.beam_length == "whole" and self.settings.top_p is None:
+            raise UserError(
+                "task.generation.beam_length=whole knows no text that ends at task.generation.stop (or before another "
+                "demonstration, with task.generation.shots): set it to target"
+            )
+        frame = make_frame(tokenizer, self.settings, max_length)
         cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
         dropped: list[str] = []
         if task.drop_over is not None:
@@ -297,6 +304,8 @@ class Generation(Task):
 def with_shots(settings: GenerationConfig, train: Table) -> GenerationConfig:
     """Put demonstrations in front of the instruction: pairs of the training file, drawn by `prompt_set` (He et al., App. C.2).
 
+    A written text ends where another demonstration would begin.
+
     Raises:
         UserError: there are fewer pairs than asked for.
     """
@@ -306,8 +315,8 @@ def with_shots(settings: GenerationConfig, train: Table) -> GenerationConfig:
     rng = np.random.Generator(np.random.Philox(key=np.frombuffer(words, dtype=np.uint64)[:2]))
     rows = rng.choice(len(train), size=settings.shots, replace=False)
     sources, targets = train.columns[SOURCE], train.columns[TARGET]
-    shown = "".join(f"{settings.prefix}{sources[r]}{settings.suffix} {targets[r]}\n\n" for r in rows)
-    return replace(settings, prefix=shown + settings.prefix)
+    shown = "".join(f"{settings.prefix}{sources[r]}{settings.suffix} {targets[r]}{BETWEEN}" for r in rows)
+    return replace(settings, prefix=shown + settings.prefix, stop=[*settings.stop, BETWEEN])
 
 
 def _batches(examples: Sequences, rows: np.ndarray, size: int, most: int) -> Iterator[Sequence[int]]:

@@ -13,7 +13,7 @@ from dpexp.models import ModelBundle
 from dpexp.models.lora import add_lora
 from dpexp.schemas import GenerationConfig, PeftConfig
 from dpexp.tasks.beams import whole_lengths
-from dpexp.tasks.decoding import continued
+from dpexp.tasks.decoding import Written, continued
 from dpexp.tasks.generation import Generation
 from tests.tasks.text_tasks import bundle, make
 
@@ -113,3 +113,29 @@ def test_banned_strings_are_never_written(make: Callable[..., Generation], bundl
         after = continued(model, CPU, bundle.tokenizer, prompts, settings)
     assert any(word in written.text.split() for written in before)
     assert not any(word in written.text.split() for written in after)
+
+
+@pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}, {"top_p": 0.9}])
+def test_a_text_ends_before_a_string_that_stops_it(
+    make: Callable[..., Generation], bundle: ModelBundle, search: dict[str, Any]
+) -> None:
+    task, model = make(), bundle.model.eval()
+    prompts: list[Any] = [np.asarray(task.splits["dev"].prompt(i)) for i in range(6)]
+
+    def written(number: int, stop: list[str]) -> Written:
+        torch.manual_seed(number)
+        settings = GenerationConfig(max_target=9, stop=stop, **search)
+        with torch.no_grad():
+            (found,) = continued(model, CPU, bundle.tokenizer, [prompts[number]], settings)
+        return found
+
+    free = [written(i, []) for i in range(6)]
+    words = [word for each in free for word in each.text.split()[1:]]
+    stop = max(sorted(set(words)), key=words.count)
+    stopped = [written(i, [stop]) for i in range(6)]
+    assert any(each.ended and not other.ended for each, other in zip(stopped, free, strict=True))
+    for each, other in zip(stopped, free, strict=True):
+        assert stop not in each.text
+        if search.get("num_beams") != 3:
+            # of one beam, and of one random state, the texts are the same up to there
+            assert each.text == other.text.partition(stop)[0].strip()

@@ -313,6 +313,10 @@ def test_in_context_learning_shows_pairs_of_the_training_file(
     assert prompts[1].split()[-3:] == prompts[0].split()[-3:]
     assert prompts[1].count("name :") == 2 * prompts[0].count("name :")
     assert "in-context learning" in shown.data.notes[-1]
+    # a text ends where the next demonstration would begin
+    assert (plain.settings.stop, shown.settings.stop) == ([], ["\n\n"])
+    with pytest.raises(UserError, match="set it to target"):
+        make(shots=1, beam_length="whole")
     with pytest.raises(UserError, match=r"has \d+ pairs"):
         make(shots=10**6)
     with pytest.raises(UserError, match=r"optim\.steps=0"):
