@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import TorchFunctionMetadataMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -91,12 +92,14 @@ Sizes = frozenset[int]
 FIRST, NONE = Sizes({0}), Sizes()
 
 
-class DataFlow(TorchFunctionMode):
+class DataFlow(TorchFunctionMetadataMode):
     """While active, every torch function with an input among the followed tensors adds its outputs to them.
 
     A followed tensor is *routed* where its rows were picked by index, or put together one by one, so that their order may be
     another one with the next batch: unpadding, sorting by length, a mixture of experts. Which dimension is the batch is known
     in the backward pass alone.
+
+    It is of a kind that torch takes off while control flow and flexible attention compile themselves, and puts back around them.
 
     Args:
         inputs: what is followed from the beginning.
@@ -104,7 +107,8 @@ class DataFlow(TorchFunctionMode):
     """
 
     def __init__(self, inputs: Iterable[Tensor], of_examples: Iterable[Tensor]):
-        super().__init__()
+        # it has no tracer
+        TorchFunctionMode.__init__(self)
         # tensor -> along which sizes it is routed
         self._followed = WeakIdKeyDictionary()
         # what was computed from rows of examples

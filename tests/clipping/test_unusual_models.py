@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from dpexp.clipping import attach
@@ -193,6 +194,29 @@ class Ensemble(nn.Module):
         return torch.func.vmap(lambda head: torch.tanh(self.first(x)) @ head)(self.heads).mean(0)
 
 
+class Branching(nn.Module):
+    """Control flow of torch's own, which compiles itself, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cond(torch.tensor(True), torch.sin, torch.cos, (self.inner(x),)))
+
+
+class Flexible(nn.Module):
+    """Attention that compiles its own score, over features that do not train: on a CPU it has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = x[:, None]
+        return self.out(flex_attention(k, k, k, score_mod=lambda score, b, h, i, j: score + (i - j)))
+
+
 def labelled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).pow(2).sum((1, 2))
 
@@ -214,6 +238,8 @@ CASES: dict[str, tuple[Any, list[Callable[[], dict[str, Tensor]]], Losses]] = {
         [lambda: padded(4, 3, 1), lambda: padded(2), lambda: padded(3, 4)],
         square,
     ),
+    "a branch": (Branching, [lambda: rows(3)] * 2, square),
+    "flexible attention": (Flexible, [lambda: rows(3, 5)] * 2, square),
     "sorting": (
         Sorted,
         [lambda n=n: rows(3) | {"length": torch.tensor(n)} for n in ([5, 5, 5], [3, 4, 5])],

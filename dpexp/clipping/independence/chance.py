@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 UNTAGGED = {"random", "binomial", "sample_dirichlet"}
@@ -44,6 +45,9 @@ class WithoutChance(TorchDispatchMode):
         drew: whether a draw gave something else than a mask of dropout, and may have decided which way the model goes.
     """
 
+    # what attention of one's own and control flow are made of; nothing is drawn in front of these
+    supports_higher_order_operators = True
+
     def __init__(self, chance: Chance):
         super().__init__()
         self.chance, self.met, self.drew = chance, False, False
@@ -60,6 +64,8 @@ class WithoutChance(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
         name = func.overloadpacket.__name__.strip("_")
         if torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED:
             self.met = True
