@@ -212,7 +212,7 @@ def test_a_job_of_slurm_goes_on_where_it_was_when_its_time_is_over(tmp_path):
     """Two tasks, and programs in the place of Slurm's: SIGTERM ends nothing, SIGUSR2 asks for another turn."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     settings = [
-        "task=mnist", "scale=demo", "model=cnn_small", "clip=perlayer", "optim.steps=200", "optim.epochs=null",
+        "task=mnist", "scale=demo", "model=cnn_small", "clip=perlayer", "optim.steps=120", "optim.epochs=null",
         "optim.batch_size=24", "runtime=ddp", "runtime.threads=1", "runtime.physical_batch_size=16", "runtime.runs_dir=runs",
         "runtime.checkpoint_every=20", "hydra.sweep.dir=grid", "hydra/launcher=slurm_nodes", "hydra.launcher.partition=any",
         "hydra.launcher.tasks_per_node=2", "hydra.launcher.gpus_per_node=null", "-m",
@@ -231,7 +231,7 @@ def test_a_job_of_slurm_goes_on_where_it_was_when_its_time_is_over(tmp_path):
     assert "'requeue': ''" in (tmp_path / "slurm" / "101.job").read_text()
     (folder,) = (tmp_path / "runs").glob("*/*/seed0")
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["details"]["processes"], charged(folder)) == ("finished", 2, 200)
+    assert (summary["status"], summary["details"]["processes"], charged(folder)) == ("finished", 2, 120)
 
 
 def test_an_exit_that_a_library_turned_into_an_error_is_an_exit(tmp_path):
