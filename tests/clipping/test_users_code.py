@@ -332,6 +332,22 @@ def test_a_back_propagation_inside_of_another_passes_no_tap(engine: str) -> None
     assert model.layer.weight.grad is None
 
 
+def some_twice(model: nn.Module, batch: Batch) -> Tensor:
+    """Losses of all examples, and of some of them once more."""
+    x, losses = batch["x"], positional(model, batch)
+    some = (x[:, 0] > 0).nonzero()[:, 0]
+    return losses.index_add(0, some, positional(model, {"x": 2 * x[some]})) if len(some) else losses
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_may_be_called_again_on_some_examples(engine: str) -> None:
+    """Where one use of a place is left to the loop, another one of the same backward pass may still be proven."""
+    batches = [rows(size) for size in (2, 1, 3)]
+    for batch in batches:
+        batch["x"][:, 0].abs_().mul_(-1)[0].abs_()
+    exact_in_company(perceptron(), batches, engine, some_twice)
+
+
 # -- inside of the forward ---------------------------------------------------------------------------------------------
 
 
