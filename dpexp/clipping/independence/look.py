@@ -92,10 +92,14 @@ class Look:
             UserError: names the first module that mixes examples, or writes them into a buffer.
         """
         self.parameters = fingerprints(self.replay.model)
-        try:
-            self.once, self.twice, self.buffers = self._results([self.replay.inputs] * 2)
-        except Exception as error:
-            self.failure = _told(error)
+        for keeps in (self.replay.keeps, True):
+            self.replay.keeps = keeps
+            try:
+                self.once, self.twice, self.buffers = self._results([self.replay.inputs] * 2)
+                break
+            except Exception as error:
+                self.failure = _told(error)
+        else:
             return
         self._compare_parameters()
         found: list[Difference] | None = None
