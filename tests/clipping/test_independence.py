@@ -613,6 +613,19 @@ def test_a_coin_that_mixes_nothing_is_innocent_and_dropout_is_no_coin() -> None:
     assert chance.drew
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kept", [0.1, 0.9])
+def test_a_mask_of_one_number_for_each_example_is_no_coin_where_one_is_alone(size: int, kept: float) -> None:
+    """Stochastic depth: half of a batch of two is one example, whose mask has one number."""
+
+    def depth(h: Tensor) -> Tensor:
+        return h + 2 * h * h.new_empty(len(h), 1).bernoulli_(kept)
+
+    step(Net(depth), x(size, D))
+    with pytest.raises(UserError, match="mixes examples"):
+        step(Net(lambda h: depth(h - h.mean(0).detach())), x(size, D))
+
+
 class Keeps(nn.Module):
     """Copies a row of the batch into a frozen parameter, where others would have a buffer."""
 
