@@ -68,7 +68,7 @@ class Recorder:
     ) -> None:
         self.params, self.roles, self.shards = params, roles, shards
         self.names = {id(p): name for name, p in params.items()}
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), device="cpu", requires_grad=True)
         self.current: ForwardPass | None = None
         # the one that ended last, for whoever backs several forwards in another order; its graph keeps it alive
         self.last: Callable[[], ForwardPass | None] = lambda: None
