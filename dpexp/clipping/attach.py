@@ -16,7 +16,7 @@ from dpexp.clipping import distributed
 from dpexp.clipping.backend import Backend, TapBackend
 from dpexp.clipping.backward import Factors, Sums
 from dpexp.clipping.base import AnyClipper
-from dpexp.clipping.dataflow import entered, rows_in
+from dpexp.clipping.dataflow import CUT, entered, rows_in
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.engines import engine_named
 from dpexp.clipping.given import check_losses, check_same_parameters, check_thresholds, checked_scale
@@ -26,7 +26,7 @@ from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.sites import CUT, SITE
+from dpexp.clipping.sites import SITE
 from dpexp.clipping.uses import ForwardPass
 from dpexp.errors import UserError
 

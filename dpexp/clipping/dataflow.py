@@ -22,6 +22,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.refusals import refuse_lookup
 
+CUT = (
+    "a clipper is attached, which records in Python: leave fullgraph=True out, and the graph is cut where parameters are used. "
+    "torch.cond, while_loop, scan and flex_attention cannot be cut: write an if or a loop of Python, or "
+    "scaled_dot_product_attention"
+)
 # Operators that write to their first argument.
 WRITING = {
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__", "__imod__",
@@ -134,6 +139,7 @@ class DataFlow(TorchFunctionMetadataMode):
         """The sizes of the dimensions along which rows of any of the tensors may have been picked."""
         return NONE.union(*(self._followed.get(tensor, NONE) for tensor in tensors))
 
+    @torch.compiler.disable(reason=CUT)
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         refuse_lookup(func, args, kwargs)

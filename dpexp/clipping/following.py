@@ -21,7 +21,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from dpexp.clipping import copies, meeting
-from dpexp.clipping.dataflow import in_place
+from dpexp.clipping.dataflow import CUT, in_place
 from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.taps import Recorder
 
@@ -120,7 +120,7 @@ def _set(func: Any, value: Any, *given: Any) -> None:
 
 
 # a compiler must not look inside: it cuts its graph here
-_uncompiled = torch.compiler.disable(_dispatch)
+_uncompiled = torch.compiler.disable(_dispatch, reason=CUT)
 
 
 def _flat(args: Any, kwargs: Any) -> Iterator[Any]:

@@ -59,7 +59,9 @@ def _pulls_linearly(value: Value) -> bool:
     """Tell whether no hook and no backward of somebody's own clamps or normalises what goes back from a value to parameters."""
     assert value.graph is not None
     generator = torch.Generator().manual_seed(0)
-    one, other = (torch.randn(value.leaf.shape, generator=generator).to(value.leaf) for _ in range(2))
+    one, other = (
+        torch.randn(value.leaf.shape, generator=generator, device="cpu").to(value.leaf) for _ in range(2)
+    )
     for param in value.reached.values():
         pull = PullBack(value.graph, param)
         try:

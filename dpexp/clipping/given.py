@@ -53,7 +53,7 @@ def initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: 
         values = [float(c) for c in clip_norm]
         if len(values) != num_groups:
             raise UserError(f"clip_norm has {len(values)} thresholds, but there are {num_groups} groups")
-    found = torch.tensor(values, dtype=torch.float64)
+    found = torch.tensor(values, dtype=torch.float64, device="cpu")
     check_thresholds(found, f"clip_norm={clip_norm}")
     return found
 

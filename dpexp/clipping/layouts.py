@@ -95,7 +95,8 @@ def weights(num_examples: int, digit: int = 0) -> Tensor:
     same from either end for some B, and mixing each example with its mirror image is a usual augmentation. Powers of two,
     because multiplying by them rounds nothing, also in 16 bits. Other ``digit``s give other weights, see `all_weights`.
     """
-    return torch.tensor(LEVELS)[fixed_order(num_examples) // len(LEVELS) ** digit % len(LEVELS)]
+    levels = torch.tensor(LEVELS, device="cpu")
+    return levels[fixed_order(num_examples) // len(LEVELS) ** digit % len(LEVELS)]
 
 
 def all_weights(num_examples: int) -> list[Tensor]:

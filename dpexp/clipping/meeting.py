@@ -244,6 +244,9 @@ def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Seque
             # an index in a list is not what it is in a tuple
             kind = tuple if isinstance(item, tuple) else list
             return kind(slot_of(part, True) if isinstance(part, Tensor) else part for part in item)
+        if isinstance(item, list):
+            # the model may write to it before the gradient comes
+            item = list(item)
         literals.append((where, item))
         return item
 

@@ -180,7 +180,7 @@ def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> 
     if torch.finfo(dtype).bits < 32:
         # the levels are no further apart than rounding errors
         return None
-    levels = torch.tensor(layouts.LEVELS).to(plain[0])
+    levels = torch.tensor(layouts.LEVELS, device="cpu").to(plain[0])
     errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
     follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
     return float(levels[follows]) if int(follows.sum()) == 1 else None

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.dataflow import inside_reentrant_checkpoint
+from dpexp.clipping.dataflow import CUT, inside_reentrant_checkpoint
 from dpexp.clipping.following import Followed
 from dpexp.clipping.rewritten import REWRITTEN
 from dpexp.clipping.taps import REENTRANT, Recorder
 from dpexp.errors import UserError
 
 SITE = "_dpexp_site"
-CUT = "a clipper is attached, which records in Python: leave fullgraph=True out, and the graph is cut where parameters are used"
-
 MOVED = (
     "{name!r} was taken out of its module after attach (a parametrisation, weight norm, pruning): do that before the clipper or "
     "the PrivacyEngine is made, to the model as it was before"

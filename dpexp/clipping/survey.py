@@ -318,7 +318,8 @@ class Survey:
 
     def _doubt(self, use: Use, observed: Observed) -> None:
         """Look at a proven layout again."""
-        if observed.arrived(use) and observed.refuted(use, self.layouts[use.place]):
+        # of this use: another one of its place may have been left to the loop just now
+        if observed.arrived(use) and observed.refuted(use, self.layout[id(use)]):
             if not self._new_sequence:
                 raise UserError(f"{use.owner} ({use.label}), other than in earlier steps: {MIXED}")
             # the model took another way than before, and this is another use than the place had so far

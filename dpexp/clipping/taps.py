@@ -41,6 +41,13 @@ SELECTIVE = (
     "what it does: leave context_fn=create_selective_checkpoint_contexts(…) out, so that checkpoint() computes all of it again"
 )
 
+NESTED = (
+    "was reached by a back-propagation inside of the one that clips (a hook or a backward of the model's own that asks "
+    "autograd for gradients: the solver of a fixed point), and no clipper sees what is made of it: give the inner function "
+    "detached parameters (torch.func.functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, z)), "
+    "or back-propagate through the last iterations instead"
+)
+
 OnUse = Callable[[ForwardPass, Use, tuple[Tensor, ...], Tensor], None]
 
 
@@ -61,7 +68,7 @@ class Recorder:
     ) -> None:
         self.params, self.roles, self.shards = params, roles, shards
         self.names = {id(p): name for name, p in params.items()}
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), device="cpu", requires_grad=True)
         self.current: ForwardPass | None = None
         # the one that ended last, for whoever backs several forwards in another order; its graph keeps it alive
         self.last: Callable[[], ForwardPass | None] = lambda: None
@@ -220,6 +227,15 @@ def _ends_at(leaf: Tensor) -> bool:
         return True
 
 
+def _is_asked_for(leaf: Tensor) -> bool:
+    """Tell whether the running back-propagation is an ``autograd.grad`` of this leaf: of such a one torch says nothing else."""
+    try:
+        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return True
+    return False
+
+
 class Visit:
     """The back-propagations of one ``clipper.backward``.
 
@@ -245,6 +261,8 @@ class Visit:
         self.arrived: set[ForwardPass] = set()
         self.input_gradients: tuple[Tensor | None, ...] = ()
         self._on_use: OnUse | None = None
+        # the back-propagation that this visit makes, among autograd's
+        self._task = -1
 
     @cached_property
     def returned(self) -> dict[NodeKey, GradientEdge]:
@@ -315,6 +333,11 @@ class Visit:
             raise UserError(f"{use.owner} ({use.label}) {OUTSIDE}")
         if owner not in self.passes:
             self.refuse_others(owner)
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            if not _is_asked_for(self.recorder.anchor):
+                raise UserError(f"{use.owner} ({use.label}) {NESTED}")
+            self._task = task
         self.arrived.add(owner)
         assert self._on_use is not None
         self._on_use(owner, use, saved, gy)

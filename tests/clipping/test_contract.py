@@ -475,6 +475,20 @@ def test_moving_the_model_keeps_the_clipper() -> None:
     assert model[0].weight.grad.dtype == torch.float64
 
 
+@pytest.mark.parametrize("engine", [engine for engine in ALL if engine != "opacus"])
+def test_the_default_device_is_not_asked(engine: str) -> None:
+    """``torch.set_default_device("cuda")``: what proofs and looks draw with generators of the CPU would be another device's."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(6, C))
+    there, x = torch.device("meta"), torch.randn(4, 6)
+    with there:
+        clipper = attach(model, clip_norm=0.1, engine=engine)
+        for batch in (x, x[:1], x[:3]):
+            clipper.backward(losses_of(model, batch))
+    assert not clipper.notes
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("engine", ALL)
 def test_a_step_leaves_the_settings_of_the_process_as_they_were(engine: str) -> None:
     """Trials of norm methods, proofs, looks and C++ kernels set some of them; batches of one are not computed in a team."""

@@ -152,6 +152,29 @@ def test_compiling_the_full_graph_is_refused_by_the_compiler() -> None:
     assert all(p.grad is None for p in problem.model.parameters())
 
 
+class InOnePiece(torch.nn.Module):
+    """A part that holds no parameter, or one, and is compiled as a whole."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.layer, self.part = torch.nn.Linear(4, 2), part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.part == "cond":
+            return torch.cond(torch.tensor(True), lambda z: z @ self.layer.weight.T, self.layer, (x,))
+        whole = torch.compile(lambda z: z.tanh() * 2, backend="aot_eager", fullgraph=True)
+        return whole(self.layer(x))
+
+
+@pytest.mark.parametrize("part", ["cond", "compiled"])
+def test_what_cannot_be_cut_is_refused_with_a_way_out(part: str) -> None:
+    torch._dynamo.reset()
+    model = InOnePiece(part)
+    clipper = attach(model)
+    with pytest.raises(RuntimeError, match=r"leave fullgraph=True out.* write an if or a loop of Python"):
+        clipper.backward(model(torch.randn(3, 4)).square().sum(1))
+
+
 def test_a_step_that_is_compiled_whole_clips_uncompiled() -> None:
     torch._dynamo.reset()
     problem = ZOO["mlp"]()

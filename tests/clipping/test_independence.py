@@ -95,6 +95,16 @@ class Experts(nn.Module):
         return self.last(out.reshape(x.shape))
 
 
+class Forces(Net):
+    """Its features are the gradients of an energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (forces,) = torch.autograd.grad(super().forward(x).square().sum(), x)
+        return super().forward(forces)
+
+
 def other(h: Tensor) -> Tensor:
     return h.detach()[torch.randperm(len(h))]
 
@@ -123,6 +133,13 @@ def test_values_that_mix_examples_are_refused_by_name(name: str, engine: str) ->
     with pytest.raises(UserError, match=rf"^{where}: mixes examples"):
         step(model, x(), engine=engine)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_models_that_ask_for_gradients_on_their_way_are_looked_at(engine: str) -> None:
+    """A replay keeps no graph, but where the model needs it itself."""
+    with pytest.raises(UserError, match=r"^\(root\) \(Forces\): mixes examples"):
+        step(Forces(lambda h: h - h.mean(0).detach()), x(), engine=engine)
 
 
 def test_a_small_scale_change_and_bf16_are_seen_too() -> None:
@@ -343,6 +360,7 @@ INNOCENT: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], int]] = {
     "the batch second, as long as the sequence": (TimeFirst, (x(B, B, D),), 1),
     "a mask for all": (Masked, (x(T, T), x(B, T, D)), 0),
     "a mask for all, as long as the batch": (Masked, (x(B, B), x(B, B, D)), 0),
+    "forces": (lambda: Forces(torch.tanh), (x(),), 0),
     "a list": (Listed, ({"x": list(x(B, D))},), 0),
     "hidden states that are kept": (Remembers, (x(),), 0),
     "one example": (lambda: Net(torch.relu), (x(1, D),), 0),
@@ -593,6 +611,19 @@ def test_a_coin_that_mixes_nothing_is_innocent_and_dropout_is_no_coin() -> None:
         assert not chance.drew
         torch.rand(3)
     assert chance.drew
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kept", [0.1, 0.9])
+def test_a_mask_of_one_number_for_each_example_is_no_coin_where_one_is_alone(size: int, kept: float) -> None:
+    """Stochastic depth: half of a batch of two is one example, whose mask has one number."""
+
+    def depth(h: Tensor) -> Tensor:
+        return h + 2 * h * h.new_empty(len(h), 1).bernoulli_(kept)
+
+    step(Net(depth), x(size, D))
+    with pytest.raises(UserError, match="mixes examples"):
+        step(Net(lambda h: depth(h - h.mean(0).detach())), x(size, D))
 
 
 class Keeps(nn.Module):

@@ -131,6 +131,20 @@ def tokens_for(*second_expert: int) -> dict[str, Tensor]:
     return {"x": x}
 
 
+class OneListForAll(nn.Module):
+    """Convolutions of more and more dilation, which is written into one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.dilation = nn.Parameter(torch.randn(WIDTH, WIDTH, 3)), [1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for dilation in (1, 2):
+            self.dilation[0] = dilation
+            x = torch.tanh(F.conv1d(x, self.weight, padding=self.dilation, dilation=self.dilation))
+        return x
+
+
 class Unpadded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -231,6 +245,7 @@ CASES: dict[str, tuple[Any, list[Callable[[], dict[str, Tensor]]], Losses]] = {
     "a squeezed example": (Squeezed, [lambda: rows(3), lambda: rows(1)], square),
     "an ensemble by vmap": (Ensemble, [lambda: rows(3)] * 2, square),
     "one parameter in two roles": (OneForTwo, [lambda: rows(3)] * 2, square),
+    "options in one list": (OneListForAll, [lambda: rows(3, WIDTH)] * 2, square),
     "experts": (Experts, [lambda: tokens_for(4, 4), lambda: tokens_for(3, 1)], square),
     "unpadding": (Unpadded, [lambda: padded(4, 4), lambda: padded(3, 1), lambda: padded(2, 1)], square),
     "a masked table": (

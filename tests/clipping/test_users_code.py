@@ -288,6 +288,66 @@ def test_what_a_hook_makes_of_a_gradient_it_makes_of_each_examples(
     exact_in_company(Hooked(hook), [rows(5), rows(4)], engine, positional)
 
 
+class FixedPoint(nn.Module):
+    """An equilibrium, whose gradient a hook solves for by gradients of its own."""
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        self.layer, self.detached = nn.Linear(WIDTH, WIDTH), detached
+
+    def step(self, z: Tensor, x: Tensor, params: dict[str, Tensor]) -> Tensor:
+        return torch.tanh(0.1 * torch.func.functional_call(self.layer, params, (z,)) + x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        params: dict[str, Tensor] = dict(self.layer.named_parameters())
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(40):
+                z = self.step(z, x, params)
+        y = self.step(z, x, params)
+        z.requires_grad_()
+        if self.detached:
+            params = {name: p.detach() for name, p in params.items()}
+        again = self.step(z, x, params)
+
+        def solve(gradient: Tensor) -> Tensor:
+            solution = gradient
+            for _ in range(40):
+                solution = gradient + torch.autograd.grad(again, z, solution, retain_graph=True)[0]
+            return solution
+
+        if y.requires_grad:
+            y.register_hook(solve)
+        return y
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_back_propagation_inside_of_another_passes_no_tap(engine: str) -> None:
+    """A solver of a fixed point asks for gradients of its iterations: what arrived there was added to the parameters' own."""
+    exact_in_company(FixedPoint(detached=True), [rows(5), rows(4)], engine, positional)
+    model = FixedPoint(detached=False).double()
+    clipper = attach(model, engine=engine)
+    with pytest.raises(UserError, match=r"layer .*inside of the one that clips.*detached parameters"):
+        clipper.backward(positional(model, rows(5)))
+    assert model.layer.weight.grad is None
+
+
+def some_twice(model: nn.Module, batch: Batch) -> Tensor:
+    """Losses of all examples, and of some of them once more."""
+    x, losses = batch["x"], positional(model, batch)
+    some = (x[:, 0] > 0).nonzero()[:, 0]
+    return losses.index_add(0, some, positional(model, {"x": 2 * x[some]})) if len(some) else losses
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_may_be_called_again_on_some_examples(engine: str) -> None:
+    """Where one use of a place is left to the loop, another one of the same backward pass may still be proven."""
+    batches = [rows(size) for size in (2, 1, 3)]
+    for batch in batches:
+        batch["x"][:, 0].abs_().mul_(-1)[0].abs_()
+    exact_in_company(perceptron(), batches, engine, some_twice)
+
+
 # -- inside of the forward ---------------------------------------------------------------------------------------------
 
 

@@ -406,6 +406,6 @@ class Doubt:
         bounds = self.bounds.clone()
         bounds[examples] = rounding.of_instantiated_norms(again, magnitudes, some._terms(), rounding.ORDINARY)
         whole = bounds[examples] if total is None else torch.maximum(bounds[examples], total[examples])
-        rough = torch.zeros(len(bounds), dtype=torch.bool)
+        rough = torch.zeros_like(bounds, dtype=torch.bool)
         rough[examples] = rounding.rough(whole, magnitudes)
         return self.per_example.set_apart(bounds, rough)

@@ -44,7 +44,7 @@ class Scratch:
         buffers = self._local.__dict__
         held = buffers.get(str(dtype))
         if held is None or held.numel() < numel:
-            held = buffers[str(dtype)] = torch.empty(numel, dtype=dtype)
+            held = buffers[str(dtype)] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel].view(*shape)
 
     def chunk(self, bytes_per_example: int, device: torch.device) -> int:

@@ -129,7 +129,7 @@ class Batches:
                 return len(places)
             if not isinstance(part, Tensor):
                 return type(part)(part[i] for i in places)
-            chosen, changes = torch.tensor(places), torch.tensor(scaled)
+            chosen, changes = torch.tensor(places, device="cpu"), torch.tensor(scaled, device="cpu")
             if not isinstance(axis, Ends):
                 return rows_of(part, axis, chosen, changes, scale)
             if part is axis.told:

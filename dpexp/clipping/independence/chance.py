@@ -96,9 +96,12 @@ class WithoutChance(TorchDispatchMode):
         result = func(**given)
         # without p: the probabilities are in x
         p = given.get("p", x)
-        if name == "bernoulli" and not isinstance(p, Tensor) and result.numel() != 1:
-            # the mask of a dropout
-            return result.fill_(float(p > 0))
+        if name == "bernoulli" and not isinstance(p, Tensor):
+            alone = result.numel() == 1
+            self.drew |= alone
+            if not alone or self.chance.seed is None:
+                # the mask of a dropout; of one number it may be that, too, or a coin
+                return result.fill_(float(p > 0))
         self.drew = True
         if name == "randperm":
             return result.copy_(torch.arange(len(result) - 1, -1, -1, device=result.device))

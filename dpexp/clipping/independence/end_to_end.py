@@ -37,14 +37,14 @@ class Ends:
 
     def rows(self, places: Sequence[int]) -> Tensor:
         """The rows of the examples at some places."""
-        return torch.cat([torch.arange(int(self.sizes[i])) + self.starts[i] for i in places])
+        return torch.cat([self.starts[i] + torch.arange(int(self.sizes[i]), device="cpu") for i in places])
 
     def told_of(self, places: Sequence[int]) -> Tensor:
         """What says it of these examples: where each begins, as `torch.nn.EmbeddingBag` has it."""
         assert self.told is not None
         found = Ends(self.sizes[list(places)])
         # the end of the last one too, or not
-        ends = torch.cat([found.starts, torch.tensor([found.total])])
+        ends = torch.cat([found.starts, torch.tensor([found.total], device="cpu")])
         return ends[: len(places) + len(self.told) - len(self.sizes)].to(self.told)
 
 
@@ -53,7 +53,9 @@ class Named(Ends):
 
     def told_of(self, places: Sequence[int]) -> Tensor:
         assert self.told is not None
-        return torch.arange(len(places)).repeat_interleave(self.sizes[list(places)]).to(self.told)
+        return (
+            torch.arange(len(places), device="cpu").repeat_interleave(self.sizes[list(places)]).to(self.told)
+        )
 
 
 class Edges(Ends):

@@ -60,6 +60,8 @@ class Replay:
         self.used_else = False
         # numbers of autograd's nodes that this forward makes
         self._nodes = torch._C._autograd._get_sequence_nr(), 0
+        # whether the graph of a replay is kept, for a model that asks for gradients on its way
+        self.keeps = False
         self.chance = Chance()
         # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
         self.drew = self.by_chance = False
@@ -93,7 +95,8 @@ class Replay:
             inside.enter_context(self._opened())
             if self._sharded:
                 inside.enter_context(torch.no_grad())
-            inside.enter_context(saved_tensors_hooks(_nothing, _nothing))
+            if not self.keeps:
+                inside.enter_context(saved_tensors_hooks(_nothing, _nothing))
             if "torch._dynamo" in sys.modules:
                 # a few forwards are not worth a compilation each
                 inside.enter_context(torch.compiler.set_stance("force_eager"))

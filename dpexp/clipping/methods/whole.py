@@ -25,6 +25,7 @@ from dpexp.clipping.attach import Clipper
 from dpexp.clipping.backend import TapBackend
 from dpexp.clipping.backward import Step, Sums, examined
 from dpexp.clipping.base import Rows, refuse_scales
+from dpexp.clipping.dataflow import CUT
 from dpexp.clipping.given import check_losses, check_same_parameters, check_thresholds
 from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
@@ -32,7 +33,6 @@ from dpexp.clipping.loop import loop_over_examples
 from dpexp.clipping.reports import Report
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.sites import CUT
 
 
 class Method(ABC):
