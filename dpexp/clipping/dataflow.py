@@ -24,8 +24,8 @@ from dpexp.clipping.refusals import refuse_lookup
 
 CUT = (
     "a clipper is attached, which records in Python: leave fullgraph=True out, and the graph is cut where parameters are used. "
-    "torch.cond, while_loop, scan and flex_attention cannot be cut: write an if or a loop of Python, or "
-    "scaled_dot_product_attention"
+    "torch.cond, while_loop, scan and flex_attention cannot be cut: give them no parameter of the model, or write an if or a "
+    "loop of Python, or scaled_dot_product_attention"
 )
 # Operators that write to their first argument.
 WRITING = {
