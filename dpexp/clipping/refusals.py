@@ -151,3 +151,11 @@ def refuse_couplings(model: nn.Module) -> None:
             raise UserError(
                 f"{name} has dtype {param.dtype}; only real floating-point parameters can be clipped"
             )
+        kind = type(param.data)
+        # shards are another matter, see `sharding`
+        own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__name__ != "DTensor"
+        if param.requires_grad and own:
+            raise UserError(
+                f"{name} is a {kind.__name__}, which stands for other tensors (quantised, packed), and no per-example gradient "
+                "of one can be summed: train plain parameters beside it (LoRA), or load the model unquantised"
+            )

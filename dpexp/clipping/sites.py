@@ -43,10 +43,11 @@ class Site:
         if local not in module._parameters:
             raise UserError(MOVED.format(name=self.params[local]))
         param = module._parameters[local]
-        if torch.is_grad_enabled() and self.recorder.following:
+        # a subclass has methods and operations of its own, which no followed value has: the loop takes it as it is
+        if torch.is_grad_enabled() and self.recorder.following and type(param) is nn.Parameter:
             name = self.params[local]
             if self.recorder.is_followed(param, name, self.originals[local]):
-                return Followed.of(param, name, self.recorder)  # type: ignore[arg-type]
+                return Followed.of(param, name, self.recorder)
         # also what torch.func.functional_call has put in its place, which has a graph of its own
         return param  # type: ignore[return-value]
 

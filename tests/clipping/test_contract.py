@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
@@ -239,6 +240,7 @@ def test_a_weight_that_is_taken_out_of_its_module_after_attach_is_named(change: 
         nn.Sequential(nn.Embedding(5, D, max_norm=1.0)),
         nn.Sequential(nn.Embedding(5, D, scale_grad_by_freq=True)),
         nn.Linear(D, D).requires_grad_(False),
+        nn.ParameterList([nn.Parameter(TwoTensor(torch.ones(D), torch.ones(D)))]),
     ],
 )
 def test_refused_at_attach(broken: nn.Module) -> None:

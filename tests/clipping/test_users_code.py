@@ -401,6 +401,35 @@ def test_a_teacher_that_follows_in_the_forward_is_left_where_it_is() -> None:
         attach(greedy).backward(square(greedy, batch))
 
 
+class Doubled(nn.Parameter):
+    """A parameter with an operation and a method of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear:
+                args = (args[0], 2 * args[1].as_subclass(Tensor), *args[2:])
+            return func(*args, **(kwargs or {}))
+
+    def halved(self) -> Tensor:
+        return self / 2
+
+
+class OfItsOwnKind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = Doubled(torch.randn(D, D)), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(x, self.weight) + x @ self.weight.halved()
+        return self.out(torch.tanh(h) * (2 if isinstance(self.weight, Doubled) else 1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_of_a_kind_of_its_own_stays_of_this_kind(engine: str) -> None:
+    exact(OfItsOwnKind(), [rows(3), rows(2)], engine)
+
+
 def operator_in_place(self: Any, x: Tensor) -> Tensor:
     h = self.first(x)
     torch.ops.aten.add_.Tensor(h, self.shift)
