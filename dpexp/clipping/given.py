@@ -98,6 +98,11 @@ def check_same_parameters(model: nn.Module, params: dict[str, nn.Parameter], sha
         raise UserError(
             "the model was sharded after attach: call clipper.detach(), fully_shard, then attach() again"
         )
+    if not now:
+        raise UserError(
+            "no parameter of this model trains any more. A frozen copy of a model with a clipper (a teacher, a reference) has a "
+            "clipper too: run it inside of torch.no_grad(), or copy the model before the clipper or the PrivacyEngine is made"
+        )
     names = {id(p): n for n, p in model.named_parameters()}
     new = [names[i] for i in now - then]
     gone = [name for name, p in params.items() if id(p) not in now]

@@ -400,6 +400,11 @@ def test_a_copied_model_is_clipped_in_the_same_way() -> None:
     check(Problem(twin, batch, square), its_clipper, per_example)
     assert all(p.grad is None for p in model.parameters())
     assert set(its_clipper.choices.values()).isdisjoint({"", "one back-propagation per example"})
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    with pytest.raises(UserError, match=r"frozen copy of a model with a clipper.*torch\.no_grad"):
+        teacher(**batch)
+    with torch.no_grad():
+        torch.testing.assert_close(teacher(**batch), model(**batch))
 
 
 TEXT = {"vocab_size": 20, "num_hidden_layers": 1, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
