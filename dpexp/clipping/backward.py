@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,12 @@ from dpexp.clipping.taps import Visit
 from dpexp.clipping.uses import ForwardPass, Use
 from dpexp.errors import UserError
 from dpexp.torch_versions import gradient_dtype
+
+DRAWS = (
+    "the back-propagation of this model draws random numbers (activation checkpointing with preserve_rng_state=False, the "
+    "generators of Python or numpy in a checkpointed part, a hook), so a second one would sum other gradients than those whose "
+    "norms were taken: draw outside of what is computed again, or use engine='auto', which sums what it has measured"
+)
 
 # (group index, squared norms [b], slice of the examples that they belong to)
 Factors = Callable[..., Tensor]
@@ -121,6 +128,8 @@ class Step:
         # examples that are summed alone, of each parameter, for a second pass
         self.apart: dict[str, Tensor] = {}
         self.pending: dict[str, list[PerExampleGradient]] = {}
+        # whether measuring drew random numbers; asked where something is summed by another back-propagation
+        self.drew = False
         self.expected = dict.fromkeys(self.params, 0)
         for use in visit.uses:
             for name in use.names:
@@ -141,6 +150,7 @@ class Step:
         if (shards := self.visit.recorder.shards) is not None and not self.deferred:
             # what is complete may leave while the back-propagation goes on
             shards.sums = self.sums
+        before = self._chance()
         native = self.visit.back_propagate(
             self._record,
             retain=bool(self.looped) or self.engine.second_pass,
@@ -160,17 +170,27 @@ class Step:
         if self.looped:
             self.methods.of_parameter |= dict.fromkeys(self.looped, LOOPED)
             self._loop()
+        self.drew = before != self._chance()
         if self.deferred:
             for k in range(len(self.groups)):
                 self._complete(k)
         return self.all_norms
+
+    def _chance(self) -> tuple[Any, ...] | None:
+        again = self.engine.second_pass or self.deferred
+        return numerics.states_of_chance(self.visit.roots.device) if again else None
 
     def finish(self, sq_norms: Tensor | None = None) -> tuple[Tensor, Sums]:
         """Sum what is not summed yet.
 
         Args:
             sq_norms: ``[K, B]``, what decides the factors of a deferred step, in place of its own norms.
+
+        Raises:
+            UserError: what is to be back-propagated again draws random numbers.
         """
+        if self.drew and (self.engine.second_pass or self.looped):
+            raise UserError(DRAWS)
         if sq_norms is not None:
             self.all_norms = sq_norms.to(self.all_norms)
             self.sq_norms = list(self.all_norms)

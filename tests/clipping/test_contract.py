@@ -7,12 +7,14 @@ import pickle
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
@@ -520,9 +522,46 @@ def test_a_step_leaves_the_settings_of_the_process_as_they_were(engine: str) -> 
         torch.set_num_threads(threads)
 
 
-def test_reentrant_checkpointing_is_refused() -> None:
-    from torch.utils.checkpoint import checkpoint
+class Redrawn(nn.Module):
+    """A checkpointed part that is not the same when it is computed again."""
 
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(20, 2), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(z: Tensor) -> Tensor:
+            return self.layer(z * torch.as_tensor(self.draw(z) < 0.3))
+
+        return checkpoint(part, x, use_reentrant=False, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, lambda z: np.random.rand(*z.shape)])
+def test_what_is_drawn_anew_is_not_back_propagated_twice(draw: Any) -> None:
+    """The norm of one gradient does not bound another one, which a second back-propagation would sum."""
+    for engine in ("auto", "onepass", "loop"):
+        model, x = Redrawn(draw), torch.randn(1, 20)
+        clipper = attach(model, clip_norm=1e-3, engine=engine)
+        for _ in range(5):
+            model.zero_grad()
+            clipper.backward(losses_of(model, x))
+            assert sum(p.grad.square().sum() for p in model.parameters()) <= 1.0001e-6
+    for engine in ("ghost", "fastgrad", "mixghost"):
+        model = Redrawn(draw)
+        with pytest.raises(UserError, match="draws random numbers"):
+            attach(model, engine=engine).backward(losses_of(model, x))
+        assert model.layer.weight.grad is None
+    model = Redrawn(draw)
+    step = attach(model).measure(Roots.of_losses(losses_of(model, x)), held="again")
+    with pytest.raises(UserError, match="draws random numbers"):
+        step.finish(step.sq_norms)
+    jl = ProjectedClipper(model := Redrawn(draw), projections=2)
+    jl.prepare(1)
+    with pytest.raises(UserError, match=r"draws random numbers|in proportion"):
+        jl.backward(losses_of(model, x))
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
     model = mlp()
     clipper = attach(model)
     x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)

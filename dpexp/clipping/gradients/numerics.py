@@ -6,10 +6,12 @@ Norms and weighted sums decide the guarantee: both are computed in float32 at le
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -229,3 +231,16 @@ def all_finite(x: Tensor) -> bool:
 def static(x: Tensor) -> bool:
     """Whether branching on values is free, because no device has to be waited for."""
     return x.device.type == "cpu"
+
+
+def states_of_chance(device: torch.device) -> tuple[Any, ...]:
+    """Where the generators of the process stand, which a hook, or a forward that is computed again, may draw from."""
+    numpy: Any = np.random.get_state()
+    here = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+    return (
+        random.getstate(),
+        numpy[1].tobytes(),
+        numpy[2:],
+        torch.get_rng_state().numpy().tobytes(),
+        here,
+    )

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import layouts
+from dpexp.clipping.backward import DRAWS
 from dpexp.clipping.base import AnyClipper, Rows, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import deliver
 from dpexp.clipping.given import check_losses
-from dpexp.clipping.gradients.numerics import all_full_precision, wide
+from dpexp.clipping.gradients.numerics import all_full_precision, states_of_chance, wide
 from dpexp.clipping.methods.watched import Watched
 from dpexp.clipping.observed import apart, views
 from dpexp.clipping.reports import Report
@@ -100,7 +101,10 @@ class ProjectedClipper(AnyClipper):
             with torch.autocast(losses.device.type, enabled=False), all_full_precision():
                 if looked:
                     self._prove(losses, params)
+                before = states_of_chance(losses.device)
                 squares = self._squared_norms(losses * loss_scale) / loss_scale**2
+                if states_of_chance(losses.device) != before:
+                    raise UserError(DRAWS)
                 factors = (self._factors(squares) * loss_scale).to(losses)
                 found = torch.autograd.grad(losses, params, factors, allow_unused=True)
             self._independence.check(len(losses))
