@@ -19,7 +19,14 @@ from dpexp.clipping.base import AnyClipper
 from dpexp.clipping.dataflow import CUT, entered, rows_in
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.engines import engine_named
-from dpexp.clipping.given import check_losses, check_same_parameters, check_thresholds, checked_scale
+from dpexp.clipping.given import (
+    check_losses,
+    check_same_parameters,
+    check_thresholds,
+    checked_scale,
+    gradients_of,
+    refuse_written,
+)
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
@@ -164,8 +171,10 @@ class Clipper(AnyClipper):
             sums: Sums = {}
             arrived: tuple[Tensor | None, ...] = ()
             if roots.num_examples:
-                factors = self._factors(thresholds, scale, loss_scale)
+                factors, before = self._factors(thresholds, scale, loss_scale), gradients_of(self.params)
                 sq, sums, arrived = self._backend.clipped_sums(roots, factors)
+                if self._shards is None:
+                    refuse_written(self.params, before)
             else:
                 self._backend.forget()
                 if self._reducing is not None and not self._entered:
@@ -209,7 +218,9 @@ class Clipper(AnyClipper):
             )
         self._refuse_detached()
         thresholds, scale = self._checked(roots, clip_scale)
+        before = gradients_of(self.params)
         step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), held)
+        refuse_written(self.params, before)
         self._independence.check(roots.num_examples)
 
         def finish(sq_norms: Tensor) -> Report:

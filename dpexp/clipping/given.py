@@ -117,3 +117,30 @@ def check_same_parameters(model: nn.Module, params: dict[str, nn.Parameter], sha
         "clipper or the PrivacyEngine is made; else close() this engine and begin another run in another folder, or detach() "
         "this clipper and attach() again"
     )
+
+
+def gradients_of(params: dict[str, nn.Parameter]) -> dict[str, tuple[Tensor | None, int]]:
+    """Return what stands in ``p.grad``, by name, with its version."""
+    return {name: (p.grad, -1 if p.grad is None else p.grad._version) for name, p in params.items()}
+
+
+def refuse_written(params: dict[str, nn.Parameter], before: dict[str, tuple[Tensor | None, int]]) -> None:
+    """Refuse what somebody else has added to gradients since `gradients_of`: nobody has clipped it.
+
+    Raises:
+        UserError: names the parameter.
+    """
+    now = gradients_of(params)
+    written = [
+        name
+        for name, (grad, version) in now.items()
+        if grad is not before[name][0] or version != before[name][1]
+    ]
+    for name in written:
+        held, version = before[name]
+        params[name].grad = held if held is not None and held._version == version else None
+    if written:
+        raise UserError(
+            f"something in this model writes to the gradient of {written[0]} while it is back-propagated (a hook, a backward "
+            "that adds to p.grad by itself: fused accumulation), and nobody clips that: turn it off, and call zero_grad()"
+        )

@@ -348,6 +348,47 @@ def test_a_model_may_be_called_again_on_some_examples(engine: str) -> None:
     exact_in_company(perceptron(), batches, engine, some_twice)
 
 
+class AddsByItself(torch.autograd.Function):
+    """A product whose backward adds to the gradient of its weight by itself, as fused accumulation does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,), (g,) = ctx.saved_tensors, gradients
+        gradient = x.T @ g
+        if ctx.weight.grad is None:
+            ctx.weight.grad = gradient
+        else:
+            ctx.weight.grad += gradient
+        return g @ ctx.weight.T, None
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return AddsByItself.apply(self.first(x), self.fused._parameters["weight"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("held", [False, True])
+def test_a_gradient_that_is_written_on_the_way_is_refused(held: bool, engine: str) -> None:
+    model = Fused().double()
+    clipper = attach(model, engine=engine)
+    for p in model.parameters() if held else ():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(UserError, match=r"writes to the gradient of fused\.weight"):
+        clipper.backward(positional(model, rows(4)))
+    assert model.fused.weight.grad is None
+
+
 # -- inside of the forward ---------------------------------------------------------------------------------------------
 
 

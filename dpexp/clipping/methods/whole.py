@@ -26,7 +26,13 @@ from dpexp.clipping.backend import TapBackend
 from dpexp.clipping.backward import Step, Sums, examined
 from dpexp.clipping.base import Rows, refuse_scales
 from dpexp.clipping.dataflow import CUT
-from dpexp.clipping.given import check_losses, check_same_parameters, check_thresholds
+from dpexp.clipping.given import (
+    check_losses,
+    check_same_parameters,
+    check_thresholds,
+    gradients_of,
+    refuse_written,
+)
 from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import loop_over_examples
@@ -156,7 +162,9 @@ class VectorClipper(Clipper):
         check_same_parameters(self.model, self.params, self._shards)
         thresholds = self._thresholds.detach()
         check_thresholds(thresholds, f"thresholds {thresholds.tolist()}")
+        before = gradients_of(self.params)
         rows, keep = self.rows(losses, loss_scale)
+        refuse_written(self.params, before)
         rule, values = RULES[self.rule], thresholds.tolist()
 
         def factors(k: int, sq_norms: Tensor) -> Tensor:
