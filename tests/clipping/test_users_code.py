@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dpexp.clipping import attach
 from dpexp.clipping.loop import LOOPED
+from dpexp.clipping.methods.microbatches import MicrobatchClipper
+from dpexp.clipping.methods.projected import ProjectedClipper
 from dpexp.errors import UserError
 from tests.clipping.test_engines import expected
 from tests.clipping.test_followed_parameters import own
@@ -384,6 +386,18 @@ def test_a_gradient_that_is_written_on_the_way_is_refused(held: bool, engine: st
     clipper = attach(model, engine=engine)
     for p in model.parameters() if held else ():
         p.grad = torch.zeros_like(p)
+    with pytest.raises(UserError, match=r"writes to the gradient of fused\.weight"):
+        clipper.backward(positional(model, rows(4)))
+    assert model.fused.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "make", [partial(ProjectedClipper, projections=2), partial(MicrobatchClipper, size=4)]
+)
+def test_of_clipping_without_taps_too(make: Any) -> None:
+    model = Fused().double()
+    clipper = make(model)
+    clipper.prepare(1, dict)
     with pytest.raises(UserError, match=r"writes to the gradient of fused\.weight"):
         clipper.backward(positional(model, rows(4)))
     assert model.fused.weight.grad is None
