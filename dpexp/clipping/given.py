@@ -25,6 +25,8 @@ def check_losses(losses: Tensor) -> None:
         )
     if losses.is_complex():
         raise UserError("losses are complex numbers: give real ones, one for each example")
+    if torch.is_inference_mode_enabled():
+        raise UserError("back-propagation needs gradients: call this outside of torch.inference_mode()")
     if losses.shape[0] and not losses.requires_grad:
         raise UserError("losses carry no graph: compute them with gradients enabled, from the attached model")
 

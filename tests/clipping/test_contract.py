@@ -585,3 +585,12 @@ def test_the_sensitivity_is_that_of_all_groups_together() -> None:
     assert clipper.sensitivity == pytest.approx(10.0)
     clipper.detach()
     assert attach(mlp(), rule="none").sensitivity == float("inf")
+
+
+def test_a_step_in_inference_mode_is_refused_by_name() -> None:
+    model = mlp()
+    clipper = attach(model)
+    losses = model(torch.randn(3, D, dtype=torch.float64)).pow(2).sum(1)
+    with torch.inference_mode(), pytest.raises(UserError, match="outside of torch.inference_mode"):
+        clipper.backward(losses)
+    clipper.backward(losses)
