@@ -591,6 +591,6 @@ def test_a_step_in_inference_mode_is_refused_by_name() -> None:
     model = mlp()
     clipper = attach(model)
     losses = model(torch.randn(3, D, dtype=torch.float64)).pow(2).sum(1)
-    with torch.inference_mode(), pytest.raises(UserError, match="outside of torch.inference_mode"):
+    with torch.inference_mode(), pytest.raises(UserError, match=r"outside of torch\.inference_mode"):
         clipper.backward(losses)
     clipper.backward(losses)
