@@ -14,6 +14,7 @@ from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.whole import VectorClipper, flatten
 from dpexp.config import compose
 from dpexp.errors import UserError
+from dpexp.torch_versions import float32_settings
 from dpexp.training import release
 from dpexp.training.batching import microbatches
 from tests.training.tiny import make_trainer, run_to_end, tiny_model, tiny_run, train, weights
@@ -200,6 +201,29 @@ def test_whole_gradients_are_added_in_full_inside_of_autocast():
         clipper.backward(losses)
     # 256 in 16 bits
     assert float(model.weight.grad[0, 0]) == pytest.approx(257, abs=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_whole_gradients_are_added_in_full_whatever_the_model_multiplies_in(precision):
+    """With 11 bits for a factor and for a gradient, one example would add up to 1.001 C."""
+    (matmul,), seen = float32_settings()["matmul", "cpu"], []
+
+    class Seen(Coordinates):
+        def clip(self, *arguments):
+            seen.append(matmul.fp32_precision)
+            return super().clip(*arguments)
+
+    model = nn.Linear(4, 3)
+    clipper = VectorClipper(model, Seen())
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        asked = matmul.fp32_precision
+        clipper.backward(model(torch.ones(2, 4)).sum(1))
+        assert matmul.fp32_precision == asked
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen[-1] == "ieee"
 
 
 def test_an_empty_batch_adds_zeros():

@@ -170,7 +170,7 @@ class VectorClipper(Clipper):
         def factors(k: int, sq_norms: Tensor) -> Tensor:
             return torch.where(keep, rule(sq_norms, values[k]), 0.0)
 
-        with numerics.in_full(losses.device):
+        with numerics.in_full(losses.device), numerics.all_full_precision():
             squares, sums = self.method.clip(rows, keep, factors)
         norms = torch.where(keep, squares.clamp(min=0).sqrt(), torch.nan)
         params = self.params | self.method.extra()
