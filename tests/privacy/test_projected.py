@@ -284,6 +284,85 @@ def test_couplings_that_gradients_show_are_refused(made, coupled, message):
         clipper.backward(coupled(model(torch.randn(6, 5)).square().sum(1)))
 
 
+class Fused(torch.autograd.Function):
+    """A product whose backward is a kernel: autograd sees no operation in it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.detach().T @ x.detach()
+
+
+class FusedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Fused.apply(x, self.weight)
+
+
+class Detached(Hooked):
+    """A hook that gives a copy of the gradient which has no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad.detach().clone())
+        return self.second(hidden.tanh())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: FusedLinear(5, 3, bias=False),
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), FusedLinear(4, 3)),
+        lambda: nn.Sequential(FusedLinear(5, 4), nn.Tanh(), nn.Linear(4, 3)),
+        Detached,
+    ],
+)
+def test_what_cannot_be_differentiated_twice_is_not_left_out_of_the_norms(made):
+    torch.manual_seed(0)
+    model = made()
+    clipper = ProjectedClipper(model, 4)
+    clipper.prepare(1)
+    with pytest.raises(UserError, match="its norm would be left out"):
+        clipper.backward(model(torch.randn(6, 5)).square().sum(1))
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Hidden(torch.autograd.Function):
+    """A scale whose gradient autograd does not see in full: a part of it has no graph."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, scale = ctx.saved_tensors
+        each = grad * x
+        return grad * scale, (0.5 * each + 0.5 * each.detach()).sum(0)
+
+
+def test_what_is_differentiated_twice_in_part_is_noticed():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Hidden.apply(x, self.scale)
+
+    model = Scaled()
+    clipper = ProjectedClipper(model, 4)
+    clipper.prepare(1)
+    with pytest.raises(UserError, match="its norm would be left out"):
+        clipper.backward(model(torch.randn(6, 5)).square().sum(1))
+
+
 def test_projections_follow_from_every_bit_of_the_seed_and_no_gradient_escapes_many_of_them():
     """Of a generator that keeps 32 bits a gradient can be made to which thousands of seeds are blind: T is infinite there."""
     model = nn.Linear(120, 1, bias=False)

@@ -1,5 +1,7 @@
 """Every way to clip, audited in whole steps: who knows all but one example and sees each noisy sum learns no more than ε says."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -92,7 +94,8 @@ def _begin_alike(trainer):
     start = [p.detach().clone() for p in trainer.model.parameters()]
     thresholds = trainer.policy.estimates.clone()
     method = trainer.clipper.method if isinstance(trainer.clipper, VectorClipper) else None
-    state = None if method is None else dict(method.state_dict())
+    # deep: methods learn in place
+    state = None if method is None else copy.deepcopy(method.state_dict())
 
     def back():
         with torch.no_grad():
@@ -100,7 +103,7 @@ def _begin_alike(trainer):
                 p.copy_(value)
         trainer.policy.estimates = thresholds.clone()
         if method is not None:
-            method.load_state_dict(dict(state))
+            method.load_state_dict(copy.deepcopy(state))
 
     trainer.stepper.on_taken = back
 

@@ -26,8 +26,13 @@ from dpexp.errors import UserError
 
 # inner products that are taken twice, by what their directions are multiplied then, and how much of a norm their difference is
 TWICE, OTHERWISE, ROUGH = 4, 4 / 3, 100.0
-# how far gradients may be from growing in proportion with weights: rounding
+# how far gradients may be from growing in proportion with weights, and inner products from adding up to that of the sum: rounding
 PROPORTION = 1e-3
+OPAQUE = (
+    "clip=jl takes the norms of gradients by differentiating twice, and an operation of this model gives a gradient that "
+    "cannot be (a fused kernel, a backward of one's own or a hook that detaches it): its norm would be left out, and its sum not "
+    "be clipped. Use clip=flat, or the plain operation"
+)
 
 
 class ProjectedClipper(AnyClipper):
@@ -42,6 +47,9 @@ class ProjectedClipper(AnyClipper):
 
     Where the terms of a gradient cancel, its inner products and what it adds to the sum are rounding, and not the same. So some
     products are taken a second time, with directions that round otherwise; a hundred times their difference counts as norm.
+
+    A backward that autograd cannot look into (a fused kernel) would leave its gradients out of the inner products, and not out of
+    the sum: all examples' products with v_j must add up to that of the sum, and are held against it in each pass.
 
     Args:
         model: its trainable parameters are clipped together.
@@ -161,22 +169,30 @@ class ProjectedClipper(AnyClipper):
             found = torch.autograd.grad(
                 losses, params, grad_outputs=weights, create_graph=True, allow_unused=True
             )
-            pairs = [(p, g) for p, g in zip(params, found, strict=True) if g is not None and g.requires_grad]
+            used = [(p, g) for p, g in zip(params, found, strict=True) if g is not None]
+            pairs = [(p, g) for p, g in used if g.requires_grad]
+            if any(bool(g.any()) for _, g in used if not g.requires_grad):
+                raise UserError(OPAQUE)
             total = torch.zeros(len(losses), dtype=torch.float64, device=losses.device)
             if not pairs:
                 return total
             rounded, twice = torch.zeros_like(total), min(TWICE, self.projections)
+            missing, size = total.new_zeros(()), total.new_zeros(())
 
-            def products(directions: dict[int, Tensor], factor: float) -> Tensor:
-                parts = [(factor * directions[id(p)] * g).sum() for p, g in pairs]
-                (each,) = torch.autograd.grad(torch.stack(parts).sum(), weights, retain_graph=True)
-                return each.detach().double() / factor
+            def products(directions: dict[int, Tensor], factor: float) -> tuple[Tensor, Tensor]:
+                parts = torch.stack([(factor * directions[id(p)] * g).sum() for p, g in pairs])
+                (each,) = torch.autograd.grad(parts.sum(), weights, retain_graph=True)
+                return each.detach().double() / factor, parts.detach().double() / factor
 
             for number, directions in enumerate(self._directions()):
-                each = products(directions, 1.0)
+                each, parts = products(directions, 1.0)
                 total += each.square()
                 if number < twice:
-                    rounded += (each - products(directions, OTHERWISE)).square()
+                    missing = torch.maximum(missing, (each.sum() - parts.sum()).abs())
+                    size = torch.maximum(size, each.abs().sum() + parts.abs().sum())
+                    rounded += (each - products(directions, OTHERWISE)[0]).square()
+            if bool(missing > PROPORTION * size + ROUGH * rounded.sqrt().sum()):
+                raise UserError(OPAQUE)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
