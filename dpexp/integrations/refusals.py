@@ -35,6 +35,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         bool,
         "give a per_device_train_batch_size that fits: too small a one costs time alone, it changes no result",
     ),
+    "enable_jit_checkpoint": (
+        bool,
+        "it may write a step of the engine that the Trainer has not counted yet: save_steps, and "
+        "train(resume_from_checkpoint=True) goes on after any kill",
+    ),
     "dataloader_num_workers": (
         bool,
         "rows are read in the training process, whose random numbers are secret and repeatable: 0",

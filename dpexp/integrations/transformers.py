@@ -154,11 +154,11 @@ class Trainer(transformers.Trainer):
             return losses.mean(1)
         if logits.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point():
             return F.cross_entropy(logits.float(), labels, reduction="none")
-        causal = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not encoder_decoder
-        if causal and logits.dim() == 3 and labels.dim() == 2:
+        ahead = False if encoder_decoder else _writes_the_next(base)
+        if ahead and logits.dim() == 3 and labels.dim() == 2:
             # With a prefix that is learnt the logits of the text still come last.
             logits, labels = logits[:, -labels.shape[1] : -1], labels[:, 1:]
-        if logits.dim() == 3 and labels.shape == logits.shape[:2]:
+        if ahead is not None and logits.dim() == 3 and labels.shape == logits.shape[:2]:
             losses = F.cross_entropy(
                 logits.float().transpose(1, 2), labels, reduction="none", ignore_index=IGNORED
             )
@@ -366,6 +366,21 @@ def _losses_of_spans(model: Any, inputs: dict[str, Any]) -> Tensor:
         positions = inputs[name].clamp(0, outside)
         losses.append(F.cross_entropy(logits, positions, ignore_index=outside, reduction="none"))
     return (losses[0] + losses[1]) / 2
+
+
+def _writes_the_next(base: Any) -> bool | None:
+    """Whether a head's logits at one place are for the token at the next one; None where nothing tells."""
+    # its own name, or that of a class that it adds to
+    if any(kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(base).__mro__):
+        return True
+    # what Hugging Face reads off the name: of a model of texts and pictures, of one that a repository brings along
+    kinds = {
+        "ForCausalLM": True,
+        "ForConditionalGeneration": True,
+        "ForMaskedLM": False,
+        "ForTokenClassification": False,
+    }
+    return kinds.get(str(getattr(base, "loss_type", "")))
 
 
 def _shifted(base: Any, labels: Tensor) -> dict[str, Tensor]:

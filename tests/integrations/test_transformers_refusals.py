@@ -69,6 +69,9 @@ def test_labels_of_every_kind_give_one_loss_per_row():
     assert losses(torch.zeros(4, 3), torch.zeros(4, 3)).tolist() == pytest.approx([np.log(2)] * 4)
     assert losses(torch.full((4, 1), 3.0), torch.ones(4)).tolist() == [4.0] * 4
     labels = torch.tensor([[1, -100, 2], [-100, -100, -100]])
+    with pytest.raises(UserError, match="no per-example loss is known for Head"):
+        losses(torch.zeros(2, 3, 5), labels)
+    Head.loss_type = "ForTokenClassification"
     assert losses(torch.zeros(2, 3, 5), labels).tolist() == pytest.approx([np.log(5), 0.0])
     with pytest.raises(UserError, match="per_example_losses"):
         losses(torch.zeros(2, 3, 4, 5), torch.zeros(2))
@@ -83,6 +86,7 @@ def test_labels_of_every_kind_give_one_loss_per_row():
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
+        ({"enable_jit_checkpoint": True}, "has not counted yet"),
         ({"train_sampling_strategy": "sequential"}, "Poisson"),
         ({"include_num_input_tokens_seen": "all"}, "private samples"),
         ({"optim": "lomo"}, "within the backward pass"),
@@ -92,6 +96,25 @@ def test_labels_of_every_kind_give_one_loss_per_row():
 def test_what_does_not_go_together_with_privacy_is_refused_by_name(tmp_path, arguments, named):
     with pytest.raises(UserError, match=named):
         make(tmp_path, **arguments)
+
+
+def test_language_models_that_no_list_names_write_the_next_token_too():
+    class MyModel(transformers.GPT2LMHeadModel):
+        """As a repository may bring one along."""
+
+    class MyPicturesForConditionalGeneration(transformers.GPT2LMHeadModel):
+        """A model of texts and pictures: not one of the language models by Hugging Face's list."""
+
+    batch = collate(rows("causal")[:3])
+    plain = network("causal").eval()
+    expected = Trainer.per_example_losses(None, plain, batch)
+    for i in range(3):
+        alone = plain(**{name: value[i : i + 1] for name, value in batch.items()}).loss
+        assert expected[i].item() == pytest.approx(alone.item(), rel=1e-5)
+    for kind in (MyModel, MyPicturesForConditionalGeneration):
+        model = kind(plain.config).eval()
+        model.load_state_dict(plain.state_dict())
+        assert torch.equal(Trainer.per_example_losses(None, model, batch), expected)
 
 
 def test_answers_by_spans_have_hugging_face_s_losses_row_by_row():
