@@ -56,6 +56,10 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "packing": (bool, _PACKED),
     "padding_free": (bool, _PACKED),
     "loss_type": (lambda value: value != "nll", "only the plain likelihood (nll) is known by example"),
+    "router_aux_loss_coef": (
+        bool,
+        "the balance of experts is that of a batch, and no row's loss: leave it out",
+    ),
     "activation_offloading": (bool, "it has not been tried together with per-example clipping: leave it out"),
     "optim": (
         lambda value: any(word in str(value).lower() for word in ("layerwise", "lomo")),

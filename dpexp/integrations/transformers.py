@@ -149,7 +149,10 @@ class Trainer(transformers.Trainer):
         kind = getattr(config, "problem_type", None) or ("regression" if logits.shape[1:] == (1,) else "")
         if logits.dim() == 2 and kind == "regression" and labels.numel() == logits.numel():
             return F.mse_loss(logits.float(), labels.float().view_as(logits), reduction="none").mean(1)
-        if logits.dim() == 2 and labels.shape == logits.shape:
+        # of tokens (ELECTRA's discriminator) a mean would count the padding, which goes by the longest row of the batch
+        tokens_have = getattr(features.get("input_ids"), "shape", None)
+        by_token = labels.shape == tokens_have and labels.shape[1:] != (getattr(config, "num_labels", None),)
+        if logits.dim() == 2 and labels.shape == logits.shape and not by_token:
             losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
             return losses.mean(1)
         if logits.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point():

@@ -117,6 +117,21 @@ def test_language_models_that_no_list_names_write_the_next_token_too():
         assert torch.equal(Trainer.per_example_losses(None, model, batch), expected)
 
 
+def test_labels_of_tokens_are_not_taken_for_labels_of_a_row():
+    """A mean over the padded length would go by the longest row of the batch."""
+    config = transformers.ElectraConfig(
+        vocab_size=VOCABULARY, embedding_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=16,
+    )  # fmt: skip
+    batch = collate(rows("causal")[:3])
+    batch["labels"] = batch["input_ids"] % 2
+    with pytest.raises(UserError, match="no per-example loss is known for ElectraForPreTraining"):
+        Trainer.per_example_losses(None, transformers.ElectraForPreTraining(config), batch)
+    config.problem_type, config.num_labels = "multi_label_classification", batch["input_ids"].shape[1]
+    model = transformers.ElectraForSequenceClassification(config)
+    assert Trainer.per_example_losses(None, model, batch).shape == (3,)
+
+
 def test_answers_by_spans_have_hugging_face_s_losses_row_by_row():
     torch.manual_seed(0)
     config = transformers.BertConfig(
