@@ -20,6 +20,11 @@ _PACKED = (
 
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fp16": (bool, "its gradient scaler skips steps, which tells something without noise: use bf16=True"),
+    # as accelerate launch gives it
+    "mixed_precision": (
+        lambda value: value not in ("no", "bf16"),
+        "small gradients become 0 in it: use bf16",
+    ),
     "fsdp": (bool, _WHOLE),
     "deepspeed": (bool, _WHOLE),
     "parallelism_config": (bool, _WHOLE),

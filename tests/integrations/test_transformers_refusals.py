@@ -117,6 +117,12 @@ def test_language_models_that_no_list_names_write_the_next_token_too():
         assert torch.equal(Trainer.per_example_losses(None, model, batch), expected)
 
 
+def test_what_accelerate_launch_asks_for_is_looked_at_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(UserError, match="mixed_precision=fp16 does not go together with privacy"):
+        make(tmp_path)
+
+
 def test_labels_of_tokens_are_not_taken_for_labels_of_a_row():
     """A mean over the padded length would go by the longest row of the batch."""
     config = transformers.ElectraConfig(
