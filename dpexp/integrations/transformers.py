@@ -48,7 +48,6 @@ from dpexp.integrations.refusals import (
 )
 from dpexp.tasks.target_loss import IGNORED
 from dpexp.training.engine import PrivacyEngine
-from dpexp.training.own_losses import first_rows, look_at_losses
 from dpexp.training.units import units_of
 
 # computed from private rows without noise, or measured of steps that take as long as they have rows
@@ -206,14 +205,11 @@ class Trainer(transformers.Trainer):
 
     def _look_at_losses(self, inputs: dict[str, Any]) -> None:
         """Refuse losses that go by their batch, at the first batch of two rows or more."""
-        rows = first_rows(inputs)
-        if len(next(iter(rows.values()))) < 2:
+        if self.engine is None or len(next(iter(inputs.values()))) < 2:
             return
         self._unknown_losses = False
         name = f"{type(self).__name__}.per_example_losses"
-        note = look_at_losses(
-            lambda _, rows: self.per_example_losses(self.model, rows), self.model, rows, name
-        )
+        note = self.engine._look_at_losses(self.per_example_losses, inputs, name)
         if note is not None:
             transformers.utils.logging.get_logger(__name__).warning(note)
 

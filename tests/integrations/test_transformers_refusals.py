@@ -37,6 +37,31 @@ def test_a_head_of_ones_own_brings_its_losses(tmp_path):
     assert trainer.engine.finished
 
 
+@pytest.mark.parametrize("size", [2, 16])
+def test_losses_of_ones_own_are_looked_at_and_trained_on(tmp_path, size):
+    """What looks at them computes them on other batches, and that is not the loop's doing."""
+
+    class Smooth(Trainer):
+        def per_example_losses(self, model, inputs):
+            logits = model(inputs["input_ids"], inputs["attention_mask"]).logits
+            return nn.functional.cross_entropy(
+                logits, inputs["labels"], reduction="none", label_smoothing=0.1
+            )
+
+    class Later(Smooth):
+        def per_example_losses(self, model, inputs):
+            losses = super().per_example_losses(model, inputs)
+            return losses / losses.detach().mean() if self.state.global_step else losses
+
+    trainer = make(tmp_path / "own", trainer=Smooth, max_steps=2, per_device_train_batch_size=size)
+    trainer.train()
+    assert trainer.engine.finished
+    # what comes later is seen, too
+    trainer = make(tmp_path / "mixed", trainer=Later, max_steps=8, per_device_train_batch_size=size)
+    with pytest.raises(UserError, match="mixes examples"):
+        trainer.train()
+
+
 def test_losses_of_ones_own_that_go_by_the_batch_are_refused(tmp_path):
     class Balanced(Trainer):
         def per_example_losses(self, model, inputs):
