@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,14 @@ def memory_error(error: Exception) -> UserError | None:
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file as a whole: after a crash it holds the old text or the new one, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
+    # of this call alone: jobs side by side write one file, that of their machine
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             flush_file(file)
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)

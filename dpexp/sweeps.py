@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from dpexp.durable import finite
+from dpexp.durable import finite, json_lines
 
 FILE = "jobs.jsonl"
 
@@ -116,11 +116,7 @@ def _first_line(error: object, *, withheld: bool) -> str:
 
 def jobs(folder: Path) -> list[dict[str, Any]]:
     """The lines in ``folder`` in the order of the grid; the last one of a job counts."""
-    path = folder / FILE
-    if not path.is_file():
-        return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [line for _, line in sorted({line["job"]: line for line in lines}.items())]
+    return [line for _, line in sorted({line["job"]: line for line in json_lines(folder / FILE)}.items())]
 
 
 def report(console: Console | None = None) -> None:

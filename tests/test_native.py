@@ -186,6 +186,20 @@ def test_no_compiler_is_one_clear_sentence(monkeypatch, tmp_path):
     assert len(told) == 1
 
 
+def test_kernels_that_draw_other_noise_are_not_used(monkeypatch):
+    """As with -ffast-math, where one number of 150 is another one."""
+
+    class Built:
+        def add_noise_(self, target, grid, *others):
+            target.view(-1)[::150] += grid
+
+    expected = noise(1000)
+    monkeypatch.setattr(native, "kernels", Built)
+    monkeypatch.setattr(native, "backend", lambda: "native of a bad compiler")
+    with pytest.warns(UserWarning, match="native of a bad compiler kernels draw other noise than they must"):
+        assert torch.equal(noise(1000), expected)
+
+
 @pytest.mark.parametrize("groups", ["flat", "layer"])
 def test_the_sums_die_with_the_gradients(groups: str):
     """A reference cycle would keep a copy of all gradients until some garbage collection: memory that no profiler explains."""

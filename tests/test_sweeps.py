@@ -16,6 +16,7 @@ from rich.console import Console
 
 from dpexp import record, sweeps
 from dpexp.config import compose, run_folder
+from dpexp.durable import read_json, write_json
 from dpexp.errors import UserError
 from dpexp.training import release
 from tests.commands import called
@@ -87,6 +88,24 @@ def test_the_last_line_of_a_job_counts_and_rows_stand_in_the_order_of_the_grid(t
         (1, "finished"),
     ]
     assert sweeps.jobs(tmp_path / "nowhere") == []
+    with (tmp_path / sweeps.FILE).open("a") as file:
+        # two machines at one moment, on a file system that does not append as a whole
+        file.write('{"job": 2, "sta{"job": 3, "status": "finished"}\n{"job": 4, "status": "finished"}\n')
+    assert [row["job"] for row in sweeps.jobs(tmp_path)] == [0, 1, 4]
+
+
+def test_jobs_side_by_side_write_one_file_of_their_machine(tmp_path, monkeypatch):
+    """As two processes do: the second begins and ends while the first one is about to put its file in place."""
+    path, real = tmp_path / "choices.json", os.replace
+
+    def other_first(*arguments):
+        monkeypatch.setattr(os, "replace", real)
+        write_json(path, {"job": 2})
+        real(*arguments)
+
+    monkeypatch.setattr(os, "replace", other_first)
+    write_json(path, {"job": 1})
+    assert (read_json(path), list(tmp_path.iterdir())) == ({"job": 1}, [path])
 
 
 def test_a_result_is_its_metrics_and_the_tasks_own_metric_as_a_number():

@@ -20,6 +20,11 @@ _PACKED = (
 
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fp16": (bool, "its gradient scaler skips steps, which tells something without noise: use bf16=True"),
+    # as accelerate launch gives it
+    "mixed_precision": (
+        lambda value: value not in ("no", "bf16"),
+        "small gradients become 0 in it: use bf16",
+    ),
     "fsdp": (bool, _WHOLE),
     "deepspeed": (bool, _WHOLE),
     "parallelism_config": (bool, _WHOLE),
@@ -34,6 +39,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "auto_find_batch_size": (
         bool,
         "give a per_device_train_batch_size that fits: too small a one costs time alone, it changes no result",
+    ),
+    "enable_jit_checkpoint": (
+        bool,
+        "it may write a step of the engine that the Trainer has not counted yet: save_steps, and "
+        "train(resume_from_checkpoint=True) goes on after any kill",
     ),
     "dataloader_num_workers": (
         bool,
@@ -51,6 +61,10 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "packing": (bool, _PACKED),
     "padding_free": (bool, _PACKED),
     "loss_type": (lambda value: value != "nll", "only the plain likelihood (nll) is known by example"),
+    "router_aux_loss_coef": (
+        bool,
+        "the balance of experts is that of a batch, and no row's loss: leave it out",
+    ),
     "activation_offloading": (bool, "it has not been tried together with per-example clipping: leave it out"),
     "optim": (
         lambda value: any(word in str(value).lower() for word in ("layerwise", "lomo")),

@@ -48,7 +48,6 @@ from dpexp.integrations.refusals import (
 )
 from dpexp.tasks.target_loss import IGNORED
 from dpexp.training.engine import PrivacyEngine
-from dpexp.training.own_losses import first_rows, look_at_losses
 from dpexp.training.units import units_of
 
 # computed from private rows without noise, or measured of steps that take as long as they have rows
@@ -149,16 +148,19 @@ class Trainer(transformers.Trainer):
         kind = getattr(config, "problem_type", None) or ("regression" if logits.shape[1:] == (1,) else "")
         if logits.dim() == 2 and kind == "regression" and labels.numel() == logits.numel():
             return F.mse_loss(logits.float(), labels.float().view_as(logits), reduction="none").mean(1)
-        if logits.dim() == 2 and labels.shape == logits.shape:
+        # of tokens (ELECTRA's discriminator) a mean would count the padding, which goes by the longest row of the batch
+        tokens_have = getattr(features.get("input_ids"), "shape", None)
+        by_token = labels.shape == tokens_have and labels.shape[1:] != (getattr(config, "num_labels", None),)
+        if logits.dim() == 2 and labels.shape == logits.shape and not by_token:
             losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
             return losses.mean(1)
         if logits.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point():
             return F.cross_entropy(logits.float(), labels, reduction="none")
-        causal = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not encoder_decoder
-        if causal and logits.dim() == 3 and labels.dim() == 2:
+        ahead = False if encoder_decoder else _writes_the_next(base)
+        if ahead and logits.dim() == 3 and labels.dim() == 2:
             # With a prefix that is learnt the logits of the text still come last.
             logits, labels = logits[:, -labels.shape[1] : -1], labels[:, 1:]
-        if logits.dim() == 3 and labels.shape == logits.shape[:2]:
+        if ahead is not None and logits.dim() == 3 and labels.shape == logits.shape[:2]:
             losses = F.cross_entropy(
                 logits.float().transpose(1, 2), labels, reduction="none", ignore_index=IGNORED
             )
@@ -203,14 +205,11 @@ class Trainer(transformers.Trainer):
 
     def _look_at_losses(self, inputs: dict[str, Any]) -> None:
         """Refuse losses that go by their batch, at the first batch of two rows or more."""
-        rows = first_rows(inputs)
-        if len(next(iter(rows.values()))) < 2:
+        if self.engine is None or len(next(iter(inputs.values()))) < 2:
             return
         self._unknown_losses = False
         name = f"{type(self).__name__}.per_example_losses"
-        note = look_at_losses(
-            lambda _, rows: self.per_example_losses(self.model, rows), self.model, rows, name
-        )
+        note = self.engine._look_at_losses(self.per_example_losses, inputs, name)
         if note is not None:
             transformers.utils.logging.get_logger(__name__).warning(note)
 
@@ -366,6 +365,21 @@ def _losses_of_spans(model: Any, inputs: dict[str, Any]) -> Tensor:
         positions = inputs[name].clamp(0, outside)
         losses.append(F.cross_entropy(logits, positions, ignore_index=outside, reduction="none"))
     return (losses[0] + losses[1]) / 2
+
+
+def _writes_the_next(base: Any) -> bool | None:
+    """Whether a head's logits at one place are for the token at the next one; None where nothing tells."""
+    # its own name, or that of a class that it adds to
+    if any(kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(base).__mro__):
+        return True
+    # what Hugging Face reads off the name: of a model of texts and pictures, of one that a repository brings along
+    kinds = {
+        "ForCausalLM": True,
+        "ForConditionalGeneration": True,
+        "ForMaskedLM": False,
+        "ForTokenClassification": False,
+    }
+    return kinds.get(str(getattr(base, "loss_type", "")))
 
 
 def _shifted(base: Any, labels: Tensor) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -40,6 +41,8 @@ _STDS = (1e-250, 1e250)
 _BATCH, _GPU_BATCH = 1 << 19, 1 << 22
 _EXACT_BATCH = 1 << 18
 _CAST_BLOCK = 1 << 20
+# numbers that are compared before the kernels are trusted: those of a bad compiler differed in one of 150
+_COMPARED = 1 << 14
 _POOL_BLOCKS = 1 << 13
 _EXACT_ROUNDS = 20
 
@@ -129,7 +132,7 @@ def add_gaussian_(
             copies.append((tensor, flat[lead:]))
         grid = sigma * (1 + INFLATION) * 2.0**-SCALE_BITS
         jobs.append(_Job(flat.view(-1), grid, tensor_key, index, place - lead))
-    kernels = native.kernels()
+    kernels = _kernels()
     in_batches = []
     for job in jobs:
         if kernels is None or secure or job.flat.device.type != "cpu":
@@ -179,6 +182,32 @@ def seed_torch(seed: int) -> None:
     layout = _state_layout()
     if layout is not None:
         torch.default_generator.set_state(_full_state(layout, seed.to_bytes(8, "little")))
+
+
+def _kernels() -> Any | None:
+    """Those of `dpexp.native`, where they draw what their twin draws."""
+    kernels = native.kernels()
+    return kernels if kernels is not None and _trusted(native.backend()) else None
+
+
+@cache
+def _trusted(backend: str) -> bool:
+    """Whether the kernels draw the numbers of their twin; asked once per process.
+
+    A compiler that takes sums apart (``-ffast-math``, the default of some) accepts other numbers at the edges of layers.
+    """
+    key, length = bytes(range(200, 232)), _COMPARED
+    mine = torch.zeros(length, dtype=torch.float64)
+    _add_natively(native.kernels(), _Job(mine, 1.0, key, 1))
+    (theirs,) = integers(key, [Piece(1, 0, length)], mine.device)
+    if torch.equal(mine, theirs):
+        return True
+    warnings.warn(
+        f"the {backend} kernels draw other noise than they must, so pure torch draws it, which takes about twenty times as long: "
+        f"build them again with g++ or clang++ and without -ffast-math (unset CXX, delete {native.library_path()})",
+        stacklevel=2,
+    )
+    return False
 
 
 def _add_natively(kernels: Any, job: _Job) -> None:
@@ -259,7 +288,7 @@ def _word_stream(key: bytes, stream: int, counter: int) -> Callable[[int], NDArr
 
 
 def _blocks(key: bytes, stream: int, first: int, number: int) -> NDArray[np.uint64]:
-    kernels = native.kernels()
+    kernels = _kernels()
     if kernels is None:
         words = chacha(key, torch.arange(first, first + number), stream, 0, _EXACT_ROUNDS).t().contiguous()
     else:

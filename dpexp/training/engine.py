@@ -336,9 +336,14 @@ class PrivacyEngine:
         Raises:
             UserError: what an example loses depends on the others; or that cannot be told, and why.
         """
-        note = look_at_losses(losses, self.model, batch, getattr(losses, "__name__", "the losses"))
+        note = self._look_at_losses(losses, batch, getattr(losses, "__name__", "the losses"))
         if note is not None:
             raise UserError(note)
+
+    def _look_at_losses(self, losses: Losses, batch: Any, name: str) -> str | None:
+        """See `own_losses.look_at_losses`: what is computed on other batches is not the loop's."""
+        with self._loop.unwatched():
+            return look_at_losses(losses, self.model, batch, name)
 
     def epsilon(self, accountant: str | None = None) -> float:
         """ε of everything released so far, at the plan's δ, computed from the ledger.

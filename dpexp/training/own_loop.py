@@ -5,6 +5,7 @@ their losses arrive; then the losses are checked and handed on.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,10 @@ class OwnLoop:
             self._gradients.look()
         self._watch.follow()
         return taken
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Let something be done with the present batch that is not the loop's."""
+        return self._watch.paused()
 
     def close(self) -> None:
         """Watch no longer, and leave no sum without noise behind."""

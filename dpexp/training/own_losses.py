@@ -109,14 +109,6 @@ def _augmented_losses(task: Task, seed: int, step: int) -> Losses:
     return losses
 
 
-def first_rows(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first examples of a collated batch: enough to look at."""
-    return {
-        name: part[:EXAMPLES] if isinstance(part, Tensor) and part.dim() else part
-        for name, part in batch.items()
-    }
-
-
 class _AsModule(nn.Module):
     """Losses as a module, whose forward can be run again."""
 

@@ -56,7 +56,8 @@ def exclusive(folder: Path) -> Iterator[None]:
     """Hold a run's folder: two processes must not write one ledger.
 
     Raises:
-        UserError: another process holds it. The lock goes with its process, also when that is killed.
+        UserError: another process holds it, or its file system has no locks. A lock goes with its process, also when that is
+            killed.
     """
     make_folder(folder, FOLDER_SETTING)
     with open(folder / ".lock", "w") as file:
@@ -67,6 +68,12 @@ def exclusive(folder: Path) -> Iterator[None]:
                 f"{folder} is in use: by another process (wait for it, or take another folder or seed), or by a PrivacyEngine of "
                 "this process that is still open (call its close() first, in a notebook too)"
             ) from None
+        except OSError as error:
+            # some file systems of clusters have no locks
+            raise UserError(
+                f"{folder} can't be locked ({error.strerror}), and two processes must not write one ledger: choose a folder on "
+                f"another file system with {FOLDER_SETTING}"
+            ) from error
         yield
 
 

@@ -98,6 +98,7 @@ class Trace(TorchFunctionMode):
         sure: whether all that has rows has them in front, or where `axes` say. A number of features may equal that of the
             examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
         private: the tensors of the batch, and what was made of their values.
+        watching: whether it does so now.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Trace(TorchFunctionMode):
         self.model, self.examples, self._times = model, examples, {1, rows_per_example}
         self.sizes = Sizes(examples, rows_per_example)
         self.failure = ""
-        self.sure = True
+        self.sure, self.watching = True, False
         self.private = WeakIdKeyDictionary()
         self.before, self._own = before, Owned(model, outside)
         self.numbers = WeakIdKeyDictionary()
@@ -159,6 +160,7 @@ class Trace(TorchFunctionMode):
 
     def begin(self) -> None:
         """Watch from here on."""
+        self.watching = True
         if "torch._dynamo" in sys.modules:
             # no compiled code of the loop is to carry what watches it
             self._open.enter_context(torch.compiler.set_stance("force_eager"))
@@ -174,6 +176,7 @@ class Trace(TorchFunctionMode):
 
     def end(self) -> None:
         """Watch no longer."""
+        self.watching = False
         self._open.close()
 
     def follow(self) -> None:

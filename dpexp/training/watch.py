@@ -8,7 +8,8 @@ counts in the batch, other examples as negatives without a gradient, a running m
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,6 +98,17 @@ class LossWatch:
         """Watch no longer."""
         if self._trace is not None:
             self._trace.end()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let something be done with the batch that is not the loop's."""
+        trace = self._trace if self._trace is not None and self._trace.watching else None
+        self.end()
+        try:
+            yield
+        finally:
+            if trace is not None:
+                trace.begin()
 
     def follow(self) -> None:
         """Watch what is done with the batch behind its losses."""

@@ -37,6 +37,31 @@ def test_a_head_of_ones_own_brings_its_losses(tmp_path):
     assert trainer.engine.finished
 
 
+@pytest.mark.parametrize("size", [2, 16])
+def test_losses_of_ones_own_are_looked_at_and_trained_on(tmp_path, size):
+    """What looks at them computes them on other batches, and that is not the loop's doing."""
+
+    class Smooth(Trainer):
+        def per_example_losses(self, model, inputs):
+            logits = model(inputs["input_ids"], inputs["attention_mask"]).logits
+            return nn.functional.cross_entropy(
+                logits, inputs["labels"], reduction="none", label_smoothing=0.1
+            )
+
+    class Later(Smooth):
+        def per_example_losses(self, model, inputs):
+            losses = super().per_example_losses(model, inputs)
+            return losses / losses.detach().mean() if self.state.global_step else losses
+
+    trainer = make(tmp_path / "own", trainer=Smooth, max_steps=2, per_device_train_batch_size=size)
+    trainer.train()
+    assert trainer.engine.finished
+    # what comes later is seen, too
+    trainer = make(tmp_path / "mixed", trainer=Later, max_steps=8, per_device_train_batch_size=size)
+    with pytest.raises(UserError, match="mixes examples"):
+        trainer.train()
+
+
 def test_losses_of_ones_own_that_go_by_the_batch_are_refused(tmp_path):
     class Balanced(Trainer):
         def per_example_losses(self, model, inputs):
@@ -69,6 +94,9 @@ def test_labels_of_every_kind_give_one_loss_per_row():
     assert losses(torch.zeros(4, 3), torch.zeros(4, 3)).tolist() == pytest.approx([np.log(2)] * 4)
     assert losses(torch.full((4, 1), 3.0), torch.ones(4)).tolist() == [4.0] * 4
     labels = torch.tensor([[1, -100, 2], [-100, -100, -100]])
+    with pytest.raises(UserError, match="no per-example loss is known for Head"):
+        losses(torch.zeros(2, 3, 5), labels)
+    Head.loss_type = "ForTokenClassification"
     assert losses(torch.zeros(2, 3, 5), labels).tolist() == pytest.approx([np.log(5), 0.0])
     with pytest.raises(UserError, match="per_example_losses"):
         losses(torch.zeros(2, 3, 4, 5), torch.zeros(2))
@@ -83,6 +111,7 @@ def test_labels_of_every_kind_give_one_loss_per_row():
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
+        ({"enable_jit_checkpoint": True}, "has not counted yet"),
         ({"train_sampling_strategy": "sequential"}, "Poisson"),
         ({"include_num_input_tokens_seen": "all"}, "private samples"),
         ({"optim": "lomo"}, "within the backward pass"),
@@ -92,6 +121,46 @@ def test_labels_of_every_kind_give_one_loss_per_row():
 def test_what_does_not_go_together_with_privacy_is_refused_by_name(tmp_path, arguments, named):
     with pytest.raises(UserError, match=named):
         make(tmp_path, **arguments)
+
+
+def test_language_models_that_no_list_names_write_the_next_token_too():
+    class MyModel(transformers.GPT2LMHeadModel):
+        """As a repository may bring one along."""
+
+    class MyPicturesForConditionalGeneration(transformers.GPT2LMHeadModel):
+        """A model of texts and pictures: not one of the language models by Hugging Face's list."""
+
+    batch = collate(rows("causal")[:3])
+    plain = network("causal").eval()
+    expected = Trainer.per_example_losses(None, plain, batch)
+    for i in range(3):
+        alone = plain(**{name: value[i : i + 1] for name, value in batch.items()}).loss
+        assert expected[i].item() == pytest.approx(alone.item(), rel=1e-5)
+    for kind in (MyModel, MyPicturesForConditionalGeneration):
+        model = kind(plain.config).eval()
+        model.load_state_dict(plain.state_dict())
+        assert torch.equal(Trainer.per_example_losses(None, model, batch), expected)
+
+
+def test_what_accelerate_launch_asks_for_is_looked_at_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(UserError, match="mixed_precision=fp16 does not go together with privacy"):
+        make(tmp_path)
+
+
+def test_labels_of_tokens_are_not_taken_for_labels_of_a_row():
+    """A mean over the padded length would go by the longest row of the batch."""
+    config = transformers.ElectraConfig(
+        vocab_size=VOCABULARY, embedding_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=16,
+    )  # fmt: skip
+    batch = collate(rows("causal")[:3])
+    batch["labels"] = batch["input_ids"] % 2
+    with pytest.raises(UserError, match="no per-example loss is known for ElectraForPreTraining"):
+        Trainer.per_example_losses(None, transformers.ElectraForPreTraining(config), batch)
+    config.problem_type, config.num_labels = "multi_label_classification", batch["input_ids"].shape[1]
+    model = transformers.ElectraForSequenceClassification(config)
+    assert Trainer.per_example_losses(None, model, batch).shape == (3,)
 
 
 def test_answers_by_spans_have_hugging_face_s_losses_row_by_row():

@@ -71,7 +71,10 @@ def test_it_trains_on_completions_alone_in_steps_of_the_engine(tmp_path, lora):
     assert not {"loss", "entropy", "num_tokens", "mean_token_accuracy"} & logged
 
 
-@pytest.mark.parametrize("argument", [{"packing": True}, {"padding_free": True}, {"loss_type": "dft"}])
+@pytest.mark.parametrize(
+    "argument",
+    [{"packing": True}, {"padding_free": True}, {"loss_type": "dft"}, {"router_aux_loss_coef": 0.1}],
+)
 def test_what_mixes_rows_is_refused(tmp_path, argument):
     with pytest.raises(UserError, match=next(iter(argument))):
         make(tmp_path, **argument)

@@ -431,7 +431,7 @@ def test_a_loop_that_is_left_is_watched_no_longer(tmp_path) -> None:
     assert _get_current_function_mode() is None
 
 
-def test_a_loop_of_ones_own_asks_before_it_begins(tmp_path) -> None:
+def test_a_loop_of_ones_own_asks_before_it_begins_or_within(tmp_path) -> None:
     task = Balanced()
     engine = PrivacyEngine(
         model := tiny_model(), torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(torch.randn(60, 10)),
@@ -444,6 +444,9 @@ def test_a_loop_of_ones_own_asks_before_it_begins(tmp_path) -> None:
         engine.look_at_losses(task.losses, task.collate(task.train[:1]))
     engine.look_at_losses(Weighted().losses, batch)
     for (x,) in engine.batches(physical_batch_size=8):
+        if len(x) > 1:
+            # or within: what is computed on other batches is not the loop's
+            engine.look_at_losses(lambda model, rows: model(rows[0]).square().sum(1), (x,))
         engine.step(model(x).square().sum(1))
     assert engine.finished
 

@@ -187,3 +187,15 @@ def test_a_second_process_is_refused_while_the_first_holds_the_folder(tmp_path):
         other.wait()
     with state.exclusive(tmp_path):  # the lock went with its process
         pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(state.fcntl, "flock", no_locks)
+    with (
+        pytest.raises(UserError, match=r"can't be locked \(Function not implemented\)"),
+        state.exclusive(tmp_path),
+    ):
+        pass
