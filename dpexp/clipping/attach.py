@@ -24,8 +24,7 @@ from dpexp.clipping.given import (
     check_same_parameters,
     check_thresholds,
     checked_scale,
-    gradients_of,
-    refuse_written,
+    unwritten,
 )
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.independence import Independence
@@ -171,10 +170,10 @@ class Clipper(AnyClipper):
             sums: Sums = {}
             arrived: tuple[Tensor | None, ...] = ()
             if roots.num_examples:
-                factors, before = self._factors(thresholds, scale, loss_scale), gradients_of(self.params)
-                sq, sums, arrived = self._backend.clipped_sums(roots, factors)
-                if self._shards is None:
-                    refuse_written(self.params, before)
+                # the sums of shards leave while the back-propagation goes on
+                with unwritten(self.params) if self._shards is None else nullcontext():
+                    factors = self._factors(thresholds, scale, loss_scale)
+                    sq, sums, arrived = self._backend.clipped_sums(roots, factors)
             else:
                 self._backend.forget()
                 if self._reducing is not None and not self._entered:
@@ -218,9 +217,8 @@ class Clipper(AnyClipper):
             )
         self._refuse_detached()
         thresholds, scale = self._checked(roots, clip_scale)
-        before = gradients_of(self.params)
-        step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), held)
-        refuse_written(self.params, before)
+        with unwritten(self.params):
+            step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), held)
         self._independence.check(roots.num_examples)
 
         def finish(sq_norms: Tensor) -> Report:

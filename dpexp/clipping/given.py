@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -121,28 +122,27 @@ def check_same_parameters(model: nn.Module, params: dict[str, nn.Parameter], sha
     )
 
 
-def gradients_of(params: dict[str, nn.Parameter]) -> dict[str, tuple[Tensor | None, int]]:
-    """Return what stands in ``p.grad``, by name, with its version."""
-    return {name: (p.grad, -1 if p.grad is None else p.grad._version) for name, p in params.items()}
-
-
-def refuse_written(params: dict[str, nn.Parameter], before: dict[str, tuple[Tensor | None, int]]) -> None:
-    """Refuse what somebody else has added to gradients since `gradients_of`: nobody has clipped it.
+@contextmanager
+def unwritten(params: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Refuse what somebody else adds to gradients inside, where a model is back-propagated: nobody clips it.
 
     Raises:
         UserError: names the parameter.
     """
-    now = gradients_of(params)
-    written = [
-        name
-        for name, (grad, version) in now.items()
-        if grad is not before[name][0] or version != before[name][1]
-    ]
-    for name in written:
-        held, version = before[name]
-        params[name].grad = held if held is not None and held._version == version else None
-    if written:
+
+    def written_to(grad: Tensor | None) -> int:
+        return -1 if grad is None else grad._version
+
+    before = {name: (p.grad, written_to(p.grad)) for name, p in params.items()}
+    yield
+    found = ""
+    for name, p in params.items():
+        grad, version = before[name]
+        if p.grad is not grad or written_to(p.grad) != version:
+            found = found or name
+            p.grad = grad if written_to(grad) == version else None
+    if found:
         raise UserError(
-            f"something in this model writes to the gradient of {written[0]} while it is back-propagated (a hook, a backward "
-            "that adds to p.grad by itself: fused accumulation), and nobody clips that: turn it off, and call zero_grad()"
+            f"something in this model writes to the gradient of {found} while it is back-propagated (a hook, a backward that "
+            "adds to p.grad by itself: fused accumulation), and nobody clips that: turn it off, and call zero_grad()"
         )

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from dpexp.clipping.sharding import is_shard
 from dpexp.errors import UserError
 
 BATCH_NORM = (
@@ -153,7 +154,7 @@ def refuse_couplings(model: nn.Module) -> None:
             )
         kind = type(param.data)
         # shards are another matter, see `sharding`
-        own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__name__ != "DTensor"
+        own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not is_shard(param)
         if param.requires_grad and own:
             raise UserError(
                 f"{name} is a {kind.__name__}, which stands for other tensors (quantised, packed), and no per-example gradient "

@@ -117,7 +117,6 @@ def continued(
     first real token. So a prompt's continuation does not depend on its neighbours.
     """
     from transformers import GenerationConfig as Settings
-    from transformers import StoppingCriteriaList, StopStringCriteria
 
     if len(prompts) > 1 and getattr(model, UNPADDED, False):
         return [text for one in prompts for text in continued(model, device, tokenizer, [one], settings)]
@@ -129,11 +128,6 @@ def continued(
         mask[row, longest - len(prompt) :] = 1
     generate: Any = model.generate
     end = tokenizer.eos_token_id
-    stops: dict[str, Any] = (
-        {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, list(settings.stop))])}
-        if settings.stop
-        else {}
-    )
     scored = (
         whole_lengths(model, (longest - mask.sum(1)).to(device), end, settings.length_penalty)
         if settings.beam_length == "whole" and settings.top_p is None and settings.num_beams > 1
@@ -145,9 +139,10 @@ def continued(
             attention_mask=mask.to(device),
             # a sharded model is held whole here: other processes write other texts, of other lengths, and wait for none of ours
             synced_gpus=False,
-            **stops,
+            tokenizer=tokenizer,
             generation_config=Settings(
                 max_new_tokens=settings.max_target,
+                stop_strings=list(settings.stop) or None,
                 **(
                     {
                         "num_beams": settings.num_beams,
@@ -166,16 +161,13 @@ def continued(
         )
     new = found[:, longest:]
     texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-    return [
-        Written(cut.strip(), end in row or cut != text)
-        for text, row in zip(texts, new.tolist(), strict=True)
-        for cut in [_until(text, settings.stop)]
-    ]
+    return [_written(text, end in row, settings.stop) for text, row in zip(texts, new.tolist(), strict=True)]
 
 
-def _until(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of these strings."""
-    return min((text.partition(each)[0] for each in stop), key=len, default=text)
+def _written(text: str, ended: bool, stop: Sequence[str]) -> Written:
+    """A text up to the first of the strings that end it."""
+    until = min((text.partition(each)[0] for each in stop), key=len, default=text)
+    return Written(until.strip(), ended or until != text)
 
 
 def banned_tokens(tokenizer: Any, banned: Sequence[str]) -> list[list[int]]:

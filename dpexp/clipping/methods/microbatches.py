@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import LateSum, deliver
-from dpexp.clipping.given import gradients_of, refuse_written
+from dpexp.clipping.given import unwritten
 from dpexp.clipping.methods.watched import Watched
 from dpexp.clipping.reports import Report
 from dpexp.clipping.roots import Roots
@@ -59,9 +59,8 @@ class MicrobatchClipper(AnyClipper):
         if len(losses):
             mean = losses.sum() * (loss_scale / self.size)
             self._independence.begin(Roots.of_losses(mean[None]), self.params.values())
-            before = gradients_of(self.params)
-            found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
-            refuse_written(self.params, before)
+            with unwritten(self.params):
+                found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
             pairs = zip(self.params, found, strict=True)
             gradients = {
                 name: g if loss_scale == 1.0 else g / loss_scale for name, g in pairs if g is not None

@@ -14,7 +14,7 @@ from dpexp.clipping import layouts
 from dpexp.clipping.backward import DRAWS
 from dpexp.clipping.base import AnyClipper, Rows, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import deliver
-from dpexp.clipping.given import check_losses, gradients_of, refuse_written
+from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.gradients.numerics import all_full_precision, states_of_chance, wide
 from dpexp.clipping.methods.watched import Watched
 from dpexp.clipping.observed import apart, views
@@ -104,9 +104,13 @@ class ProjectedClipper(AnyClipper):
                     "round the sum of all by more than C. Compute in float32 (no autocast; runtime.precision=fp32), or use "
                     "clip=flat"
                 )
-            looked, held = self._independence.due, gradients_of(self.params)
+            looked = self._independence.due
             self._independence.begin(roots, params)
-            with torch.autocast(losses.device.type, enabled=False), all_full_precision():
+            with (
+                unwritten(self.params),
+                torch.autocast(losses.device.type, enabled=False),
+                all_full_precision(),
+            ):
                 if looked:
                     self._prove(losses, params)
                 before = states_of_chance(losses.device)
@@ -115,7 +119,6 @@ class ProjectedClipper(AnyClipper):
                     raise UserError(DRAWS)
                 factors = (self._factors(squares) * loss_scale).to(losses)
                 found = torch.autograd.grad(losses, params, factors, allow_unused=True)
-            refuse_written(self.params, held)
             self._independence.check(len(losses))
         if not all(bool(g.isfinite().all()) for g in found if g is not None):
             raise UserError(

@@ -30,8 +30,7 @@ from dpexp.clipping.given import (
     check_losses,
     check_same_parameters,
     check_thresholds,
-    gradients_of,
-    refuse_written,
+    unwritten,
 )
 from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
@@ -162,9 +161,8 @@ class VectorClipper(Clipper):
         check_same_parameters(self.model, self.params, self._shards)
         thresholds = self._thresholds.detach()
         check_thresholds(thresholds, f"thresholds {thresholds.tolist()}")
-        before = gradients_of(self.params)
-        rows, keep = self.rows(losses, loss_scale)
-        refuse_written(self.params, before)
+        with unwritten(self.params):
+            rows, keep = self.rows(losses, loss_scale)
         rule, values = RULES[self.rule], thresholds.tolist()
 
         def factors(k: int, sq_norms: Tensor) -> Tensor:
