@@ -32,6 +32,7 @@ from dpexp.clipping.gradients.grams import gram_norms
 from dpexp.clipping.loop import LOOPED
 from dpexp.clipping.operations import linear
 from tests.clipping.naive import assert_exact
+from tests.tasks.test_cross_entropy import Largest
 
 sizes = st.integers(1, 4)
 fast = settings(max_examples=25, deadline=None)
@@ -155,6 +156,20 @@ def test_tied_head(examples: int, heads: int, lookups: int, rows: int, d: int, p
     again = reduce(merge, [tied, Outer(h, gh), Lookup(ids, ge, rows, padding), tied])
     assert isinstance(again, Tied)
     assert_exact(again, 3 * expected)
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_no_gram_matrix_of_a_long_text_is_whole(padding: int | None):
+    heads, lookups, rows, d = 1290, 1300, 7, 3
+    h, gh = normal(2, heads, d), normal(2, heads, rows, seed=1)
+    ids, ge = indices(rows, 2, lookups), normal(2, lookups, d, seed=2)
+    lookup, outer = Lookup(ids, ge, rows, padding), Outer(h, gh)
+    alone = naive_lookup(ids, ge, rows, padding)
+    for per_example, expected in ((lookup, alone), (Tied(outer, lookup), alone + naive_outer(h, gh))):
+        with Largest() as seen:
+            found = per_example.sq_norms("ghost", scratch=Scratch(1))
+        torch.testing.assert_close(found, expected.square().sum((1, 2)))
+        assert seen.numbers < lookups * heads / 2
 
 
 def test_tied_norm_in_chunks():

@@ -16,6 +16,8 @@ from dpexp.clipping.gradients.memory import SHARED, Scratch
 # them are off by 5e-5
 LONGEST_RUN = 64
 CHUNK = 1 << 12
+# rows of a Gram matrix that are there at once: of a text of 16384 tokens the whole would be 1 GiB
+BLOCK = 512
 
 
 class Lookup(PerExampleGradient):
@@ -53,7 +55,7 @@ class Lookup(PerExampleGradient):
 
     def workspace(self, method: str) -> int:
         _, T, d = self.g.shape
-        return self.dtype.itemsize * (2 * T * T if method == "ghost" else 4 * T * d)
+        return self.dtype.itemsize * (2 * T * min(T, BLOCK) if method == "ghost" else 4 * T * d)
 
     def signature(self) -> tuple[Hashable, ...]:
         return ("lookup", tuple(self.g.shape), self.g.dtype, str(self.device))
@@ -89,11 +91,15 @@ class Lookup(PerExampleGradient):
 
     def _gram_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         ids, g = self.ids[start:stop], self.g[start:stop]
-        same = ids.unsqueeze(2) == ids.unsqueeze(1)
-        if self.padding_idx is not None:
-            same &= (ids != self.padding_idx).unsqueeze(2)
-        products = numerics.product(g, g.mT).masked_fill_(~same, 0)
-        return products.sum((1, 2)).clamp_(min=0), products.abs_().sum((1, 2))
+        squares, magnitudes = g.new_zeros(2, len(g), dtype=numerics.wide(g.dtype))
+        for rows, some in zip(ids.split(BLOCK, 1), g.split(BLOCK, 1), strict=True):
+            other = rows.unsqueeze(2) != ids.unsqueeze(1)
+            if self.padding_idx is not None:
+                other |= (rows == self.padding_idx).unsqueeze(2)
+            products = numerics.product(some, g.mT).masked_fill_(other, 0)
+            squares += products.sum((1, 2))
+            magnitudes += products.abs_().sum((1, 2))
+        return squares.clamp_(min=0), magnitudes
 
     def _segment_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         ids, g = self.ids[start:stop], self.g[start:stop]

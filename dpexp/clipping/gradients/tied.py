@@ -10,7 +10,7 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.lookup import Lookup, add_rows
+from dpexp.clipping.gradients.lookup import BLOCK, Lookup, add_rows
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.outer import Outer
 
@@ -52,7 +52,7 @@ class Tied(PerExampleGradient):
         return self.outer.nbytes + self.lookup.nbytes
 
     def _cross_bytes(self) -> int:
-        return 2 * self.dtype.itemsize * self.outer._sizes()[1] * self.lookup.g.shape[1]
+        return 2 * self.dtype.itemsize * min(self.outer._sizes()[1], BLOCK) * self.lookup.g.shape[1]
 
     def _terms(self) -> int:
         return self.outer._terms() + self.lookup._terms()
@@ -76,13 +76,17 @@ class Tied(PerExampleGradient):
         """Inner products of the two gradients, for some examples, and their magnitudes."""
         h, gh = (x[start:stop] for x in self.outer.parts)
         ids, ge, real = self.lookup.ids[start:stop], self.lookup.g[start:stop], self.lookup.real()
-        # [b, head positions, lookups]; nothing is rounded that is summed as it is
-        products = numerics.product(h.to(self.dtype), ge.mT.to(self.dtype))
-        picked = gh.gather(2, ids.long().unsqueeze(1).expand(-1, gh.shape[1], -1))
-        if real is not None:
-            picked = picked.masked_fill(~real[start:stop].unsqueeze(1), 0)
-        products.mul_(picked)
-        return products.sum((1, 2)).to(self.dtype), products.abs_().sum((1, 2)).to(self.dtype)
+        cross, lengths = h.new_zeros(2, len(h), dtype=self.dtype)
+        # some head positions at a time; nothing is rounded that is summed as it is
+        for some, logits in zip(h.split(BLOCK, 1), gh.split(BLOCK, 1), strict=True):
+            products = numerics.product(some.to(self.dtype), ge.mT.to(self.dtype))
+            picked = logits.gather(2, ids.long().unsqueeze(1).expand(-1, logits.shape[1], -1))
+            if real is not None:
+                picked = picked.masked_fill(~real[start:stop].unsqueeze(1), 0)
+            products.mul_(picked)
+            cross += products.sum((1, 2))
+            lengths += products.abs_().sum((1, 2))
+        return cross, lengths
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         rows = self.outer._gradients(start, stop, method, out).to(self.dtype)
