@@ -257,6 +257,10 @@ def hydra_entry(
             except MISTAKES as error:
                 overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
                 _stop(_explain(error, config_name, schema, overrides))
+            except Exception as error:
+                if told := sweeps.killed(error):
+                    _stop(told)
+                raise
             finally:
                 sweeps.report()
 

@@ -27,7 +27,7 @@ from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, decode_groups
 from dpexp.record import KNOWN
 from dpexp.reproduce.drawing import draw, lines
-from dpexp.statement import with_choice
+from dpexp.statement import UNPROTECTED, with_choice
 from dpexp.usage import shipped
 
 # moments of a run at which ε is computed
@@ -175,6 +175,7 @@ def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
         parts = [
             *_compared(runs),
             _table(runs, released),
+            *_together(runs),
             *_conditions(runs),
             *(part for name, part in _figures(runs, out) if not (released and name in WITHHELD)),
         ]
@@ -334,6 +335,35 @@ def _table(runs: list[OwnRun], released: bool) -> str:
         for name, values in rows.items()
     )
     return f"<table>\n<tr><th></th>{head}</tr>\n{body}\n</table>"
+
+
+def _together(runs: list[OwnRun]) -> Iterator[str]:
+    """What all runs have cost who is in the data of all of them: what each has charged, whatever became of it."""
+    charged = [run for run in runs if run.events]
+    known = [run.delta for run in charged if run.delta is not None]
+    if len(runs) < 2 or not known:
+        return
+    bare = [run.name for run in runs if UNPROTECTED in run.summary.get("privacy", {}).get("released", ())]
+    odd = [run.name for run in charged if run.filtered or _budgets(run) > 1]
+    if bare:
+        what = f"has no value: nothing protects what {', '.join(bare)} learnt"
+    elif odd:
+        what = f"is not told here: of {', '.join(odd)} the ledger alone does not know it"
+    else:
+        counts = Counter(event for run in charged for event, _ in run.events)
+        event = composed(pair for encoded, count in counts.items() for pair in _of_groups(encoded, count))
+        spent = accountants.epsilon(event, min(known), "rdp")
+        what = f"is {spent:.4f} at δ = {min(known):.3g} by {charged[0].named('rdp')}"
+    yield (
+        f"<p>ε of all {len(runs)} runs together, the unfinished and failed ones included, {html.escape(what)}. It is that of one "
+        "data set that all have learnt from, and holds however one of them was chosen, where their number was fixed "
+        "beforehand.</p>"
+    )
+
+
+def _budgets(run: OwnRun) -> int:
+    """How many groups of examples have an ε of their own."""
+    return max(len(_of_groups(encoded, 1)) for encoded in {encoded for encoded, _ in run.events})
 
 
 def _conditions(runs: list[OwnRun]) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from dp_accounting import DpEvent
 
 from dpexp.privacy.caveats import MEANINGLESS, caveats
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 ACCOUNTANTS = ("rdp", "gdp", "prv", "pld")
 # in a task's notes: for the holder of the data alone
+# what a run without privacy has released
+UNPROTECTED = "model without any guarantee"
 COUNTED_WITHOUT_NOISE = "without noise on private data"
 _TUNING = "epsilon excludes the tuning"
 
@@ -59,9 +63,7 @@ def privacy_block(
             ),
             "steps": 0,
             "sampling": run.privacy.sampling,
-            "released": [
-                "model without any guarantee" if run.optim.steps != 0 else "model as it was, untrained"
-            ],
+            "released": [UNPROTECTED if run.optim.steps != 0 else "model as it was, untrained"],
             "neighbouring": None,
             **_attack(()),
             "events": [],
@@ -279,8 +281,24 @@ def _tuned(trials: int, law: str | None) -> str:
     if law is not None:
         chosen = f"the best of a {law} number of trials, {trials} on average"
     else:
-        chosen = "no other trial was declared" if trials == 1 else f"chosen from {trials} configurations"
+        several = f"chosen from {trials} configurations, each taken to have cost what this one did"
+        chosen = "no other trial was declared" if trials == 1 else several
     return f"{chosen}; {_TUNING}"
+
+
+def trials_of(run: "RunConfig", earlier: Path) -> tuple[int, str | None]:
+    """How many configurations a run says it was chosen from, and their law; no fewer than an earlier session in its folder said.
+
+    Args:
+        run: its settings now.
+        earlier: the settings of the earlier session, as YAML; there may be none.
+    """
+    try:
+        told = yaml.safe_load(earlier.read_text(encoding="utf-8"))
+        before = int(told["trials"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return run.trials, run.trials_law
+    return (run.trials, run.trials_law) if run.trials >= before else (before, told.get("trials_law"))
 
 
 def declare_trials(summary: dict[str, Any], trials: int, law: str | None = None) -> bool:

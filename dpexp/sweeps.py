@@ -1,8 +1,9 @@
 """The jobs of a multirun, one line each, the failed ones too.
 
 Hydra runs every job of a grid whatever becomes of the others, in this process (its own launcher), in several (joblib) or on
-other machines (submitit), and says nothing of how each one ended. So each process appends one line to ``jobs.jsonl`` in the
-folder of the multirun, and the process that started it all prints them as a table when the last has ended.
+other machines (submitit), and says nothing of how each one ended. So each process appends a line to ``jobs.jsonl`` in the
+folder of the multirun when a job begins and another one when it has ended, and the process that started it all prints them as
+a table when the last has ended. A job that was killed leaves its first line: it was tried, and may have spent.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dpexp.durable import finite, json_lines
+from dpexp.errors import UserError
 
 FILE = "jobs.jsonl"
+BEGUN = "begun"
+# what launchers raise when a process that ran jobs is gone: joblib, concurrent.futures, submitit
+KILLED = ("TerminatedWorkerError", "BrokenProcessPool", "UncompletedJobError", "FailedJobError")
 
 # the folder of the multirun that this process started
 _started: list[Path] = []
@@ -32,9 +37,9 @@ _started: list[Path] = []
 class Result(dict[str, float]):
     """Metrics, as a number too: Optuna asks each job for ``float(result)``, which is the task's own metric."""
 
-    def __init__(self, metrics: Mapping[str, float], metric: str) -> None:
+    def __init__(self, metrics: Mapping[str, float], metric: str, epsilon: float | None = None) -> None:
         super().__init__(metrics)
-        self.metric = metric
+        self.metric, self.epsilon = metric, epsilon
 
     def __float__(self) -> float:
         return float(self[self.metric] if self.metric in self else next(iter(self.values())))
@@ -53,27 +58,43 @@ class Jobs(Callback):
         from dpexp.parallel import told_by_submitit
 
         told_by_submitit()
+        if _tells(config):
+            _append(
+                config, list(config.hydra.overrides.task), {"status": BEGUN, "error": None, "metrics": None}
+            )
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Append the line of a job of a multirun; called in the process that ran it."""
-        # of a job of several processes the line is rank 0's
-        if config.hydra.job.get("num") is None or os.environ.get("RANK", "0") != "0":
+        if not _tells(config):
             return
         failed = job_return.status == JobStatus.FAILED
         # reading `return_value` of a failed job would raise
         value = job_return._return_value
         if failed and (left := _exit_behind(value)) is not None:
             raise left
-        line = {
-            "job": config.hydra.job.num,
-            "overrides": list(job_return.overrides or ()),
+        ended = {
             "status": "failed" if failed else "finished",
             "error": _first_line(value, withheld=_is_strict(config)) if failed else None,
             "metrics": dict(value) if isinstance(value, dict) else None,
+            "epsilon": getattr(value, "epsilon", None),
         }
-        with (Path(config.hydra.sweep.dir) / FILE).open("a", encoding="utf-8") as file:
-            # one write: lines of several processes don't mix
-            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
+        _append(config, list(job_return.overrides or ()), ended)
+
+
+def _tells(config: DictConfig) -> bool:
+    """Whether this is a job of a multirun; of one of several processes, whether this is rank 0, whose the lines are."""
+    return config.hydra.job.get("num") is not None and os.environ.get("RANK", "0") == "0"
+
+
+def _append(config: DictConfig, overrides: list[str], line: dict[str, Any]) -> None:
+    folder = Path(config.hydra.sweep.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / FILE).open("a", encoding="utf-8") as file:
+        # one write: lines of several processes don't mix
+        text = json.dumps(
+            finite({"job": config.hydra.job.num, "overrides": overrides} | line), allow_nan=False
+        )
+        file.write(text + "\n")
 
 
 def _exit_behind(error: BaseException | None) -> SystemExit | None:
@@ -114,9 +135,24 @@ def _first_line(error: object, *, withheld: bool) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+def killed(error: Exception) -> UserError | None:
+    """Say what it means for a person that a process with jobs is gone; None of any other error."""
+    if type(error).__name__ not in KILLED:
+        return None
+    return UserError(
+        f"a process that ran jobs was killed ({type(error).__name__}), by the system when memory ran out, say. What it had begun "
+        "may have spent some of its budget: run the same command again, which goes on with it, begins what had not, and trains "
+        "nothing twice"
+    )
+
+
 def jobs(folder: Path) -> list[dict[str, Any]]:
-    """The lines in ``folder`` in the order of the grid; the last one of a job counts."""
-    return [line for _, line in sorted({line["job"]: line for line in json_lines(folder / FILE)}.items())]
+    """The last line of each job in ``folder``, in the order of the grid.
+
+    A job is its settings: several grids may share a folder, each with numbers of its own.
+    """
+    last = {tuple(line["overrides"]): line for line in json_lines(folder / FILE)}
+    return sorted(last.values(), key=lambda line: line["job"])
 
 
 def report(console: Console | None = None) -> None:
@@ -125,8 +161,11 @@ def report(console: Console | None = None) -> None:
         return
     varied = _varied(rows)
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"] or ()))
-    table = Table(title=f"{len(rows)} jobs, {sum(row['status'] == 'failed' for row in rows)} failed")
-    for column in ("job", *varied, "status", *names):
+    counts = [sum(row["status"] == status for row in rows) for status in ("failed", BEGUN)]
+    title = f"{len(rows)} jobs, {counts[0]} failed"
+    table = Table(title=f"{title}, {counts[1]} without an end" if counts[1] else title)
+    spent = any(row.get("epsilon") is not None for row in rows)
+    for column in ("job", *varied, "status", *(["ε"] if spent else []), *names):
         table.add_column(column, overflow="fold")
     for row in rows:
         given = dict(override.partition("=")[::2] for override in row["overrides"])
@@ -135,6 +174,7 @@ def report(console: Console | None = None) -> None:
             str(row["job"]),
             *(given.get(key, "") for key in varied),
             f"failed: {row['error']}" if row["status"] == "failed" else row["status"],
+            *(["" if row.get("epsilon") is None else f"{row['epsilon']:.4g}"] if spent else []),
             *("" if metrics.get(name) is None else f"{metrics[name]:.4g}" for name in names),
         )
     console = console or Console(highlight=False)
@@ -143,7 +183,8 @@ def report(console: Console | None = None) -> None:
     if len(rows) > 1:
         console.print(
             f"epsilon is that of each job alone. Who picks one of them has tried {len(rows)}, with what was tried before: ask "
-            f"for it again with trials={len(rows)} or more, and its record says so",
+            f"for it again with trials={len(rows)} or more, and its record says so. That takes each to have cost what the one "
+            "that is picked did: what they cost together, by their ledgers, is told by dpexp report run and their folders",
             markup=False,
         )
 

@@ -70,12 +70,18 @@ def run_together(run: RunConfig, ranks: Ranks) -> dict[str, float]:
         console.print(how_to_resume(folder), markup=False)
         sys.exit(INTERRUPTED)
     if known is None:
-        return Result(summary["metrics"], run.task.metric)
+        return result(summary, run.task.metric)
     if ranks.writes and statement.declare_trials(summary, run.trials, run.trials_law):
         write_json(folder / "summary.json", summary)
         write_card(summary, folder / "model")
     report_finished(summary, folder, console, run)
-    return Result(summary["metrics"], run.task.metric)
+    return result(summary, run.task.metric)
+
+
+def result(summary: dict[str, Any], metric: str) -> Result:
+    """What a job of a grid gives back: its metrics, and ε by the accountant that decided."""
+    privacy = summary["privacy"]
+    return Result(summary["metrics"], metric, privacy["epsilon"].get(privacy.get("accountant")))
 
 
 def dry_start(run: RunConfig, console: Console) -> dict[str, float]:
@@ -93,6 +99,8 @@ def dry_start(run: RunConfig, console: Console) -> dict[str, float]:
 
 def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) -> dict[str, Any]:
     """Train one run from where its folder stands. Returns the summary; exits with 130 where it is interrupted."""
+    trials, law = ranks.once(lambda: statement.trials_of(run, folder / "config.yaml"))
+    run = replace(run, trials=trials, trials_law=law)
     settings = to_dict(run)
     ranks.agree("the configuration", settings)
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

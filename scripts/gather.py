@@ -15,16 +15,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import keep_record
+from keep_record import read_json
 
 
 def finished(folder: Path) -> dict[str, list[Path]]:
     """Runs below a folder that are finished and kept in a commit, by what they are; the others are named on standard output."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("summary.json")):
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_json(path)
         git = summary.get("git") or {}
-        if summary.get("status") != "finished":
-            print(f"left: {path} is {summary.get('status')}")
+        if summary.get("status", "finished") != "finished":
+            print(f"left: {path} is {summary['status']}")
+        elif "signature" not in summary.get("details", ()):
+            print(f"left: {path} is damaged, or no record of a run")
         elif git.get("commit") is None or git.get("dirty"):
             print(f"left: {path}: its code is in no commit")
         else:

@@ -14,7 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from dpexp.durable import json_lines, read_json  # noqa: E402
+
+RESULTS = ROOT / "results"
 # an absolute path; its last part stays
 FOLDER = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)")
 
@@ -37,8 +42,7 @@ def curves(log: Path) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     shape: dict[str, Any] = {}
     time_s = 0.0
-    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
-        entry = json.loads(line)
+    for entry in json_lines(log):
         time_s = entry.get("time_s", time_s)
         if "dev" in entry:
             dev.append({"step": entry["step"], "time_s": time_s, "dev": entry["dev"]})
@@ -61,7 +65,8 @@ def thinned(points: list[Any], most: int = 24) -> list[Any]:
 
 def keep(path: Path, folder: str = "") -> Path:
     """Check that a summary can count, and copy it to a folder of results: its own unless one is named."""
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    if not (summary := read_json(path)).get("git"):
+        sys.exit(f"error: {path}: there is no record, or a damaged one")
     if summary.get("status", "finished") != "finished":
         sys.exit(f"error: {path}: status is {summary['status']}; finish the run first")
     if summary["git"]["commit"] is None or summary["git"]["dirty"]:

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from dpexp.audit import AuditConfig, audit_folder  # noqa: E402
 from dpexp.config import RunConfig, compose, run_folder, to_dict  # noqa: E402
 from dpexp.declared import declared_units  # noqa: E402
-from dpexp.durable import json_lines  # noqa: E402
+from dpexp.durable import json_lines, read_json  # noqa: E402
 from dpexp.errors import UserError  # noqa: E402
 from dpexp.provenance import git_state  # noqa: E402
 from dpexp.reproduce.records import Record  # noqa: E402
@@ -80,11 +80,9 @@ class Job:
 
     def summary(self, results: Path) -> dict[str, Any] | None:
         """Of the finished run: in its folder, or among the kept records, wherever it was computed."""
-        path = self.folder / "summary.json"
-        if path.is_file():
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if found.get("status") == "finished":
-                return found
+        # a damaged one is no finished run, and the job itself says what to do about it
+        if (found := read_json(self.folder / "summary.json")).get("status") == "finished":
+            return found
         folders = ("audits",) if self.program == "audit" else ("runs", "league", "methods")
         paths = tuple(path for folder in folders for path in sorted((results / folder).glob("*.json")))
         return _finished(paths).get((_science(self.as_record), self.run.seed))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.gather import finished
 from tests.reproduce.samples import summary
 
 SPEC = importlib.util.spec_from_file_location(
@@ -76,6 +77,21 @@ def test_what_does_not_count_is_not_kept(
     with pytest.raises(SystemExit, match=words):
         _keep(tmp_path, summary() | more | change, monkeypatch)
     assert not (tmp_path / "results").exists()
+
+
+def test_damaged_records_and_torn_logs_are_named_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "dev": {"accuracy": 0.5}}\n{"step": 2, "de', encoding="utf-8"
+    )
+    record = _keep(tmp_path, summary(), monkeypatch)
+    assert [point["step"] for point in json.loads(record.read_text())["curves"]["dev"]] == [1]
+    (tmp_path / "summary.json").write_text('{"status": "fin', encoding="utf-8")
+    with pytest.raises(SystemExit, match="no record, or a damaged one"):
+        keep_record.keep(tmp_path / "summary.json")
+    assert finished(tmp_path) == {}
+    assert "summary.json is damaged" in capsys.readouterr().out
 
 
 def test_folders_of_the_machine_are_cut():

@@ -147,3 +147,23 @@ def test_the_choice_among_trials_is_in_the_table_where_there_was_one(tmp_path: P
     (folder / "summary.json").write_text(json.dumps({"privacy": privacy}))
     main([str(folder)])
     assert "<th>ε with tuning</th><td>5.4321 by rdp</td>" in (folder / "report" / "index.html").read_text()
+
+
+def test_what_runs_cost_together_is_told_by_their_ledgers(tmp_path: Path) -> None:
+    """Each with what it has charged, one that was killed too; no run pays twice, however often it is named."""
+    longer, killed = _run(tmp_path / "a", charges=5), _run(tmp_path / "b", charges=3)
+    (killed / "summary.json").unlink()
+    main([str(longer), str(killed), str(killed), "--out", str(tmp_path / "page")])
+    page = (tmp_path / "page" / "index.html").read_text()
+    alone = Ledger(_run(tmp_path / "c", charges=8) / "ledger.jsonl", b"k" * 32)
+    assert (
+        f"ε of all 2 runs together, the unfinished and failed ones included, is {alone.epsilon(DELTA):.4f}"
+        in page
+    )
+    bare = _run(tmp_path / "d", charges=0)
+    (bare / "summary.json").write_text(json.dumps({"privacy": {"released": ["model without any guarantee"]}}))
+    main([str(longer), str(bare), "--out", str(tmp_path / "page")])
+    assert (
+        "together, the unfinished and failed ones included, has no value"
+        in (tmp_path / "page" / "index.html").read_text()
+    )

@@ -115,7 +115,7 @@ def _held_out_and_used(run: RunConfig) -> None:
         (lambda run: setattr(run.privacy, "noise_seed", 3), "only while that seed is secret"),
         (
             lambda run: setattr(run, "trials", 12),
-            "chosen from 12 configurations; epsilon excludes the tuning",
+            "chosen from 12 configurations, each taken to have cost what this one did; epsilon excludes the tuning",
         ),
         (lambda run: None, "dev set"),
         (lambda run: None, "N is public and stays, so the example is zeroed out"),
@@ -156,7 +156,10 @@ def test_a_finished_run_learns_how_many_were_tried_and_never_forgets():
     assert statement.declare_trials(written, 12)
     assert not statement.declare_trials(written, 1)
     assert written["privacy"]["trials"] == 12
-    assert "chosen from 12 configurations; epsilon excludes the tuning" in written["privacy"]["notes"]
+    assert (
+        "chosen from 12 configurations, each taken to have cost what this one did; epsilon excludes the tuning"
+        in written["privacy"]["notes"]
+    )
     assert len(written["privacy"]["notes"]) == number
     assert written["privacy"]["epsilon_with_tuning"] is None  # nothing is known of what this one released
 

@@ -122,6 +122,11 @@ def test_a_kept_record_counts_as_done(tmp_path: Path):
     assert job.summary(tmp_path / "results") is None
     (kept / "sst2.json").write_text(json.dumps(summary), encoding="utf-8")
     assert job.summary(tmp_path / "results") == summary
+    job = read(f"{DEMO} optim.steps=2 runtime.runs_dir={tmp_path}")[0]
+    job.folder.mkdir(parents=True)
+    # what a disk or a copy has cut off is no finished run, and no end of the queue
+    (job.folder / "summary.json").write_text('{"status": "fin', encoding="utf-8")
+    assert job.summary(tmp_path) is None
     for other in ("optim.steps=3", "optim.steps=2 seed=1"):
         (another,) = read(f"{DEMO} {other}")
         assert another.summary(tmp_path / "results") is None

@@ -24,6 +24,7 @@ from tests.parallel import slurm
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
+import os, signal, time
 from dpexp.config import RunConfig, hydra_entry
 from dpexp.errors import UserError
 from dpexp.sweeps import Result
@@ -35,6 +36,11 @@ def main(run: RunConfig) -> dict[str, float]:
         raise UserError("this seed is refused")
     if run.seed == 14:
         raise RuntimeError("out of memory")
+    if run.seed == 15:
+        # the other job has begun, too
+        while len(open("grid/jobs.jsonl").readlines()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
     return Result({"loss": 1.0, "accuracy": 0.1 * run.seed}, run.task.metric)
 
 main()
@@ -68,6 +74,25 @@ def test_a_failed_job_is_a_row_and_not_the_end(tmp_path, launcher):
     assert "Traceback" not in done.stderr + done.stdout
 
 
+def test_a_job_whose_process_was_killed_is_counted(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    done = call(tmp_path, "seed=1,15", *launcher, "hydra.sweep.dir=grid", "-m")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "error: a process that ran jobs was killed" in done.stderr
+    assert "run the same command again" in done.stderr
+    assert "without an end" in done.stdout
+    assert "has tried 2" in " ".join(done.stdout.split())
+
+
+def test_two_grids_in_one_folder_are_counted_together(tmp_path):
+    for seeds in ("1,2", "3,2,4"):
+        done = call(tmp_path, f"seed={seeds}", "hydra.sweep.dir=grid", "-m")
+    assert "4 jobs, 0 failed" in done.stdout
+    assert "trials=4 or more" in " ".join(done.stdout.split())
+
+
 def test_a_single_run_has_no_table_and_leaves_no_line(tmp_path, capsys):
     done = call(tmp_path, "seed=1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -78,9 +103,9 @@ def test_a_single_run_has_no_table_and_leaves_no_line(tmp_path, capsys):
 
 def test_the_last_line_of_a_job_counts_and_rows_stand_in_the_order_of_the_grid(tmp_path):
     lines = [
-        {"job": 1, "status": "failed"},
-        {"job": 0, "status": "finished"},
-        {"job": 1, "status": "finished"},
+        {"job": 1, "overrides": ["seed=1"], "status": "failed"},
+        {"job": 0, "overrides": ["seed=0"], "status": "finished"},
+        {"job": 1, "overrides": ["seed=1"], "status": "finished"},
     ]
     (tmp_path / sweeps.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [(row["job"], row["status"]) for row in sweeps.jobs(tmp_path)] == [
@@ -90,7 +115,8 @@ def test_the_last_line_of_a_job_counts_and_rows_stand_in_the_order_of_the_grid(t
     assert sweeps.jobs(tmp_path / "nowhere") == []
     with (tmp_path / sweeps.FILE).open("a") as file:
         # two machines at one moment, on a file system that does not append as a whole
-        file.write('{"job": 2, "sta{"job": 3, "status": "finished"}\n{"job": 4, "status": "finished"}\n')
+        file.write('{"job": 2, "sta{"job": 3, "status": "finished"}\n')
+        file.write('{"job": 4, "overrides": ["seed=4"], "status": "finished"}\n')
     assert [row["job"] for row in sweeps.jobs(tmp_path)] == [0, 1, 4]
 
 
@@ -221,7 +247,8 @@ def test_a_job_of_several_tasks_is_one_run_of_several_processes(tmp_path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len((tmp_path / "grid" / sweeps.FILE).read_text().splitlines()) == 1
+    # where it began, and where it ended
+    assert len((tmp_path / "grid" / sweeps.FILE).read_text().splitlines()) == 2
     (summary,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("summary.json"))
     assert (summary["status"], summary["details"]["processes"]) == ("finished", 2)
 

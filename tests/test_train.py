@@ -243,6 +243,17 @@ def test_interrupted_or_killed_the_same_command_goes_on_to_the_same_model(tmp_pa
         )
 
 
+def test_trials_that_an_earlier_session_declared_stay_declared(tmp_path, monkeypatch):
+    run, folder = prepare(tmp_path)
+    monkeypatch.setattr("dpexp.train.build_tokenizer", lambda *_, **__: 1 / 0)
+    for trials, law, told in ((36, "geometric", 36), (1, None, 36), (40, None, 40)):
+        run.trials, run.trials_law = trials, law
+        with pytest.raises(ZeroDivisionError):
+            train(run, folder, Console(quiet=True))
+        kept = yaml.safe_load((folder / "config.yaml").read_text())
+        assert (kept["trials"], kept["trials_law"]) == (told, "geometric" if told == 36 else None)
+
+
 def test_a_run_does_not_go_on_with_other_data_than_its_checkpoint_has_learnt_from(tmp_path, monkeypatch):
     data = tmp_path / "mine.csv"
     own = [

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import lzma
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -338,10 +339,12 @@ def _cell(value: Any, where: str, column: str) -> str:
                 "the text"
             ) from error
         return value
-    if isinstance(value, (bool, int, float)):
+    # what programs write for a missing cell is no text
+    missing = value is None or (isinstance(value, float) and math.isnan(value))
+    if isinstance(value, (bool, int, float)) and not missing:
         return json.dumps(value)
     # not the value: it may be private
-    held = "nothing" if value is None else f"a {type(value).__name__}"
+    held = "nothing" if missing else f"a {type(value).__name__}"
     raise UserError(f"{where}: column {column} holds {held}, neither text nor a number")
 
 

@@ -164,12 +164,14 @@ def _names(run: RunConfig, rows: int) -> Sequence[Hashable]:
         names = table.columns[unit.column]
         if run.task.held_out:
             # the last rows are the dev set
-            names, measured = names[:rows], {name.strip() for name in names[rows:]}
-            if both := sorted(measured.intersection(name.strip() for name in names)):
+            names, measured = names[:rows], names[rows:]
+            trained = {name.strip() for name in names}
+            # by its number: the name is private
+            if both := [row for row, name in enumerate(measured, rows + 1) if name.strip() in trained]:
                 raise UserError(
-                    f"task.held_out={run.task.held_out} measures on rows of {len(both)} users who are trained on, too "
-                    f"({both[0]!r}, say): nothing protects those rows. Sort the file so that the users of its last rows are in "
-                    "no other row, or give a file of other users as data.dev"
+                    f"task.held_out={run.task.held_out} measures on {len(both)} rows of users who are trained on, too (row "
+                    f"{both[0]}, say): nothing protects those rows. Sort the file so that the users of its last rows are in no "
+                    "other row, or give a file of other users as data.dev"
                 )
     if len(names) != rows:
         raise UserError(

@@ -99,6 +99,11 @@ def test_windows_line_ends_and_a_byte_order_mark_are_no_content(tmp_path: Path) 
             b'{"text": null, "label": 1}\n',
             r"line 1: column text holds nothing, neither text nor a number",
         ),
+        (
+            "a.jsonl",
+            b'{"text": NaN, "label": 1}\n',
+            r"line 1: column text holds nothing, neither text nor a number",
+        ),
         ("a.jsonl", b'{"text": "x \\ud83d", "label": 1}\n', r"line 1: column text holds half of a character"),
         ("a.jsonl", b'"just text"\n', r"line 1: malformed row: a JSON object is expected"),
         ("a.json", b'[{"text": "x", "label": 1}, {"text": "y"}]', r"a\.json, item 2: no column label"),

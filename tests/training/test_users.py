@@ -290,7 +290,9 @@ def test_users_come_from_a_file_a_column_or_are_made_up(tmp_path: Path):
     run.task.held_out = 2
     assert by_user(run, task).num_examples == 31
     table.write_text(table.read_text().replace("zoe", f"{NAMES[0]} "))
-    with pytest.raises(UserError, match="measures on rows of 1 users who are trained on"):
+    with pytest.raises(
+        UserError, match=r"measures on 1 rows of users who are trained on, too \(row 62, say\)"
+    ):
         by_user(run, task)
     run.unit, run.data.train, run.data.num_examples = UnitConfig("user", size=7), None, 60
     made = by_user(run, task)
