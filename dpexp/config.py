@@ -262,7 +262,7 @@ def hydra_entry(
                     _stop(told)
                 raise
             finally:
-                sweeps.report()
+                sweeps.report(config_name)
 
         return entry
 

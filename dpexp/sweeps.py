@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -108,6 +110,11 @@ def _exit_behind(error: BaseException | None) -> SystemExit | None:
     return error
 
 
+def in_multirun() -> bool:
+    """Whether what runs here now is a job of a multirun."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
 def expanded(override: str) -> list[str]:
     """The values that ``-m`` gives to a setting, as an override each: of ``a,b``, ``choice``, ``range``, ``glob``.
 
@@ -155,8 +162,13 @@ def jobs(folder: Path) -> list[dict[str, Any]]:
     return sorted(last.values(), key=lambda line: line["job"])
 
 
-def report(console: Console | None = None) -> None:
-    """Print the table of the multirun that this process started; nothing after a single run."""
+def report(program: str = "train", console: Console | None = None) -> None:
+    """Print the table of the multirun that this process started; nothing after a single run.
+
+    Args:
+        program: which the jobs are of. Those of ``train`` and ``pate`` spend, and ``train`` can be told of trials.
+        console: where to; standard output by default.
+    """
     if not _started or not (rows := jobs(folder := _started.pop())):
         return
     varied = _varied(rows)
@@ -180,13 +192,15 @@ def report(console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     console.print(table)
     console.print(f"jobs: {folder / FILE}", markup=False)
-    if len(rows) > 1:
-        console.print(
-            f"epsilon is that of each job alone. Who picks one of them has tried {len(rows)}, with what was tried before: ask "
-            f"for it again with trials={len(rows)} or more, and its record says so. That takes each to have cost what the one "
-            "that is picked did: what they cost together, by their ledgers, is told by dpexp report run and their folders",
-            markup=False,
-        )
+    if len(rows) == 1 or program not in ("train", "pate"):
+        return
+    together = "what they cost together, by their ledgers, is told by dpexp report run and their folders"
+    chosen = (
+        f" Who picks one of them has tried {len(rows)}, with what was tried before: ask for it again with trials={len(rows)} or "
+        "more, and its record says so. That takes each to have cost what the one that is picked did:"
+    )
+    said = f"{chosen} {together}" if program == "train" else f" And {together}"
+    console.print(f"epsilon is that of each job alone.{said}", markup=False)
 
 
 def _varied(rows: list[dict[str, Any]]) -> list[str]:

@@ -22,7 +22,7 @@ from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.caveats import pointless
 from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
-from dpexp.sweeps import Result
+from dpexp.sweeps import Result, in_multirun
 from dpexp.tasks import build_task
 from dpexp.tasks.features import freeze
 from dpexp.tasks.users import by_user
@@ -51,11 +51,14 @@ def run_together(run: RunConfig, ranks: Ranks) -> dict[str, float]:
     folder = run_folder(run)
     console = Console(highlight=False, soft_wrap=True, quiet=not ranks.writes)
     end_like_ctrl_c()
+    # two jobs of a grid may be one run: the second one is told what the first one found
+    told = f"waiting for another job that has these settings: {folder} is in use"
+    wait_for = partial(console.print, told, markup=False) if in_multirun() and not ranks.several else None
     try:
         with disk_errors(folder), contextlib.ExitStack() as held:
 
             def begin() -> dict[str, Any] | None:
-                held.enter_context(exclusive(folder))
+                held.enter_context(exclusive(folder, wait_for))
                 if known := record.finished_summary(folder):
                     return known
                 held.enter_context(record.failures(run, folder))

@@ -93,11 +93,26 @@ def test_two_grids_in_one_folder_are_counted_together(tmp_path):
     assert "trials=4 or more" in " ".join(done.stdout.split())
 
 
+def test_what_spends_nothing_is_not_told_of_trials(tmp_path, monkeypatch, capsys):
+    lines = [{"job": n, "overrides": [f"seed={n}"], "status": "finished", "metrics": {}} for n in range(2)]
+    (tmp_path / sweeps.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = {}
+    for program in ("train", "pate", "account"):
+        monkeypatch.setattr(sweeps, "_started", [tmp_path])
+        sweeps.report(program, Console(width=160))
+        told[program] = capsys.readouterr().out
+        assert "2 jobs, 0 failed" in told[program]
+    assert "trials=2" in told["train"]
+    assert "trials=" not in told["pate"] + told["account"]
+    assert "dpexp report run" in told["pate"]
+    assert "epsilon" not in told["account"]
+
+
 def test_a_single_run_has_no_table_and_leaves_no_line(tmp_path, capsys):
     done = call(tmp_path, "seed=1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
-    sweeps.report(Console())
+    sweeps.report(console=Console())
     assert capsys.readouterr().out == ""
 
 

@@ -114,11 +114,34 @@ def by_user(run: RunConfig, task: Task) -> Task:
     unit = run.unit
     if unit.name == "example":
         return task
-    made = ByUser(task, read_users(run, len(task.train)))
-    if unit.size:
-        note = MADE_UP.format(size=unit.size)
-        made.data = dataclasses.replace(made.data, notes=[*made.data.notes, note])
+    names = _names(run, len(task.train))
+    made = ByUser(task, _counted(run, names))
+    notes = [MADE_UP.format(size=unit.size)] if unit.size else _also_measured(run, set(names))
+    made.data = dataclasses.replace(made.data, notes=[*made.data.notes, *notes])
     return made
+
+
+def _also_measured(run: RunConfig, trained: set[Hashable]) -> list[str]:
+    """Say how many rows of a dev set that names its users are of users who are trained on; as rows in both are told of."""
+    if run.unit.column is None or run.data.dev is None:
+        return []
+    try:
+        table = read_table(
+            Path(run.data.dev).expanduser(),
+            [run.unit.column],
+            header=run.task.columns,
+            skip_malformed=run.task.malformed == "skip",
+        )
+    except UserError:
+        # it need not have the column
+        return []
+    names = table.columns[run.unit.column]
+    if not (shared := sum(name.strip() in trained for name in names)):
+        return []
+    return [
+        f"{shared} of {len(names)} rows of dev are of users who are trained on: these rows are published as if they were public "
+        "(counted without noise on private data)"
+    ]
 
 
 def read_users(run: RunConfig, rows: int) -> Users:
@@ -127,7 +150,11 @@ def read_users(run: RunConfig, rows: int) -> Users:
     Raises:
         UserError: as `by_user`.
     """
-    users = Users(_names(run, rows), run.unit.rows)
+    return _counted(run, _names(run, rows))
+
+
+def _counted(run: RunConfig, names: Sequence[Hashable]) -> Users:
+    users = Users(names, run.unit.rows)
     declared = declared_users(run)
     if declared is not None and declared != len(users):
         raise UserError(

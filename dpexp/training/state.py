@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -52,8 +52,12 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
     """Hold a run's folder: two processes must not write one ledger.
+
+    Args:
+        folder: of the run.
+        waiting: called where another process holds the folder, which is then waited for; None refuses.
 
     Raises:
         UserError: another process holds it, or its file system has no locks. A lock goes with its process, also when that is
@@ -62,7 +66,13 @@ def exclusive(folder: Path) -> Iterator[None]:
     make_folder(folder, FOLDER_SETTING)
     with open(folder / ".lock", "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting is None:
+                    raise
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
         except BlockingIOError:
             raise UserError(
                 f"{folder} is in use: by another process (wait for it, or take another folder or seed), or by a PrivacyEngine of "

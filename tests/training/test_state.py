@@ -1,5 +1,6 @@
 """Checkpoints against crashes, corruption and full disks; decisions; the lock."""
 
+import contextlib
 import errno
 import json
 import os
@@ -186,6 +187,18 @@ def test_a_second_process_is_refused_while_the_first_holds_the_folder(tmp_path):
         other.kill()
         other.wait()
     with state.exclusive(tmp_path):  # the lock went with its process
+        pass
+
+
+def test_a_job_of_a_grid_waits_for_another_one_with_its_settings(tmp_path):
+    """Of a search that asks twice at one moment, or of a grid whose points are one run."""
+    first = contextlib.ExitStack()
+    first.enter_context(state.exclusive(tmp_path))
+    with (
+        state.exclusive(tmp_path, waiting=first.close),
+        pytest.raises(UserError, match="is in use"),
+        state.exclusive(tmp_path),
+    ):
         pass
 
 

@@ -285,6 +285,21 @@ def test_users_come_from_a_file_a_column_or_are_made_up(tmp_path: Path):
     table.write_text("text,author\n" + "".join(f"t,{name}\n" for name in NAMES))
     run.unit, run.data.train = UnitConfig("user", column="author", num_users=31), str(table)
     assert by_user(run, task).data.sha256["users"] == Users(NAMES, 1).sha256()
+    run.data.dev = str(tmp_path / "dev.csv")
+    for text, told in (
+        ("text\nt\n", False),
+        ("text,author\nt,zoe\n", False),
+        (f"text,author\nt,zoe\nt,{NAMES[0]} \n", True),
+    ):
+        Path(run.data.dev).write_text(text)
+        assert (
+            any(
+                "1 of 2 rows of dev are of users who are trained on" in n
+                for n in by_user(run, task).data.notes
+            )
+            is told
+        )
+    run.data.dev = None
     with table.open("a") as file:
         file.write("t,nobody else\nt,zoe\n")
     run.task.held_out = 2
