@@ -81,7 +81,14 @@ def main(run: PateConfig) -> dict[str, float]:
     folder = Path(run.runtime.runs_dir) / "pate" / run.task.name / _signature(run) / f"seed{run.seed}"
     console = Console(highlight=False, soft_wrap=True)
     with disk_errors(folder), exclusive(folder):
-        summary = read_json(folder / "summary.json") or pate(run, folder, console)
+        if summary := read_json(folder / "summary.json"):
+            console.print(
+                f"this run is finished: nothing was trained or asked again. To begin anew, on data that were changed say, change "
+                f"the seed or move {folder} away",
+                markup=False,
+            )
+        else:
+            summary = pate(run, folder, console)
         if not run.privacy.keep_key:
             delete_key(folder)
     show(summary, console)

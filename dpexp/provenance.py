@@ -7,6 +7,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,20 @@ def device_name(device: torch.device) -> str:
     return f"{device.type}: {_cpu_name()}, {torch.get_num_threads()} threads"
 
 
+# the command of the job that a launcher runs in this process
+_jobs: list[str] = []
+
+
+def name_job(program: str, overrides: Sequence[str]) -> None:
+    """Say what this process runs now, where its own command line may be that of a launcher."""
+    _jobs[:] = [" ".join([f"python -m {program}", *map(shlex.quote, overrides)])]
+
+
 def command_line() -> str:
     """The command to type for this run again."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if _jobs and module is not None and not module.name.startswith("dpexp"):
+        return _jobs[0]
     program = f"python -m {module.name}" if module is not None else f"python {sys.argv[0]}"
     return " ".join([program, *map(shlex.quote, sys.argv[1:])])
 

@@ -56,14 +56,15 @@ class Jobs(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Let the tasks of a job on a cluster know each other; called in each of them."""
-        # not above: it takes torch, which a question about settings need not wait for
+        # not above: they take torch, which a question about settings need not wait for
         from dpexp.parallel import told_by_submitit
+        from dpexp.provenance import name_job
 
         told_by_submitit()
+        overrides = list(config.hydra.overrides.task)
+        name_job(f"dpexp.{config.hydra.job.config_name}", overrides)
         if _tells(config):
-            _append(
-                config, list(config.hydra.overrides.task), {"status": BEGUN, "error": None, "metrics": None}
-            )
+            _append(config, overrides, {"status": BEGUN, "error": None, "metrics": None})
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Append the line of a job of a multirun; called in the process that ran it."""

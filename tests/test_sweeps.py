@@ -8,13 +8,14 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from dpexp import record, sweeps
+from dpexp import provenance, record, sweeps
 from dpexp.config import compose, run_folder
 from dpexp.durable import read_json, write_json
 from dpexp.errors import UserError
@@ -308,6 +309,23 @@ def test_an_exit_that_a_library_turned_into_an_error_is_an_exit(tmp_path):
     with pytest.raises(SystemExit):
         sweeps.Jobs().on_job_end(config, failed)
     assert sweeps.jobs(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "launcher", ["joblib.externals.loky.backend.popen_loky_posix", "submitit.core._submit"]
+)
+def test_a_job_in_a_process_of_a_launcher_is_recorded_with_a_command_that_runs_it(
+    tmp_path, monkeypatch, launcher
+):
+    monkeypatch.setattr(provenance, "_jobs", [])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=launcher))
+    overrides = ["task=sst2", "task.labels=[bad, good]", "seed=1"]
+    hydra = {
+        "job": {"num": 1, "config_name": "train"}, "sweep": {"dir": str(tmp_path)}, "overrides": {"task": overrides},
+    }  # fmt: skip
+    sweeps.Jobs().on_job_start(OmegaConf.create({"hydra": hydra}))
+    assert provenance.command_line() == "python -m dpexp.train task=sst2 'task.labels=[bad, good]' seed=1"
+    assert [row["status"] for row in sweeps.jobs(tmp_path)] == [sweeps.BEGUN]
 
 
 @pytest.mark.parametrize("release", ["normal", "strict"])
