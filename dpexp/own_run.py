@@ -352,8 +352,11 @@ def _together(runs: list[OwnRun]) -> Iterator[str]:
     else:
         counts = Counter(event for run in charged for event, _ in run.events)
         event = composed(pair for encoded, count in counts.items() for pair in _of_groups(encoded, count))
-        spent = accountants.epsilon(event, min(known), "rdp")
-        what = f"is {spent:.4f} at δ = {min(known):.3g} by {charged[0].named('rdp')}"
+        try:
+            spent = accountants.epsilon(event, min(known), "rdp")
+            what = f"is {spent:.4f} at δ = {min(known):.3g} by {max((run.named('rdp') for run in charged), key=len)}"
+        except UserError as error:
+            what = f"is not told here: {error}"
     yield (
         f"<p>ε of all {len(runs)} runs together, the unfinished and failed ones included, {html.escape(what)}. It is that of one "
         "data set that all have learnt from, and holds however one of them was chosen, where their number was fixed "
