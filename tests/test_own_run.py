@@ -168,7 +168,9 @@ def test_what_runs_cost_together_is_told_by_their_ledgers(tmp_path: Path) -> Non
         in (tmp_path / "page" / "index.html").read_text()
     )
     moved = _run(tmp_path / "e")
-    (moved / "summary.json").write_text(json.dumps({"privacy": {"delta": DELTA, "filtered": True}}))
+    (moved / "summary.json").write_text(
+        json.dumps({"privacy": {"delta": DELTA, "filtered": True, "epsilon": {"rdp": 2.0}}})
+    )
     main([str(longer), str(moved), "--out", str(tmp_path / "page")])
     assert (
         "together, the unfinished and failed ones included, is not told here: of"
