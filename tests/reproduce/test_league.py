@@ -18,7 +18,7 @@ from dpexp.reproduce.records import Record, load
 from tests.reproduce.samples import summary, write
 
 TASK = "sst2"
-BEST = {1.0e-3: 0.70, 4.0e-3: 0.80, 1.6e-2: 0.75, 6.4e-2: 0.60}
+BEST = {1.0e-3: 0.70, 4.0e-3: 0.80, 1.6e-2: 0.75, 6.4e-2: 0.60, 2.56e-1: 0.50}
 
 
 def _run(entry: Entry, rate: float, seed: int, accuracy: float) -> dict:
@@ -56,12 +56,8 @@ def test_every_method_is_a_run_that_can_be_composed() -> None:
         task = tasks[number % len(tasks)]
         entry = next(entry for entry in league.entries(task) if entry.method == method)
         run = compose([*entry.words, "privacy=eps1", "optim.lr=0.004", "seed=1", "trials=3"])
-        assert (run.task.name, run.privacy.epsilon, run.trials, run.optim.lr_schedule) == (
-            task,
-            1,
-            3,
-            "constant",
-        )
+        assert f"task={run.task.name}" in entry.words
+        assert (run.privacy.epsilon, run.trials, run.optim.lr_schedule) == (1, 3, "constant")
 
 
 @pytest.mark.parametrize("task", listed("league")["tasks"])
@@ -93,11 +89,11 @@ def test_first_the_rates_then_the_seeds_at_the_best_one(tmp_path: Path) -> None:
     assert len(set(first) - set(then)) == len(BEST)
     (more,) = set(then) - set(first)
     assert "optim=disk" in more
-    assert more.endswith("privacy=eps1 optim.lr=0.004 trials=5 seed=1,2,3,4,5,6,7,8 -m")
+    assert more.endswith("privacy=eps1 optim.lr=0.004 trials=6 seed=1,2,3,4,5,6,7,8 -m")
     (once_more,) = set(
         league.commands(TASK, _records(tmp_path / "another", iter([*runs, _run(entry, 0.05, 0, 0.9)])))
     ) - set(first)
-    assert once_more.endswith("privacy=eps1 optim.lr=0.05 trials=6 seed=1,2,3,4,5,6,7,8 -m")
+    assert once_more.endswith("privacy=eps1 optim.lr=0.05 trials=7 seed=1,2,3,4,5,6,7,8 -m")
 
 
 def test_a_record_belongs_to_the_row_whose_command_it_was(tmp_path: Path) -> None:
@@ -135,7 +131,7 @@ def test_rows_are_ranked_and_tested_against_the_first(tmp_path: Path) -> None:
 
 
 def test_a_best_rate_at_the_edge_is_a_search_that_is_not_finished(tmp_path: Path) -> None:
-    edge = {1.0e-3: 0.70, 4.0e-3: 0.72, 1.6e-2: 0.75, 6.4e-2: 0.80}
+    edge = {1.0e-3: 0.70, 4.0e-3: 0.72, 1.6e-2: 0.75, 6.4e-2: 0.80, 2.56e-1: 0.85}
     page = league.document(_records(tmp_path, _season({"perlayer": -0.05}, edge)))
     said = {verdict.where: verdict.word for verdict in page.verdicts}
     assert (
