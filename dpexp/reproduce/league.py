@@ -215,7 +215,7 @@ def _row(
 
 
 def _price(record: Record, trials: int) -> float | None:
-    """ε of so many trainings like that of a record, by Rényi DP, which may be more than it knew of; None without its events."""
+    """ε of ``trials`` trainings like that of a record, by Rényi DP; a record may know of fewer. None where it holds no events."""
     privacy = record.summary["privacy"]
     return max(
         (
