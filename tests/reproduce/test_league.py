@@ -8,9 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from dp_accounting.dp_event import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
 from dpexp.config import compose
+from dpexp.privacy.events import encode
 from dpexp.privacy.schedules import Schedule
+from dpexp.privacy.tuning import tuned_epsilons
 from dpexp.reproduce import league
 from dpexp.reproduce.league import Entry
 from dpexp.reproduce.paper import listed
@@ -145,3 +148,15 @@ def test_a_row_without_all_of_its_seeds_is_not_shown(tmp_path: Path) -> None:
     assert not any(section.heading == "Ranks" for section in page.sections)
     assert "disk" not in {row["method"] for row in page.rows}
     assert league.document([]).status == "not run"
+
+
+def test_a_row_is_priced_with_all_that_was_tried_for_it(tmp_path: Path) -> None:
+    event = SelfComposedDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0)), 20)
+    runs = list(_season({}))
+    for run in runs:
+        # the first trials of a search know of themselves alone
+        run["privacy"] |= {"events": [encode(event)], "delta": 1e-5, "trials": 1}
+    page = league.document(_records(tmp_path, iter(runs)))
+    (row,) = (row for row in page.rows if row["method"] == "disk" and row["ε"] == "8")
+    rdp = tuned_epsilons(event, 1e-5, len(BEST) + 1)["rdp"]
+    assert row["ε with tuning"] == f"{rdp:.2f}"
