@@ -45,6 +45,10 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "it may write a step of the engine that the Trainer has not counted yet: save_steps, and "
         "train(resume_from_checkpoint=True) goes on after any kill",
     ),
+    "accelerator_config": (
+        lambda config: bool(getattr(config, "gradient_accumulation_kwargs", None)),
+        "a logical batch is cut by per_device_train_batch_size and gradient_accumulation_steps of the arguments alone",
+    ),
     "dataloader_num_workers": (
         bool,
         "rows are read in the training process, whose random numbers are secret and repeatable: 0",

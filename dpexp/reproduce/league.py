@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+from dpexp.privacy import accountants
+from dpexp.privacy.events import composed, decode
 from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, grouped, number, page
 from dpexp.reproduce.fillings import Filling
 from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
@@ -54,7 +56,7 @@ class Entry:
 
     def runs(self, records: Sequence[Record]) -> dict[tuple[float, int], Record]:
         """(learning rate, seed) -> its record."""
-        where, asked = {"task": self.task, "privacy.epsilon": self.epsilon}, frozenset(self.words)
+        where, asked = {"privacy.epsilon": self.epsilon}, frozenset(self.words)
         return {
             (float(record.facts["optim.lr"]), int(record.facts["seed"])): record
             for record in records
@@ -199,7 +201,7 @@ def _row(
     low, high = interval(filling.values)
     result, p = beside or (None, None)
     word = "" if result is None else "better" if result.difference > 0 else "worse"
-    priced = (filling.record.summary["privacy"].get("epsilon_with_tuning") or {}).get("rdp")
+    priced = _price(filling.record, len(standing.tried) + 1)
     return {
         "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": rank, "ours": filling.said(),
         "95% interval": f"[{low:.2f}, {high:.2f}]", f"minus {reference}": result and f"{result.difference:+.2f}",
@@ -210,6 +212,18 @@ def _row(
         "dev error": number(filling.dev_error), "ε with tuning": number(priced), "seconds": f"{filling.seconds:.0f}",
         "settings": entry.settings,
     }  # fmt: skip
+
+
+def _price(record: Record, trials: int) -> float | None:
+    """ε of ``trials`` trainings like that of a record, by Rényi DP; a record may know of fewer. None where it holds no events."""
+    privacy = record.summary["privacy"]
+    return max(
+        (
+            accountants.epsilon(composed([(decode(event), trials)]), privacy["delta"], "rdp")
+            for event in privacy.get("events") or ()
+        ),
+        default=None,
+    )
 
 
 def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -692,3 +693,23 @@ def test_modules_that_begin_to_train_later_are_looked_at() -> None:
         clipper.backward(model(x()).square().sum(1))
     model.eval()
     clipper.backward(model(x()).square().sum(1))
+
+
+def test_what_one_look_made_is_gone_before_the_next_one() -> None:
+    """Logits are the largest tensors of a language model: beside those of the step there is room for one more."""
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Noting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append(sum(output() is not None for output in made))
+            output = super().forward(x)
+            made.append(weakref.ref(output))
+            return output
+
+    model = Noting(nn.Identity())
+    clipper = attach(model)
+    output = model(x())
+    clipper.backward(output.square().sum(1))
+    assert len(alive) > 5
+    assert max(alive) == 1

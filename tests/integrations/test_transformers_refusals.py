@@ -112,6 +112,10 @@ def test_labels_of_every_kind_give_one_loss_per_row():
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
         ({"enable_jit_checkpoint": True}, "has not counted yet"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+            "gradient_accumulation_steps of the arguments alone",
+        ),
         ({"train_sampling_strategy": "sequential"}, "Poisson"),
         ({"include_num_input_tokens_seen": "all"}, "private samples"),
         ({"optim": "lomo"}, "within the backward pass"),

@@ -8,9 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from dp_accounting.dp_event import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
 from dpexp.config import compose
+from dpexp.privacy.events import encode
 from dpexp.privacy.schedules import Schedule
+from dpexp.privacy.tuning import tuned_epsilons
 from dpexp.reproduce import league
 from dpexp.reproduce.league import Entry
 from dpexp.reproduce.paper import listed
@@ -18,7 +21,7 @@ from dpexp.reproduce.records import Record, load
 from tests.reproduce.samples import summary, write
 
 TASK = "sst2"
-BEST = {1.0e-3: 0.70, 4.0e-3: 0.80, 1.6e-2: 0.75, 6.4e-2: 0.60}
+BEST = {1.0e-3: 0.70, 4.0e-3: 0.80, 1.6e-2: 0.75, 6.4e-2: 0.60, 2.56e-1: 0.50}
 
 
 def _run(entry: Entry, rate: float, seed: int, accuracy: float) -> dict:
@@ -56,12 +59,8 @@ def test_every_method_is_a_run_that_can_be_composed() -> None:
         task = tasks[number % len(tasks)]
         entry = next(entry for entry in league.entries(task) if entry.method == method)
         run = compose([*entry.words, "privacy=eps1", "optim.lr=0.004", "seed=1", "trials=3"])
-        assert (run.task.name, run.privacy.epsilon, run.trials, run.optim.lr_schedule) == (
-            task,
-            1,
-            3,
-            "constant",
-        )
+        assert f"task={run.task.name}" in entry.words
+        assert (run.privacy.epsilon, run.trials, run.optim.lr_schedule) == (1, 3, "constant")
 
 
 @pytest.mark.parametrize("task", listed("league")["tasks"])
@@ -93,11 +92,11 @@ def test_first_the_rates_then_the_seeds_at_the_best_one(tmp_path: Path) -> None:
     assert len(set(first) - set(then)) == len(BEST)
     (more,) = set(then) - set(first)
     assert "optim=disk" in more
-    assert more.endswith("privacy=eps1 optim.lr=0.004 trials=5 seed=1,2,3,4,5,6,7,8 -m")
+    assert more.endswith("privacy=eps1 optim.lr=0.004 trials=6 seed=1,2,3,4,5,6,7,8 -m")
     (once_more,) = set(
         league.commands(TASK, _records(tmp_path / "another", iter([*runs, _run(entry, 0.05, 0, 0.9)])))
     ) - set(first)
-    assert once_more.endswith("privacy=eps1 optim.lr=0.05 trials=6 seed=1,2,3,4,5,6,7,8 -m")
+    assert once_more.endswith("privacy=eps1 optim.lr=0.05 trials=7 seed=1,2,3,4,5,6,7,8 -m")
 
 
 def test_a_record_belongs_to_the_row_whose_command_it_was(tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_rows_are_ranked_and_tested_against_the_first(tmp_path: Path) -> None:
 
 
 def test_a_best_rate_at_the_edge_is_a_search_that_is_not_finished(tmp_path: Path) -> None:
-    edge = {1.0e-3: 0.70, 4.0e-3: 0.72, 1.6e-2: 0.75, 6.4e-2: 0.80}
+    edge = {1.0e-3: 0.70, 4.0e-3: 0.72, 1.6e-2: 0.75, 6.4e-2: 0.80, 2.56e-1: 0.85}
     page = league.document(_records(tmp_path, _season({"perlayer": -0.05}, edge)))
     said = {verdict.where: verdict.word for verdict in page.verdicts}
     assert (
@@ -149,3 +148,15 @@ def test_a_row_without_all_of_its_seeds_is_not_shown(tmp_path: Path) -> None:
     assert not any(section.heading == "Ranks" for section in page.sections)
     assert "disk" not in {row["method"] for row in page.rows}
     assert league.document([]).status == "not run"
+
+
+def test_a_row_is_priced_with_all_that_was_tried_for_it(tmp_path: Path) -> None:
+    event = SelfComposedDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0)), 20)
+    runs = list(_season({}))
+    for run in runs:
+        # the first trials of a search know of themselves alone
+        run["privacy"] |= {"events": [encode(event)], "delta": 1e-5, "trials": 1}
+    page = league.document(_records(tmp_path, iter(runs)))
+    (row,) = (row for row in page.rows if row["method"] == "disk" and row["ε"] == "8")
+    rdp = tuned_epsilons(event, 1e-5, len(BEST) + 1)["rdp"]
+    assert row["ε with tuning"] == f"{rdp:.2f}"

@@ -197,8 +197,10 @@ class Look:
         found = []
         with self.replay.begun(self.autocast):
             for number, batch in enumerate(batches):
-                left = outputs(self.replay.run(batch), self.replay.used)
-                found.append({number: thin(leaf) for number, leaf in left.items()})
+                # no name keeps the outputs while the next batch makes its own
+                leaves = outputs(self.replay.run(batch), self.replay.used).items()
+                found.append({number: thin(leaf) for number, leaf in leaves})
+                del leaves
                 if number == 0:
                     buffers = {
                         (name, key): (b.detach().clone(), key not in module._non_persistent_buffers_set)
