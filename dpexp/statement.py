@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan
 
 ACCOUNTANTS = ("rdp", "gdp", "prv", "pld")
-# in a task's notes: for the holder of the data alone
 # what a run without privacy has released
 UNPROTECTED = "model without any guarantee"
+# in a task's notes: for the holder of the data alone
 COUNTED_WITHOUT_NOISE = "without noise on private data"
 _TUNING = "epsilon excludes the tuning"
 
