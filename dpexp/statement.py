@@ -212,6 +212,12 @@ def privacy_notes(
         )
     if plan.noise_multiplier > 0:
         notes.append(describe(run.privacy.secure))
+        if run.runtime.precision != "fp32":
+            notes.append(
+                f"forward and backward computed in {run.runtime.precision}: the gradients of all examples whose physical batch "
+                "another one makes larger, or pads further, are rounded otherwise, each by some 2^-8 (fp16: 2^-11) of its "
+                "clipped length, which epsilon does not count (docs/privacy.md)"
+            )
     if run.privacy.noise_seed is not None:
         notes.append(
             "sampling and noise were drawn from a fixed seed: the guarantee holds only while that seed is secret, and it "

@@ -129,12 +129,17 @@ def _held_out_and_used(run: RunConfig) -> None:
             "(task.held_out): clip=ellipsoid takes gradients of them for public, schedule=validation",
         ),
         (lambda run: None, "Poisson sampling, as the accountants assume"),
+        (lambda run: setattr(run.runtime, "precision", "bf16"), "are rounded otherwise, each by some 2^-8"),
     ],
 )
 def test_what_a_reader_must_know_is_in_the_notes(change, words):
     run = RunConfig()
     change(run)
     assert any(words in note for note in block(run)["notes"])
+
+
+def test_sums_in_full_precision_need_no_word_of_16_bits():
+    assert not any("rounded otherwise" in note for note in block(RunConfig())["notes"])
 
 
 @pytest.mark.parametrize(("private", "release"), [(True, "normal"), (True, "strict"), (False, "strict")])
