@@ -138,6 +138,10 @@ def _meet(
     key = meeting.operation_key(func, values)
     others = [t for t in tensors if not any(t is value for value in values)]
     role = recorder.known_role(key)
+    if role == NATIVE:
+        # a layer that is given an identity matrix beside the batch (DoRA): the number of dimensions may tell which is which
+        key = f"{key}~{','.join(str(t.dim()) for t in others)}"
+        role = recorder.known_role(key)
     if role is None or (recorder.flow is not None and role != NATIVE):
         role = _role(recorder, others)
         if recorder.current is not None and recorder.flow is not None:

@@ -71,7 +71,8 @@ def per_example(
 ) -> dict[str, PerExampleGradient]:
     """Find the per-example gradients of a use whose layout is known; ``rows``: of all examples."""
     major = tuple(example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True))
-    return use.per_example(major, example_major(gy, layout, rows), num_examples, names)
+    turned = layout == SECOND and gy.dim() >= 2
+    return use.per_example(major, example_major(gy, layout, rows), num_examples, names, turned)
 
 
 def due(number: int) -> bool:

@@ -1,8 +1,8 @@
-"""Modules whose own forward hides its parameters inside one fused call, written out as ordinary linear maps.
+"""Modules whose own forward hides its parameters inside one fused call, written out as ordinary linear maps and lookups.
 
-`nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU` and `nn.RNN` hand their weights to a single C++ function, where no tap can go. These
-forwards compute the same with ``F.linear``, whose parameters `following` follows. What they don't cover (key and value biases,
-inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
+`nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU`, `nn.RNN` and `nn.EmbeddingBag` hand their weights to a single C++ function, where no
+tap can go. These forwards compute the same with ``F.linear`` and ``F.embedding``, whose parameters `following` follows. What they
+don't cover (key and value biases, inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.overrides import wrap_torch_function
 
 Forward = Callable[..., Any]
 # of the state at a time
@@ -213,9 +214,56 @@ def _rnn_step(module: Any, x: Tensor, g: Tensor, h: Tensor, c: Tensor) -> tuple[
     return ((x + g).tanh() if module.nonlinearity == "tanh" else (x + g).relu()), c
 
 
+def embedding_bag(
+    self: nn.EmbeddingBag,
+    input: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+) -> Any:
+    """Sums, means or maxima over bags of rows: ``[B, T]`` ids, or ids end to end and where each bag begins."""
+    weights = per_sample_weights
+    if not input.numel() or (weights is not None and weights.requires_grad):
+        return NotImplemented
+    if input.dim() == 2:
+        ids, there = input, torch.ones_like(input, dtype=torch.bool)
+    elif offsets is None:
+        return NotImplemented
+    else:
+        if self.include_last_offset:
+            offsets = offsets[:-1]
+        there = _places(input, offsets) >= 0
+        ids = _by_bag(input, offsets)
+        weights = None if weights is None else _by_bag(weights, offsets)
+    if self.padding_idx is not None:
+        there = there & (ids != self.padding_idx)
+    rows, there = F.embedding(ids, self.weight), there[..., None]
+    if self.mode == "max":
+        found = torch.where(there, rows, -math.inf).max(1).values
+        return torch.where(there.any(1), found, 0.0)
+    total = torch.where(there, rows if weights is None else rows * weights[..., None], 0.0).sum(1)
+    return total if self.mode == "sum" else total / there.sum(1).clamp(min=1)
+
+
+# whoever watches the forward sees one function, which keeps the rows in their order, and not how it picks what belongs to them
+@wrap_torch_function(lambda given, offsets: (given, offsets))
+def _places(given: Tensor, offsets: Tensor) -> Tensor:
+    """``[B, T]``: where the numbers of each bag stand among those of all; -1 behind the last one."""
+    lengths = torch.diff(offsets, append=offsets.new_tensor([len(given)]))
+    position = torch.arange(int(lengths.max()), device=offsets.device)
+    return torch.where(position < lengths[:, None], offsets[:, None] + position, -1)
+
+
+@wrap_torch_function(lambda given, offsets: (given, offsets))
+def _by_bag(given: Tensor, offsets: Tensor) -> Tensor:
+    """``[B, T]``: numbers end to end, a row for each bag; 0 behind the last one."""
+    places = _places(given, offsets)
+    return torch.where(places >= 0, given[places], 0)
+
+
 REWRITTEN: dict[type[nn.Module], Forward] = {
     nn.MultiheadAttention: multihead_attention,
     nn.LSTM: recurrent,
     nn.GRU: recurrent,
     nn.RNN: recurrent,
+    nn.EmbeddingBag: embedding_bag,
 }

@@ -226,12 +226,17 @@ class Use:
         return self.names[0].rpartition(".")[0] or "(root)"
 
     def per_example(
-        self, saved: tuple[Tensor, ...], gy: Tensor, num_examples: int, names: set[str]
+        self,
+        saved: tuple[Tensor, ...],
+        gy: Tensor,
+        num_examples: int,
+        names: set[str],
+        turned: bool = False,
     ) -> dict[str, PerExampleGradient]:
         """Find the per-example gradients of the parameters ``names``; ``saved`` and ``gy`` are example-major."""
         wanted = {i for i, value in enumerate(self.values) if not names.isdisjoint(value.reached)}
         found: dict[str, PerExampleGradient] = {}
-        arrived = Arrival(self, saved, gy, num_examples)
+        arrived = Arrival(self, saved, gy, num_examples, turned)
         for i, of_value in self.formula.per_example(arrived, wanted).items():
             for name, gradient in self.values[i].per_parameter(of_value, names):
                 found[name] = merge(found[name], gradient) if name in found else gradient
@@ -331,12 +336,14 @@ class Arrival:
         saved: what was saved of them.
         gy: gradient of the sum of losses with respect to the output.
         num_examples: B; may be 0.
+        turned: whether the rows stand in the second dimension of the operation's own tensors.
     """
 
     use: Use
     saved: tuple[Tensor, ...]
     gy: Tensor
     num_examples: int
+    turned: bool = False
 
     @property
     def slots(self) -> dict[str, int]:

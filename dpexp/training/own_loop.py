@@ -105,7 +105,8 @@ class OwnLoop:
                         raise UserError("another loop over engine.batches() was begun: keep to one of them")
                     if self.steps.piece is not None:
                         raise UserError(
-                            "engine.step(losses) was not called for the last batch: call it once for every batch"
+                            "engine.step(losses) was not called for the last batch: call it once for every batch, and before the "
+                            "next one is read (no loader that reads ahead, as Lightning's Trainer does without a length)"
                         )
         finally:
             if self._present is present:

@@ -73,6 +73,18 @@ def frozen_norm(self: Any, x: Tensor) -> Tensor:
     return self.out(torch.tanh(h).transpose(1, 2))
 
 
+def stacked(self: Any, x: Tensor) -> Tensor:
+    """A matrix for each position, as tabular models have one for each feature."""
+    h = self.first(x).transpose(0, 1) @ self.weight
+    return self.out(torch.tanh(torch.einsum("tbd,tde->tbe", h, self.back)).transpose(0, 1))
+
+
+def identity(self: Any, x: Tensor) -> Tensor:
+    """A layer that is given the batch, and the identity matrix to read its weight, as DoRA does it."""
+    read = self.first(torch.eye(WIDTH, dtype=x.dtype)).T
+    return self.out(torch.tanh(self.first(x)) * self.scale / read.detach().norm(dim=1)) @ read
+
+
 D = WIDTH
 USES: dict[str, nn.Module] = {
     "in place": own(in_place, positions=(1, LENGTH, D), rest=(D,)),
@@ -82,6 +94,8 @@ USES: dict[str, nn.Module] = {
     "constants": own(biases, 1, q=(D,), v=(D,), weight=(3 * D, D)),
     "gates": own(gates, mix=(2,), centres=(3, D), gate=()),
     "products": own(heads, weight=(D, 2, 3), back=(2, 3, D), plain=(D, D)),
+    "stacked": own(stacked, weight=(LENGTH, D, D), back=(LENGTH, D, D)),
+    "identity": own(identity, scale=(D,)),
     "constant statistics": own(frozen_norm, 2, scale=(D,), shift=(D,)),
 }
 

@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -713,3 +714,12 @@ def test_what_one_look_made_is_gone_before_the_next_one() -> None:
     clipper.backward(output.square().sum(1))
     assert len(alive) > 5
     assert max(alive) == 1
+
+
+def test_a_model_may_know_who_trains_it():
+    """By a weak proxy, which says that it is a module and cannot be hashed: Lightning's."""
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+    model.trainer = SimpleNamespace(model=weakref.proxy(model))
+    clipper = attach(model)
+    clipper.backward(model(torch.randn(B, D)).square().sum(1))
+    assert clipper.notes == []

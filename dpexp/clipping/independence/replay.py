@@ -271,7 +271,8 @@ class _Copier:
         return result
 
     def _copied(self, value: Any, depth: int) -> Any:
-        if isinstance(value, nn.Module):
+        # what stands for a module, like the weak proxy by which a trainer knows its model, is none
+        if issubclass(type(value), nn.Module):
             self._modules.append(value)
         if isinstance(value, nn.Module | nn.Parameter):
             return value

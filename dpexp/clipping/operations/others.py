@@ -64,9 +64,13 @@ class AnyFunction(Formula):
         split = [s.unflatten(0, (num_examples, rows)) if b else s for s, b in saved]
         leaves = tuple(value.leaf for value in use.values)
 
+        def back(tensor: Tensor) -> Tensor:
+            return tensor.transpose(0, 1) if arrived.turned else tensor
+
         def one(gradient: Tensor, *of_rows: Tensor) -> tuple[Tensor, ...]:
-            y, vjp = torch.func.vjp(lambda *values: use.call(values, of_rows), *leaves)  # type: ignore[misc]
-            return vjp(gradient.to(y.dtype))
+            given = tuple(back(t) if b else t for t, b in zip(of_rows, use.batched, strict=True))
+            y, vjp = torch.func.vjp(lambda *values: use.call(values, given), *leaves)  # type: ignore[misc]
+            return vjp(back(gradient).to(y.dtype))
 
         in_dims: Any = (0, *(0 if b else None for b in use.batched))
         with use.in_autocast():

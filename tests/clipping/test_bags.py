@@ -1,0 +1,96 @@
+"""Bags of embeddings are written out: every option against one autograd pass per example, by rows of the table, no loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpexp.clipping import attach
+from dpexp.clipping.loop import LOOPED
+from tests.clipping.test_engines import check, naive
+from tests.clipping.zoo import Problem
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"mode": "sum"},
+    "max": {"mode": "max"},
+    "sum with padding": {"mode": "sum", "padding_idx": 0},
+    "mean with padding": {"padding_idx": 0},
+    "max with padding": {"mode": "max", "padding_idx": 0},
+    "last offset": {"include_last_offset": True},
+}
+
+
+class Bags(nn.Module):
+    """Bags of one example each, or several of each side by side."""
+
+    def __init__(self, of: str, weighted: bool, several: str):
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(7, 3, **OPTIONS[of]), nn.Linear(3, 2)
+        self.weighted, self.several = weighted, several
+
+    def forward(self, ids: Tensor, begins: Tensor) -> Tensor:
+        weights = (1.0 + ids).to(self.out.weight.dtype) if self.weighted else None
+        h = self.out(torch.tanh(self.bag(ids, begins, weights)))
+        if self.several == "in front":
+            return h.unflatten(0, (2, -1)).transpose(0, 1)
+        return h.unflatten(0, (-1, 2)) if self.several else h
+
+
+def bags(last: bool, *lengths: int) -> dict[str, Any]:
+    sizes = torch.tensor(lengths)
+    begins = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
+    return {"ids": torch.randint(7, (int(sizes.sum()),)), "begins": begins if last else begins[:-1]}
+
+
+def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(**batch) - 0.3).square().flatten(1).sum(1)
+
+
+def per_example(model: Bags, batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Gradients ``[B, …]``, from the loss of one example at a time: bags do not feel each other."""
+    params = dict(model.named_parameters())
+    found = [torch.autograd.grad(losses_of(model, batch)[i], list(params.values())) for i in range(count)]
+    return {name: torch.stack(grads) for name, grads in zip(params, zip(*found, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("several", ["", "in front", "behind"])
+@pytest.mark.parametrize("of", OPTIONS)
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_bags_that_begin_where_they_are_told(of: str, several: str, engine: str) -> None:
+    torch.manual_seed(0)
+    weighted = of.startswith("sum") and not several
+    model = Bags(of, weighted, several).double()
+    batches = [bags("last" in of, *n) for n in [(3, 1, 0, 2, 1, 1), (2, 2, 2, 2, 1, 3), (1, 5, 0, 1)]]
+    count = [len(batch["begins"]) - ("last" in of) for batch in batches]
+    of_each = 2 if several else 1
+    expected = [per_example(model, b, n // of_each) for b, n in zip(batches, count, strict=True)]
+    clipper = attach(model, clip_norm=0.5, engine=engine)
+    for batch, grads in zip(batches, expected, strict=True):
+        check(Problem(model, batch, losses_of), clipper, grads, times=1)
+    assert LOOPED not in clipper.choices.values()
+
+
+@pytest.mark.parametrize("of", [name for name in OPTIONS if "last" not in name])
+def test_bags_of_one_length(of: str) -> None:
+    torch.manual_seed(0)
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(7, 3, **OPTIONS[of])
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.tanh(self.bag(ids))
+
+    model = Table().double()
+    problem = Problem(model, {"ids": torch.randint(7, (4, 5))}, losses_of)
+    alone = naive(problem)
+    clipper = attach(model, clip_norm=0.5)
+    check(problem, clipper, alone, times=2)
+    assert LOOPED not in clipper.choices.values()
+    # by index, and no table for each example
+    assert "instantiate" not in str(clipper)
