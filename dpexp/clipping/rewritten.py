@@ -229,11 +229,9 @@ def embedding_bag(
     elif offsets is None:
         return NotImplemented
     else:
-        if self.include_last_offset:
-            offsets = offsets[:-1]
-        there = _places(input, offsets) >= 0
-        ids = _by_bag(input, offsets)
-        weights = None if weights is None else _by_bag(weights, offsets)
+        last = self.include_last_offset
+        there, ids = _places(input, offsets, last) >= 0, _by_bag(input, offsets, last)
+        weights = None if weights is None else _by_bag(weights, offsets, last)
     if self.padding_idx is not None:
         there = there & (ids != self.padding_idx)
     rows, there = F.embedding(ids, self.weight), there[..., None]
@@ -245,18 +243,19 @@ def embedding_bag(
 
 
 # whoever watches the forward sees one function, which keeps the rows in their order, and not how it picks what belongs to them
-@wrap_torch_function(lambda given, offsets: (given, offsets))
-def _places(given: Tensor, offsets: Tensor) -> Tensor:
+@wrap_torch_function(lambda given, offsets, last: (given, offsets))
+def _places(given: Tensor, offsets: Tensor, last: bool) -> Tensor:
     """``[B, T]``: where the numbers of each bag stand among those of all; -1 behind the last one."""
-    lengths = torch.diff(offsets, append=offsets.new_tensor([len(given)]))
-    position = torch.arange(int(lengths.max()), device=offsets.device)
-    return torch.where(position < lengths[:, None], offsets[:, None] + position, -1)
+    ends = torch.cat([offsets[1:], offsets.new_tensor([] if last else [len(given)])])
+    begins = offsets[: len(ends), None]
+    places = begins + torch.arange(int((ends[:, None] - begins).max()), device=offsets.device)
+    return torch.where(places < ends[:, None], places, -1)
 
 
-@wrap_torch_function(lambda given, offsets: (given, offsets))
-def _by_bag(given: Tensor, offsets: Tensor) -> Tensor:
+@wrap_torch_function(lambda given, offsets, last: (given, offsets))
+def _by_bag(given: Tensor, offsets: Tensor, last: bool) -> Tensor:
     """``[B, T]``: numbers end to end, a row for each bag; 0 behind the last one."""
-    places = _places(given, offsets)
+    places = _places(given, offsets, last)
     return torch.where(places >= 0, given[places], 0)
 
 
