@@ -1,8 +1,9 @@
 """Modules whose own forward hides its parameters inside one fused call, written out as ordinary linear maps and lookups.
 
-`nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU`, `nn.RNN` and `nn.EmbeddingBag` hand their weights to a single C++ function, where no
-tap can go. These forwards compute the same with ``F.linear`` and ``F.embedding``, whose parameters `following` follows. What they
-don't cover (key and value biases, inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
+`nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells and `nn.EmbeddingBag` hand their weights to a single C++
+function, where no tap can go. These forwards compute the same with ``F.linear`` and ``F.embedding``, whose parameters `following`
+follows. What they don't cover (key and value biases, inputs without a batch) runs natively and is left to the per-example loop:
+exact, and slow.
 """
 
 from __future__ import annotations
@@ -187,6 +188,21 @@ def _one_direction(
     return torch.stack(hidden[1:], dim=1), hidden[-1], cells[-1]
 
 
+def cell(self: nn.RNNCellBase, x: Tensor, hx: Any = None) -> Any:
+    """One step of an LSTM, a GRU or an RNN, from ``[B, d]``."""
+    if x.dim() != 2:
+        return NotImplemented
+    is_lstm = isinstance(self, nn.LSTMCell)
+    if hx is None:
+        hx = x.new_zeros(len(x), self.hidden_size)
+        hx = (hx, hx) if is_lstm else hx
+    h, c = hx if is_lstm else (hx, hx)
+    given, recurred = F.linear(x, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, self.bias_hh)
+    if is_lstm:
+        return _lstm_step(self, given, recurred, h, c)
+    return (_gru_step if isinstance(self, nn.GRUCell) else _rnn_step)(self, given, recurred, h, c)[0]
+
+
 def _routed(product: Tensor, x: Tensor, weight: Any) -> Tensor:
     """The known product of ``x`` and a weight: ``x`` gets its gradient through the constant weight, the weight through the
     product."""
@@ -264,5 +280,8 @@ REWRITTEN: dict[type[nn.Module], Forward] = {
     nn.LSTM: recurrent,
     nn.GRU: recurrent,
     nn.RNN: recurrent,
+    nn.LSTMCell: cell,
+    nn.GRUCell: cell,
+    nn.RNNCell: cell,
     nn.EmbeddingBag: embedding_bag,
 }
