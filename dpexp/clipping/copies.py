@@ -79,9 +79,10 @@ def spread(
             # a number has no say in the dtype of the result
             leaf = leaf.to(wider[0])
         aligned = leaf.view((1,) * (len(shape) - leaf.dim()) + tuple(leaf.shape))
-        if aligned.shape[0] != 1:
+        in_second = len(shape) > 1 and shape[1] == recorder.rows
+        if aligned.shape[0] != 1 and not (in_second and aligned.shape[1] == 1):
             return NotImplemented
-        second = shape[1:2] if len(shape) > 1 and shape[1] == recorder.rows else aligned.shape[1:2]
+        second = shape[1:2] if in_second else aligned.shape[1:2]
         copies.append(aligned.expand(shape[0], *second, *aligned.shape[2:]))
     of = origin(recorder, batched)
     names = [key] if len(met) == 1 else [f"{key}#{i}" for i in range(len(met))]

@@ -1,8 +1,9 @@
 """Modules whose own forward hides its parameters inside one fused call, written out as ordinary linear maps and lookups.
 
-`nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU`, `nn.RNN` and `nn.EmbeddingBag` hand their weights to a single C++ function, where no
-tap can go. These forwards compute the same with ``F.linear`` and ``F.embedding``, whose parameters `following` follows. What they
-don't cover (key and value biases, inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
+`nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells and `nn.EmbeddingBag` hand their weights to a single C++
+function, where no tap can go. These forwards compute the same with ``F.linear`` and ``F.embedding``, whose parameters `following`
+follows. What they don't cover (key and value biases, inputs without a batch) runs natively and is left to the per-example loop:
+exact, and slow.
 """
 
 from __future__ import annotations
@@ -187,6 +188,21 @@ def _one_direction(
     return torch.stack(hidden[1:], dim=1), hidden[-1], cells[-1]
 
 
+def cell(self: nn.RNNCellBase, x: Tensor, hx: Any = None) -> Any:
+    """One step of an LSTM, a GRU or an RNN, from ``[B, d]``."""
+    if x.dim() != 2:
+        return NotImplemented
+    is_lstm = isinstance(self, nn.LSTMCell)
+    if hx is None:
+        hx = x.new_zeros(len(x), self.hidden_size)
+        hx = (hx, hx) if is_lstm else hx
+    h, c = hx if is_lstm else (hx, hx)
+    given, recurred = F.linear(x, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, self.bias_hh)
+    if is_lstm:
+        return _lstm_step(self, given, recurred, h, c)
+    return (_gru_step if isinstance(self, nn.GRUCell) else _rnn_step)(self, given, recurred, h, c)[0]
+
+
 def _routed(product: Tensor, x: Tensor, weight: Any) -> Tensor:
     """The known product of ``x`` and a weight: ``x`` gets its gradient through the constant weight, the weight through the
     product."""
@@ -229,11 +245,9 @@ def embedding_bag(
     elif offsets is None:
         return NotImplemented
     else:
-        if self.include_last_offset:
-            offsets = offsets[:-1]
-        there = _places(input, offsets) >= 0
-        ids = _by_bag(input, offsets)
-        weights = None if weights is None else _by_bag(weights, offsets)
+        last = self.include_last_offset
+        there, ids = _places(input, offsets, last) >= 0, _by_bag(input, offsets, last)
+        weights = None if weights is None else _by_bag(weights, offsets, last)
     if self.padding_idx is not None:
         there = there & (ids != self.padding_idx)
     rows, there = F.embedding(ids, self.weight), there[..., None]
@@ -245,18 +259,19 @@ def embedding_bag(
 
 
 # whoever watches the forward sees one function, which keeps the rows in their order, and not how it picks what belongs to them
-@wrap_torch_function(lambda given, offsets: (given, offsets))
-def _places(given: Tensor, offsets: Tensor) -> Tensor:
+@wrap_torch_function(lambda given, offsets, last: (given, offsets))
+def _places(given: Tensor, offsets: Tensor, last: bool) -> Tensor:
     """``[B, T]``: where the numbers of each bag stand among those of all; -1 behind the last one."""
-    lengths = torch.diff(offsets, append=offsets.new_tensor([len(given)]))
-    position = torch.arange(int(lengths.max()), device=offsets.device)
-    return torch.where(position < lengths[:, None], offsets[:, None] + position, -1)
+    ends = torch.cat([offsets[1:], offsets.new_tensor([] if last else [len(given)])])
+    begins = offsets[: len(ends), None]
+    places = begins + torch.arange(int((ends[:, None] - begins).max()), device=offsets.device)
+    return torch.where(places < ends[:, None], places, -1)
 
 
-@wrap_torch_function(lambda given, offsets: (given, offsets))
-def _by_bag(given: Tensor, offsets: Tensor) -> Tensor:
+@wrap_torch_function(lambda given, offsets, last: (given, offsets))
+def _by_bag(given: Tensor, offsets: Tensor, last: bool) -> Tensor:
     """``[B, T]``: numbers end to end, a row for each bag; 0 behind the last one."""
-    places = _places(given, offsets)
+    places = _places(given, offsets, last)
     return torch.where(places >= 0, given[places], 0)
 
 
@@ -265,5 +280,8 @@ REWRITTEN: dict[type[nn.Module], Forward] = {
     nn.LSTM: recurrent,
     nn.GRU: recurrent,
     nn.RNN: recurrent,
+    nn.LSTMCell: cell,
+    nn.GRUCell: cell,
+    nn.RNNCell: cell,
     nn.EmbeddingBag: embedding_bag,
 }

@@ -85,6 +85,13 @@ def identity(self: Any, x: Tensor) -> Tensor:
     return self.out(torch.tanh(self.first(x)) * self.scale / read.detach().norm(dim=1)) @ read
 
 
+def time_first(self: Any, x: Tensor) -> Tensor:
+    """Positions in front, with a table of theirs, and gates of the second half."""
+    h = self.first(x).transpose(0, 1) + self.positions[: x.shape[1]]
+    h[LENGTH // 2 :] *= self.gates
+    return self.out(torch.tanh(h)).transpose(0, 1)
+
+
 D = WIDTH
 USES: dict[str, nn.Module] = {
     "in place": own(in_place, positions=(1, LENGTH, D), rest=(D,)),
@@ -96,6 +103,7 @@ USES: dict[str, nn.Module] = {
     "products": own(heads, weight=(D, 2, 3), back=(2, 3, D), plain=(D, D)),
     "stacked": own(stacked, weight=(LENGTH, D, D), back=(LENGTH, D, D)),
     "identity": own(identity, scale=(D,)),
+    "time first": own(time_first, positions=(LENGTH + 1, 1, D), gates=(LENGTH // 2, 1, 1)),
     "constant statistics": own(frozen_norm, 2, scale=(D,), shift=(D,)),
 }
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dpexp.clipping import attach
+from dpexp.clipping.loop import LOOPED
+from tests.clipping.test_engines import check, naive
+from tests.clipping.zoo import Problem
 
 B, T, D, H = 4, 6, 3, 5
 LENGTHS = {"whole": None, "sorted": [6, 4, 4, 1], "unsorted": [2, 6, 1, 5]}
@@ -83,3 +86,37 @@ def test_one_tap_for_each_weight(kind: str, batch_first: bool, packed: str, num_
             )
             torch.testing.assert_close(p.grad, wanted)
     assert "back-propagation per example" not in str(clipper)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_cells(kind: type[nn.RNNCellBase], bias: bool, engine: str) -> None:
+    """As a loop of the model's own calls them, from nothing or from states that are parameters."""
+    torch.manual_seed(0)
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = kind(D, H, bias=bias), kind(H, H, bias=bias)
+            self.start = nn.Parameter(torch.rand(H))
+
+        def forward(self, x: Tensor) -> Tensor:
+            lstm, state = kind is nn.LSTMCell, self.start.expand(len(x), -1)
+            h: Any = None
+            k: Any = (state, state) if lstm else state
+            for given in x.unbind(1):
+                h = self.first(given, h)
+                k = self.second(h[0] if lstm else h, k)
+            return torch.cat(k, 1) if lstm else k
+
+    model = Steps().double()
+    problem = Problem(model, {"x": torch.randn(B, T, D, dtype=torch.float64)}, of_output)
+    alone = naive(problem)
+    clipper = attach(model, clip_norm=0.5, engine=engine)
+    check(problem, clipper, alone)
+    assert LOOPED not in clipper.choices.values()
+
+
+def of_output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(**batch) - 0.3).square().flatten(1).sum(1)

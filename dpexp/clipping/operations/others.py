@@ -42,8 +42,12 @@ class Spread(Formula):
 
     def per_example(self, arrived: Arrival, wanted: set[int]) -> dict[int, PerExampleGradient]:
         leaf, gy, num_examples = arrived.use.values[0].leaf, arrived.gy, arrived.num_examples
+        shape = [1] * (gy.dim() - leaf.dim()) + list(leaf.shape)
+        if num_examples == 1:
+            return {0: Dense(gy.to(wide(gy.dtype)).sum_to_size(shape).reshape(1, *leaf.shape))}
         g = gy.unflatten(0, (num_examples, -1)).sum(1, dtype=wide(gy.dtype))
-        shape = (1,) * (gy.dim() - 1 - leaf.dim()) + tuple(leaf.shape[max(0, leaf.dim() - gy.dim() + 1) :])
+        # less the dimension in which the rows stand
+        del shape[1 if arrived.turned else 0]
         return {0: Dense(g.sum_to_size(num_examples, *shape).reshape(num_examples, *leaf.shape))}
 
     def repeat(self, use: Use, values: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Tensor:
