@@ -92,6 +92,14 @@ def time_first(self: Any, x: Tensor) -> Tensor:
     return self.out(torch.tanh(h)).transpose(0, 1)
 
 
+def repeated(self: Any, x: Tensor) -> Tensor:
+    """A table of two heads beside those of each example, as disentangled attention has it; and a weight made of equal parts."""
+    h = self.first(x).unflatten(-1, (2, WIDTH // 2)).transpose(1, 2).flatten(0, 1)
+    table = self.out(self.table).unflatten(-1, (2, WIDTH // 2)).transpose(0, 1).repeat(len(x), 1, 1)
+    scores = torch.bmm(h, table.mT).unflatten(0, (-1, 2)).sum(1)
+    return F.linear(scores, self.third.repeat(WIDTH, 1)) + self.out(x).sum(-1, keepdim=True)
+
+
 D = WIDTH
 USES: dict[str, nn.Module] = {
     "in place": own(in_place, positions=(1, LENGTH, D), rest=(D,)),
@@ -104,6 +112,7 @@ USES: dict[str, nn.Module] = {
     "stacked": own(stacked, weight=(LENGTH, D, D), back=(LENGTH, D, D)),
     "identity": own(identity, scale=(D,)),
     "time first": own(time_first, positions=(LENGTH + 1, 1, D), gates=(LENGTH // 2, 1, 1)),
+    "repeated": own(repeated, table=(5, D), third=(3, 5)),
     "constant statistics": own(frozen_norm, 2, scale=(D,), shift=(D,)),
 }
 
