@@ -33,6 +33,8 @@ def expansion(
     leaf = met[0].leaf
     y = func(leaf, *args[1:], **kwargs)
     base = (1,) * (y.dim() - leaf.dim()) + tuple(leaf.shape)
+    if not y.dim():
+        return None
     if base[0] > 1 and base[1:] == y.shape[1:] and y.shape[0] % (base[0] * rows) == 0:
         # [H, …] to [B * H, …], as disentangled attention wants a table of its heads; many rows of each example are no copies
         many = leaf.expand(y.shape[0] // base[0], *leaf.shape)

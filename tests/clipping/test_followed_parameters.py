@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpexp.clipping import attach
 from tests.clipping.test_unusual_inputs import Batch, Own, exact, linears, of_x
 from tests.clipping.test_unusual_models import WIDTH, rows
 
@@ -156,3 +157,17 @@ def test_a_table_of_which_a_few_rows_train(engine: str) -> None:
     model.register_buffer("table", torch.randn(5, D))
     batches: list[Batch] = [{"x": torch.randint(5, (n, 4))} for n in (3, 4, 1)]
     assert exact(model, batches, of_x, engine) == []
+
+
+def test_a_number_may_be_expanded_to_a_number() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.gain = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.gain.expand(())
+
+    model = Scaled()
+    attach(model, clip_norm=1e6).backward(model(torch.randn(4, 3)).square().sum(1))
+    assert model.gain.grad is not None
