@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ sys.path.insert(0, str(ROOT))
 from dpexp.durable import json_lines, read_json  # noqa: E402
 
 RESULTS = ROOT / "results"
+# updates whose ratio of signal to noise is averaged (Li et al. 2022, Figure 3)
+EARLY = 30
 # an absolute path; its last part stays
 FOLDER = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)")
 
@@ -34,13 +37,16 @@ def without_folders(value: Any) -> Any:
 
 
 def curves(log: Path) -> dict[str, Any]:
-    """``{"dev": [{"step", "time_s", "dev"}], "norms": {"quantiles", "groups", "points", "not_private"}}`` of a metrics.jsonl.
+    """``{"dev": [{"step", "time_s", "dev"}], "norms": {"quantiles", "groups", "points", "not_private"}, "signal_to_noise":
+    {"mean", "updates", "not_private"}}`` of a metrics.jsonl.
 
-    Norms are computed on private data without noise. They are kept because the data of a committed run are public, and say so.
+    Norms and ratios are computed on private data without noise. They are kept because the data of a committed run are public,
+    and say so.
     """
     dev: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
     shape: dict[str, Any] = {}
+    signals: list[float] = []
     time_s = 0.0
     for entry in json_lines(log):
         time_s = entry.get("time_s", time_s)
@@ -51,8 +57,15 @@ def curves(log: Path) -> dict[str, Any]:
             shape = {"quantiles": found["quantiles"], "groups": found["groups"]}
             rounded = [[float(f"{value:.4g}") for value in values] for values in found["values"]]
             points.append({"step": entry["step"], "values": rounded})
-    kept = {"dev": thinned(dev)} if dev else {}
-    return kept | ({"norms": shape | {"points": thinned(points), "not_private": True}} if points else {})
+        if "signal_to_noise" in entry and entry["step"] <= EARLY:
+            signals.append(entry["signal_to_noise"])
+    kept: dict[str, Any] = {"dev": thinned(dev)} if dev else {}
+    if points:
+        kept["norms"] = shape | {"points": thinned(points), "not_private": True}
+    if signals:
+        mean = float(f"{statistics.fmean(signals):.4g}")
+        kept["signal_to_noise"] = {"mean": mean, "updates": len(signals), "not_private": True}
+    return kept
 
 
 def thinned(points: list[Any], most: int = 24) -> list[Any]:

@@ -35,6 +35,18 @@ def test_curves_of_a_log(tmp_path: Path):
     assert "loss" not in json.dumps(kept)
 
 
+def test_the_ratio_of_signal_to_noise_is_a_mean_over_the_first_updates(tmp_path: Path):
+    lines = [
+        {"step": step, "not_private": True, "signal_to_noise": 0.1 * (step <= keep_record.EARLY)}
+        for step in range(1, 50)
+    ]
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert keep_record.curves(log) == {
+        "signal_to_noise": {"mean": 0.1, "updates": keep_record.EARLY, "not_private": True}
+    }
+
+
 def test_no_log_no_curves(tmp_path: Path):
     assert keep_record.curves(tmp_path / "nothing.jsonl") == {}
 

@@ -95,6 +95,34 @@ def larger_models_are_better(records: Sequence[Record]) -> Finding:
     return Finding(pairs, "some models, one task")
 
 
+def quality_follows_signal(records: Sequence[Record]) -> Finding:
+    """Li et al., Figure 3 (right): of runs of equally many updates, those with more signal to noise at the start end better.
+
+    Args:
+        records: of one task and scale; a grid is of configurations that differ in the batch size alone.
+    """
+    name, signal = "optim.batch_size", "signal_to_noise"
+    pairs = []
+    for own in grouped(measured(records, "accuracy"), lambda f: f.record.without({name})).values():
+        runs = [record for filling in own for record in filling.records if record.facts[signal]]
+        if len({record.facts[name] for record in runs}) < 3:
+            continue
+        doublings = [math.log2(record.facts[signal]) for record in runs]
+        points = [100 * (record.metric("accuracy") or 0.0) for record in runs]
+        found = stats.linregress(doublings, points)
+        half = float(stats.t.ppf(1 - LEVEL / 2, len(runs) - 2)) * found.stderr
+        p = float(stats.t.sf(found.slope / found.stderr, len(runs) - 2))
+        slope = float(found.slope)
+        result = Comparison(slope, slope - half, slope + half, p, 1 - p)
+        sides = (
+            Side(f"accuracy at twice the ratio, r = {found.rvalue:.2f}", len(runs)),
+            Side("at the ratio", len(runs)),
+        )
+        what = f"{budget(runs[0])}, {described(runs[0])}, {min(doublings):.1f} to {max(doublings):.1f} bits"
+        pairs.append(Pair(what, sides, "above 0", result, "linear regression"))
+    return Finding(pairs, "that they go together; where it ends is for the eye")
+
+
 def extreme_splits_are_slower(records: Sequence[Record]) -> Finding:
     """Monir et al., Figure 15: after equally many epochs, the more the budgets of the groups differ, the lower the accuracy.
 

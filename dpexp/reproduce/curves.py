@@ -33,6 +33,7 @@ class Curves:
     metric: str = "accuracy"
     stand_ins: Sequence[str] = ()
     x: str = ""
+    along: Sequence[str] = ()
     says: str = ""
     needs: str = ""
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -170,11 +171,12 @@ def _labels(records: Sequence[Record], target: Curves) -> list[str]:
     Engines compute the same, and only against time are they another line.
     """
     found = [_label(record, target.x) for record in records]
-    for key, word in (_APART | ({"engine": "engine"} if target.kind == "time" else {})).items():
+    words = _APART | ({"engine": "engine"} if target.kind == "time" else {})
+    for key in (key for key in words if key not in (target.x, *target.along)):
         own = grouped(zip(found, records, strict=True), itemgetter(0))
         apart = {label for label, runs in own.items() if len({str(r.facts.get(key)) for _, r in runs}) > 1}
         found = [
-            f"{label}, {word} {_short(record.facts.get(key))}" if key != target.x and label in apart else label
+            f"{label}, {words[key]} {_short(record.facts.get(key))}" if label in apart else label
             for label, record in zip(found, records, strict=True)
         ]  # fmt: skip
     return found

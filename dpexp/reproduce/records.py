@@ -15,9 +15,9 @@ from dpexp.schemas import RunConfig
 
 # Settings that cannot change a result, or that only say where it was computed and by whom.
 ELSEWHERE = (
-    "seed", "trials", "engine", "spent", "epochs", "label words", "tracker.", "data.root", "data.cache", "data.source", "task.",
-    "scale.", "runtime.device", "runtime.physical_batch_size", "runtime.eval_batch_size", "runtime.threads", "runtime.eval_every",
-    "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir",
+    "seed", "trials", "engine", "spent", "epochs", "label words", "signal_to_noise", "tracker.", "data.root", "data.cache",
+    "data.source", "task.", "scale.", "runtime.device", "runtime.physical_batch_size", "runtime.eval_batch_size",
+    "runtime.threads", "runtime.eval_every", "runtime.checkpoint_every", "runtime.log_every", "runtime.runs_dir",
 )  # fmt: skip
 # but what a prompt shows, and how text is written and for how much of the data
 _TEXT = ("task.max_length", "task.label_words.", "task.generation.")
@@ -45,7 +45,8 @@ class Record:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What it can be looked up by: task, model, clip, engine, scale, seed, and every setting by its dotted name; and
-        what came out: "spent", ε under its accountant, and "epochs", however its length was given; and its "label words"."""
+        what came out: "spent", ε under its accountant, "epochs", however its length was given, and "signal_to_noise" of its first
+        updates; and its "label words"."""
         config = dict(flattened(self.summary.get("details", {}).get("config", {})))
         if "privacy.delta" in config:
             config["privacy.delta"] = _as_one_text(config["privacy.delta"])
@@ -55,6 +56,7 @@ class Record:
             | {key: self.summary.get(key) for key in ("task", "model", "clip", "engine", "scale", "seed")}
             | {"spent": self.spent, "epochs": self._epochs(config)}
             | {"label words": "/".join(map(str, words)) or None}
+            | {"signal_to_noise": (self.logged("signal_to_noise") or {}).get("mean")}
         )
 
     @property
@@ -103,7 +105,7 @@ class Record:
         return None if value is None else float(value)
 
     def logged(self, what: str) -> Any:
-        """What it kept of its way: "dev", a list of points, or "norms"; {} where it kept none."""
+        """What it kept of its way: "dev", a list of points, "norms" or "signal_to_noise"; {} where it kept none."""
         return self.summary.get("curves", {}).get(what) or {}
 
     def matches(self, where: Mapping[str, Any]) -> bool:

@@ -99,12 +99,13 @@ def run_of(command: str, side: int = 0) -> RunConfig:
 
 
 def made_by(command: str, side: int = 0) -> Record:
-    """A record that a job of a command makes."""
+    """A record that a job of a command makes; a larger batch has more signal."""
     run = run_of(command, side)
+    signal = {"mean": float(run.optim.batch_size), "updates": 30, "not_private": True}
     names = {key: getattr(run, key).name for key in ("task", "model", "clip", "scale", "engine")}
     return Record("x.json", names | {
         "details": {"config": to_dict(run)}, "seed": 0, "privacy": {}, "metrics": {"accuracy": 0.8},
-        "data": {"rows": {"dev": 872}},
+        "data": {"rows": {"dev": 872}}, "curves": {"signal_to_noise": signal},
     })  # fmt: skip
 
 

@@ -190,7 +190,8 @@ def test_a_command_makes_records_that_its_figure_selects_and_draws(name: str, sc
         params = yaml.safe_load((conf_dir() / "sweep" / f"{sweep}.yaml").read_text())["hydra"]["sweeper"][
             "params"
         ]
-        assert len(str(params[target.x]).split(",")) > 1
+        varied = next(key for key in (target.x, *target.along) if key in params)
+        assert len(str(params[varied]).split(",")) > 1
     elif target.kind == "sweep":
         assert len(x) == 2
 
@@ -295,3 +296,29 @@ def test_against_time_engines_are_lines_of_their_own(tmp_path: Path):
         runs.append(one | {"engine": engine})
     rows = _build("figure-he-7", tmp_path, *runs).rows
     assert {row["run"].rpartition(", ")[2] for row in rows} == {"engine opacus", "engine ghost"}
+
+
+@pytest.mark.parametrize(("gain", "word"), [(0.01, "supports"), (-0.01, "contradicts"), (0.0, "cannot tell")])
+def test_quality_follows_the_first_signal(gain: float, word: str, tmp_path: Path):
+    runs = [
+        summary(
+            seed=seed, accuracy=0.8 + gain * size + 1e-3 * (seed - 1), batch_size=64 << size, epochs=None, steps=100,
+            curves={"signal_to_noise": {"mean": 0.05 * 2**size, "updates": 30, "not_private": True}},
+        )
+        for size in range(4)
+        for seed in SEEDS
+    ]  # fmt: skip
+    document = _build("figure-li-3b", tmp_path, *runs)
+    assert f"sst2 instead: {word}" in _says(document)
+    assert document.status == "small 12 runs on sst2"
+    # one line, along which the batch changes
+    assert len({row["run"] for row in document.rows}) == 1
+    if gain:
+        assert f"= {100 * gain:+.2f}" in _says(document) + "".join(
+            p for s in document.sections for p in s.paragraphs
+        )
+
+
+def test_runs_of_another_length_do_not_show_the_signal(tmp_path: Path):
+    kept = {"signal_to_noise": {"mean": 0.05, "updates": 30, "not_private": True}}
+    assert not _build("figure-li-3b", tmp_path, *(summary(seed=s, curves=kept) for s in SEEDS)).rows
