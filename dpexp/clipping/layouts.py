@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import PerExampleGradient
-from dpexp.clipping.uses import Use
+from dpexp.clipping.uses import Arrival, Use
 
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 # several rows for each example, which may as well be a chance
@@ -72,7 +72,7 @@ def per_example(
     """Find the per-example gradients of a use whose layout is known; ``rows``: of all examples."""
     major = tuple(example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True))
     turned = layout == SECOND and gy.dim() >= 2
-    return use.per_example(major, example_major(gy, layout, rows), num_examples, names, turned)
+    return Arrival(use, major, example_major(gy, layout, rows), num_examples, turned).per_example(names)
 
 
 def due(number: int) -> bool:

@@ -225,23 +225,6 @@ class Use:
         """The module whose parameter is used, for messages."""
         return self.names[0].rpartition(".")[0] or "(root)"
 
-    def per_example(
-        self,
-        saved: tuple[Tensor, ...],
-        gy: Tensor,
-        num_examples: int,
-        names: set[str],
-        turned: bool = False,
-    ) -> dict[str, PerExampleGradient]:
-        """Find the per-example gradients of the parameters ``names``; ``saved`` and ``gy`` are example-major."""
-        wanted = {i for i, value in enumerate(self.values) if not names.isdisjoint(value.reached)}
-        found: dict[str, PerExampleGradient] = {}
-        arrived = Arrival(self, saved, gy, num_examples, turned)
-        for i, of_value in self.formula.per_example(arrived, wanted).items():
-            for name, gradient in self.values[i].per_parameter(of_value, names):
-                found[name] = merge(found[name], gradient) if name in found else gradient
-        return found
-
     def plain_gradients(self, saved: tuple[Tensor, ...], gy: Tensor, names: set[str]) -> dict[str, Tensor]:
         """Find the ordinary gradients, summed over everything, by autograd on this operation alone."""
         leaves = [value.leaf.detach().requires_grad_() for value in self.values]
@@ -344,6 +327,16 @@ class Arrival:
     gy: Tensor
     num_examples: int
     turned: bool = False
+
+    def per_example(self, names: set[str]) -> dict[str, PerExampleGradient]:
+        """Find the per-example gradients of the parameters ``names``."""
+        values = self.use.values
+        wanted = {i for i, value in enumerate(values) if not names.isdisjoint(value.reached)}
+        found: dict[str, PerExampleGradient] = {}
+        for i, of_value in self.use.formula.per_example(self, wanted).items():
+            for name, gradient in values[i].per_parameter(of_value, names):
+                found[name] = merge(found[name], gradient) if name in found else gradient
+        return found
 
     @property
     def slots(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from dpexp.clipping.gradients import PerExampleGradient, merge
 from dpexp.clipping.roots import Roots
 from dpexp.clipping.sites import find_sites, install, uninstall
 from dpexp.clipping.taps import Recorder, Visit
-from dpexp.clipping.uses import ForwardPass, Use
+from dpexp.clipping.uses import Arrival, ForwardPass, Use
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -54,7 +54,7 @@ def per_examples_of(
 
     def collect(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         with torch.no_grad():
-            for name, gradient in use.per_example(saved, gy, num_examples, set(use.names)).items():
+            for name, gradient in Arrival(use, saved, gy, num_examples).per_example(set(use.names)).items():
                 found[name] = merge(found[name], gradient) if name in found else gradient
 
     with uses_of(module, x, names) as (recorder, y):
