@@ -118,7 +118,8 @@ def quality_follows_signal(records: Sequence[Record]) -> Finding:
             Side(f"accuracy at twice the ratio, r = {found.rvalue:.2f}", len(runs)),
             Side("at the ratio", len(runs)),
         )
-        what = f"{budget(runs[0])}, {described(runs[0])}, {min(doublings):.1f} to {max(doublings):.1f} bits"
+        most = max(runs, key=lambda record: float(record.facts[name]))
+        what = f"{budget(most)}, {described(most)} and smaller batches, ratios of {2 ** min(doublings):.3f} to {2 ** max(doublings):.3f}"
         pairs.append(Pair(what, sides, "above 0", result, "linear regression"))
     return Finding(pairs, "that they go together; where it ends is for the eye")
 
