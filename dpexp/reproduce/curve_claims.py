@@ -119,7 +119,8 @@ def quality_follows_signal(records: Sequence[Record]) -> Finding:
             Side("at the ratio", len(runs)),
         )
         most = max(runs, key=lambda record: float(record.facts[name]))
-        what = f"{budget(most)}, {described(most)} and smaller batches, ratios of {2 ** min(doublings):.3f} to {2 ** max(doublings):.3f}"
+        ratios = f"ratios of {2 ** min(doublings):.3f} to {2 ** max(doublings):.3f}"
+        what = f"{budget(most)}, {described(most)} and smaller batches, {ratios}"
         pairs.append(Pair(what, sides, "above 0", result, "linear regression"))
     return Finding(pairs, "that they go together; where it ends is for the eye")
 
