@@ -55,6 +55,7 @@ PICKING = {
     "argsort": 1,
     "topk": 2,
     "roll": 2,
+    "flip": 1,
 }
 # Products with a matrix, which may put rows in another order, with how many arguments stand before the matrices.
 PRODUCTS = {

@@ -19,8 +19,8 @@ from dpexp.clipping.uses import Arrival, Use
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 # several rows for each example, which may as well be a chance
 BLOCKS = (BLOCKED, STRIDED)
-# of `weights`
-LEVELS = (1.0, -1.0, 0.5, -0.5, 0.25, -0.25)
+# of `weights`; none is 1 or -1, so that the largest gradient of a batch is another one, and what goes by it shows
+LEVELS = (2.0, -2.0, 0.5, -0.5, 0.25, -0.25)
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
 

@@ -30,6 +30,9 @@ MIXED = (
     "that has as many entries as the batch by chance, heads or frames: take physical batches of another size)"
 )
 
+# batches in which some examples tell nothing, after which the others are believed
+PATIENCE = 16
+
 LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
 
 
@@ -65,6 +68,8 @@ class Survey:
         # columns of what entered; and by place, for which `layouts.surplus` blocks are proven
         self._columns: list[int] = []
         self._surplus: dict[tuple[str, int], set[int | None]] = {}
+        # by place, in how many batches some examples told nothing
+        self._glimpses: dict[tuple[str, int], int] = {}
         # uses that turned out to be functions of parameters
         self._shared: list[Use] = []
         self._undecided = False
@@ -279,7 +284,8 @@ class Survey:
             layout = proven[0]
             # right today; decide when a batch tells them apart, or never
             passing = id(use) in self._ragged | self._loose and layout in layouts.BLOCKS
-            if len(proven) > 1 or routed or passing:
+            partly = not observed.tells_of_all(use, layout) and self._glimpsed(use)
+            if len(proven) > 1 or routed or passing or partly:
                 self.layout[id(use)], self._undecided = layout, True
                 return
         elif routed or observed.one_each(use):
@@ -307,6 +313,11 @@ class Survey:
         self.layouts[use.place] = layout
         surplus = layouts.surplus(layout, use.output_shape, rows, self._columns)
         self._surplus.setdefault(use.place, {None}).add(surplus)
+
+    def _glimpsed(self, use: Use) -> bool:
+        """Whether to wait for a batch in which more examples tell, as some never do."""
+        self._glimpses[use.place] = self._glimpses.get(use.place, 0) + 1
+        return self._glimpses[use.place] < PATIENCE
 
     def _refuse_mixed(self, use: Use, observed: Observed) -> None:
         """Raise `UserError` where rows whose examples no shape tells are not one example's each.

@@ -76,6 +76,40 @@ def test_examples_mixed_with_each_other_are_refused(exchange: str, size: int, en
     assert all(p.grad is None for p in model.parameters())
 
 
+class Turned(nn.Module):
+    """Puts the rows in the opposite order for a layer, and back, by a function that says nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(D, D), nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.inner(x.T.fliplr().T)).T.fliplr().T)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_what_one_example_tells_is_not_believed_of_the_others(engine: str) -> None:
+    """The loss of the middle one alone, whose row stays where it is, is no masked one in the first two batches."""
+    model = Turned()
+    clipper = attach(model, engine=engine)
+    for counted in ([0, 0, 1, 0, 0], [0, 0, 1, 0, 0]):
+        clipper.backward(model(torch.randn(5, D)).pow(2).sum(1) * torch.tensor(counted))
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward(model(torch.randn(5, D)).pow(2).sum(1))
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_a_hook_that_goes_by_the_largest_gradient_of_the_batch_is_refused(size: int) -> None:
+    model = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, C))
+    clipper = attach(model)
+    x = torch.randn(size, D)
+    model[0].register_forward_hook(lambda *a: a[2].register_hook(lambda g: g / g.abs().max()) and None)
+    for largest in range(size):
+        sizes = torch.ones(size).index_fill(0, torch.tensor(largest), 10.0)
+        with pytest.raises(UserError, match="mixes examples"):
+            clipper.backward(model(x).pow(2).sum(1) * sizes)
+
+
 class TwoLayouts(nn.Module):
     """One linear map, used on flattened batches: example by example, and, last, position by position."""
 
