@@ -25,6 +25,7 @@ from dpexp.errors import UserError
 from dpexp.own_comparison import HEAD, comparison, repeated
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, decode_groups
+from dpexp.privacy.schedules import ADAPTIVE
 from dpexp.record import KNOWN
 from dpexp.reproduce.drawing import draw, lines
 from dpexp.statement import UNPROTECTED, with_choice
@@ -67,8 +68,19 @@ class OwnRun:
 
     @property
     def filtered(self) -> bool:
-        """Whether a Rényi filter ended the run: ε is then that of its budget, which the record holds."""
-        return bool(self.summary.get("privacy", {}).get("filtered"))
+        """Whether a Rényi filter ends the run, by its record or its settings: ε is then that of its budget, which the record of a
+        finished run holds."""
+        search, schedule = (_part(self.settings, name) for name in ("search", "schedule"))
+        raised = search.get("name", "none") != "none" and search.get("mechanism") != "gaussian"
+        told = self.summary.get("privacy", {}).get("filtered")
+        return bool(told or raised or schedule.get("name") in ADAPTIVE)
+
+    @property
+    def unit(self) -> str:
+        """Whom the run protects: examples, or the users of one source of names."""
+        unit = _part(self.settings, "unit")
+        source = [f"{name}={unit[name]}" for name in ("column", "file", "size") if unit.get(name)]
+        return " ".join([unit.get("name", "example"), *source])
 
     def named(self, accountant: str) -> str:
         """An accountant as the page calls it: by shuffled batches none of them gives a guarantee, and gdp never does."""
@@ -210,6 +222,12 @@ def _charges(path: Path) -> Iterator[tuple[str, float]]:
             yield json.dumps(line["event"], sort_keys=True), float(line.get("time") or 0.0)
 
 
+def _part(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """A part of the settings; a loop of one's own may have its name alone."""
+    part = settings.get(name) or {}
+    return part if isinstance(part, dict) else {"name": part}
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load((folder / "config.yaml").read_bytes())
@@ -349,6 +367,8 @@ def _together(runs: list[OwnRun]) -> Iterator[str]:
         what = f"has no value: nothing protects what {', '.join(bare)} learnt"
     elif odd:
         what = f"is not told here: of {', '.join(odd)} the ledger alone does not know it"
+    elif len(units := {run.unit for run in charged}) > 1:
+        what = f"is not told here: they protect different units ({'; '.join(sorted(units))})"
     else:
         counts = Counter(event for run in charged for event, _ in run.events)
         event = composed(pair for encoded, count in counts.items() for pair in _of_groups(encoded, count))
@@ -396,7 +416,7 @@ def _facts(run: OwnRun, released: bool) -> dict[str, str]:
     if steps:
         facts |= {f"ε by {run.named(name)}": f"{values[-1]:.4f}" for name, values in spent.items()}
     elif run.filtered:
-        budget = summary["privacy"]["epsilon"]
+        budget = summary.get("privacy", {}).get("epsilon") or {}
         facts |= {
             f"ε by {run.named(name)}": f"{value:.4f}" for name, value in budget.items() if value is not None
         }

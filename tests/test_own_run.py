@@ -176,3 +176,23 @@ def test_what_runs_cost_together_is_told_by_their_ledgers(tmp_path: Path) -> Non
         "together, the unfinished and failed ones included, is not told here: of"
         in (tmp_path / "page" / "index.html").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "search: {name: noisymax, mechanism: laplace}",
+        "schedule: {name: validation}",
+        "unit: {name: user, size: 3}",
+    ],
+)
+def test_what_runs_cost_together_is_not_told_where_the_ledgers_do_not_know(
+    tmp_path: Path, settings: str
+) -> None:
+    """An unfinished run has no record that says so: a filter that did not end it guarantees nothing of its course. And who is
+    protected as a user is not protected as an example, nor the other way round."""
+    plain, other = _run(tmp_path / "a"), _run(tmp_path / "b")
+    (other / "summary.json").unlink()
+    (other / "config.yaml").write_text(settings)
+    main([str(plain), str(other), "--out", str(tmp_path / "page")])
+    assert "failed ones included, is not told here" in (tmp_path / "page" / "index.html").read_text()

@@ -30,6 +30,8 @@ class OutputAnalysis:
         self.settings, self.plan, self.num_examples = settings, plan, num_examples
         self.specific = OutputSpecific(num_examples, settings.rounding)
         self.ratios: np.ndarray | None = None
+        # steps
+        self.looked_at = 0
 
     def look(self, steps: Steps, losses_of: Callable[[np.ndarray], Tensor], physical_batch_size: int) -> None:
         """Charge the coming step.
@@ -56,9 +58,21 @@ class OutputAnalysis:
                 found.append(contributed.square().sum(0).sqrt() * plan.sigma_new(step))
             self.ratios = torch.cat(found).numpy()
         self.specific.add(self.ratios, plan.rate(step), plan.sigma_new(step), 1)
+        self.looked_at += 1
 
-    def conclude(self, folder: Path) -> dict[str, Any]:
-        """Return quantiles of the ε of examples along this run's outputs; the whole list goes to the folder."""
+    def conclude(self, folder: Path, charges: int) -> dict[str, Any]:
+        """Return quantiles of the ε of examples along this run's outputs; the whole list goes to the folder.
+
+        Args:
+            folder: of the run.
+            charges: of its ledger; where some of them were not looked at, nothing is told.
+        """
+        if self.looked_at < charges:
+            return {
+                "epsilon_quantiles": None,
+                "note": f"{charges - self.looked_at} of {charges} charges were not looked at, and what they told is not known: "
+                "the analysis was not on from the first step, or steps were charged again after an interruption",
+            }
         found = self.specific.epsilons(self.plan.delta)
         np.save(folder / "output_specific.npy", found)
         return {
@@ -76,10 +90,17 @@ class OutputAnalysis:
         return (
             []
             if self.ratios is None
-            else [torch.from_numpy(self.specific.spent), torch.from_numpy(self.ratios)]
+            else [
+                torch.from_numpy(self.specific.spent),
+                torch.from_numpy(self.ratios),
+                torch.tensor(self.looked_at),
+            ]
         )
 
     def load_state_dict(self, kept: list[Tensor]) -> None:
         """Go on from what `state_dict` gave."""
         if kept:
-            self.specific.spent, self.ratios = (tensor.numpy() for tensor in kept)
+            spent, ratios, *looked_at = kept
+            self.specific.spent, self.ratios = spent.numpy(), ratios.numpy()
+            # of an earlier version: not known
+            self.looked_at = int(looked_at[0]) if looked_at else 0

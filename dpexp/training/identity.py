@@ -71,7 +71,8 @@ def recognise(folder: Path, settings: Mapping[str, Any]) -> str:
 def refuse_other_data(folder: Path, key: bytes, hashes: Mapping[str, str], weights: str | None) -> None:
     """Let a run go on from its checkpoint on the data that it has learnt from, and on no other: a record names one data set.
 
-    A run without a checkpoint begins on what is there now.
+    A run without a checkpoint begins on what is there now. What it has charged before still bounds what one example has given,
+    but not what one user has: who is two users of then would pay twice, and the ledger cannot say so.
 
     Args:
         folder: of the run.
@@ -80,9 +81,10 @@ def refuse_other_data(folder: Path, key: bytes, hashes: Mapping[str, str], weigh
         weights: SHA-256 of the pretrained ones, where it is known.
 
     Raises:
-        UserError: the training rows, their users or the pretrained weights are not those of the checkpoint.
+        UserError: the training rows, their users or the pretrained weights are not those of the checkpoint, or of the charges.
     """
-    if not (folder / "checkpoint" / "latest.json").exists():
+    charged = (folder / LEDGER).exists() and (folder / LEDGER).stat().st_size > 0
+    if not ((folder / "checkpoint" / "latest.json").exists() or (charged and "users" in hashes)):
         (folder / RUN).unlink(missing_ok=True)
     private = json.dumps([hashes.get(name) for name in ("train", "users")])
     data = hmac.digest(key, private.encode(), "sha256").hex()

@@ -413,7 +413,11 @@ class Trainer:
             "plan": self.plan.to_dict() if self.plan is not None else None,
             # whose weights these are, where not the last step's
             **({"kept_step": self.best.step} if self.best is not None else {}),
-            **({"output_specific": self.analysis.conclude(self.folder)} if self.analysis is not None else {}),
+            **(
+                {"output_specific": self.analysis.conclude(self.folder, self.ledger.steps_charged)}
+                if self.analysis is not None and self.ledger is not None
+                else {}
+            ),
         }
 
     def detach(self) -> None:

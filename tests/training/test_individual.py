@@ -150,3 +150,15 @@ def test_what_the_outputs_told_about_each_example_is_an_analysis(tmp_path):
     quantiles = whole.details()["output_specific"]
     assert quantiles["not_private"]
     assert quantiles["epsilon_quantiles"]["1.0"] == pytest.approx(found.max())
+
+
+def test_an_analysis_that_has_not_seen_all_that_was_charged_tells_nothing(tmp_path):
+    """Switched on for the rest of a run alone, it took what the steps before had told for nothing."""
+    run = tiny_run(steps=6, adaptive=False)
+    early = make_trainer(tmp_path / "run", run)
+    early.steps = 4
+    train(early)
+    run.analysis.output_specific_every, run.analysis.rounding = 1, 1.0
+    told = run_to_end(tmp_path / "run", run).details()["output_specific"]
+    assert told["epsilon_quantiles"] is None
+    assert "4 of 6 charges were not looked at" in told["note"]

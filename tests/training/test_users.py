@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -21,6 +22,8 @@ from dpexp.auditing.estimates import estimates
 from dpexp.auditing.white_box import Observer, WithCanaryTable, WithGradientCanaries
 from dpexp.config import compose
 from dpexp.errors import UserError
+from dpexp.privacy.keys import LEDGER
+from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.users import Users, of_users
@@ -28,6 +31,7 @@ from dpexp.schemas import UnitConfig
 from dpexp.tasks.users import ByUser, by_user
 from dpexp.train import summarise
 from dpexp.training import release
+from dpexp.training.identity import refuse_other_data
 from tests.training.tiny import TinyTask, counted_noise, make_trainer, run_to_end, tiny_run
 
 # 60 rows: one user with 20, some with three, many with one
@@ -348,6 +352,17 @@ def test_a_file_of_users_says_nothing_of_rows_that_are_held_out():
     compose(run)
     with pytest.raises(UserError, match="says nothing of the 6 rows"):
         compose([*run, "task.held_out=6"])
+
+
+def test_a_run_that_is_charged_for_some_users_does_not_go_on_with_others(tmp_path: Path):
+    """Killed before its first checkpoint, it would: who is two users of then would have paid twice."""
+    key, rows = b"k" * 32, {"train": "rows", "users": "two rows each"}
+    for users in (rows, rows | {"users": "three rows each"}, rows):
+        refuse_other_data(tmp_path, key, users, None)
+    Ledger(tmp_path / LEDGER, key).begin_step(0, GaussianDpEvent(1.0), "f")
+    refuse_other_data(tmp_path, key, rows, None)
+    with pytest.raises(UserError, match="the data differ"):
+        refuse_other_data(tmp_path, key, rows | {"users": "three rows each"}, None)
 
 
 def test_a_user_is_audited_as_an_example_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
