@@ -75,7 +75,7 @@ class Recorder:
         self.loose: ForwardPass | None = None
         self.alive: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         # the last passes that were watched and wait for their backward
-        self.watched: deque[ForwardPass] = deque(maxlen=8)
+        self.watched: deque[ForwardPass] = deque(maxlen=64)
         self.visiting: Visit | None = None
         self.flow: DataFlow | None = None
         # how an operation runs that was seen before: `meeting.Plan` by the operation's key

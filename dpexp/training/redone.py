@@ -57,7 +57,7 @@ class Redone:
 
     def __init__(self, trace: Trace):
         self.trace, self.examples = trace, trace.examples
-        # which rows of what enters the model change with one half of the examples, and with the other
+        # which rows of what enters the model, and so of what it returns, change with one half of the examples, and with the other
         self._changed = [torch.zeros(trace.examples, dtype=torch.bool) for _ in range(2)]
         if trace.as_it_came:
             for changed, kept in zip(self._changed, self._halves(), strict=True):
@@ -104,7 +104,7 @@ class Redone:
 
     def _look(self, number: int, losses: Tensor) -> bool:
         whole, by_chance = self._again(number)
-        changed = [self._unlike(whole, self._other(number, kept)) for kept in self._halves()]
+        changed = [self._unlike(whole, self._other(number, half)) for half in range(2)]
         mixed = bool((changed[0] & changed[1]).any())
         if mixed and not by_chance and bool(self._unlike(whole, losses).any()):
             raise ValueError("computed again they are others")
@@ -113,7 +113,7 @@ class Redone:
         return bool((changed[0] | changed[1]).any())
 
     def _enters_apart(self, number: int) -> bool:
-        """Whether rows that enter the model stand where their examples do.
+        """Whether it is known which rows enter the model for which half of the examples, or they stand where their examples do.
 
         Raises:
             UserError: they depend on other examples.
@@ -121,8 +121,7 @@ class Redone:
         self._refuse_others(number, "what enters the model depends")
         try:
             whole = self._again(number)[0]
-            halves = self._halves()
-            others = [self._other(number, kept) for kept in halves]
+            others = [self._other(number, half) for half in range(2)]
             views = self._views(whole)
             rows = [[view(t) for t in (whole, *others)] for view in views]
         except Exception:
@@ -147,9 +146,11 @@ class Redone:
         apart = [i for i, (one, other) in enumerate(both) if not bool((one & other).any())]
         if not apart and not any(bool((one & other).any()) for one, other in found):
             raise Mixture(ENTERED)
-        chosen = apart[0] if apart else 0
-        self._changed = both[chosen] if apart else self._changed
-        return not any(bool(here[kept].any()) for here, kept in zip(found[chosen], halves, strict=True))
+        self._changed = both[apart[0]] if apart else self._changed
+        if apart and not self.trace.opaque:
+            return True
+        here = found[apart[0] if apart else 0]
+        return not any(bool(rows[kept].any()) for rows, kept in zip(here, self._halves(), strict=True))
 
     def _views(self, whole: Tensor) -> list[Callable[[Tensor], Tensor]]:
         """How a tensor may be brought to one row for each example; none where it has rows that no size tells apart."""
@@ -196,21 +197,24 @@ class Redone:
         cut = (self.examples + 1) // 2
         return [order[:cut], order[cut:]]
 
-    def _other(self, number: int, kept: Sequence[int]) -> Tensor:
-        """A tensor, with the examples ``kept`` in the place of all others."""
+    def _other(self, number: int, half: int) -> Tensor:
+        """A tensor, with one half of the examples in the place of the other."""
         try:
-            return self._again(number, kept, SCALE)[0]
+            return self._again(number, half, SCALE)[0]
         except Exception:
             # a target that must be between 0 and 1
-            return self._again(number, kept, 1.0)[0]
+            return self._again(number, half, 1.0)[0]
 
-    def _again(self, number: int, kept: Sequence[int] = (), scale: float = 1.0) -> tuple[Tensor, bool]:
-        """A tensor, with the examples ``kept`` in the place of all others; and whether chance has a part in it."""
+    def _again(self, number: int, half: int | None = None, scale: float = 1.0) -> tuple[Tensor, bool]:
+        """A tensor, with one half of the examples in the place of the other; and whether chance has a part in it."""
         trace = self.trace
         there = {n: held.clone() if n in trace.written else held for n, held in trace.held.items()}
-        if kept:
+        if half is not None:
+            kept, left = self._halves()[half], (~self._changed[half]).nonzero().flatten().tolist()
             there |= {
-                n: self._replaced(trace.held[n], *place, kept, scale) for n, place in trace.places.items()
+                # rows that the model was given in another order come back in that order
+                n: self._replaced(trace.held[n], *place, left if n in trace.returned else kept, scale)
+                for n, place in trace.places.items()
             }
         last = {slot.number: i for i, line in enumerate(trace.lines) for slot in slots_of(line)}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
@@ -230,7 +234,7 @@ class Redone:
         return there[number], chance.met
 
     def _replaced(self, tensor: Tensor, axis: int, times: int, kept: Sequence[int], scale: float) -> Tensor:
-        """Rows of the examples ``kept`` in the place of all others."""
+        """The rows ``kept`` in the place of all others."""
         others = islice(cycle(kept), self.examples)
         chosen = [i if i in kept else next(others) for i in range(self.examples)]
         rows = torch.tensor([i * times + m for i in chosen for m in range(times)])

@@ -95,6 +95,7 @@ class Trace(TorchFunctionMode):
         used: whether anything has read values of the batch, as far as that can be seen.
         sizes: numbers that go by the batch.
         failure: why nothing can be said, in words.
+        opaque: whether the loop has made something of the batch of which nobody says in which order its rows are.
         sure: whether all that has rows has them in front, or where `axes` say. A number of features may equal that of the
             examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
         private: the tensors of the batch, and what was made of their values.
@@ -119,7 +120,7 @@ class Trace(TorchFunctionMode):
         self.model, self.examples, self._times = model, examples, {1, rows_per_example}
         self.sizes = Sizes(examples, rows_per_example)
         self.failure = ""
-        self.sure, self.watching = True, False
+        self.sure, self.watching, self.opaque = True, False, False
         self.private = WeakIdKeyDictionary()
         self.before, self._own = before, Owned(model, outside)
         self.numbers = WeakIdKeyDictionary()
@@ -128,6 +129,9 @@ class Trace(TorchFunctionMode):
         self.held: dict[int, Tensor] = {}
         self.places: dict[int, tuple[int, int]] = {}
         self.written: set[int] = set()
+        # of those that have places, what the model has returned
+        self.returned: set[int] = set()
+        self._given_back = WeakIdKeyDictionary()
         # what enters the model, and what earlier batches have left behind
         self.entering: list[int] = []
         # whether rows of the batch enter the model in the order in which they came
@@ -216,6 +220,8 @@ class Trace(TorchFunctionMode):
         if module is self.model:
             if self._of_batch:
                 self._have_rows(tensors_in(output, depth=1))
+                if self._inside == 1:
+                    self._given_back.update(dict.fromkeys(tensors_in(output, depth=1)))
             elif self._old_inside and self._inside == 1:
                 self.before.update(dict.fromkeys(tensors_in(output, depth=1)))
             self._inside -= 1
@@ -269,6 +275,7 @@ class Trace(TorchFunctionMode):
         result = self._followed(func, args, kwargs, given)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if opaque:
+            self.opaque = True
             self._have_rows(made)
         elif line is not None:
             self._tried(self._add, line, made)
@@ -407,6 +414,8 @@ class Trace(TorchFunctionMode):
             if tensor in self.rowed:
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
+                if tensor in self._given_back:
+                    self.returned.add(self._count)
             elif self._is_old(tensor):
                 self.old.add(self._count)
         return self.numbers[tensor]

@@ -267,6 +267,30 @@ def test_it_is_noticed_where_several_forwards_wait_for_their_backward(microbatch
     assert not clipper.notes
 
 
+class InModes(Net):
+    """Centred where it is asked for, by an argument or by a switch."""
+
+    centred = False
+
+    def forward(self, x: Tensor, centred: bool = False) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.last(self.between(h) if centred or self.centred else h)
+
+
+@pytest.mark.parametrize("forwards", [1, 3, 4, 12])
+@pytest.mark.parametrize("by", ["argument", "switch"])
+def test_one_of_many_forwards_of_a_step_is_looked_at_where_it_differs(by: str, forwards: int) -> None:
+    model = InModes(lambda h: h - h.detach().mean(0))
+    clipper = attach(model)
+    model.centred = by == "switch"
+    losses = model(x(), centred=by == "argument").square().sum(1)
+    model.centred = False
+    for _ in range(forwards):
+        losses = losses + model(x()).square().sum(1)
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward(losses)
+
+
 class Gated(Net):
     """A factor that no training moves stands where a look sees nothing."""
 

@@ -209,6 +209,20 @@ class Negatives(TinyTask):
         )
 
 
+class Shuffled(TinyTask):
+    """Each example with the label of another one."""
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        order = torch.randperm(len(batch["x"]))
+        return nn.functional.cross_entropy(model(batch["x"][order]), batch["y"], reduction="none")
+
+
+class InAnotherOrder(TinyTask):
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        order = torch.randperm(len(batch["x"]))
+        return super().losses(model, {name: rows[order] for name, rows in batch.items()})
+
+
 class WrittenInPlace(TinyTask):
     def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         outputs = model(batch["x"])
@@ -292,7 +306,9 @@ def own_loop(folder: Path, task: TinyTask, model: nn.Module) -> PrivacyEngine:
     return engine
 
 
-@pytest.mark.parametrize("task", [Balanced, Normalised, Hardest, AllWithAll, Negatives, WrittenInPlace])
+@pytest.mark.parametrize(
+    "task", [Balanced, Normalised, Hardest, AllWithAll, Negatives, Shuffled, WrittenInPlace]
+)
 def test_losses_of_a_loop_that_go_by_the_batch_are_refused_at_its_first_step(tmp_path, task) -> None:
     with pytest.raises(UserError, match="mixes examples: the loss of one changes when the others"):
         own_loop(tmp_path, task(), tiny_model())
@@ -390,7 +406,7 @@ def test_losses_may_go_by_their_own_tokens(tmp_path, weigh) -> None:
     assert own_loop(tmp_path, Texts(weigh), tiny_model()).finished
 
 
-@pytest.mark.parametrize("task", [TinyTask, Weighted, Many])
+@pytest.mark.parametrize("task", [TinyTask, Weighted, Many, InAnotherOrder])
 def test_losses_of_a_loop_that_go_by_their_own_example_pass(tmp_path, caplog, task) -> None:
     assert own_loop(tmp_path, task(), tiny_model()).finished
     assert _get_current_function_mode() is None

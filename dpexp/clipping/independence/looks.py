@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -28,14 +28,15 @@ from dpexp.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# forwards that are kept until their backward
-WAITING = 4
+# forwards that are kept until their backward; and where more of them differ in shapes, other arguments or modes
+WAITING, KINDS = 4, 16
 # backward passes in a row that look, while the outputs do not depend on the examples yet; of an example alone, which has nobody
 # to be mixed with, and whose outputs cannot tell, fewer
 PATIENCE, ALONE = 16, 4
 # batches that stand for all where there are many choices to look at: halves, and halves replaced
 FEW = 4
 UNSEEN = "the losses use something that the attached model's forward does not return, or returns without a row for each example"
+MANY = f"more than {KINDS} forwards that differ wait for one backward"
 NOT_ENTERED = "the attached model's own forward was not called, or inside one compiled graph"
 NOTE = "not looked at: whether examples influence each other through values that have no gradient ({why})"
 
@@ -73,7 +74,7 @@ class Independence:
     # whether a look is late: its backward pass came to a forward that was entered before the look was due
     owed: bool = False
     looking: bool = False
-    waiting: deque[Replay] = field(default_factory=lambda: deque(maxlen=WAITING))
+    waiting: deque[Replay] = field(default_factory=deque)
     running: Replay | None = None
     lengths: dict[str, int] = field(default_factory=dict)
 
@@ -105,7 +106,19 @@ class Independence:
         self.mode = hash(training)
         self.running = Replay(self.model, args, kwargs) if self.due else None
         if self.running is not None:
-            self.waiting.append(self.running)
+            self._keep(self.running)
+
+    def _keep(self, replay: Replay) -> None:
+        """Let a forward wait for its backward, and give up one that is like another where there are too many."""
+        self.waiting.append(replay)
+        if len(self.waiting) > WAITING:
+            kinds = Counter(waiting.kind for waiting in self.waiting)
+            alike = (waiting for waiting in self.waiting if kinds[waiting.kind] > 1)
+            given_up = next(alike, self.waiting[0] if len(self.waiting) > KINDS else None)
+            if given_up is not None:
+                self.waiting.remove(given_up)
+                if kinds[given_up.kind] == 1:
+                    self._note(MANY)
 
     def leave(self, output: object) -> None:
         """The model's forward has ended."""

@@ -11,7 +11,7 @@ import math
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from types import FunctionType, MethodType, ModuleType
@@ -44,11 +44,15 @@ class Replay:
     Args:
         model: the module whose forward is about to run.
         args, kwargs: what enters it; tensors are copied.
+
+    Attributes:
+        kind: see `kind_of`.
     """
 
     def __init__(self, model: nn.Module, args: tuple, kwargs: dict):
         self.model = model
         self.inputs: Inputs = changed((args, kwargs), copied)
+        self.kind = kind_of(model, self.inputs)
         self._state, self._entered = State(model), fingerprints(model)
         self._written: dict[str, tuple[Tensor, Tensor]] | None = None
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -189,6 +193,20 @@ class Replay:
         self.drew |= moved or chance.drew
         self.by_chance |= moved or (chance.drew and self.chance.seed is not None)
         return result
+
+
+def kind_of(model: nn.Module, inputs: Inputs) -> Hashable:
+    """Return what tells two forwards apart without their numbers: shapes, other arguments, switches of modules."""
+    found: list[Hashable] = []
+
+    def note(name: str, part: Any) -> Any:
+        plain = part if isinstance(part, bool | int | float | str) else type(part)
+        found.append((name, part.shape if isinstance(part, Tensor) else plain))
+        return part
+
+    changed(inputs, note)
+    switches = (v for module in model.modules() for v in vars(module).values() if isinstance(v, bool | str))
+    return (*found, *switches)
 
 
 def fingerprints(model: nn.Module) -> dict[str, Tensor]:
