@@ -23,7 +23,7 @@ from dpexp.models.trainable import set_trainable
 from dpexp.privacy.accountants import epsilon, prv_bounds
 from dpexp.privacy.events import releases
 from dpexp.privacy.plan import Plan, make_plan
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows, grouped, page
+from dpexp.reproduce.documents import Document, Section, as_rows, grouped, page
 from dpexp.reproduce.paper import listed, paper_table
 
 plan_of = cache(make_plan)
@@ -138,9 +138,9 @@ def _sigma_for_both(run: Run, target: float, printed: Pair, ours: Pair) -> str:
     return f"{100 * min(max(0.0, low), high):+.3f}%" if low <= high else "none"
 
 
-def rows() -> Rows:
-    """A row for every printed pair with each of its settings, as text."""
-    found = []
+def accounting_li() -> Document:
+    """The page: a section for each table of the paper, in it a row for every printed pair with each of its settings."""
+    lines = []
     for row in listed("settings")["li2022"]:
         for (target, printed), tried in product(_printed(row["table"], row["of"]).items(), row["tried"]):
             run = Run(**{name: tried[name] for name in Run._fields if name in tried})
@@ -157,17 +157,12 @@ def rows() -> Rows:
                     f"our {name}": f"{b:.2f}",
                     f"difference {name}": f"{b - a:+.3f}",
                 }
-            found.append(line | {
+            lines.append(line | {
                 "to the digit": _to_the_digit(printed, ours), "σ that gives both": _sigma_for_both(run, target, printed, ours),
                 "settings": tried["source"], "N": run.N, "B": f"{plan.expected_batch_size:.0f}", "E": run.E,
                 "steps": plan.steps, "δ": f"{plan.delta:.3g}", "σ": f"{plan.noise_multiplier:.3f}", "note": tried.get("note"),
             })  # fmt: skip
-    return as_rows(found)
-
-
-def accounting_li() -> Document:
-    """The page: a section for each table of the paper."""
-    every = rows()
+    every = as_rows(lines)
     blocks = grouped(every, lambda row: row["table"])
     sections = [Section(f"Table {name}", (), tuple(own[0])[2:], own) for name, own in blocks.items()]
     return page("accounting-li", sections, tuple(every[0]))

@@ -60,12 +60,13 @@ class Measurement(NamedTuple):
         return str(found.get("gpu") or f"{found.get('cpu')}, {found.get('threads')} threads")
 
     def note(self, row: dict[str, Any]) -> str:
-        """Why there is no number in a row, or why not to believe it."""
+        """Why there is no number in a row, or why not to believe it, or that it decides nothing."""
         asked = self.content["settings"].get("workloads", [])
         done = {one["workload"] for one in self.content["rows"]} & set(asked)
         said = [note(row, self.content["settings"]["precision"])]
         if self.content.get("status") != "finished":
             said.append(f"the measurement did not finish: {len(done)} of {len(asked)} workloads")
+        said += [] if self.content.get("engine") == ENGINE else [EARLIER]
         return "; ".join(filter(None, said))
 
 
@@ -177,7 +178,6 @@ def _block(target: Any, scale: str, records: Sequence[Measurement]) -> Section:
 def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
     settings = measured.content["settings"]
     torch = f"{PURE}, without the C++ kernels" if settings.get("native") is False else ""
-    earlier = "" if measured.content.get("engine") == ENGINE else EARLIER
     return as_rows(
         {
             "workload": row["workload"], "method": row["method"], "batch": row["batch_size"],
@@ -186,7 +186,7 @@ def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
             "largest batch": row["max_batch"], "speed there / non-private": number(row["max_batch_throughput_ratio"]),
             "relative error": number(row["error"], ".1e"), "scale": scale, "hardware": measured.hardware,
             "precision": settings["precision"], "record": measured.path,
-            "note": "; ".join(filter(None, (torch, measured.note(row), earlier))),
+            "note": "; ".join(filter(None, (torch, measured.note(row)))),
         }
         for row in measured.content["rows"]
         if row["workload"] in workloads and settings.get("size") == "full"
@@ -307,7 +307,6 @@ def _beside_goals(measured: Measurement, native: bool) -> Rows:
         # records from before there was a choice don't say whether they are native
         return []
     goals, lines = listed("goals")["native" if native else "torch"], []
-    earlier = "" if measured.content.get("engine") == ENGINE else EARLIER
     for row in measured.content["rows"]:
         workload, method = row["workload"], row["method"]
         if workload not in goals["auto/flat"] or method == "nonprivate":
@@ -318,7 +317,7 @@ def _beside_goals(measured: Measurement, native: bool) -> Rows:
             "goal for time": number(time), "memory / non-private": number(row["memory_ratio"]),
             "goal for memory": number(memory), "goals": _met(row, time, memory),
             "printed for the like": for_the_like(workload, method), "scale": "small", "hardware": measured.hardware,
-            "record": measured.path, "note": "; ".join(filter(None, (earlier, measured.note(row)))),
+            "record": measured.path, "note": measured.note(row),
         })  # fmt: skip
     return as_rows(lines)
 

@@ -183,7 +183,7 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
                 [seed[layer] - fmean(seed[name] for name in layers) for seed in seeds] for layer in layers
             ]
             p_for = float(stats.f_oneway(*([seed[layer] for seed in seeds] for layer in layers)).pvalue)
-            p_against = max(1.0 if (p := _alike(own)) is None else p for own in centred)
+            p_against = max(map(_alike, centred))
             # a difference too small to speak of
             p_for = 1.0 if p_against < LEVEL or math.isnan(p_for) else p_for
             result = replace(result, p_for=p_for, p_against=p_against)
@@ -199,9 +199,10 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
     )
 
 
-def _alike(values: Sequence[float]) -> float | None:
-    """p-value against a mean outside of `SAME_FACTOR`; None where values without a spread leave no test."""
-    return compare(values, [0.0] * len(values), "close", math.log(SAME_FACTOR), paired=True).p_for
+def _alike(values: Sequence[float]) -> float:
+    """p-value against a mean outside of `SAME_FACTOR`; 1 where values without a spread leave no test."""
+    result = compare(values, [0.0] * len(values), "close", math.log(SAME_FACTOR), paired=True)
+    return result.p_for if result.tested else 1.0
 
 
 def _factor(logs: Sequence[float]) -> float:

@@ -13,6 +13,8 @@ from dpexp.reproduce.statistics import mean_std
 
 # the metric of canaries, which `dpexp.audit` measures
 EXPOSURE = "exposure"
+# those of `columns` that say where a number comes from
+ORIGIN = ("configuration", "ε", "δ", "accountant", "sampling", "hardware", "record")
 _PRINTED_TIMES_100 = PERCENT | {"accuracy", "train_accuracy", "accuracy_mismatched"}
 
 
@@ -55,6 +57,11 @@ class Filling:
     def merit(self) -> float:
         """The larger, the better: of perplexities the smallest."""
         return -self.mean if self.metric.removesuffix("_test") == "perplexity" else self.mean
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The larger, the better: of several configurations those of more than one seed come first, then the best mean."""
+        return len(self.values) > 1, self.merit
 
     @property
     def std(self) -> float | None:

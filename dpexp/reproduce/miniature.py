@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dpexp.reproduce.documents import Rows, Section
-from dpexp.reproduce.fillings import Filling, columns, measured, most_seeds
+from dpexp.reproduce.fillings import ORIGIN, Filling, columns, measured, most_seeds
 from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
 from dpexp.reproduce.records import Record
 
-COLUMNS = (
-    "row", "column", "ours", "n", "dev error", "scale", "configuration", "ε", "δ", "accountant", "sampling", "hardware", "record",
-)  # fmt: skip
+COLUMNS = ("row", "column", "ours", "n", "dev error", "scale", *ORIGIN)
 
 
 def build(asked: Mapping[str, Any], records: Sequence[Record]) -> Section:
@@ -36,14 +34,11 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> Section:
     heading = asked.get("heading", f"scale=small, in miniature on {asked['task']}")
     words, command = asked["words"], asked["command"]
     where = {"task": asked["task"], "scale": scale, **asked["where"]}
-    axes = [asked[side][1] for side in ("row", "column")]
+    (row_name, down), (column_name, across) = asked["row"], asked["column"]
     own = measured((record for record in records if record.matches(where)), asked["metric"])
-    grid = most_seeds(
-        own, lambda filling: (float(filling.record.facts[axes[0]]), float(filling.record.facts[axes[1]]))
-    )
+    grid = most_seeds(own, lambda f: (float(f.record.facts[down]), float(f.record.facts[across])))
     if len(grid) < 2:
         return Section(heading, (words, f"Not run: `{command}`"), scale=scale, commands=(command,))
-    (row_name, _), (column_name, _) = asked["row"], asked["column"]
     rows: Rows = [
         {"row": f"{row_name} = {row:g}", "column": f"{column_name} = {column:g}", "scale": scale}
         | columns(filling, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from dpexp.reproduce import tables
@@ -196,7 +196,7 @@ def _best(records: Sequence[Record]) -> list[Filling]:
     found = grouped(
         _by_metric(records, "accuracy"), lambda f: (f.record.facts["clip"], f"{f.record.spent or 0:.1f}")
     )
-    return [max(own, key=lambda f: (len(f.values) > 1, f.merit)) for own in found.values()]
+    return [max(own, key=attrgetter("rank")) for own in found.values()]
 
 
 def _printed(task: str) -> list[tuple[float, float]]:

@@ -138,8 +138,8 @@ class Pair:
         """
         left, right = (bool(side.unfinished) for side in self.sides)
         if (left and right) or (self.expect.startswith("within") and (left or right)):
-            return replace(self.result, p_for=None, p_against=None)
-        if self.result.p_for is None:
+            return replace(self.result, p_for=math.nan, p_against=math.nan)
+        if not self.result.tested:
             return self.result
         p_for, p_against = 1.0 if right else self.result.p_for, 1.0 if left else self.result.p_against
         return replace(self.result, p_for=p_for, p_against=p_against)
@@ -148,11 +148,7 @@ class Pair:
         """Difference, interval, p-values and verdict."""
         result = self.result
         interval = f", 95% {result.interval}" if math.isfinite(result.low) else ""
-        p = (
-            ""
-            if result.p_for is None
-            else f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it"
-        )
+        p = f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it" if result.tested else ""
         printed = "" if self.printed is None else f" (in print {self.printed:+.2f})"
         unfinished = "".join(
             f"; the search of {side.name} is not finished: {side.unfinished}"
@@ -200,7 +196,7 @@ class Finding:
         pairs = self.pairs
         if not pairs:
             return f"{CANNOT_TELL}: no two of our runs differ in this alone"
-        tested = [pair for pair in pairs if pair.judged.p_for is not None]
+        tested = [pair for pair in pairs if pair.judged.tested]
         if not tested:
             return f"{CANNOT_TELL}: fewer than two seeds on a side, or a search that is not finished, in every pair"
         word = overall([pair.judged for pair in pairs])
@@ -224,14 +220,15 @@ class Finding:
 
     def verdict(self, where: str) -> Verdict:
         """Of a block; its numbers are those of the pair that decides: the clearest against the claim, or the weakest for it."""
-        measured = [p for p in self.pairs if p.result.p_for is not None and math.isfinite(p.result.low)]
-        tested = [pair for pair in measured if pair.judged.p_for is not None] or measured
+        measured = [pair for pair in self.pairs if pair.result.tested and math.isfinite(pair.result.low)]
+        # without a judged pair, the first: p-values that are no numbers are larger than none
+        tested = [pair for pair in measured if pair.judged.tested] or measured
         if not tested:
             return Verdict(where, self.said)
         if self.said.startswith(CONTRADICTS):
-            pair = min(tested, key=lambda pair: pair.judged.p_against or 0.0)
+            pair = min(tested, key=lambda pair: pair.judged.p_against)
         else:
-            pair = max(tested, key=lambda pair: pair.judged.p_for or 0.0)
+            pair = max(tested, key=lambda pair: pair.judged.p_for)
         result, more = pair.result, f" (1 of {len(tested)} pairs)" if len(tested) > 1 else ""
         names = " − ".join(side.name for side in pair.sides)
         ours = f"{names} = {result.difference:+.2f} {result.interval}, n = {pair.seeds}"

@@ -11,6 +11,7 @@ import statistics as stats
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from scipy import stats as distributions
 
 LEVEL = 0.05
@@ -39,15 +40,20 @@ class Comparison:
     Attributes:
         difference: of the means.
         low, high: 95% confidence interval; infinite where a side has fewer than two seeds, or none has a spread.
-        p_for: p-value of "the claim is false", small where the seeds support it; None where there is no test.
+        p_for: p-value of "the claim is false", small where the seeds support it; no number where there is no test.
         p_against: p-value of "the claim is true", small where they contradict it.
     """
 
     difference: float
     low: float = -math.inf
     high: float = math.inf
-    p_for: float | None = None
-    p_against: float | None = None
+    p_for: float = math.nan
+    p_against: float = math.nan
+
+    @property
+    def tested(self) -> bool:
+        """Was there a test? Without one both p-values are no numbers, which are below no level."""
+        return not math.isnan(self.p_for)
 
     @property
     def interval(self) -> str:
@@ -57,15 +63,11 @@ class Comparison:
     @property
     def p_two_sided(self) -> float | None:
         """p-value of "both are alike", of a comparison that expects "greater"; None where there is no test."""
-        if self.p_for is None or self.p_against is None:
-            return None
-        return 2 * min(self.p_for, self.p_against)
+        return 2 * min(self.p_for, self.p_against) if self.tested else None
 
     @property
     def verdict(self) -> str:
         """Of this pair alone, at level 0.05."""
-        if self.p_for is None or self.p_against is None:
-            return CANNOT_TELL
         return SUPPORTS if self.p_for < LEVEL else CONTRADICTS if self.p_against < LEVEL else CANNOT_TELL
 
 
@@ -126,19 +128,16 @@ def overall(comparisons: Sequence[Comparison]) -> str:
     It is supported if each instance that can be tested supports it (an intersection-union test: no correction is due),
     and contradicted if one of them does so after Holm's correction for having looked at all.
     """
-    tested = [c for c in comparisons if c.p_for is not None and c.p_against is not None]
-    if not tested:
-        return CANNOT_TELL
-    if min(holm([c.p_against for c in tested if c.p_against is not None])) < LEVEL:
+    tested = [c for c in comparisons if c.tested]
+    if any(p < LEVEL for p in holm([c.p_against for c in tested])):
         return CONTRADICTS
-    return SUPPORTS if all(c.verdict == SUPPORTS for c in tested) else CANNOT_TELL
+    return SUPPORTS if tested and all(c.verdict == SUPPORTS for c in tested) else CANNOT_TELL
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for several tests (Holm 1979), in the order given."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    order = np.argsort(p_values)
+    larger = np.maximum.accumulate(np.sort(p_values) * np.arange(len(p_values), 0, -1))
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.minimum(larger, 1.0)
+    return [float(p) for p in corrected]

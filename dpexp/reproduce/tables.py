@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from dpexp.reproduce import cells, miniature
 from dpexp.reproduce.cells import FACTS, Claim, Slot
 from dpexp.reproduce.documents import Document, Section, not_run, page
 from dpexp.reproduce.drawing import draw, heat
-from dpexp.reproduce.fillings import Filling, columns, described
+from dpexp.reproduce.fillings import ORIGIN, Filling, columns, described
 from dpexp.reproduce.pairs import Finding, Pair, agreeing, compared
 from dpexp.reproduce.paper import Cell, as_number, listed, numbered, paper_table, paper_tables, target_name
 from dpexp.reproduce.paper import claims as paper_claims
 from dpexp.reproduce.records import Record
 
-COLUMNS = (
-    "row", "column", "paper", "ours", "n", "dev error", "difference", "scale", "configuration", "ε", "δ", "accountant",
-    "sampling", "hardware", "record",
-)  # fmt: skip
+COLUMNS = ("row", "column", "paper", "ours", "n", "dev error", "difference", "scale", *ORIGIN)
 _WITH = {
     "clip": ("clip.",),
     "model": ("model.",),
@@ -110,15 +108,10 @@ def _rows(slot: Slot, fillings: Sequence[Filling], task: str) -> Iterator[dict[s
     left = {"row": cell.row, "column": cell.column, "paper": printed_value(cell), "scale": slot.scale}
     if not fillings:
         yield left | {"ours": slot.reason or f"not run: `{slot.command}`"}
-    for filling in sorted(fillings, key=_rank, reverse=True):
+    for filling in sorted(fillings, key=attrgetter("rank"), reverse=True):
         digits = cell.decimals if cell.number is not None else 2
         apart = "" if cell.number is None or task else f"{filling.mean - cell.number:+.{digits}f}"
         yield left | columns(filling, digits) | {"difference": apart}
-
-
-def _rank(filling: Filling) -> tuple[bool, float]:
-    """The larger, the better: of several configurations those of more than one seed come first, then the best mean."""
-    return len(filling.values) > 1, filling.merit
 
 
 def printed_value(cell: Cell) -> str:

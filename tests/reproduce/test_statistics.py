@@ -38,7 +38,7 @@ def test_verdicts(left: list[float], right: list[float], expect: str, margin: fl
 
 def test_one_seed_cannot_tell():
     result = compare([99.0], [1.0, 1.1], "greater")
-    assert (result.verdict, result.p_for, result.difference) == ("cannot tell", None, pytest.approx(97.95))
+    assert (result.verdict, result.tested, result.difference) == ("cannot tell", False, pytest.approx(97.95))
     assert math.isinf(result.high)
 
 
