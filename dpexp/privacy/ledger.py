@@ -89,6 +89,10 @@ class Ledger:
     ) -> None:
         self.path, self.ranks, self.times = Path(path), ranks, times
         self._key = hmac.digest(key, b"ledger", "sha256")
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know what is in the file, and nothing else."""
         self._entries: dict[int, list[Entry]] = {}
         self._counts: Counter[str] = Counter()
         # after no charge, after the first, ...
@@ -284,6 +288,11 @@ class Ledger:
             raise UserError(
                 f"cannot write the ledger {self.path}: {error.strerror}; the step was not taken"
             ) from None
+        except KeyboardInterrupt:
+            # in a notebook the ledger lives on, and only the file knows whether the line is there; ranks end together
+            if self.ranks is None:
+                self._begin()
+            raise
         self._size += len(line.encode())
         self._torn, self._line_break_missing = 0, False
         self._remember(entry, record["check"])

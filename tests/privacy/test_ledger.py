@@ -264,6 +264,26 @@ def test_a_full_disk_is_one_clear_error_and_charges_nothing(path, monkeypatch):
     assert Ledger(path, KEY).steps_charged == 3
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_ctrl_c_within_a_charge_leaves_a_ledger_that_goes_on(path, monkeypatch, before):
+    """In a notebook it lives on, and took its own line for that of another process."""
+    (ledger, _), write = trained(path, 2), Ledger._write
+
+    def interrupted(self, line):
+        if not before:
+            write(self, line)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.begin_step(2, EVENT, "a")
+    assert ledger.steps_charged == (2 if before else 3)
+    assert ledger.begin_step(2, EVENT, "a") == 0
+    assert ledger.begin_step(3, EVENT, "a") == 0
+    assert Ledger(path, KEY).seal == ledger.seal
+
+
 def test_a_ledger_that_cannot_be_read_is_one_clear_error(tmp_path):
     with pytest.raises(UserError, match="cannot read the ledger"):
         Ledger(tmp_path, KEY)
