@@ -28,6 +28,8 @@ from dpexp.errors import UserError
 TWICE, OTHERWISE, ROUGH = 4, 4 / 3, 100.0
 # how far gradients may be from growing in proportion with weights, and inner products from adding up to that of the sum: rounding
 PROPORTION = 1e-3
+# by what one of two weights of an example is multiplied to be the other; they, and their sum, are powers of two times it
+FACTORS = (1.0, -0.5, -2.0)
 OPAQUE = (
     "clip=jl takes the norms of gradients by differentiating twice, and an operation of this model gives a gradient that "
     "cannot be (a fused kernel, a backward of one's own or a hook that detaches it): its norm would be left out, and its sum not "
@@ -138,18 +140,20 @@ class ProjectedClipper(AnyClipper):
         edges = self._independence.returned
         asked: Any = [*edges, *params]
         once, uneven = torch.ones_like(losses), layouts.weights(len(losses)).to(losses)
+        # what cancels is rounding alone, which powers of two do not change
+        other = uneven * torch.tensor(FACTORS).to(losses)[torch.arange(len(losses)) % len(FACTORS)]
         found = [
             torch.autograd.grad(losses, asked, weights, retain_graph=True, allow_unused=True)
-            for weights in (once, uneven, once + uneven)
+            for weights in (once, uneven, other, uneven + other)
         ]
         for plain, weighted in zip(found[0][: len(edges)], found[1], strict=False):
             if plain is not None and not apart([views(plain), views(weighted)], plain.dtype):
                 raise UserError(f"what the model returns: {MIXED}")
-        one, other, both = (
+        one, two, both = (
             torch.cat([g.flatten() for g in each[len(edges) :] if g is not None] or [once.new_zeros(1)])
-            for each in found
+            for each in found[1:]
         )
-        if float((one + other - both).norm()) > PROPORTION * float(one.norm() + other.norm()):
+        if float((one + two - both).norm()) > PROPORTION * float(one.norm() + two.norm()):
             raise UserError(
                 "the gradients do not grow in proportion with the weights of the losses: a hook or a backward in this model "
                 "clamps or normalises them, by what the whole batch holds. Leave it out"
