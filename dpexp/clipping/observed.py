@@ -130,7 +130,8 @@ class Observed:
     def tells_of_all(self, use: Use, layout: str) -> bool:
         """Whether every example has rows that are large enough to tell; none has them where its loss is masked, say."""
         plain, weighted = (seen[id(use), layout] for seen in self._seen[:2])
-        telling = _telling(plain, weighted, self._by_row[0], self._dtypes[id(use)])
+        _, scale, finite = _compared(plain, weighted, self._by_row[0])
+        telling = _telling(scale, finite, self._dtypes[id(use)])
         return bool(telling.reshape(self.visit.num_examples, -1).any(1).all())
 
     def refuted(self, use: Use, layout: str) -> bool:
@@ -172,17 +173,16 @@ def follows(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.
 
     Rows that come near the end of the exponents' range are only rounding errors, and too small to matter.
     """
-    error, scale, _ = _compared(plain, weighted, by_row)
-    telling = _telling(plain, weighted, by_row, dtype)
+    error, scale, finite = _compared(plain, weighted, by_row)
+    telling = _telling(scale, finite, dtype)
     if not bool(telling.any()):
         return None
     tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
     return not bool((telling & (error > tolerance * scale)).any())
 
 
-def _telling(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> Tensor:
+def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
     """Which rows are large enough to tell."""
-    _, scale, finite = _compared(plain, weighted, by_row)
     info = torch.finfo(dtype)
     return finite & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
 
