@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.following import Followed
 
 # relative difference of numbers that are one, inverted or not
@@ -54,6 +55,11 @@ class Line:
     autocast: tuple[str, torch.dtype] | None
     # whether a number that was made of the whole batch is among the arguments
     counted: bool = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether it has written to its first argument."""
+        return in_place(self.func, self.given[1])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.independence.batches import rows_of
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
@@ -171,7 +170,7 @@ class Redone:
         earlier, counted = set(self.trace.old), set[int]()
         for line in self.trace.lines:
             slots = [slot.number for slot in slots_of(line)]
-            written = [*line.made, *(slots[:1] if in_place(line.func) else ())]
+            written = [*line.made, *(slots[:1] if line.writes else ())]
             if earlier.intersection(slots[name_of(line.func) in SHAPES :]):
                 earlier.update(written)
             if line.counted or counted.intersection(slots):
@@ -186,7 +185,7 @@ class Redone:
         needed, found = set(numbers), set[int]()
         for i, line in reversed(list(enumerate(self.trace.lines))):
             slots = [slot.number for slot in slots_of(line)]
-            if needed.intersection([*line.made, *(slots[:1] if in_place(line.func) else ())]):
+            if needed.intersection([*line.made, *(slots[:1] if line.writes else ())]):
                 needed.update(slots)
                 found.add(i)
         return found

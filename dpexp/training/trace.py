@@ -251,7 +251,7 @@ class Trace(TorchFunctionMode):
         )
         if self._inside:
             return self._made_within(func, args, kwargs, given)
-        if given and in_place(func):
+        if given and in_place(func, kwargs):
             self._own.refuse_written_sum(given[0])
         if "c10d" in str(func) or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             # not done again, which all ranks would have to do at once
@@ -271,7 +271,11 @@ class Trace(TorchFunctionMode):
         )
         before = [version_of(t) for t in given]
         # what is written to is noted as it was
-        line = None if opaque or not in_place(func) else self._tried(self._noted, func, args, kwargs, given)
+        line = (
+            None
+            if opaque or not in_place(func, kwargs)
+            else self._tried(self._noted, func, args, kwargs, given)
+        )
         result = self._followed(func, args, kwargs, given)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if opaque:
@@ -297,7 +301,7 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if private:
             self.sizes.add_count(result)
-            written = [given[0], given[0]._base] if in_place(func) else []
+            written = [given[0], given[0]._base] if in_place(func, kwargs) else []
             for tensor in (*tree_leaves(result), *written):
                 self._mark(tensor)
         return result
@@ -307,7 +311,7 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if any(t in self.private or t in self._within for t in values_of(func, given)):
             self.sizes.add_count(result)
-            made = [*tree_leaves(result), *(given[:1] if in_place(func) else ())]
+            made = [*tree_leaves(result), *(given[:1] if in_place(func, kwargs) else ())]
             self._within.update({t: None for t in made if type(t) in PLAIN})
         return result
 
@@ -361,7 +365,7 @@ class Trace(TorchFunctionMode):
         """A call and what it is given."""
         name = name_of(func)
         slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
-        if in_place(func):
+        if in_place(func, kwargs):
             for number, held in self.held.items():
                 if storage_of(held) == storage_of(given[0]):
                     self.held[number] = held.clone()

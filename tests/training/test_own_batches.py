@@ -33,7 +33,27 @@ def swapped(x):
     return x
 
 
-@pytest.mark.parametrize("prepared", [standardised, mixed_up, swapped])
+class Frozen(nn.Module):
+    """As torchvision has them: activations in place, statistics of the batch unless they are put to eval()."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.activation, self.dropout = (
+            nn.BatchNorm1d(10),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.0, inplace=True),
+        )
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        return self.dropout(self.activation(self.norm(x.clone())))
+
+
+def behind_a_frozen_model(x):
+    return mixed_up(Frozen().eval()(x))
+
+
+@pytest.mark.parametrize("prepared", [standardised, mixed_up, swapped, Frozen(), behind_a_frozen_model])
 def test_batches_that_are_mixed_before_they_enter_the_model_are_refused(tmp_path, prepared):
     engine = make(tmp_path)
 
@@ -46,6 +66,18 @@ def test_batches_that_are_mixed_before_they_enter_the_model_are_refused(tmp_path
         # again, and not let through
         train(engine, 20, losses=losses)
     assert engine.ledger.steps_charged == 0
+
+
+def test_a_frozen_model_in_front_may_write_in_place(tmp_path):
+    engine, before = make(tmp_path), Frozen().eval()
+
+    def losses(engine, batch):
+        values = cross_entropy(engine.model(before(batch[0])), batch[1], reduction="none")
+        return nn.functional.relu(values, inplace=True)
+
+    train(engine, 20, losses=losses)
+    assert engine.finished
+    assert not engine.clipper.notes
 
 
 MIXED = {
