@@ -6,9 +6,9 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
 from dpexp.training.lines import SHAPES, Slot, name_of, slots_of
 from dpexp.training.owned import WRITTEN
+from dpexp.training.padded import FACTORS, behind_the_end
 from dpexp.training.trace import COUNTED, EARLIER, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
@@ -109,7 +110,18 @@ class Redone:
             raise ValueError("computed again they are others")
         if mixed:
             raise Mixture(MIXED.format(where=self.trace.table))
+        self._feel_padding(number, whole)
         return bool((changed[0] | changed[1]).any())
+
+    def _feel_padding(self, number: int, whole: Tensor) -> None:
+        """Note for which lengths the losses are others where the model returns something else behind the ends of rows."""
+        trace = self.trace
+        for length, factor in product(trace.lengths, FACTORS):
+            lengths = {length: trace.lengths[length]}
+            made = {n: behind_the_end(trace.held[n], lengths, factor) for n in trace.returned}
+            instead = {n: tensor for n, tensor in made.items() if tensor is not None}
+            if instead and bool(self._unlike(whole, self._again(number, instead=instead)[0]).any()):
+                trace.felt.add(length)
 
     def _enters_apart(self, number: int) -> bool:
         """Whether it is known which rows enter the model for which half of the examples, or they stand where their examples do.
@@ -204,10 +216,20 @@ class Redone:
             # a target that must be between 0 and 1
             return self._again(number, half, 1.0)[0]
 
-    def _again(self, number: int, half: int | None = None, scale: float = 1.0) -> tuple[Tensor, bool]:
-        """A tensor, with one half of the examples in the place of the other; and whether chance has a part in it."""
+    def _again(
+        self,
+        number: int,
+        half: int | None = None,
+        scale: float = 1.0,
+        instead: Mapping[int, Tensor] | None = None,
+    ) -> tuple[Tensor, bool]:
+        """A tensor, with one half of the examples in the place of the other; and whether chance has a part in it.
+
+        ``instead``: what stands in the place of tensors with these numbers.
+        """
         trace = self.trace
         there = {n: held.clone() if n in trace.written else held for n, held in trace.held.items()}
+        there |= instead or {}
         if half is not None:
             kept, left = self._halves()[half], (~self._changed[half]).nonzero().flatten().tolist()
             there |= {
