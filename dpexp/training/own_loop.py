@@ -21,7 +21,7 @@ from dpexp.errors import UserError
 from dpexp.training.arguments import check_numbers
 from dpexp.training.collating import Collation, Read, example_axes
 from dpexp.training.guards import GradientGuard, GuardedOptimizer, OneAtATime
-from dpexp.training.padded import own_lengths
+from dpexp.training.padded import padding_of
 from dpexp.training.steps import Steps
 from dpexp.training.units import Units
 from dpexp.training.watch import LossWatch
@@ -127,7 +127,7 @@ class OwnLoop:
             # of the first piece: all gradients are None
             self._gradients.look()
         made = collate_fn, examples, count, batch
-        self._watch.begin(batch, count, partial(example_axes, *made), partial(own_lengths, *made))
+        self._watch.begin(batch, count, partial(example_axes, *made), partial(padding_of, *made))
         return batch
 
     def step(self, losses: Tensor) -> bool:

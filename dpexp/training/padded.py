@@ -1,4 +1,4 @@
-"""How far the rows of a batch are their own, and how far they are padded: what lies behind its end is there for others' sake."""
+"""Where the rows of a batch are their own, and where they are padding, which is there for others' sake."""
 
 from __future__ import annotations
 
@@ -10,53 +10,61 @@ from torch import Tensor
 
 from dpexp.training.collating import EXAMPLES, Collate, collated, leaves_of
 
-# of what lies behind the end of a row: a maximum sees one of them
+# of what stands in padding; a maximum sees one of them
 FACTORS = (3.0, -3.0)
-# padded length -> ``[b]``, the own lengths of the examples
-Lengths = Mapping[int, Tensor]
+# length T to which rows are padded -> ``[b, T]``, whether padding stands there
+Padding = Mapping[int, Tensor]
 
 
-def own_lengths(collate_fn: Collate, examples: Sequence[Any], units: int, batch: Any) -> Lengths:
-    """Find how long the examples of a batch are by themselves, by collating some of them alone.
+def padding_of(collate_fn: Collate, examples: Sequence[Any], units: int, batch: Any) -> Padding:
+    """Find where the rows of a batch are padded, by collating some of its examples alone.
 
     Args:
         collate_fn: a list of examples -> a batch.
-        examples: of one batch; copies of a few are used, and the others count as long as they are padded.
+        examples: of one batch; copies of a few are used, and the rows of the others count as their own.
         units: how many units of privacy they are.
         batch: what they were collated to.
 
     Returns:
-        The lengths to which tensors ``[b, T, …]`` are padded at their ends, with ``[b]`` own lengths. Nothing where a row is
-        another one alone: padded in front, say, or masked by chance.
+        Padding by the length of tensors ``[b, T, …]``, at one end of their rows. Nothing where a row is another one alone, as
+        one that is masked by chance.
     """
     together = _sequences(batch, len(examples))
     if len(examples) != units or units == 1 or not together:
         return {}
-    found: dict[int, Tensor] = {}
+    found = {whole.shape[1]: torch.zeros(units, whole.shape[1], dtype=torch.bool) for whole in together}
     for i, example in enumerate(examples[:EXAMPLES]):
         alone = _sequences(collated(collate_fn, [example]), 1)
         if len(alone) != len(together):
             return {}
-        longest: dict[int, int] = {}
+        here = {length: torch.ones(length, dtype=torch.bool) for length in found}
         for whole, one in zip(together, alone, strict=True):
-            own, length = one.shape[1], whole.shape[1]
-            alike = own <= length and one.shape[2:] == whole.shape[2:] and one.dtype == whole.dtype
-            if not alike or not torch.equal(whole[i, :own], one[0]):
+            padding = _added(whole[i], one[0])
+            if padding is None:
                 return {}
-            longest[length] = max(longest.get(length, 0), own)
-        for length, own in longest.items():
-            found.setdefault(length, torch.full((units,), length))[i] = own
-    return {length: own for length, own in found.items() if bool((own < length).any())}
+            here[len(padding)] &= padding
+        for length, padding in here.items():
+            found[length][i] = padding
+    return {length: padding for length, padding in found.items() if bool(padding.any())}
 
 
-def behind_the_end(tensor: Tensor, lengths: Lengths, factor: float) -> Tensor | None:
-    """Multiply what lies behind the ends of the rows of ``[b, T, …]``; None where it has no such length."""
-    own = lengths.get(tensor.shape[1]) if tensor.dim() > 1 and tensor.is_floating_point() else None
-    if own is None or len(own) != len(tensor):
+def in_padding(tensor: Tensor, padding: Padding, factor: float) -> Tensor | None:
+    """Multiply what stands in the padding of ``[b, T, …]``; None where it has no such length."""
+    there = padding.get(tensor.shape[1]) if tensor.dim() > 1 and tensor.is_floating_point() else None
+    if there is None or len(there) != len(tensor):
         return None
-    behind = torch.arange(tensor.shape[1]) >= own[:, None]
-    behind = behind.to(tensor.device).reshape(*behind.shape, *[1] * (tensor.dim() - 2))
-    return torch.where(behind, tensor * factor, tensor)
+    there = there.to(tensor.device).reshape(*there.shape, *[1] * (tensor.dim() - 2))
+    return torch.where(there, tensor * factor, tensor)
+
+
+def _added(row: Tensor, alone: Tensor) -> Tensor | None:
+    """Tell, ``[T]``, where a row was padded that is ``alone`` by itself; None where that is not in it."""
+    own, places = len(alone), torch.arange(len(row))
+    if own > len(row) or row.shape[1:] != alone.shape[1:] or row.dtype != alone.dtype:
+        return None
+    if torch.equal(row[:own], alone):
+        return places >= own
+    return places < len(row) - own if torch.equal(row[len(row) - own :], alone) else None
 
 
 def _sequences(batch: Any, count: int) -> list[Tensor]:

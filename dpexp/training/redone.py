@@ -21,7 +21,7 @@ from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
 from dpexp.training.lines import SHAPES, Slot, name_of, slots_of
 from dpexp.training.owned import WRITTEN
-from dpexp.training.padded import FACTORS, behind_the_end
+from dpexp.training.padded import FACTORS, in_padding
 from dpexp.training.trace import COUNTED, EARLIER, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
@@ -114,11 +114,10 @@ class Redone:
         return bool((changed[0] | changed[1]).any())
 
     def _feel_padding(self, number: int, whole: Tensor) -> None:
-        """Note for which lengths the losses are others where the model returns something else behind the ends of rows."""
+        """Note for which lengths the losses are others where the model returns something else for padding."""
         trace = self.trace
-        for length, factor in product(trace.lengths, FACTORS):
-            lengths = {length: trace.lengths[length]}
-            made = {n: behind_the_end(trace.held[n], lengths, factor) for n in trace.returned}
+        for (length, there), factor in product(trace.padding.items(), FACTORS):
+            made = {n: in_padding(trace.held[n], {length: there}, factor) for n in trace.returned}
             instead = {n: tensor for n, tensor in made.items() if tensor is not None}
             if instead and bool(self._unlike(whole, self._again(number, instead=instead)[0]).any()):
                 trace.felt.add(length)

@@ -37,7 +37,7 @@ from dpexp.training.lines import (
 )
 from dpexp.training.listening import listening
 from dpexp.training.owned import Owned
-from dpexp.training.padded import Lengths
+from dpexp.training.padded import Padding
 from dpexp.training.sizes import Sizes
 
 # functions that are written down for one batch
@@ -91,10 +91,10 @@ class Trace(TorchFunctionMode):
         outside: parameters are added to it that the batch goes through and that are not the model's.
         axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
         data: the tensors that the rows of the data set stand in, where it has some.
-        lengths: see `padded.own_lengths`.
+        padding: see `padded.padding_of`.
 
     Attributes:
-        felt: the padded lengths behind whose ends something changes the losses.
+        felt: the lengths to which rows are padded whose padding changes the losses.
         used: whether anything has read values of the batch, as far as that can be seen.
         sizes: numbers that go by the batch.
         failure: why nothing can be said, in words.
@@ -115,10 +115,10 @@ class Trace(TorchFunctionMode):
         outside: WeakIdKeyDictionary,
         axes: WeakIdKeyDictionary | None = None,
         data: Iterable[Tensor] = (),
-        lengths: Lengths | None = None,
+        padding: Padding | None = None,
     ):
         super().__init__()
-        self.lengths = lengths or {}
+        self.padding = padding or {}
         self.felt: set[int] = set()
         self._axes = WeakIdKeyDictionary() if axes is None else axes
         # where the examples stand in all that has several dimensions, as far as is known

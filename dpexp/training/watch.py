@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.layouts import due
 from dpexp.errors import UserError
-from dpexp.training.padded import Lengths
+from dpexp.training.padded import Padding
 from dpexp.training.redone import Mixture, Redone
 from dpexp.training.trace import UNUSED, Trace
 
@@ -33,9 +33,9 @@ SIZED = (
     "tokens, (losses * mask).sum(1) / mask.sum(1), or a public one; the step divides by the expected size of the batch"
 )
 PADDED = (
-    "losses go by what the model returns behind the ends of padded rows ({lengths} columns): a softmax or a maximum over all "
-    "positions, the last one, losses of padding. How much of it a row has goes by the longest of its batch. Leave it out (a "
-    "mask, labels that are ignored), or let the collate function pad all batches to one length"
+    "losses go by what the model returns for padding (of rows of {lengths} columns): a softmax or a maximum over all positions, "
+    "the last one, losses of padding. How much of it a row has goes by the longest of its batch. Leave it out (a mask, labels "
+    "that are ignored), or let the collate function pad all batches to one length"
 )
 NOTE = "losses were not looked at for values that mix examples ({why}): engine.look_at_losses(losses, batch) asks for them again"
 
@@ -84,9 +84,9 @@ class LossWatch:
         batch: Any,
         examples: int,
         axes: Callable[[], WeakIdKeyDictionary] = WeakIdKeyDictionary,
-        lengths: Callable[[], Lengths] = dict,
+        padding: Callable[[], Padding] = dict,
     ) -> None:
-        """Watch what is done with a batch from here on, if it is time to; ``axes``, ``lengths``: see `Trace`."""
+        """Watch what is done with a batch from here on, if it is time to; ``axes``, ``padding``: see `Trace`."""
         self.end()
         self._batches += 1
         self._trace = self._refused = None
@@ -102,7 +102,7 @@ class LossWatch:
                 self.outside,
                 axes(),
                 self.data,
-                lengths(),
+                padding(),
             )
             self._before = self._trace.private
             self._trace.begin()

@@ -418,7 +418,7 @@ class Words(nn.Module):
 
 
 def of_words(
-    folder: Path, losses: Callable[[Tensor, Tensor, Tensor], Tensor], longest: int = 0
+    folder: Path, losses: Callable[[Tensor, Tensor, Tensor], Tensor], longest: int = 0, left: bool = False
 ) -> PrivacyEngine:
     """Train on texts of 2 to 7 words, padded by 0 to the longest of a batch, or to one length for all."""
     generator = torch.Generator().manual_seed(0)
@@ -426,7 +426,13 @@ def of_words(
 
     def collate(examples: list[Tensor]) -> Tensor:
         length = longest or max(map(len, examples))
-        return torch.stack([nn.functional.pad(ids, (0, length - len(ids))) for ids in examples])
+        more = [length - len(ids) for ids in examples]
+        return torch.stack(
+            [
+                nn.functional.pad(ids, (m, 0) if left else (0, m))
+                for ids, m in zip(examples, more, strict=True)
+            ]
+        )
 
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -472,10 +478,15 @@ LEAVING_IT_OUT = {
 
 
 @pytest.mark.parametrize("losses", FEELING_PADDING.values(), ids=FEELING_PADDING)
-def test_losses_do_not_go_by_what_stands_behind_the_end_of_a_row(tmp_path, losses) -> None:
-    with pytest.raises(UserError, match="behind the ends of padded rows"):
+def test_losses_do_not_go_by_what_the_model_returns_for_padding(tmp_path, losses) -> None:
+    with pytest.raises(UserError, match="by what the model returns for padding"):
         of_words(tmp_path / "own", losses)
     assert of_words(tmp_path / "padded alike", losses, longest=7).finished
+    if losses is FEELING_PADDING["the last one"]:
+        assert of_words(tmp_path / "padded in front", losses, left=True).finished
+    else:
+        with pytest.raises(UserError, match="by what the model returns for padding"):
+            of_words(tmp_path / "padded in front", losses, left=True)
 
 
 @pytest.mark.parametrize("losses", LEAVING_IT_OUT.values(), ids=LEAVING_IT_OUT)
