@@ -19,10 +19,10 @@ from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
-from dpexp.training.lines import SHAPES, Slot, name_of, slots_of
+from dpexp.training.lines import ADDING, SHAPES, Slot, name_of, slots_of
 from dpexp.training.owned import WRITTEN
 from dpexp.training.padded import FACTORS, in_padding
-from dpexp.training.trace import COUNTED, EARLIER, Trace
+from dpexp.training.trace import COUNTED, EARLIER, REPEATED, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
 SCALE = 3.0
@@ -74,6 +74,7 @@ class Redone:
         for name, buffer in trace.model.named_buffers():
             if buffer in trace.private or buffer in trace.before:
                 raise UserError(WRITTEN.format(name=name))
+        self._refuse_repeated(losses)
         try:
             trace.failure = trace.failure or self._failure(losses)
             behind = self._behind([*trace.entering, trace.numbers.get(losses, 0)])
@@ -85,6 +86,8 @@ class Redone:
         except UserError:
             raise
         except Exception as error:
+            if any(line.repeats for line in trace.lines):
+                raise UserError(REPEATED) from error
             trace.failure = f"{type(error).__name__}: {error}"
             return False
         finally:
@@ -190,6 +193,20 @@ class Redone:
             raise UserError(EARLIER.format(what=what))
         if number in counted:
             raise UserError(COUNTED.format(what=what))
+
+    def _refuse_repeated(self, losses: Tensor) -> None:
+        """Refuse a batch of as many rows, of which some are taken twice: their examples would have two shares of the sum.
+
+        What belongs to examples, several to one and none to another, may by chance be as many: it is added up by whose it is.
+        """
+        taken = set[int]()
+        for line in self.trace.lines:
+            slots = [slot.number for slot in slots_of(line)]
+            if line.repeats or (taken.intersection(slots) and name_of(line.func).rstrip("_") not in ADDING):
+                taken.update([*line.made, *(slots[:1] if line.writes else ())])
+        reached = [*self.trace.entering, self.trace.numbers.get(losses)]
+        if taken and (None in reached or taken.intersection(reached)):
+            raise UserError(REPEATED)
 
     def _behind(self, numbers: Sequence[int]) -> set[int]:
         """Which lines tensors were computed by."""

@@ -191,7 +191,7 @@ class Trace(TorchFunctionMode):
 
     def follow(self) -> None:
         """Watch on behind the losses: writes to the model, and what holds values of the batch when the next one begins."""
-        self._stop("the losses are there")
+        self._forget("the losses are there")
         self.begin()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -269,7 +269,6 @@ class Trace(TorchFunctionMode):
         known = (self.numbers, self.rowed, self._within, self._told)
         if not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
-        self._refuse_repeats(func, args)
         self._refuse_scaled(given)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
         opaque = func is torch.autograd.grad or any(
@@ -343,16 +342,15 @@ class Trace(TorchFunctionMode):
             return True
         return bool(self._data) and any(first <= address_of(tensor) < last for first, last in self._data)
 
-    def _refuse_repeats(self, func: Any, args: Any) -> None:
-        """Refuse a batch of as many rows, of which some are taken twice: their examples would have two shares of the sum."""
+    def _repeats(self, func: Any, args: Any) -> bool:
+        """Whether as many rows as there are examples are taken, and some of them twice."""
         if name_of(func) not in ("__getitem__", "index_select") or args[0] not in self.private:
-            return
+            return False
         rows, index = len(args[0]) if args[0].dim() else 0, args[-1]
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
         along = name_of(func) == "__getitem__" or args[1] == 0
         takes = along and rows == self.examples and isinstance(index, Tensor) and index.shape == (rows,)
-        if takes and index.dtype != torch.bool and len(index.unique()) < rows:
-            raise UserError(REPEATED)
+        return takes and index.dtype != torch.bool and len(index.unique()) < rows
 
     def _refuse_scaled(self, given: list[Tensor]) -> None:
         """Refuse what a scaler does with a loss for each example; other losses are not the engine's."""
@@ -387,7 +385,8 @@ class Trace(TorchFunctionMode):
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
                 self.sizes.note(len(self.lines), name, n)
-        return Line(func, slots, [], (kind, torch.get_autocast_dtype(kind)) if on else None, counted)
+        autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
+        return Line(func, slots, [], autocast, counted, self._repeats(func, args))
 
     def _constant(self, tensor: Tensor) -> list[Number]:
         """The number that a tensor holds in all its places, where it is not made of values of the batch."""
@@ -461,6 +460,12 @@ class Trace(TorchFunctionMode):
         ]
 
     def _stop(self, why: str) -> None:
+        if any(line.repeats for line in self.lines):
+            # what becomes of them is not seen any more
+            raise UserError(REPEATED)
+        self._forget(why)
+
+    def _forget(self, why: str) -> None:
         self.failure = self.failure or why
         self.held.clear()
         self.lines.clear()

@@ -361,6 +361,21 @@ def test_a_batch_in_which_an_example_stands_twice_is_refused(tmp_path, take):
     assert engine.ledger.steps_charged == 0
 
 
+def test_what_belongs_to_examples_may_be_as_many_as_they_are(tmp_path):
+    """Mentions in texts, boxes in pictures: of some two, of others none."""
+    engine, alike = make(tmp_path), []
+
+    def losses(engine, batch):
+        outputs = engine.model(batch[0])
+        counts = torch.tensor([2, 0]).repeat(len(outputs))[: len(outputs)]
+        whose = torch.arange(len(outputs)).repeat_interleave(counts)
+        alike.append(len(whose) == len(outputs))
+        return outputs.new_zeros(len(outputs)).index_add(0, whose, outputs[whose].square().sum(1))
+
+    assert train(engine, losses=losses).finished
+    assert any(alike)
+
+
 def test_losses_in_another_order_than_the_models_rows_are_called_that(tmp_path):
     def losses(engine, batch):
         order = torch.randperm(len(batch[0]))
