@@ -163,7 +163,7 @@ class DataFlow(TorchFunctionMetadataMode):
             elif base is not None and base in self._followed and (size := _cut_along(name, args, kwargs)):
                 cut = size
             of_examples = self.of_examples(tensors) and name not in SHARING
-            if of_examples and base is not None and in_place(func):
+            if of_examples and base is not None and in_place(func, kwargs):
                 self._of_examples[base] = None
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
@@ -172,7 +172,7 @@ class DataFlow(TorchFunctionMetadataMode):
                         self._of_examples[leaf] = None
                     if cut is not None:
                         self._cut[leaf] = cut
-            if base is not None and in_place(func):
+            if base is not None and in_place(func, kwargs):
                 self.add(base, routed)
                 self._add_whole(base, routed if cut is None else routed | FIRST)
         return result
@@ -352,8 +352,11 @@ def _joined(name: str, args: Any, kwargs: Any, tensors: list[Tensor], cut: int |
     return NONE if cut is None or (dim and cut != len(tensors)) else Sizes({cut, len(tensors)})
 
 
-def in_place(func: Any) -> bool:
-    """Tell whether a function writes to its first argument."""
+def in_place(func: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Tell whether a function, called with these keywords, writes to its first argument."""
+    if kwargs and kwargs.get("inplace") is True:
+        # nn.ReLU(inplace=True) and its like call one function for both
+        return True
     schema = getattr(func, "_schema", None)
     if schema is not None:
         # an operator of the dispatcher, whose name ends in that of its overload

@@ -131,6 +131,20 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse a model with parameters that get their shapes from a first batch.
+
+    Raises:
+        UserError: names the first of them.
+    """
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise UserError(
+                f"{name} has no shape yet (a lazy module): run the model once, on an example of your own making, before the "
+                "clipper or the PrivacyEngine is made"
+            )
+
+
 def refuse_couplings(model: nn.Module) -> None:
     """Refuse a model with modules that mix examples or cannot be clipped, whether they train or not.
 
@@ -143,11 +157,8 @@ def refuse_couplings(model: nn.Module) -> None:
         reason = refusal(module)
         if reason:
             raise UserError(f"{name or '(root)'} ({type(module).__name__}): {reason}")
+    refuse_lazy(model)
     for name, param in model.named_parameters():
-        if isinstance(param, nn.UninitializedParameter):
-            raise UserError(
-                f"{name} is not initialised yet (lazy module): run one forward pass before attach()"
-            )
         if param.requires_grad and not param.is_floating_point():
             raise UserError(
                 f"{name} has dtype {param.dtype}; only real floating-point parameters can be clipped"

@@ -43,8 +43,11 @@ class Site:
         if local not in module._parameters:
             raise UserError(MOVED.format(name=self.params[local]))
         param = module._parameters[local]
-        # a subclass has methods and operations of its own, which no followed value has: the loop takes it as it is
-        if torch.is_grad_enabled() and self.recorder.following and type(param) is nn.Parameter:
+        # a subclass has methods and operations of its own, which no followed value has: the loop takes it as it is; and what is
+        # frozen while a part of the forward runs is a constant there
+        plain = type(param) is nn.Parameter and param.requires_grad
+        if plain and torch.is_grad_enabled() and self.recorder.following:
+            assert param is not None
             name = self.params[local]
             if self.recorder.is_followed(param, name, self.originals[local]):
                 return Followed.of(param, name, self.recorder)

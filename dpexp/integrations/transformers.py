@@ -354,15 +354,22 @@ class Trainer(transformers.Trainer):
 
 
 def _losses_of_spans(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """`[b]`: the mean of the cross-entropies of beginning and end, as Hugging Face's question answering has it."""
+    """`[b]`: the mean of the cross-entropies of beginning and end, as Hugging Face's question answering has it of a row alone.
+
+    Beside longer rows it would let an answer stand in the padding, too: what a row loses would go by their lengths.
+    """
     targets = ("start_positions", "end_positions")
     outputs = model(**{name: value for name, value in inputs.items() if name not in targets})
-    losses = []
+    text, losses = inputs.get("attention_mask"), []
     for name in targets:
         logits = outputs[name.replace("positions", "logits")].float()
         # an answer that was cut off has no loss
         outside = logits.shape[1]
         positions = inputs[name].clamp(0, outside)
+        if text is not None and text.shape == logits.shape:
+            logits = logits.masked_fill(text == 0, -math.inf)
+            there = F.pad(text, (0, 1)).gather(1, positions[:, None])[:, 0] != 0
+            positions = torch.where(there, positions, outside)
         losses.append(F.cross_entropy(logits, positions, ignore_index=outside, reduction="none"))
     return (losses[0] + losses[1]) / 2
 

@@ -265,7 +265,7 @@ def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> i
     together = _rows(batch, len(examples))
     if not together:
         return None
-    tried = [_collated(collate_fn, [example]) for example in examples[:EXAMPLES]]
+    tried = [collated(collate_fn, [example]) for example in examples[:EXAMPLES]]
     if any(other is None for other in tried):
         return None
     alone = [_rows(other, 1) for other in tried]
@@ -292,7 +292,7 @@ def example_axes(collate_fn: Collate, examples: Sequence[Any], units: int, batch
     found, rows = WeakIdKeyDictionary(), len(examples) // units
     if units == 1:
         return found
-    without = [_collated(collate_fn, some) for some in (examples[rows:], examples[:-rows])]
+    without = [collated(collate_fn, some) for some in (examples[rows:], examples[:-rows])]
     if all(other is not None for other in without):
         for part in Parts(len(examples), without, rows).of(batch):
             if len(part.axes) == 1:
@@ -309,8 +309,8 @@ def refuse_other_order(collate_fn: Collate, examples: Sequence[Any], batch: Any)
     Raises:
         UserError: the same examples from last to first do not come out from last to first.
     """
-    turned = _collated(collate_fn, examples[::-1])
-    for here, there in zip(_leaves(batch), [] if turned is None else _leaves(turned), strict=False):
+    turned = collated(collate_fn, examples[::-1])
+    for here, there in zip(leaves_of(batch), [] if turned is None else leaves_of(turned), strict=False):
         if here.dim() and len(here) == len(examples) and here.shape == there.shape:
             rows, others = _bytes(here), _bytes(there)
             if others != rows[::-1] and sorted(others) == sorted(rows):
@@ -341,7 +341,7 @@ def _changed(leaf: Any) -> Any:
     return leaf
 
 
-def _collated(collate_fn: Collate, examples: Sequence[Any]) -> Any:
+def collated(collate_fn: Collate, examples: Sequence[Any]) -> Any:
     """Collate copies; None where that fails, as of a single example."""
     try:
         with generators_kept():
@@ -354,7 +354,7 @@ def _bytes(rows: Tensor) -> list[bytes]:
     return [row.numpy().tobytes() for row in rows.detach().cpu().reshape(len(rows), -1).view(torch.uint8)]
 
 
-def _leaves(batch: Any) -> list[Tensor]:
+def leaves_of(batch: Any) -> list[Tensor]:
     leaves = tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -363,7 +363,7 @@ def _rows(batch: Any, count: int) -> list[Tensor]:
     """The tensors of whole numbers with two dimensions, one row for each example."""
     return [
         leaf
-        for leaf in _leaves(batch)
+        for leaf in leaves_of(batch)
         if leaf.dim() == 2 and leaf.shape[0] == count and leaf.dtype == torch.int64
     ]
 

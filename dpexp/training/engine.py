@@ -170,7 +170,7 @@ class PrivacyEngine:
         self._units = units_of(len(dataset), users, given.rows_per_example)
         adaptive = given.target_quantile is not None
         self.model, self.dataset = model, dataset
-        self.checkpoint_every = given.checkpoint_every
+        self.checkpoint_every, self._fixed_length = given.checkpoint_every, fixed_length
         self.plan = make_plan(
             num_examples=self._units.count,
             unit=self._units.config.name,
@@ -343,7 +343,7 @@ class PrivacyEngine:
     def _look_at_losses(self, losses: Losses, batch: Any, name: str) -> str | None:
         """See `own_losses.look_at_losses`: what is computed on other batches is not the loop's."""
         with self._loop.unwatched():
-            return look_at_losses(losses, self.model, batch, name)
+            return look_at_losses(losses, self.model, batch, name, padding=not self._fixed_length)
 
     def epsilon(self, accountant: str | None = None) -> float:
         """ε of everything released so far, at the plan's δ, computed from the ledger.

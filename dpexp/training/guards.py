@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dpexp.clipping.refusals import refuse_lazy
 from dpexp.clipping.sharding import parts_of
 from dpexp.errors import UserError
 
@@ -206,6 +207,7 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
         )
     # before there is a folder, which the same run with another model would have to leave
     parts_of(model)
+    refuse_lazy(model)
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     moved = _moved(optimizer)
     if not trained:

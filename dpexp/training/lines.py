@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.following import Followed
 
 # relative difference of numbers that are one, inverted or not
@@ -33,6 +34,8 @@ READING_SHAPES = {
 }
 # what they return holds values of their first argument alone, and may be that argument itself
 LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+# what rows belong to is told, and those of each are added up
+ADDING = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}
 # the last one: a parameter, as it is read within a module of an attached model
 PLAIN = (Tensor, nn.Parameter, Followed)
 
@@ -54,6 +57,13 @@ class Line:
     autocast: tuple[str, torch.dtype] | None
     # whether a number that was made of the whole batch is among the arguments
     counted: bool = False
+    # whether it takes as many rows as there are examples, and some of them twice
+    repeats: bool = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether it has written to its first argument."""
+        return in_place(self.func, self.given[1])
 
 
 @dataclass(frozen=True)

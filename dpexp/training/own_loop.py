@@ -21,6 +21,7 @@ from dpexp.errors import UserError
 from dpexp.training.arguments import check_numbers
 from dpexp.training.collating import Collation, Read, example_axes
 from dpexp.training.guards import GradientGuard, GuardedOptimizer, OneAtATime
+from dpexp.training.padded import padding_of
 from dpexp.training.steps import Steps
 from dpexp.training.units import Units
 from dpexp.training.watch import LossWatch
@@ -125,7 +126,8 @@ class OwnLoop:
         if not self.steps.sums.drawn:
             # of the first piece: all gradients are None
             self._gradients.look()
-        self._watch.begin(batch, count, partial(example_axes, collate_fn, examples, count, batch))
+        made = collate_fn, examples, count, batch
+        self._watch.begin(batch, count, partial(example_axes, *made), partial(padding_of, *made))
         return batch
 
     def step(self, losses: Tensor) -> bool:

@@ -6,23 +6,23 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.independence.batches import rows_of
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
-from dpexp.training.lines import SHAPES, Slot, name_of, slots_of
+from dpexp.training.lines import ADDING, SHAPES, Slot, name_of, slots_of
 from dpexp.training.owned import WRITTEN
-from dpexp.training.trace import COUNTED, EARLIER, Trace
+from dpexp.training.padded import FACTORS, in_padding
+from dpexp.training.trace import COUNTED, EARLIER, REPEATED, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
 SCALE = 3.0
@@ -74,6 +74,7 @@ class Redone:
         for name, buffer in trace.model.named_buffers():
             if buffer in trace.private or buffer in trace.before:
                 raise UserError(WRITTEN.format(name=name))
+        self._refuse_repeated(losses)
         try:
             trace.failure = trace.failure or self._failure(losses)
             behind = self._behind([*trace.entering, trace.numbers.get(losses, 0)])
@@ -85,6 +86,8 @@ class Redone:
         except UserError:
             raise
         except Exception as error:
+            if any(line.repeats for line in trace.lines):
+                raise UserError(REPEATED) from error
             trace.failure = f"{type(error).__name__}: {error}"
             return False
         finally:
@@ -110,7 +113,17 @@ class Redone:
             raise ValueError("computed again they are others")
         if mixed:
             raise Mixture(MIXED.format(where=self.trace.table))
+        self._feel_padding(number, whole)
         return bool((changed[0] | changed[1]).any())
+
+    def _feel_padding(self, number: int, whole: Tensor) -> None:
+        """Note for which lengths the losses are others where the model returns something else for padding."""
+        trace = self.trace
+        for (length, there), factor in product(trace.padding.items(), FACTORS):
+            made = {n: in_padding(trace.held[n], {length: there}, factor) for n in trace.returned}
+            instead = {n: tensor for n, tensor in made.items() if tensor is not None}
+            if instead and bool(self._unlike(whole, self._again(number, instead=instead)[0]).any()):
+                trace.felt.add(length)
 
     def _enters_apart(self, number: int) -> bool:
         """Whether it is known which rows enter the model for which half of the examples, or they stand where their examples do.
@@ -171,7 +184,7 @@ class Redone:
         earlier, counted = set(self.trace.old), set[int]()
         for line in self.trace.lines:
             slots = [slot.number for slot in slots_of(line)]
-            written = [*line.made, *(slots[:1] if in_place(line.func) else ())]
+            written = [*line.made, *(slots[:1] if line.writes else ())]
             if earlier.intersection(slots[name_of(line.func) in SHAPES :]):
                 earlier.update(written)
             if line.counted or counted.intersection(slots):
@@ -181,12 +194,26 @@ class Redone:
         if number in counted:
             raise UserError(COUNTED.format(what=what))
 
+    def _refuse_repeated(self, losses: Tensor) -> None:
+        """Refuse a batch of as many rows, of which some are taken twice: their examples would have two shares of the sum.
+
+        What belongs to examples, several to one and none to another, may by chance be as many: it is added up by whose it is.
+        """
+        taken = set[int]()
+        for line in self.trace.lines:
+            slots = [slot.number for slot in slots_of(line)]
+            if line.repeats or (taken.intersection(slots) and name_of(line.func).rstrip("_") not in ADDING):
+                taken.update([*line.made, *(slots[:1] if line.writes else ())])
+        reached = [*self.trace.entering, self.trace.numbers.get(losses)]
+        if taken and (None in reached or taken.intersection(reached)):
+            raise UserError(REPEATED)
+
     def _behind(self, numbers: Sequence[int]) -> set[int]:
         """Which lines tensors were computed by."""
         needed, found = set(numbers), set[int]()
         for i, line in reversed(list(enumerate(self.trace.lines))):
             slots = [slot.number for slot in slots_of(line)]
-            if needed.intersection([*line.made, *(slots[:1] if in_place(line.func) else ())]):
+            if needed.intersection([*line.made, *(slots[:1] if line.writes else ())]):
                 needed.update(slots)
                 found.add(i)
         return found
@@ -205,10 +232,20 @@ class Redone:
             # a target that must be between 0 and 1
             return self._again(number, half, 1.0)[0]
 
-    def _again(self, number: int, half: int | None = None, scale: float = 1.0) -> tuple[Tensor, bool]:
-        """A tensor, with one half of the examples in the place of the other; and whether chance has a part in it."""
+    def _again(
+        self,
+        number: int,
+        half: int | None = None,
+        scale: float = 1.0,
+        instead: Mapping[int, Tensor] | None = None,
+    ) -> tuple[Tensor, bool]:
+        """A tensor, with one half of the examples in the place of the other; and whether chance has a part in it.
+
+        ``instead``: what stands in the place of tensors with these numbers.
+        """
         trace = self.trace
         there = {n: held.clone() if n in trace.written else held for n, held in trace.held.items()}
+        there |= instead or {}
         if half is not None:
             kept, left = self._halves()[half], (~self._changed[half]).nonzero().flatten().tolist()
             there |= {

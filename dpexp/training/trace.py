@@ -37,6 +37,7 @@ from dpexp.training.lines import (
 )
 from dpexp.training.listening import listening
 from dpexp.training.owned import Owned
+from dpexp.training.padded import Padding
 from dpexp.training.sizes import Sizes
 
 # functions that are written down for one batch
@@ -90,8 +91,10 @@ class Trace(TorchFunctionMode):
         outside: parameters are added to it that the batch goes through and that are not the model's.
         axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
         data: the tensors that the rows of the data set stand in, where it has some.
+        padding: see `padded.padding_of`.
 
     Attributes:
+        felt: the lengths to which rows are padded whose padding changes the losses.
         used: whether anything has read values of the batch, as far as that can be seen.
         sizes: numbers that go by the batch.
         failure: why nothing can be said, in words.
@@ -112,8 +115,11 @@ class Trace(TorchFunctionMode):
         outside: WeakIdKeyDictionary,
         axes: WeakIdKeyDictionary | None = None,
         data: Iterable[Tensor] = (),
+        padding: Padding | None = None,
     ):
         super().__init__()
+        self.padding = padding or {}
+        self.felt: set[int] = set()
         self._axes = WeakIdKeyDictionary() if axes is None else axes
         # where the examples stand in all that has several dimensions, as far as is known
         self._usual = {axis for tensor, axis in self._axes.items() if tensor.dim() > 1}
@@ -185,7 +191,7 @@ class Trace(TorchFunctionMode):
 
     def follow(self) -> None:
         """Watch on behind the losses: writes to the model, and what holds values of the batch when the next one begins."""
-        self._stop("the losses are there")
+        self._forget("the losses are there")
         self.begin()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -251,7 +257,7 @@ class Trace(TorchFunctionMode):
         )
         if self._inside:
             return self._made_within(func, args, kwargs, given)
-        if given and in_place(func):
+        if given and in_place(func, kwargs):
             self._own.refuse_written_sum(given[0])
         if "c10d" in str(func) or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             # not done again, which all ranks would have to do at once
@@ -263,7 +269,6 @@ class Trace(TorchFunctionMode):
         known = (self.numbers, self.rowed, self._within, self._told)
         if not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
-        self._refuse_repeats(func, args)
         self._refuse_scaled(given)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
         opaque = func is torch.autograd.grad or any(
@@ -271,7 +276,11 @@ class Trace(TorchFunctionMode):
         )
         before = [version_of(t) for t in given]
         # what is written to is noted as it was
-        line = None if opaque or not in_place(func) else self._tried(self._noted, func, args, kwargs, given)
+        line = (
+            None
+            if opaque or not in_place(func, kwargs)
+            else self._tried(self._noted, func, args, kwargs, given)
+        )
         result = self._followed(func, args, kwargs, given)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if opaque:
@@ -297,7 +306,7 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if private:
             self.sizes.add_count(result)
-            written = [given[0], given[0]._base] if in_place(func) else []
+            written = [given[0], given[0]._base] if in_place(func, kwargs) else []
             for tensor in (*tree_leaves(result), *written):
                 self._mark(tensor)
         return result
@@ -307,7 +316,7 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if any(t in self.private or t in self._within for t in values_of(func, given)):
             self.sizes.add_count(result)
-            made = [*tree_leaves(result), *(given[:1] if in_place(func) else ())]
+            made = [*tree_leaves(result), *(given[:1] if in_place(func, kwargs) else ())]
             self._within.update({t: None for t in made if type(t) in PLAIN})
         return result
 
@@ -333,16 +342,15 @@ class Trace(TorchFunctionMode):
             return True
         return bool(self._data) and any(first <= address_of(tensor) < last for first, last in self._data)
 
-    def _refuse_repeats(self, func: Any, args: Any) -> None:
-        """Refuse a batch of as many rows, of which some are taken twice: their examples would have two shares of the sum."""
+    def _repeats(self, func: Any, args: Any) -> bool:
+        """Whether as many rows as there are examples are taken, and some of them twice."""
         if name_of(func) not in ("__getitem__", "index_select") or args[0] not in self.private:
-            return
+            return False
         rows, index = len(args[0]) if args[0].dim() else 0, args[-1]
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
         along = name_of(func) == "__getitem__" or args[1] == 0
         takes = along and rows == self.examples and isinstance(index, Tensor) and index.shape == (rows,)
-        if takes and index.dtype != torch.bool and len(index.unique()) < rows:
-            raise UserError(REPEATED)
+        return takes and index.dtype != torch.bool and len(index.unique()) < rows
 
     def _refuse_scaled(self, given: list[Tensor]) -> None:
         """Refuse what a scaler does with a loss for each example; other losses are not the engine's."""
@@ -361,7 +369,7 @@ class Trace(TorchFunctionMode):
         """A call and what it is given."""
         name = name_of(func)
         slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
-        if in_place(func):
+        if in_place(func, kwargs):
             for number, held in self.held.items():
                 if storage_of(held) == storage_of(given[0]):
                     self.held[number] = held.clone()
@@ -377,7 +385,8 @@ class Trace(TorchFunctionMode):
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
                 self.sizes.note(len(self.lines), name, n)
-        return Line(func, slots, [], (kind, torch.get_autocast_dtype(kind)) if on else None, counted)
+        autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
+        return Line(func, slots, [], autocast, counted, self._repeats(func, args))
 
     def _constant(self, tensor: Tensor) -> list[Number]:
         """The number that a tensor holds in all its places, where it is not made of values of the batch."""
@@ -451,6 +460,12 @@ class Trace(TorchFunctionMode):
         ]
 
     def _stop(self, why: str) -> None:
+        if any(line.repeats for line in self.lines):
+            # what becomes of them is not seen any more
+            raise UserError(REPEATED)
+        self._forget(why)
+
+    def _forget(self, why: str) -> None:
         self.failure = self.failure or why
         self.held.clear()
         self.lines.clear()

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.layouts import due
 from dpexp.errors import UserError
+from dpexp.training.padded import Padding
 from dpexp.training.redone import Mixture, Redone
 from dpexp.training.trace import UNUSED, Trace
 
@@ -30,6 +31,11 @@ SIZED = (
     "{name} scales losses by a number that goes by their batch ({first}, then {second}): how many examples it has, how long its "
     "rows are padded, or how many tokens were counted in it. So each weighs by what the others are. Take the number of its own "
     "tokens, (losses * mask).sum(1) / mask.sum(1), or a public one; the step divides by the expected size of the batch"
+)
+PADDED = (
+    "losses go by what the model returns for padding (of rows of {lengths} columns): a softmax or a maximum over all positions, "
+    "the last one, losses of padding. How much of it a row has goes by the longest of its batch. Leave it out (a mask, labels "
+    "that are ignored), or let the collate function pad all batches to one length"
 )
 NOTE = "losses were not looked at for values that mix examples ({why}): engine.look_at_losses(losses, batch) asks for them again"
 
@@ -63,6 +69,8 @@ class LossWatch:
         self._batches = self._tried = self._told = self._alone = 0
         # see `Sizes.scaled`
         self._scaled: dict[tuple[int, str, Hashable, int], int] = {}
+        # see `Trace.felt`; as many classes as a batch has columns look like it
+        self._felt: set[int] = set()
         self._trace: Trace | None = None
         # batches, by their size, in which examples seemed to be mixed, though rows may have been taken for what they are not
         self._doubted: set[int] = set()
@@ -72,9 +80,13 @@ class LossWatch:
         self._before = WeakIdKeyDictionary()
 
     def begin(
-        self, batch: Any, examples: int, axes: Callable[[], WeakIdKeyDictionary] = WeakIdKeyDictionary
+        self,
+        batch: Any,
+        examples: int,
+        axes: Callable[[], WeakIdKeyDictionary] = WeakIdKeyDictionary,
+        padding: Callable[[], Padding] = dict,
     ) -> None:
-        """Watch what is done with a batch from here on, if it is time to; ``axes``: see `Trace`."""
+        """Watch what is done with a batch from here on, if it is time to; ``axes``, ``padding``: see `Trace`."""
         self.end()
         self._batches += 1
         self._trace = self._refused = None
@@ -90,6 +102,7 @@ class LossWatch:
                 self.outside,
                 axes(),
                 self.data,
+                padding(),
             )
             self._before = self._trace.private
             self._trace.begin()
@@ -136,6 +149,9 @@ class LossWatch:
             for place, size in trace.sizes.scaled.items():
                 if (first := self._scaled.setdefault(place, size)) != size:
                     raise UserError(SIZED.format(name=place[1], first=first, second=size))
+            self._felt |= trace.felt
+            if len(self._felt) > 1:
+                raise UserError(PADDED.format(lengths=", then ".join(map(str, sorted(self._felt)))))
         except UserError as error:
             self._refused, self._trace = error, None
             raise
@@ -144,7 +160,7 @@ class LossWatch:
             return
         self._told += told
         # what equals a number of the batch may be a constant: another batch tells
-        sure = self._told >= TOLD and told and not trace.sizes.scaled
+        sure = self._told >= TOLD and told and not trace.sizes.scaled and not trace.felt
         self._tried = PATIENCE if sure else tried + 1
         if self._tried == PATIENCE and not told:
             self.notes.append(

@@ -502,10 +502,20 @@ def masked(self: Any, x: Tensor) -> Tensor:
     return self.out(F.scaled_dot_product_attention(self.queries, x, x, mask))
 
 
+def frozen_for_a_while(self: Any, x: Tensor) -> Tensor:
+    """As an actor is trained through its critic, and both in one forward."""
+    h = self.first(x)
+    self.out.requires_grad_(False)
+    through = self.out(h)
+    self.out.requires_grad_(True)
+    return through + self.out(torch.tanh(h.detach()))
+
+
 INSIDE = {
     "an operator that writes": (operator_in_place, {"shift": (D,)}),
     "operators": (operators, {"weight": (D, D), "shift": (D,), "scale": (D,)}),
     "a mask of -inf": (masked, {"queries": (1, 2, D)}),
+    "a layer that is frozen for a while": (frozen_for_a_while, {}),
 }
 
 

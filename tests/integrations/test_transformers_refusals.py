@@ -62,6 +62,28 @@ def test_losses_of_ones_own_are_looked_at_and_trained_on(tmp_path, size):
         trainer.train()
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_losses_of_ones_own_do_not_go_by_padding(tmp_path, masked):
+    class Words(Trainer):
+        """Which of a text's words it is about."""
+
+        def per_example_losses(self, model, inputs):
+            hidden = model.bert(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
+            scores = model.classifier(hidden)[..., 0]
+            if masked:
+                scores = scores.masked_fill(inputs["attention_mask"] == 0, -torch.inf)
+            return nn.functional.cross_entropy(scores, inputs["labels"], reduction="none")
+
+    trainer = make(tmp_path, trainer=Words, max_steps=2)
+    if masked:
+        trainer.train()
+        assert trainer.engine.finished
+        return
+    with pytest.raises(UserError, match=r"Words\.per_example_losses: .*padded further"):
+        trainer.train()
+    assert trainer.engine.steps_taken == 0
+
+
 def test_losses_of_ones_own_that_go_by_the_batch_are_refused(tmp_path):
     class Balanced(Trainer):
         def per_example_losses(self, model, inputs):
@@ -186,6 +208,16 @@ def test_answers_by_spans_have_hugging_face_s_losses_row_by_row():
     for i in range(2):
         alone = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
         assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
+    # beside longer rows, too: no answer begins in the padding, and one that was cut off has no loss there
+    inputs["attention_mask"][1, 3:] = 0
+    inputs["start_positions"][2], inputs["attention_mask"][2, 4:] = 4, 0
+    together = Trainer.per_example_losses(None, model, inputs)
+    alone = model(
+        **{name: value[1:2, :3] if value.dim() > 1 else value[1:2] for name, value in inputs.items()}
+    )
+    assert together[1].item() == pytest.approx(alone.loss.item(), rel=1e-5)
+    assert together[2].item() == 0
+    inputs["attention_mask"][2] = 1
     start = model(inputs["input_ids"], inputs["attention_mask"]).start_logits
     cut = nn.functional.cross_entropy(start[2:], torch.tensor([4])).item() / 2
     assert losses[2].item() == pytest.approx(cut, rel=1e-5)

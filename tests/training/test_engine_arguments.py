@@ -173,6 +173,13 @@ def test_a_card_of_nothing_is_not_written(tmp_path):
     train(engine, steps=1).write_card(tmp_path / "model")
 
 
+def test_a_model_without_shapes_is_refused(tmp_path):
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(UserError, match=r"0\.weight has no shape yet .*run the model once"):
+        make(tmp_path / "lazy", model=model)
+    assert not (tmp_path / "lazy").exists()
+
+
 def test_a_learning_rate_that_is_no_number_is_refused(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=float("nan"))

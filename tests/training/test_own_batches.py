@@ -33,7 +33,27 @@ def swapped(x):
     return x
 
 
-@pytest.mark.parametrize("prepared", [standardised, mixed_up, swapped])
+class Frozen(nn.Module):
+    """As torchvision has them: activations in place, statistics of the batch unless they are put to eval()."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.activation, self.dropout = (
+            nn.BatchNorm1d(10),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.0, inplace=True),
+        )
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        return self.dropout(self.activation(self.norm(x.clone())))
+
+
+def behind_a_frozen_model(x):
+    return mixed_up(Frozen().eval()(x))
+
+
+@pytest.mark.parametrize("prepared", [standardised, mixed_up, swapped, Frozen(), behind_a_frozen_model])
 def test_batches_that_are_mixed_before_they_enter_the_model_are_refused(tmp_path, prepared):
     engine = make(tmp_path)
 
@@ -46,6 +66,18 @@ def test_batches_that_are_mixed_before_they_enter_the_model_are_refused(tmp_path
         # again, and not let through
         train(engine, 20, losses=losses)
     assert engine.ledger.steps_charged == 0
+
+
+def test_a_frozen_model_in_front_may_write_in_place(tmp_path):
+    engine, before = make(tmp_path), Frozen().eval()
+
+    def losses(engine, batch):
+        values = cross_entropy(engine.model(before(batch[0])), batch[1], reduction="none")
+        return nn.functional.relu(values, inplace=True)
+
+    train(engine, 20, losses=losses)
+    assert engine.finished
+    assert not engine.clipper.notes
 
 
 MIXED = {
@@ -327,6 +359,21 @@ def test_a_batch_in_which_an_example_stands_twice_is_refused(tmp_path, take):
     with pytest.raises(UserError, match="some stand twice"):
         train(engine, losses=losses)
     assert engine.ledger.steps_charged == 0
+
+
+def test_what_belongs_to_examples_may_be_as_many_as_they_are(tmp_path):
+    """Mentions in texts, boxes in pictures: of some two, of others none."""
+    engine, alike = make(tmp_path), []
+
+    def losses(engine, batch):
+        outputs = engine.model(batch[0])
+        counts = torch.tensor([2, 0]).repeat(len(outputs))[: len(outputs)]
+        whose = torch.arange(len(outputs)).repeat_interleave(counts)
+        alike.append(len(whose) == len(outputs))
+        return outputs.new_zeros(len(outputs)).index_add(0, whose, outputs[whose].square().sum(1))
+
+    assert train(engine, losses=losses).finished
+    assert any(alike)
 
 
 def test_losses_in_another_order_than_the_models_rows_are_called_that(tmp_path):

@@ -406,6 +406,94 @@ def test_losses_may_go_by_their_own_tokens(tmp_path, weigh) -> None:
     assert own_loop(tmp_path, Texts(weigh), tiny_model()).finished
 
 
+class Words(nn.Module):
+    """Scores of each word, ``[B, T, 3]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scores = nn.Embedding(20, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.scores(self.table(ids).tanh())
+
+
+def of_words(
+    folder: Path, losses: Callable[[Tensor, Tensor, Tensor], Tensor], longest: int = 0, left: bool = False
+) -> PrivacyEngine:
+    """Train on texts of 2 to 7 words, padded by 0 to the longest of a batch, or to one length for all."""
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, 20, (2 + i % 6,), generator=generator) for i in range(60)]
+
+    def collate(examples: list[Tensor]) -> Tensor:
+        length = longest or max(map(len, examples))
+        more = [length - len(ids) for ids in examples]
+        return torch.stack(
+            [
+                nn.functional.pad(ids, (m, 0) if left else (0, m))
+                for ids, m in zip(examples, more, strict=True)
+            ]
+        )
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = Words()
+    engine = PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), texts, folder=folder, batch_size=20, steps=4,
+        noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, noise_seed=3,
+    )  # fmt: skip
+    for ids in engine.batches(collate, physical_batch_size=3):
+        engine.step(losses(model(ids), ids, ids > 0))
+    return engine
+
+
+FEELING_PADDING = {
+    "an answer anywhere": lambda scores, ids, real: nn.functional.cross_entropy(
+        scores[..., 0], ids[:, 0] % 2, reduction="none"
+    ),
+    "the largest": lambda scores, ids, real: scores.amax(1).square().sum(1),
+    "the last one": lambda scores, ids, real: scores[:, -1].square().sum(1),
+    "losses of padding": lambda scores, ids, real: (
+        nn.functional.cross_entropy(scores.transpose(1, 2), ids % 3, reduction="none").sum(1) / real.sum(1)
+    ),
+}
+LEAVING_IT_OUT = {
+    "an answer in the text": lambda scores, ids, real: nn.functional.cross_entropy(
+        scores[..., 0].masked_fill(~real, -torch.inf), ids[:, 0] % 2, reduction="none"
+    ),
+    "the largest of its own": lambda scores, ids, real: (
+        scores.masked_fill(~real[..., None], -torch.inf).amax(1).square().sum(1)
+    ),
+    "its last one": lambda scores, ids, real: scores[torch.arange(len(ids)), real.sum(1) - 1].square().sum(1),
+    "losses of its own": lambda scores, ids, real: (
+        nn.functional.cross_entropy(
+            scores.transpose(1, 2), (ids % 3).masked_fill(~real, -100), reduction="none"
+        ).sum(1)
+        / real.sum(1)
+    ),
+    # as many classes as some batches have columns
+    "classes": lambda scores, ids, real: nn.functional.cross_entropy(
+        (scores * real[..., None]).sum(1), ids[:, 0] % 3, reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("losses", FEELING_PADDING.values(), ids=FEELING_PADDING)
+def test_losses_do_not_go_by_what_the_model_returns_for_padding(tmp_path, losses) -> None:
+    with pytest.raises(UserError, match="by what the model returns for padding"):
+        of_words(tmp_path / "own", losses)
+    assert of_words(tmp_path / "padded alike", losses, longest=7).finished
+    if losses is FEELING_PADDING["the last one"]:
+        assert of_words(tmp_path / "padded in front", losses, left=True).finished
+    else:
+        with pytest.raises(UserError, match="by what the model returns for padding"):
+            of_words(tmp_path / "padded in front", losses, left=True)
+
+
+@pytest.mark.parametrize("losses", LEAVING_IT_OUT.values(), ids=LEAVING_IT_OUT)
+def test_losses_of_what_stands_within_a_row_pass(tmp_path, losses) -> None:
+    assert of_words(tmp_path, losses).finished
+
+
 @pytest.mark.parametrize("task", [TinyTask, Weighted, Many, InAnotherOrder])
 def test_losses_of_a_loop_that_go_by_their_own_example_pass(tmp_path, caplog, task) -> None:
     assert own_loop(tmp_path, task(), tiny_model()).finished
