@@ -29,6 +29,8 @@ def test_plain_lines_where_there_is_no_terminal():
         for step in range(1, 501):
             progress.step(step, 0.5, 100.0, ledger)
         progress.evaluated(500, {"accuracy": 0.75})
+        # without a dev set there is nothing to tell
+        progress.evaluated(500, {})
     # rich 13.0 ends with an empty one
     lines = [line for line in console.file.getvalue().splitlines() if line]
     assert lines[0].startswith("step 1/500  loss 0.5000 (not private)  ε 1.234 (rdp)  100 examples/s  peak ")
