@@ -109,8 +109,8 @@ def _check_alike(found: Mapping[Hashable, Sequence[int]]) -> None:
             if others is not rows:
                 # by its rows: the name is private
                 raise UserError(
-                    f"rows {others[0]} and {rows[0]} have users whose names read alike and are not equal (a number and a text, "
-                    "or 7 and 7.0): one user would be protected as if they were two. Write the names of all rows in one way"
+                    f"rows {others[0]} and {rows[0]}, counted from 0, have users whose names read alike and are not equal (a "
+                    "number and a text, or 7 and 7.0): one user would be protected as two. Write all names in one way"
                 )
 
 

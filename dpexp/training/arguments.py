@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from dpexp.errors import UserError
@@ -221,6 +222,13 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
                 f"{name}: this is of type {type(value).__name__} and no torch {kind.__name__}; "
                 "PrivacyEngine(model, optimizer, dataset, folder=...) is the order"
             )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UserError(
+                f"{name} has no shape before the first forward: call model(batch) once, then make the optimizer"
+            )
+        if parameter.requires_grad and parameter.device.type == "meta":
+            raise UserError(f"{name} lies on the meta device and has no values: load the weights first")
 
 
 def check_rule(rule: str, allocation: str) -> None:

@@ -234,6 +234,21 @@ def test_arguments_in_another_order_are_told(tmp_path):
         PrivacyEngine(adam_of(*model.parameters()), model, data(), **settings)
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight has no shape before the first forward"),
+        (lambda: nn.Linear(3, 2, device="meta"), "weight lies on the meta device and has no values"),
+    ],
+    ids=["lazy", "meta"],
+)
+def test_a_model_without_weights_yet_is_told(tmp_path, model, says):
+    made = model()
+    settings = {"folder": tmp_path, "batch_size": 1, "steps": 1, "epsilon": 1}
+    with pytest.raises(UserError, match=says):
+        PrivacyEngine(made, torch.optim.SGD(made.parameters(), lr=0.1), data(), **settings)
+
+
 def test_a_bare_tensor_or_array_is_hashed(tmp_path):
     x = torch.stack([x for x, _ in TASK.train])
     for number, plain in enumerate((x, x.numpy())):

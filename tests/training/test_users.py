@@ -249,7 +249,9 @@ def test_a_name_that_no_other_row_can_share_is_refused(odd: Any):
 )
 def test_a_name_that_is_written_in_two_ways_is_not_two_users(names: Any):
     """As pandas writes them, which reads a long column in parts: each user of both parts would have been two."""
-    with pytest.raises(UserError, match="rows 0 and 2 have users whose names read alike and are not equal"):
+    with pytest.raises(
+        UserError, match="rows 0 and 2, counted from 0, have users whose names read alike and are not equal"
+    ):
         Users(names, 2)
     assert len(Users([7, 7.0, np.int64(7), True, "1.0.1", "v1.0.1", "10", "100"], 2)) == 6
 
