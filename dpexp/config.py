@@ -52,6 +52,8 @@ ELSEWHERE = {
     "model_name_or_path": "model.id", "output_dir": "runtime.runs_dir", "num_examples": "data.num_examples",
     "labels": "task.labels", "dtype": "runtime.precision", "bf16": "runtime.precision", "fp16": "runtime.precision",
 }  # fmt: skip
+# how a launcher or a sweeper begins -> the extra that brings it
+PLUGINS = {"joblib": "parallel", "submitit": "slurm", "optuna": "search"}
 # what a person can get wrong
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)
 
@@ -331,6 +333,8 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
             task = group.removeprefix("task_at_scale/")
             scales = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
             return UserError(f"task={task} has no settings for scale={choice}{did_you_mean(choice, scales)}")
+        if group.startswith("hydra/") and (extra := PLUGINS.get(choice.partition("_")[0])):
+            return UserError(f"{group}={choice} is not installed: pip install 'dpexp[{extra}]'")
         options = [option for option in error.options or () if "/" not in option]
         other = "; any other epsilon is privacy.epsilon=NUMBER" if group == "privacy" else ""
         return UserError(f"{group}={choice} is not a choice{did_you_mean(choice, options)}{other}")

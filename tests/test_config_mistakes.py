@@ -5,9 +5,10 @@ import operator
 import typing
 
 import pytest
+from hydra.errors import MissingConfigException
 
 from dpexp.checks import TRIALS_LAWS, check
-from dpexp.config import RunConfig, compose, run_folder, to_dict
+from dpexp.config import RunConfig, _explain, compose, run_folder, to_dict
 from dpexp.durable import flattened
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.privacy.tuning import LAWS
@@ -262,6 +263,16 @@ def test_several_mistakes_are_listed_together():
     with pytest.raises(UserError) as raised:
         compose([*JOB, "optim.lr=-1", "optim.steps=3", "privacy.delta=2"])
     assert str(raised.value).startswith("3 settings are wrong:")
+
+
+@pytest.mark.parametrize(
+    ("choice", "extra"),
+    [("launcher=joblib", "parallel"), ("launcher=submitit_slurm", "slurm"), ("sweeper=optuna", "search")],
+)
+def test_a_launcher_that_is_not_installed_names_what_brings_it(choice, extra):
+    error = MissingConfigException("", f"hydra/{choice.replace('=', '/')}", ["basic"])
+    told = _explain(error, "train", RunConfig, [])
+    assert str(told) == f"hydra/{choice} is not installed: pip install 'dpexp[{extra}]'"
 
 
 @pytest.mark.parametrize(
