@@ -282,6 +282,12 @@ def test_refused_at_attach(broken: nn.Module) -> None:
         attach(broken)
 
 
+def test_parameters_in_the_place_of_their_names_are_told_and_not_printed() -> None:
+    model = mlp()
+    with pytest.raises(UserError, match=r"groups\['a'\] holds a Parameter: give names"):
+        attach(model, {"a": list(model.parameters())})
+
+
 @pytest.mark.parametrize(
     "clipper",
     [
