@@ -39,7 +39,7 @@ from dpexp.errors import INTERRUPTED, UserError, did_you_mean
 from dpexp.schemas import RunConfig
 from dpexp.settings import group_help, groups_asked
 from dpexp.unread import neutralise
-from dpexp.usage import choices_of, conf_dir, groups_of, help_text, options_last, print_out
+from dpexp.usage import choices_of, conf_dir, dashed, groups_of, help_text, options_last, print_out
 
 __all__ = ["RunConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict"]
 
@@ -52,6 +52,8 @@ ELSEWHERE = {
     "model_name_or_path": "model.id", "output_dir": "runtime.runs_dir", "num_examples": "data.num_examples",
     "labels": "task.labels", "dtype": "runtime.precision", "bf16": "runtime.precision", "fp16": "runtime.precision",
 }  # fmt: skip
+# how a launcher or a sweeper begins -> the extra that brings it
+PLUGINS = {"joblib": "parallel", "submitit": "slurm", "optuna": "search"}
 # what a person can get wrong
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)
 
@@ -241,6 +243,10 @@ def hydra_entry(
                 return
             sys.argv[1:] = options_last(sys.argv[1:])
             try:
+                if (option := dashed(sys.argv[1:])) is not None:
+                    known = option in {*groups_of(config_name), *_keys(schema)}
+                    meant = f"{option}=…" if known else _unknown_key(option, schema, config_name)
+                    raise UserError(f"settings are written without dashes, as KEY=VALUE: {meant}")
                 _check_choices(sys.argv[1:], config_name)
             except UserError as error:
                 _stop(error)
@@ -312,6 +318,10 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
         return UserError(f"{mark.name}, line {mark.line + 1}: this is no YAML: {error.problem}")
     if isinstance(error, OverrideParseException):
         name, _, given = str(error.override).partition("=")
+        if given[:1] in ("[", "{") and given[-1:] not in ("]", "}"):
+            return UserError(
+                f"cannot read {error.override!r}: a list or a mapping has no blanks, or stands whole in quotes: '{name}=[1, 2]'"
+            )
         # once for the shell and once for Hydra, which reads lists and mappings as they are
         quoted = f""": '{name}="{given}"'""" if given and not re.search(r"""^[\[{]|['"]""", given) else ""
         return UserError(
@@ -323,6 +333,8 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
             task = group.removeprefix("task_at_scale/")
             scales = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
             return UserError(f"task={task} has no settings for scale={choice}{did_you_mean(choice, scales)}")
+        if group.startswith("hydra/") and (extra := PLUGINS.get(choice.partition("_")[0])):
+            return UserError(f"{group}={choice} is not installed: pip install 'dpexp[{extra}]'")
         options = [option for option in error.options or () if "/" not in option]
         other = "; any other epsilon is privacy.epsilon=NUMBER" if group == "privacy" else ""
         return UserError(f"{group}={choice} is not a choice{did_you_mean(choice, options)}{other}")

@@ -208,8 +208,8 @@ def one_step(run: RunConfig) -> str:
         with Interrupts() as interrupts:
             trainer.take_step(interrupts)
         trainer.detach()
-    kinds = f"{trainer.num_groups} clipping groups" if made is not None else "no clipping"
-    return f"taken with {small.model.name} on embedded data ({len(bundle.trainable)} tensors train, {kinds})"
+    kinds = f"clipping groups: {trainer.num_groups}" if made is not None else "no clipping"
+    return f"taken with {small.model.name} on embedded data (tensors that train: {len(bundle.trainable)}, {kinds})"
 
 
 def miniature(run: RunConfig) -> RunConfig:

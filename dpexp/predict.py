@@ -217,9 +217,8 @@ def _texts(run: RunConfig, data: Path, place: Path) -> tuple[list[dict[str, str]
 
 def _images(data: Path, place: Path, labels: Sequence[str]) -> tuple[list[dict[str, str]], Path]:
     """The images' paths, and a folder that holds them in this order as those of the first class."""
-    found = (
-        [data] if data.is_file() else [path for path in shown_files(data) if path.suffix.lower() in SUFFIXES]
-    )
+    files = [data] if data.is_file() else shown_files(data)
+    found = [path for path in files if path.suffix.lower() in SUFFIXES]
     if not found:
         raise UserError(f"data={data}: no image there ({', '.join(sorted(SUFFIXES))})")
     made = place / "images"

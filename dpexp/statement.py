@@ -200,8 +200,8 @@ def privacy_notes(
     notes += caveats(plan)
     if run.clip.method in ("ellipsoid", "embedding"):
         notes.append(
-            f"clip={run.clip.name} looked at {run.clip.public_examples} examples of the dev set, which is public; metrics on it "
-            "are a little optimistic for that"
+            f"clip={run.clip.name} looked at the first examples of the dev set, {run.clip.public_examples} at most, which is "
+            "public; metrics on it are a little optimistic for that"
         )
     notes += _unbounded(spent)
     decided = spent.get(plan.accountant)

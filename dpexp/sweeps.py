@@ -193,7 +193,9 @@ def report(program: str = "train", console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     console.print(table)
     console.print(f"jobs: {folder / FILE}", markup=False)
-    if len(rows) == 1 or program not in ("train", "pate"):
+    # a dry run spends nothing
+    rows = [row for row in rows if "runtime.dry_run=true" not in map(str.lower, row["overrides"])]
+    if len(rows) < 2 or program not in ("train", "pate"):
         return
     together = "what they cost together, by their ledgers, is told by dpexp report run and their folders"
     chosen = (

@@ -288,7 +288,7 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
     else:
         lines.append(
             f"privacy: noise multiplier {plan.noise_multiplier:.4f}, delta {plan.delta:.3g}, {plan.sampling} sampling, "
-            f"{trainer.num_groups} clipping groups"
+            f"clipping groups: {trainer.num_groups}"
         )
         lines += [f"note: {sentence}" for sentence in pointless(plan)]
         if plan.budgets is not None:

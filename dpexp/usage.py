@@ -36,6 +36,13 @@ TAKE_A_WORD = frozenset(
 )
 
 
+# Hydra's own, in full; it takes a beginning of one too
+OPTIONS = (
+    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
+    "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
+)  # fmt: skip
+
+
 def conf_dir() -> Path:
     """The folder of configuration files."""
     return shipped("conf")
@@ -57,6 +64,13 @@ def options_last(words: list[str]) -> list[str]:
     return [word for word, sets in pairs if sets] + [word for word, sets in pairs if not sets]
 
 
+def dashed(words: list[str]) -> str | None:
+    """The first word that looks like an option and is none, without its dashes and its value; None: there is none."""
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    unknown = [name for name in names if not any(option.startswith(name) for option in OPTIONS)]
+    return unknown[0].lstrip("-").replace("-", "_") if unknown else None
+
+
 def print_out(text: str) -> None:
     """To standard output, whose reader may have left (``| head``)."""
     try:
@@ -69,7 +83,7 @@ def print_out(text: str) -> None:
 def help_text(config_name: str, purpose: str) -> str:
     """What ``--help`` prints of a command whose function says its `purpose`."""
     lines = [
-        f"python -m dpexp.{config_name} [GROUP=CHOICE ...] [KEY=VALUE ...] [-m]",
+        f"python -m dpexp.{config_name} [GROUP=CHOICE ...] [KEY=VALUE ...]",
         "",
         inspect.cleandoc(purpose),
         "",
@@ -87,13 +101,14 @@ def help_text(config_name: str, purpose: str) -> str:
         lines += [f"  {group} [{default}]", f"      {_summary(group)}"]
     lines += ["", "Settings besides (??? = required):"] if groups else ["Settings (??? = required):"]
     lines += [f"  {line}" for line in _own_settings(config_name)]
-    lines += [
-        "",
-        "  --help GROUP    every setting of a group, such as --help optim",
-        "  --cfg job    show every setting and its value",
-        "  -m           run a grid: KEY=VALUE,VALUE",
-        "  --config-dir FOLDER    add your own presets: FOLDER/experiment/NAME.yaml",
-    ]
+    lines += ["", "  --cfg job    show every setting and its value"]
+    if "accountant" in groups:
+        lines.append("  --help GROUP    every setting of a group, such as --help accountant")
+    if "experiment" in groups:
+        lines += [
+            "  -m           run a grid: KEY=VALUE,VALUE",
+            "  --config-dir FOLDER    add your own presets: FOLDER/experiment/NAME.yaml",
+        ]
     return "\n".join(lines)
 
 

@@ -5,9 +5,10 @@ import operator
 import typing
 
 import pytest
+from hydra.errors import MissingConfigException
 
 from dpexp.checks import TRIALS_LAWS, check
-from dpexp.config import RunConfig, compose, run_folder, to_dict
+from dpexp.config import RunConfig, _explain, compose, run_folder, to_dict
 from dpexp.durable import flattened
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.privacy.tuning import LAWS
@@ -38,6 +39,7 @@ MISTAKES = {
     # values that can't be
     "optim.lr=abc": "optim.lr=abc is not a number: write it out, such as 0.004",
     "optim.lr=[1": "cannot read 'optim.lr=[1'",
+    "task.labels=[bad,": "cannot read 'task.labels=[bad,': a list or a mapping has no blanks",
     "task.template=<S1> It was [MASK] .": """characters twice: 'task.template="<S1> It was [MASK] ."'""",
     "optim.lr=null": "optim.lr=null: this setting needs a value",
     "optim.lr=-1": "optim.lr=-1.0 must be above 0",
@@ -264,6 +266,16 @@ def test_several_mistakes_are_listed_together():
 
 
 @pytest.mark.parametrize(
+    ("choice", "extra"),
+    [("launcher=joblib", "parallel"), ("launcher=submitit_slurm", "slurm"), ("sweeper=optuna", "search")],
+)
+def test_a_launcher_that_is_not_installed_names_what_brings_it(choice, extra):
+    error = MissingConfigException("", f"hydra/{choice.replace('=', '/')}", ["basic"])
+    told = _explain(error, "train", RunConfig, [])
+    assert str(told) == f"hydra/{choice} is not installed: pip install 'dpexp[{extra}]'"
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         (
@@ -324,11 +336,27 @@ def test_a_run_leaves_nothing_of_hydras_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--privacy.epsilon=8", "privacy.epsilon=…"),
+        ("--task", "task=…"),
+        ("--epsilon", "did you mean privacy.epsilon?"),
+    ],
+)
+def test_a_setting_with_dashes_is_shown_without(tmp_path, option, says):
+    done = call(tmp_path, *JOB, option, "8")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: settings are written without dashes, as KEY=VALUE: ")
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("task=sst2", "clip=adaptive_perlyer"),
         ("task=sst2", "clip=flat", "+typo=1"),
         (),
+        (*JOB, "--epsilon", "8"),
         (*JOB, "seed=13"),
         (*JOB, "seed=14"),
         (*JOB, "seed=16"),
@@ -338,6 +366,7 @@ def test_a_run_leaves_nothing_of_hydras_behind(tmp_path):
         "choice",
         "key",
         "missing",
+        "dashes",
         "from the job",
         "a full disk",
         "no memory for torch",

@@ -109,6 +109,9 @@ def test_images_are_classified_as_dev_was(tmp_path, model):
     (tmp_path / "dev" / "torn.png").write_bytes(b"no picture")
     with pytest.raises(UserError, match=f"{tmp_path}/dev/torn.png"):
         predicted(folder, tmp_path / "dev")
+    (rows := tmp_path / "rows.csv").write_text("file\na.png\n")
+    with pytest.raises(UserError, match=r"rows\.csv: no image there"):
+        predicted(folder, rows)
 
 
 def test_texts_are_written_as_on_dev(tmp_path):

@@ -107,6 +107,12 @@ def test_what_spends_nothing_is_not_told_of_trials(tmp_path, monkeypatch, capsys
     assert "trials=" not in told["pate"] + told["account"]
     assert "dpexp report run" in told["pate"]
     assert "epsilon" not in told["account"]
+    for line in lines:
+        line["overrides"].append("runtime.dry_run=True")
+    (tmp_path / sweeps.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sweeps, "_started", [tmp_path])
+    sweeps.report("train", Console(width=160))
+    assert "epsilon" not in capsys.readouterr().out, "a dry run tries nothing"
 
 
 def test_a_single_run_has_no_table_and_leaves_no_line(tmp_path, capsys):

@@ -58,6 +58,12 @@ def get_epsilon(folder):
     return engine
 
 
+def get_noise_multiplier(folder):
+    engine = prepare(folder, noise_multiplier=None, epsilon=3.0)
+    print(engine.plan.noise_multiplier)
+    return train(engine)
+
+
 def batch_memory_manager(folder):
     return train(prepare(folder, batch_size=100), physical_batch_size=16)
 

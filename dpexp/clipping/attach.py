@@ -31,7 +31,7 @@ from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
 from dpexp.clipping.roots import Roots
-from dpexp.clipping.rules import RULES
+from dpexp.clipping.rules import RULES, known_rule
 from dpexp.clipping.sites import SITE
 from dpexp.clipping.uses import ForwardPass
 from dpexp.errors import UserError
@@ -99,8 +99,7 @@ class Clipper(AnyClipper):
         max_clip_scale: float = 1.0,
         choice: str | None = None,
     ):
-        if rule not in RULES:
-            raise UserError(f"rule={rule!r} is not known; choose {', '.join(RULES)}")
+        known_rule(rule)
         self.engine = engine_named(engine)
         if not (max_clip_scale > 0 and math.isfinite(max_clip_scale)):
             raise UserError(f"max_clip_scale={max_clip_scale} must be positive and finite")

@@ -125,6 +125,10 @@ def _from_mapping(
             raise UserError(f"groups[{group_name!r}] is a string; give a list of parameter names")
         group = Group(group_name)
         for name in names:
+            if not isinstance(name, str):
+                raise UserError(
+                    f"groups[{group_name!r}] holds a {type(name).__name__}: give names, as model.named_parameters() has them"
+                )
             if name not in by_any_name:
                 close = difflib.get_close_matches(name, by_any_name, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""

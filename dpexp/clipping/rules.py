@@ -1,6 +1,7 @@
 """Clipping rules: how a per-example norm becomes a factor.
 
-Each rule maps squared norms and thresholds to factors such that ``factor * norm <= threshold`` (except ``none``).
+Each rule maps squared norms and thresholds to factors such that ``factor * norm <= threshold`` (except ``none``), each factor by
+its own norm alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from dpexp.errors import UserError
 
 Rule = Callable[[Tensor, Tensor | float], Tensor]
 
@@ -48,3 +51,29 @@ def none(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
 
 
 RULES: dict[str, Rule] = {"abadi": abadi, "automatic": automatic, "normalized": normalized, "none": none}
+
+
+def known_rule(name: str) -> Rule:
+    """Return a rule by its name, once it was looked at on norms of all sizes: ε rests on what it bounds.
+
+    Raises:
+        UserError: there is none, a gradient stays longer than its threshold, or its factor goes by the other norms of a batch.
+    """
+    if name not in RULES:
+        raise UserError(f"rule={name!r} is not known; choose {', '.join(RULES)}")
+    rule = RULES[name]
+    norms = torch.cat([torch.zeros(1, device="cpu"), torch.logspace(-18, 18, 73, device="cpu")]).float()
+    for threshold in (1e-6, 1.0, 1e6) if rule is not none else ():
+        factors = rule(norms.square(), threshold)
+        if not bool((factors.abs() * norms <= threshold * (1 + 1e-5)).all()):
+            raise UserError(
+                f"rule={name!r} leaves gradients longer than their threshold, and epsilon would be too small: its factor times "
+                "the norm must be at most the threshold"
+            )
+        for some in (slice(None, None, 2), slice(1, None, 2), slice(40, 41)):
+            if not torch.allclose(rule(norms[some].square(), threshold), factors[some], rtol=1e-5):
+                raise UserError(
+                    f"rule={name!r} gives a gradient another factor in other company (a maximum, a mean or a quantile of the "
+                    "batch): one example would move what the others add. Let each factor follow its own norm"
+                )
+    return rule

@@ -169,6 +169,9 @@ def refuse_overrides(trainer: Any, plain: type, private: type) -> None:
         raise UserError(
             f"{what} is not asked in private training: write per_example_losses(model, inputs), one loss per row, in a subclass"
         )
+    if isinstance(trainer.train_dataset, Mapping):
+        splits = ", ".join(map(str, trainer.train_dataset))
+        raise UserError(f"train_dataset holds several data sets ({splits}): give one of them")
     if trainer.train_dataset is not None and not hasattr(trainer.train_dataset, "__len__"):
         raise UserError(
             f"train_dataset is a {type(trainer.train_dataset).__name__} without a length, and Poisson sampling needs examples by "

@@ -57,6 +57,12 @@ NOT_PRIVATE = (
 )  # fmt: skip
 
 
+UNREAD = (
+    "a batch has labels and nothing that the model reads: cut the texts into tokens before training, as "
+    "train_dataset.map(lambda rows: tokenizer(rows['text'], truncation=True), batched=True) does"
+)
+
+
 class Trainer(transformers.Trainer):
     """`transformers.Trainer` with differential privacy.
 
@@ -125,8 +131,9 @@ class Trainer(transformers.Trainer):
             return _losses_of_spans(model, inputs)
         if "labels" not in inputs:
             raise UserError(
-                f"a batch has no labels, it has {', '.join(inputs)}: name the column of targets labels, or, for another head, "
-                "write per_example_losses(model, inputs) in a subclass, one loss per row"
+                f"a batch has no labels, it has {', '.join(inputs)}: name the column of targets labels and make numbers of it "
+                "(collators leave texts out), or, for another head, write per_example_losses(model, inputs) in a subclass, one "
+                "loss per row"
             )
         labels = inputs["labels"]
         features = {name: value for name, value in inputs.items() if name != "labels"}
@@ -190,6 +197,8 @@ class Trainer(transformers.Trainer):
         for batch in self.engine.batches(self._collate, size, length=self._length, steps=1):
             try:
                 inputs = self._prepare_inputs(batch)
+                if set(inputs) == {"labels"}:
+                    raise UserError(UNREAD)
                 if self._unknown_losses:
                     self._look_at_losses(inputs)
                 with self.compute_loss_context_manager():

@@ -65,6 +65,13 @@ def prepare(model: nn.Module, config: ModelConfig, peft: PeftConfig, *, head: st
             would train.
     """
     if peft.name == "full":
+        if config.family == "custom" and config.trainable == "all":
+            # what a person's own function has frozen stays frozen
+            if names := trainable_names(model):
+                return model, names
+            raise UserError(
+                f"model.factory={config.factory} freezes all parameters of its network: nothing would train"
+            )
         return model, set_trainable(model, config.trainable)
     if peft.name not in WAYS:
         raise UserError(f"peft={peft.name} is unknown: choose one of full, {', '.join(WAYS)}")

@@ -5,7 +5,7 @@ rdp       Rényi DP (Mironov 2017): an upper bound; what He et al. and Li et al.
 prv       privacy random variables (Gopi, Lee & Wutschitz 2021), ``prv_accountant``: the upper end of its error interval
 pld       privacy loss distributions by connect-the-dots, ``dp_accounting``: a pessimistic, tight bound
 gdp       Gaussian DP by its central limit theorem (Dong, Roth & Su 2019; Bu et al. 2020): an approximation that
-          under-estimates, never a guarantee
+          may under-estimate, never a guarantee
 ========  =================================================================================================
 
 Gaussians without sampling are one Gaussian; prv, pld and gdp then all give the exact closed form.

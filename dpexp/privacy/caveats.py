@@ -70,7 +70,7 @@ def caveats(plan: Plan) -> list[str]:
         )
     if plan.accountant == "gdp":
         found.append(
-            "Epsilon is a central limit approximation (gdp), which under-estimates: it is not a guarantee."
+            "Epsilon is a central limit approximation (gdp), which may under-estimate: it is not a guarantee."
         )
     found += pointless(plan)
     if plan.schedule.adaptive:

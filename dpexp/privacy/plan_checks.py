@@ -54,8 +54,8 @@ def check_accountant(accountant: str, allow_clt: bool) -> None:
         raise UserError(f"accountant={accountant} is not a choice; choices: {', '.join(ACCOUNTANTS)}")
     if accountant == "gdp" and not allow_clt:
         raise UserError(
-            "accountant=gdp is an approximation that under-estimates epsilon: choose rdp, prv or pld (the commands accept it with"
-            " accountant.allow_clt=true)"
+            "accountant=gdp is an approximation that may under-estimate epsilon: choose rdp, prv or pld (the commands accept it "
+            "with accountant.allow_clt=true)"
         )
 
 

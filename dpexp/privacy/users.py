@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,8 @@ class Users:
         most: M, the rows that a step takes of one user.
 
     Raises:
-        UserError: M is below 1, nobody is there, or a row has no name that equals itself and nobody else's.
+        UserError: M is below 1, nobody is there, a row has no name that equals itself and nobody else's, or one name is
+            written in two ways.
     """
 
     def __init__(self, names: Sequence[Hashable], most: int):
@@ -42,9 +45,10 @@ class Users:
         found: dict[Hashable, list[int]] = {}
         for row, name in enumerate(_plain(names)):
             _check_name(name, row)
-            # é may be one character or two, and is one name
-            same = unicodedata.normalize("NFC", name) if isinstance(name, str) else name
+            # é may be one character or two, and a blank behind a name is nobody else
+            same = unicodedata.normalize("NFC", name).strip() if isinstance(name, str) else name
             found.setdefault(same, []).append(row)
+        _check_alike(found)
         self.most = most
         self.members = [np.asarray(rows, dtype=np.int64) for rows in found.values()]
         self.num_rows = len(names)
@@ -87,11 +91,27 @@ def _plain(names: Any) -> Sequence[Hashable]:
 def _check_name(name: Any, row: int) -> None:
     """Refuse what would make a user of every row although somebody has several: the guarantee would be for less than a user."""
     by_identity = isinstance(name, Tensor) or getattr(type(name), "__eq__", None) is object.__eq__
-    if name is None or not isinstance(name, Hashable) or by_identity or name != name:
+    nobody = name is None or (isinstance(name, str) and not name.strip())
+    if nobody or not isinstance(name, Hashable) or by_identity or name != name:
         raise UserError(
             f"the user of row {row} is {name!r}, and which other rows are the same user's cannot be told by that: give each row "
             "the name or the number of its user"
         )
+
+
+def _check_alike(found: Mapping[Hashable, Sequence[int]]) -> None:
+    """Refuse 7 beside "7" and "7.0": pandas reads a long column in parts, and makes numbers of one part and texts of another."""
+    seen: dict[str, Sequence[int]] = {}
+    for name, rows in found.items():
+        if isinstance(name, str | bytes | Number):
+            text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+            others = seen.setdefault(re.sub(r"(?<=\d)\.0+$", "", text), rows)
+            if others is not rows:
+                # by its rows: the name is private
+                raise UserError(
+                    f"rows {others[0]} and {rows[0]}, counted from 0, have users whose names read alike and are not equal (a "
+                    "number and a text, or 7 and 7.0): one user would be protected as two. Write all names in one way"
+                )
 
 
 def of_users(losses: Tensor, weights: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class AccountantConfig:
     """Which accountant decides; all of them are printed."""
 
     name: str = "rdp"
-    # let gdp, an approximation that under-estimates, decide the noise
+    # let gdp, an approximation that may under-estimate, decide the noise
     allow_clt: bool = False
 
 

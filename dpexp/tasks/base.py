@@ -267,6 +267,10 @@ def build_task(task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any, s
         _check_model(task, made_of.head, tokenizer)
     made: Task = made_of(task, data, scale, tokenizer)
     if task.kind == "custom":
+        if missing := [name for name in get_annotations(Task) if not hasattr(made, name)]:
+            raise UserError(
+                f"task.factory={task.factory}: once it is made it has no {', no '.join(missing)}; see dpexp.tasks.Task"
+            )
         check_num_examples(task, data, scale, len(made.train), f"task.factory={task.factory}")
         _look_at_dev(made)
     return made
@@ -285,6 +289,27 @@ def _look_at_dev(made: Task) -> None:
         )
     if rows_in_common(made.train, made.dev):
         made.data = replace(made.data, notes=[*made.data.notes, SHARED])
+
+
+def logits_of(output: Any, classes: int | None = None) -> Tensor:
+    """Find the logits, `[rows, classes]`, in what a network returned.
+
+    Args:
+        output: a tensor, or an object with ``logits``.
+        classes: how many there must be; None: whatever there are.
+
+    Raises:
+        UserError: there are none, or of another shape.
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise UserError(f"the network gives a {type(output).__name__} and no logits: return a tensor of them")
+    if classes is not None and logits.shape[1:] != (classes,):
+        raise UserError(
+            f"the network gives logits of the shape {list(logits.shape)}, and the task has {classes} classes: its last "
+            f"layer must give one number for each class, [rows, {classes}]"
+        )
+    return logits
 
 
 def padded_length(task: TaskConfig, tokenizer: Any) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpexp.errors import UserError
 from dpexp.metrics import METRICS, check_metric
 from dpexp.parallel.sharing import shared_out
-from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
+from dpexp.tasks.base import Progress, Task, check_num_examples, logits_of, padded_length
 from dpexp.tasks.demo import DEMO_LABELS
 from dpexp.tasks.files import Table
 from dpexp.tasks.sources import Found
@@ -229,7 +229,7 @@ class TextClassification(Task):
         labels = batch["labels"]
         if len(labels) == 0:
             return torch.zeros(0, device=labels.device)
-        return _cross_entropy(self.logits(model, batch), labels)
+        return _cross_entropy(logits_of(self.logits(model, batch), len(self.labels)), labels)
 
     def evaluate(
         self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
@@ -285,9 +285,7 @@ class TextClassification(Task):
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """`[B, K]` of a collated batch."""
-        output = model(**{name: tensor for name, tensor in batch.items() if name != "labels"})
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        return logits
+        return logits_of(model(**{name: tensor for name, tensor in batch.items() if name != "labels"}))
 
     def _padded(self, mask: np.ndarray, rows: list[np.ndarray], padding: int) -> Tensor:
         padded = np.full(mask.shape, padding, dtype=np.int64)

@@ -17,7 +17,7 @@ from dpexp.metrics import METRICS, check_metric
 from dpexp.models.images import ImageInputs
 from dpexp.parallel.sharing import shared_out
 from dpexp.tasks.augmentation import AUGMENTATIONS, augment, choices
-from dpexp.tasks.base import Progress, Task, check_num_examples
+from dpexp.tasks.base import Progress, Task, check_num_examples, logits_of
 from dpexp.tasks.image_files import Images
 from dpexp.tasks.image_sources import find_images
 
@@ -133,7 +133,7 @@ class ImageClassification(Task):
         labels = batch["labels"]
         if len(labels) == 0:
             return torch.zeros(0, device=labels.device)
-        logits = self.logits(model, batch)
+        logits = logits_of(self.logits(model, batch), len(self.labels))
         copies = len(logits) // len(labels)
         losses = _cross_entropy(logits, labels.repeat_interleave(copies))
         return losses.view(len(labels), copies).mean(1)
@@ -190,9 +190,7 @@ class ImageClassification(Task):
         if pixels.shape[1] != self.channels:
             pixels = pixels.expand(-1, self.channels, -1, -1)
         first = next(model.parameters())
-        output = model(pixels.to(first.dtype) if first.is_floating_point() else pixels)
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        return logits
+        return logits_of(model(pixels.to(first.dtype) if first.is_floating_point() else pixels))
 
     def _check_channels(self) -> None:
         wanted, there = self.inputs.channels, self.shape[0]

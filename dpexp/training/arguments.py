@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
+from dpexp.clipping.refusals import refuse_lazy
 from dpexp.errors import UserError
 from dpexp.privacy.schedules import Schedule
 from dpexp.privacy.sensitivity import ALLOCATIONS
@@ -221,6 +222,10 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
                 f"{name}: this is of type {type(value).__name__} and no torch {kind.__name__}; "
                 "PrivacyEngine(model, optimizer, dataset, folder=...) is the order"
             )
+    refuse_lazy(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.device.type == "meta":
+            raise UserError(f"{name} lies on the meta device and has no values: load the weights first")
 
 
 def check_rule(rule: str, allocation: str) -> None:

@@ -61,6 +61,7 @@ from dpexp.training.own_loop import OwnLoop
 from dpexp.training.own_losses import Losses, look_at_losses
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
+from dpexp.training.sums import not_finite
 from dpexp.training.units import units_of
 
 
@@ -466,11 +467,7 @@ class PrivacyEngine:
         self._charged = charged
         if not self._broken and not math.isfinite(self.private_loss):
             self._broken = True
-            warnings.warn(
-                f"step {self.steps_taken}: losses are NaN or infinite, and examples with such a loss or gradient add nothing. "
-                "Look at the data and at the learning rate (this is known without noise: keep it to yourself)",
-                stacklevel=3,
-            )
+            warnings.warn(not_finite(self.steps_taken), stacklevel=3)
         if self.finished or (self.checkpoint_every and self.steps_taken % self.checkpoint_every == 0):
             self._save(None, self.ranks)
         if self.finished:

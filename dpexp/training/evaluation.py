@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dpexp.errors import UserError
 from dpexp.models.precision import autocast
 
 if TYPE_CHECKING:
@@ -49,4 +50,10 @@ def evaluate(
             metrics = task.evaluate_at_end(model, device, batch_size, progress, folder)
         else:
             metrics = task.evaluate(model, device, batch_size, progress)
-    return {name: float(value) for name, value in metrics.items()}
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise UserError(
+            f"what {type(task).__name__} measures must be a dictionary from names to numbers, and is {metrics!r}. The steps are "
+            "taken and stay charged: with that mended the same command evaluates what they made"
+        ) from None

@@ -200,7 +200,9 @@ def _cut_short(privacy: dict[str, Any]) -> list[str]:
 
 def _called(accountant: str) -> str:
     return (
-        "GDP (an approximation that under-estimates, no bound)" if accountant == "gdp" else accountant.upper()
+        "GDP (an approximation that may under-estimate, no bound)"
+        if accountant == "gdp"
+        else accountant.upper()
     )
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dpexp.clipping.refusals import refuse_lazy
 from dpexp.clipping.sharding import parts_of
 from dpexp.errors import UserError
 
@@ -207,7 +206,6 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
         )
     # before there is a folder, which the same run with another model would have to leave
     parts_of(model)
-    refuse_lazy(model)
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     moved = _moved(optimizer)
     if not trained:

@@ -1,6 +1,7 @@
 """The training loop of a configured run: steps (`dpexp.training.steps`), evaluation, checkpoints, and lines of metrics."""
 
 import logging
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,7 @@ from dpexp.training.release import BudgetSpentError, Release, build_policy
 from dpexp.training.search import StepSearch
 from dpexp.training.searches import build_search
 from dpexp.training.steps import Steps
-from dpexp.training.sums import Sums
+from dpexp.training.sums import Sums, not_finite
 
 if TYPE_CHECKING:
     from dpexp.config import RunConfig
@@ -187,6 +188,8 @@ class Trainer:
         self.log = Logbook(
             run, metrics, device, expected_batch=expected_batch, groups=self._groups_with_norms()
         )  # fmt: skip
+        # of losses that are no numbers, once
+        self.told_not_finite = False
         self._restore()
         self.physical_batch_size = self._physical_batch_size()
 
@@ -553,6 +556,9 @@ class Trainer:
     def _tell(self, sums: Sums, progress: Progress) -> None:
         """The lines of a step, and the progress bar."""
         loss = None if self.metrics.strict else float(sums.loss) / max(1, sums.drawn)
+        if loss is not None and not math.isfinite(loss) and not self.told_not_finite:
+            self.told_not_finite = True
+            progress.say(f"note: {not_finite(self.step)}")
         # of a course that a filter ends, only the whole budget is guaranteed
         spent = None if self.plan is not None and self.plan.moves else self.ledger
         progress.step(self.step, loss, self.expected_batch / self.log.step_times[-1], spent)

@@ -87,7 +87,12 @@ def look_at_task(task: Task, model: nn.Module, seed: int, steps: int = 1) -> str
     refuse_mixing(task.collate, rows)
     refuse_company(task.collate, rows)
     here = next(model.parameters()).device
-    batch = {k: v.to(here) if isinstance(v, Tensor) else v for k, v in task.collate(rows).items()}
+    collated: Any = task.collate(rows)
+    if not isinstance(collated, Mapping):
+        raise UserError(
+            f"{type(task).__name__}.collate makes a {type(collated).__name__} of a list of examples: make a dictionary of tensors"
+        )
+    batch = {k: v.to(here) if isinstance(v, Tensor) else v for k, v in collated.items()}
     # the numbers of the examples, by which an augmentation may go, move with their rows
     batch[NUMBERS] = torch.arange(count, device=here)
     for step in dict.fromkeys([0, *filter(due, range(steps)), max(0, steps - 1)] if changing else [0]):

@@ -140,7 +140,10 @@ class Progress:
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
         """The dev set has been measured."""
-        self.say(f"step {step}/{self.steps}  dev: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+        if metrics:
+            self.say(
+                f"step {step}/{self.steps}  dev: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items())
+            )
 
 
 def _duration(seconds: float) -> str:
@@ -179,10 +182,12 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("δ", f"{privacy['delta']:.3g}")
         if privacy.get("mu") is not None:
             table.add_row("μ of Gaussian DP", f"{privacy['mu']:.4f}, regret {privacy['mu_regret']:.2g}")
-            table.add_row(f"best attack at {FPR:g} false positives", f"{privacy[TPR]:.4f} true ones, at most")
-        table.add_row(
-            "noise multiplier", f"{privacy['noise_multiplier']:.4f}, gradients {privacy['sigma_new']:.4f}"
+            table.add_row(f"TPR at FPR {FPR:g}", f"{privacy[TPR]:.4f} at most, of any membership test")
+        multiplier, of_gradients = privacy["noise_multiplier"], privacy["sigma_new"]
+        shared = (
+            "" if of_gradients == multiplier else f" of all releases, {of_gradients:.4f} of the gradients"
         )
+        table.add_row("noise multiplier", f"{multiplier:.4f}{shared}")
     if performance.get("step_s"):
         table.add_row("examples/s", f"{performance['examples_per_s']:.1f}")
         table.add_row("seconds per step", f"{performance['step_s']:.3f}")

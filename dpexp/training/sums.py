@@ -11,6 +11,14 @@ from dpexp.parallel import Ranks
 from dpexp.privacy.sensitivity import centred_counts, centred_norms
 
 
+def not_finite(step: int) -> str:
+    """Say that a step has met losses that are no numbers."""
+    return (
+        f"step {step}: losses are NaN or infinite, and examples with such a loss or gradient add nothing. Look at the data "
+        "and at the learning rate (this is known without noise: keep it to yourself)"
+    )
+
+
 @dataclass
 class Sums:
     """The sums of one step besides those of the gradients, before any noise."""

@@ -17,12 +17,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from dpexp.clipping import attach
+from dpexp.clipping.base import refuse_unbounded
 from dpexp.clipping.engines import ENGINES
 from dpexp.clipping.methods.coordinates import Coordinates
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.projected import ProjectedClipper
 from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.roots import Roots
+from dpexp.clipping.rules import RULES
 from dpexp.errors import UserError
 from tests.clipping.test_engines import OURS, check, expected, naive
 from tests.clipping.zoo import ZOO, B, C, D, T
@@ -131,6 +133,36 @@ def test_rows_per_example(engine: str) -> None:
     torch.testing.assert_close(
         torch.cat([p.grad.flatten() for p in model.parameters()]), total, rtol=1e-6, atol=1e-9
     )
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (lambda sq, c: 2 * c / (sq.sqrt() + 0.01), "leaves gradients longer than their threshold"),
+        (lambda sq, c: -1.01 * c / (sq.sqrt() + 1e-20), "leaves gradients longer than their threshold"),
+        (lambda sq, c: torch.full_like(sq, c) / sq.sqrt().max(), "another factor in other company"),
+        (
+            lambda sq, c: (sq.sqrt().median().clamp(max=c) / sq.sqrt()).nan_to_num(1.0).clamp(max=1.0),
+            "in other company",
+        ),
+    ],
+    ids=["twice", "turned", "maximum", "median"],
+)
+def test_a_rule_of_ones_own_that_bounds_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rule: Any, says: str
+) -> None:
+    """One example moved the sum by two thresholds, and by one and a half; epsilon was that of one."""
+    monkeypatch.setitem(RULES, "mine", rule)
+    with pytest.raises(UserError, match=says):
+        attach(mlp(), rule="mine")
+    with pytest.raises(UserError, match=says):
+        refuse_unbounded("mine")
+
+
+def test_a_rule_of_ones_own_clips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PSAC (Xia et al. 2023), C/(norm + r/(norm + r)), with r = 0.1."""
+    monkeypatch.setitem(RULES, "psac", lambda sq, c: c / (sq.sqrt() + 0.1 / (sq.sqrt() + 0.1)))
+    assert attach(mlp(), rule="psac").sensitivity == 1.0
 
 
 @pytest.mark.parametrize("rule", ["automatic", "none"])
@@ -248,6 +280,12 @@ def test_a_weight_that_is_taken_out_of_its_module_after_attach_is_named(change: 
 def test_refused_at_attach(broken: nn.Module) -> None:
     with pytest.raises(ValueError):
         attach(broken)
+
+
+def test_parameters_in_the_place_of_their_names_are_told_and_not_printed() -> None:
+    model = mlp()
+    with pytest.raises(UserError, match=r"groups\['a'\] holds a Parameter: give names"):
+        attach(model, {"a": list(model.parameters())})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.data import DataLoader
@@ -312,6 +312,20 @@ def test_a_stream_is_refused(tmp_path):
     args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, max_steps=2)
     with pytest.raises(UserError, match="without streaming=True"):
         Trainer(network("causal"), args, train_dataset=stream, privacy=PRIVACY)
+
+
+def test_texts_that_nobody_has_cut_into_tokens_are_told(tmp_path):
+    texts = Dataset.from_dict({"text": ["a b"] * 8, "labels": [0, 1] * 4})
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, max_steps=2)
+    with pytest.raises(UserError, match="labels and nothing that the model reads: cut the texts into tokens"):
+        Trainer(network("causal"), args, train_dataset=texts, privacy=PRIVACY).train()
+
+
+def test_several_splits_are_no_training_data(tmp_path):
+    splits = DatasetDict(train=Dataset.from_list(rows("causal")), test=Dataset.from_list(rows("causal")))
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, max_steps=2)
+    with pytest.raises(UserError, match=r"holds several data sets \(train, test\): give one of them"):
+        Trainer(network("causal"), args, train_dataset=splits, privacy=PRIVACY)
 
 
 def test_packed_rows_and_losses_for_whole_batches_are_refused(tmp_path):

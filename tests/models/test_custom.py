@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import nn
 
 from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
+from dpexp.models import build_model
 from dpexp.models.custom import custom_network, imported
 from dpexp.models.images import ImageInputs
-from dpexp.schemas import DataConfig, ModelConfig, TaskConfig
+from dpexp.schemas import DataConfig, ModelConfig, PeftConfig, TaskConfig
 from dpexp.tasks import build_task
-from dpexp.tasks.base import SHARED
+from dpexp.tasks.base import SHARED, logits_of
+from dpexp.training.evaluation import evaluate
+from dpexp.training.own_losses import look_at_task
 from tests.training.tiny import TinyTask
 
 MINE = """
@@ -35,6 +39,12 @@ def small(num_labels, image_shape, width=4):
 
 def line(num_labels):
     return nn.Linear(3, num_labels)
+
+
+def frozen_below(num_labels, image_shape, all=False):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), nn.Linear(4, num_labels))
+    (network if all else network[1]).requires_grad_(False)
+    return network
 
 
 def no_network(num_labels):
@@ -176,6 +186,71 @@ def test_a_class_that_is_no_task_and_another_number_of_examples_are_refused(
         run = compose([*given, f"task.factory={mine}:{name}"])
         with pytest.raises(UserError, match=says):
             build_task(run.task, run.data, "own", ImageInputs(), 0)
+
+
+def test_what_the_function_has_frozen_stays_frozen(mine: str) -> None:
+    """A pretrained part below a head of one's own: it was trained too, and nothing said so."""
+
+    def names(config: ModelConfig) -> list[str]:
+        asked = {
+            "head": "image_classifier",
+            "num_labels": 2,
+            "tokenizer": ImageInputs(),
+            "image_shape": (1, 5, 5),
+        }
+        return build_model(config, PeftConfig(), scale="own", seed=0, **asked).trainable
+
+    config = ModelConfig(family="custom", factory=f"{mine}:frozen_below")
+    assert names(config) == ["2.weight", "2.bias"]
+    with pytest.raises(
+        UserError, match="frozen_below freezes all parameters of its network: nothing would train"
+    ):
+        names(replace(config, config={"all": True}))
+
+
+class Unfinished(TinyTask):
+    def __init__(self, task, data, scale, tokenizer):
+        super().__init__(40)
+        del self.labels, self.data
+
+
+class Stacked(TinyTask):
+    def collate(self, examples):
+        return torch.stack([x for x, _ in examples])
+
+
+class Silent(TinyTask):
+    def evaluate(self, *arguments, **named):
+        return None
+
+
+def test_what_a_task_of_ones_own_lacks_is_said() -> None:
+    task = TaskConfig(name="custom", kind="custom", factory=f"{__name__}:Unfinished")
+    with pytest.raises(UserError, match=r"Unfinished: once it is made it has no labels, no data; see dpexp"):
+        build_task(task, DataConfig(num_examples=40), "own", ImageInputs(), 0)
+    with pytest.raises(
+        UserError, match=r"Stacked\.collate makes a Tensor of a list of examples: make a dictionary"
+    ):
+        look_at_task(Stacked(40), nn.Linear(10, 3), 0, 3)
+    with pytest.raises(
+        UserError, match="what Silent measures must be a dictionary from names to numbers, and is None"
+    ):
+        evaluate(Silent(40), nn.Linear(10, 3), torch.device("cpu"), 8)
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ((torch.zeros(4, 2),), "gives a tuple and no logits"),
+        (torch.zeros(4, 3), r"\[4, 3\], and the task has 2 classes"),
+        (torch.zeros(4, 1, 2), r"\[4, 1, 2\], and the task has 2 classes"),
+    ],
+)
+def test_a_network_with_other_outputs_than_the_task_has_classes_is_refused(output: Any, says: str) -> None:
+    """More of them than classes trained, and were never right."""
+    with pytest.raises(UserError, match=says):
+        logits_of(output, 2)
+    assert logits_of(torch.zeros(4, 2), 2).shape == (4, 2)
 
 
 def test_what_is_imported_is_the_thing_itself() -> None:

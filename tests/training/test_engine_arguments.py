@@ -173,13 +173,6 @@ def test_a_card_of_nothing_is_not_written(tmp_path):
     train(engine, steps=1).write_card(tmp_path / "model")
 
 
-def test_a_model_without_shapes_is_refused(tmp_path):
-    model = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(UserError, match=r"0\.weight has no shape yet .*run the model once"):
-        make(tmp_path / "lazy", model=model)
-    assert not (tmp_path / "lazy").exists()
-
-
 def test_a_learning_rate_that_is_no_number_is_refused(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=float("nan"))
@@ -239,6 +232,21 @@ def test_arguments_in_another_order_are_told(tmp_path):
         PrivacyEngine(model, data(), adam_of(*model.parameters()), **settings)
     with pytest.raises(UserError, match="model: this is of type Adam and no torch Module"):
         PrivacyEngine(adam_of(*model.parameters()), model, data(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight has no shape yet"),
+        (lambda: nn.Linear(3, 2, device="meta"), "weight lies on the meta device and has no values"),
+    ],
+    ids=["lazy", "meta"],
+)
+def test_a_model_without_weights_yet_is_told(tmp_path, model, says):
+    made = model()
+    settings = {"folder": tmp_path, "batch_size": 1, "steps": 1, "epsilon": 1}
+    with pytest.raises(UserError, match=says):
+        PrivacyEngine(made, torch.optim.SGD(made.parameters(), lr=0.1), data(), **settings)
 
 
 def test_a_bare_tensor_or_array_is_hashed(tmp_path):

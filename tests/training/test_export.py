@@ -61,7 +61,7 @@ def test_what_is_no_guarantee_is_not_called_one_at_the_top(settings):
 def test_an_approximation_is_not_listed_among_the_bounds():
     card = privacy_card(summary(block()))
     assert "| ε by PLD |" in card
-    assert "| ε by GDP (an approximation that under-estimates, no bound) |" in card
+    assert "| ε by GDP (an approximation that may under-estimate, no bound) |" in card
 
 
 def test_the_card_says_how_to_load_what_the_library_would_load_wrongly(tmp_path):

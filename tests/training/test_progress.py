@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from dpexp.training.progress import Progress, summary_table
 from tests.test_record import TASK, block, summary
+from tests.training.tiny import TinyTask, make_trainer, tiny_run
 
 
 class Spent:
@@ -29,6 +31,8 @@ def test_plain_lines_where_there_is_no_terminal():
         for step in range(1, 501):
             progress.step(step, 0.5, 100.0, ledger)
         progress.evaluated(500, {"accuracy": 0.75})
+        # without a dev set there is nothing to tell
+        progress.evaluated(500, {})
     # rich 13.0 ends with an empty one
     lines = [line for line in console.file.getvalue().splitlines() if line]
     assert lines[0].startswith("step 1/500  loss 0.5000 (not private)  ε 1.234 (rdp)  100 examples/s  peak ")
@@ -74,6 +78,19 @@ def test_no_loss_where_it_is_withheld_and_no_epsilon_without_privacy():
     text = progress.console.file.getvalue()
     assert "loss" not in text
     assert "ε" not in text
+
+
+def test_losses_that_are_no_numbers_are_told_once_and_not_where_they_are_withheld(tmp_path):
+    for release, times in (("normal", 1), ("strict", 0)):
+        run, task, console = tiny_run(steps=3), TinyTask(), output()
+        run.privacy.release = release
+        for x, _ in task.train[::2]:
+            x.fill_(math.nan)
+        trainer = make_trainer(tmp_path / release, run, task=task)
+        with Progress(3, 0, 1e-3, torch.device("cpu"), console, strict=release == "strict") as progress:
+            trainer.train(progress)
+        assert console.file.getvalue().count("step 1: losses are NaN or infinite") == times
+        assert console.file.getvalue().count("losses are NaN") == times
 
 
 def test_the_final_table_shows_all_accountants_and_which_decides():

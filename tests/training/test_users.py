@@ -227,7 +227,7 @@ def test_users_are_told_by_their_names_in_whatever_container_they_come(container
     assert [rows.tolist() for rows in Users(container(NUMBERS), 2).members] == [[0, 1], [2, 4], [3]]
     names = [f"user {number}" for number in NUMBERS]
     assert [rows.tolist() for rows in Users(np.array(names, object), 2).members] == [[0, 1], [2, 4], [3]]
-    assert [rows.tolist() for rows in Users(["Jos\u00e9", "Jose\u0301", "Jose"], 2).members] == [[0, 1], [2]]
+    assert [rows.tolist() for rows in Users(["Jos\u00e9", "Jose\u0301 ", "Jose"], 2).members] == [[0, 1], [2]]
 
 
 class Anonymous:
@@ -236,12 +236,24 @@ class Anonymous:
 
 @pytest.mark.parametrize(
     "odd",
-    [None, math.nan, torch.tensor(1), Anonymous(), ["a", "list"]],
-    ids=["None", "NaN", "tensor", "object", "list"],
+    [None, math.nan, torch.tensor(1), Anonymous(), ["a", "list"], " "],
+    ids=["None", "NaN", "tensor", "object", "list", "blank"],
 )
 def test_a_name_that_no_other_row_can_share_is_refused(odd: Any):
     with pytest.raises(UserError, match=r"the user of row 2 is .* cannot be told"):
         Users(["a", "a", odd, "b"], 2)
+
+
+@pytest.mark.parametrize(
+    "names", [[7, "a", "7"], ["7.0", "a", 7], ["7", "b", "7.0"], [b"a", 7, "a"], [7.5, 8, "7.5"]]
+)
+def test_a_name_that_is_written_in_two_ways_is_not_two_users(names: Any):
+    """As pandas writes them, which reads a long column in parts: each user of both parts would have been two."""
+    with pytest.raises(
+        UserError, match="rows 0 and 2, counted from 0, have users whose names read alike and are not equal"
+    ):
+        Users(names, 2)
+    assert len(Users([7, 7.0, np.int64(7), True, "1.0.1", "v1.0.1", "10", "100"], 2)) == 6
 
 
 @pytest.mark.parametrize(
