@@ -284,6 +284,9 @@ class Ledger:
         line = ("\n" if self._line_break_missing else "") + signed + "\n"
         try:
             self._write(line.encode())
+            self._size += len(line.encode())
+            self._torn, self._line_break_missing = 0, False
+            self._remember(entry, record["check"])
         except OSError as error:
             raise UserError(
                 f"cannot write the ledger {self.path}: {error.strerror}; the step was not taken"
@@ -293,16 +296,14 @@ class Ledger:
             if self.ranks is None:
                 self._begin()
             raise
-        self._size += len(line.encode())
-        self._torn, self._line_break_missing = 0, False
-        self._remember(entry, record["check"])
         return signed
 
     def _write(self, line: bytes) -> None:
         new = not self.path.exists()
         if new:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab") as file:
+        # without a buffer: what a full disk has not taken would be written again by what drops it, and in vain
+        with open(self.path, "ab", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if os.fstat(file.fileno()).st_size != self._size + self._torn:
                 raise UserError(
@@ -311,7 +312,9 @@ class Ledger:
             try:
                 # drops what a crash left of a line
                 file.truncate(self._size)
-                file.write(line)
+                left = memoryview(line)
+                while left:
+                    left = left[file.write(left) :]
                 flush_file(file)
             except OSError:
                 self._torn = 0

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 
 import pytest
 from hypothesis import given, settings
@@ -262,6 +263,21 @@ def test_a_full_disk_is_one_clear_error_and_charges_nothing(path, monkeypatch):
     assert ledger.steps_charged == 2
     assert ledger.begin_step(2, EVENT, "a2") == 0
     assert Ledger(path, KEY).steps_charged == 3
+
+
+def test_a_disk_that_takes_a_part_of_a_line_leaves_a_ledger_that_goes_on(path):
+    """In a notebook it lives on once there is room again; it took the part of its own line for that of another process."""
+    ledger, _ = trained(path, 2)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        with pytest.raises(UserError, match="File too large; the step was not taken"):
+            ledger.begin_step(2, EVENT, "a2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert ledger.begin_step(2, EVENT, "a2") == 0
+    assert Ledger(path, KEY).seal == ledger.seal
 
 
 @pytest.mark.parametrize("before", [True, False])
