@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dpexp.errors import UserError
+from dpexp.models.trainable import train_mode
 
 if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig
@@ -71,4 +72,4 @@ def custom_network(
         raise UserError(
             f"model.factory={model.factory} made a {type(network).__name__}, and a torch.nn.Module is wanted"
         )
-    return network.float().train()
+    return train_mode(network.float())

@@ -96,6 +96,21 @@ def trainable_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+def train_mode(model: nn.Module) -> nn.Module:
+    """Set a model to training, but for frozen parts that are in evaluation mode: batch norm with constant statistics, say."""
+    kept = [
+        module
+        for module in model.modules()
+        if not module.training
+        and (own := list(module.parameters()))
+        and not any(p.requires_grad for p in own)
+    ]
+    model.train()
+    for module in kept:
+        module.eval()
+    return model
+
+
 def has_tied_head(model: nn.Module) -> bool:
     """Whether the output layer of a language model is its embedding."""
     tables = [getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output")]

@@ -16,16 +16,22 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no autograd inside; every module's own mode comes back afterwards."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; every module's own mode comes back afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.inference_mode():
-            yield
+        yield
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """As `evaluation_mode`, without autograd."""
+    with evaluation_mode(model), torch.inference_mode():
+        yield
 
 
 def evaluate(

@@ -20,6 +20,7 @@ from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
 from dpexp.models import rgp
 from dpexp.models.precision import autocast
+from dpexp.models.trainable import train_mode
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.replicas import made_same
 from dpexp.parallel.sharded import filled, held_whole, shard, skeleton_of
@@ -33,7 +34,7 @@ from dpexp.training.averaging import Averages
 from dpexp.training.best import Best
 from dpexp.training.clippers import build_clipper
 from dpexp.training.decisions import Decisions, machine_file, machine_name
-from dpexp.training.evaluation import evaluate
+from dpexp.training.evaluation import evaluate, evaluation_mode
 from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.identity import facts_of
 from dpexp.training.interrupt import Interrupts
@@ -121,7 +122,7 @@ class Trainer:
         self.steps, self.expected_batch = steps, expected_batch
         self.keys, self.key, self.signature = keys, keys.draws, signature
         self.folder, self.device, self.metrics = folder, device, metrics
-        self.model = bundle.model.to(self.home).train()
+        self.model = train_mode(bundle.model.to(self.home))
         made_same(ranks, self.model)
         # what could not be proven, in words
         self.notes: list[str] = []
@@ -238,11 +239,8 @@ class Trainer:
         Raises:
             UserError: what an example loses there depends on the others.
         """
-        self.model.eval()
-        try:
+        with evaluation_mode(self.model):
             self._look_at_losses()
-        finally:
-            self.model.train()
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, where there is one."""
@@ -479,12 +477,9 @@ class Trainer:
         if not count:
             raise UserError(f"clip={self.run.clip.name} needs public examples, and the task has no dev set")
         batch = self.on_device(self.task.collate([self.task.dev[i] for i in range(count)]))
-        self.model.eval()
-        try:
+        with evaluation_mode(self.model):
             losses = self.losses(self.task.augmented(batch, np.arange(count), self.run.seed, 0))
             return self.clipper.rows(losses)[0]
-        finally:
-            self.model.train()
 
     def losses_of(self, piece: np.ndarray) -> Tensor:
         """`[b]` losses of training examples, as the present step sees them."""

@@ -47,6 +47,12 @@ def frozen_below(num_labels, image_shape, all=False):
     return network
 
 
+def constant_norm(num_labels):
+    below = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.9)).requires_grad_(False).eval()
+    below[0].track_running_stats = False
+    return nn.Sequential(below, nn.Linear(3, num_labels), nn.Dropout(0.1))
+
+
 def no_network(num_labels):
     return "a network"
 
@@ -206,6 +212,16 @@ def test_what_the_function_has_frozen_stays_frozen(mine: str) -> None:
         UserError, match="frozen_below freezes all parameters of its network: nothing would train"
     ):
         names(replace(config, config={"all": True}))
+
+
+def test_batch_norm_that_the_function_has_made_constant_trains_above(mine: str, tmp_path: Path) -> None:
+    """What a refused batch norm is told to do: the whole network was set to training behind the function's back."""
+    asked = {"head": "image_classifier", "num_labels": 2, "tokenizer": None, "image_shape": None}
+    network = custom_network(ModelConfig(factory=f"{mine}:constant_norm"), **asked)
+    assert [module.training for module in network.modules()] == [True, False, False, False, True, True]
+    settings = "clip=flat", "data.num_examples=40", f"model.factory={mine}:constant_norm"
+    _, summary = trained(mine, tmp_path, Console(quiet=True), *settings)
+    assert summary["privacy"]["epsilon"]["rdp"] <= 8
 
 
 class Unfinished(TinyTask):
