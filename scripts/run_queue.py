@@ -84,8 +84,9 @@ class Job:
         if (found := read_json(self.folder / "summary.json")).get("status") == "finished":
             return found
         folders = ("audits",) if self.program == "audit" else ("runs", "league", "methods")
-        paths = tuple(path for folder in folders for path in sorted((results / folder).glob("*.json")))
-        return _finished(paths).get((_science(self.as_record), self.run.seed))
+        wanted = _science(self.as_record), self.run.seed
+        records = (_finished(path) for folder in folders for path in sorted((results / folder).glob("*.json")))
+        return next((summary for said, summary in records if said == wanted), None)
 
     @cached_property
     def as_record(self) -> Record:
@@ -111,14 +112,12 @@ def _science(record: Record) -> str:
 
 
 @cache
-def _finished(paths: tuple[Path, ...]) -> dict[tuple[str, int], dict[str, Any]]:
-    """The records in these files by settings and seed."""
-    records = [Record(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-    return {
-        (_science(record), record.facts["seed"]): record.summary
-        for record in records
-        if record.summary.get("status") == "finished"
-    }
+def _finished(path: Path) -> tuple[tuple[str, int] | None, dict[str, Any] | None]:
+    """Settings and seed of a record, and what it holds; None of a run that did not finish."""
+    record = Record(path.name, json.loads(path.read_text(encoding="utf-8")))
+    if record.summary.get("status") != "finished":
+        return None, None
+    return (_science(record), record.facts["seed"]), record.summary
 
 
 def read(text: str, more: tuple[str, ...] = ()) -> list[Job]:
