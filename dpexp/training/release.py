@@ -13,6 +13,7 @@ from torch import Tensor
 from dpexp.clipping.base import AnyClipper
 from dpexp.clipping.thresholds import FixedThresholds, NormThresholds, QuantileThresholds
 from dpexp.errors import UserError
+from dpexp.parallel.shards import is_sharded
 from dpexp.privacy.fingerprint import fingerprint, fingerprint_of_facts
 from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, check_multiplier
@@ -167,10 +168,15 @@ class Release:
 
         Not private: it is for the owner of the data (Li et al., section 3.1.1).
         """
-        stds = self.stds(step)
-        signal = sum(float(p.grad.double().square().sum()) for p in self.parameters if p.grad is not None)
-        noise = sum(stds[id(p)] ** 2 * p.numel() for p in self.parameters)
+        signal, noise = self._signal_and_noise(step)
         return math.sqrt(signal / noise) if noise > 0 else math.inf
+
+    def _signal_and_noise(self, step: int) -> tuple[float, float]:
+        """The square of the norm of the sums, and the expected one of their noise."""
+        stds = self.stds(step)
+        squares = (p.grad.double().square().sum() for p in self.parameters if p.grad is not None)
+        signal = sum(float(square.full_tensor() if is_sharded(square) else square) for square in squares)
+        return signal, sum(stds[id(p)] ** 2 * p.numel() for p in self.parameters)
 
     def generator(self, name: str, step: int, attempt: int) -> KeyedGenerator:
         """The noise called `name` of a charged step; each name may be used once."""

@@ -59,6 +59,13 @@ class StageRelease(Release):
         return f"{of_facts}-{hashlib.sha256(together.encode()).hexdigest()[:32]}"
 
 
+    def _signal_and_noise(self, step: int) -> tuple[float, float]:
+        """Of all stages together; replicas of a stage have the same."""
+        of_stages = dict(self.ranks.gather((self.stage, super()._signal_and_noise(step))))
+        signal, noise = (sum(part) for part in zip(*of_stages.values(), strict=True))
+        return signal, noise
+
+
 class StageSteps(Steps):
     """Steps whose pieces have been through the stages when they are added."""
 

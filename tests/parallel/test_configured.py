@@ -123,6 +123,12 @@ def test_each_process_clips_whole_microbatches(tmp_path: Path) -> None:
         compose([*SMALL, *MICROBATCHES, "runtime=fsdp"])
 
 
+def signals_in(folder: Path) -> list[float]:
+    """The ratios of signal to noise that a run has logged, in the order of steps."""
+    lines = map(json.loads, next(folder.rglob("metrics.jsonl")).read_text().splitlines())
+    return [line["signal_to_noise"] for line in lines if "signal_to_noise" in line]
+
+
 @needs_torch(2, 15)
 def test_a_run_goes_through_all_runtimes(tmp_path: Path) -> None:
     """DDP, FSDP2, a pipeline, one process: each takes a step, with Adam's moments and the thresholds of the one before."""
@@ -135,6 +141,8 @@ def test_a_run_goes_through_all_runtimes(tmp_path: Path) -> None:
     assert charged_in(moved) == [(step, 0) for step in range(4)]
     assert resumed["privacy"]["epsilon"] == alone["privacy"]["epsilon"]
     assert resumed["details"]["thresholds"] == pytest.approx(alone["details"]["thresholds"], rel=1e-5)
+    signals = signals_in(tmp_path / "alone")
+    assert signals_in(moved) == pytest.approx(signals, rel=1e-4) and len(signals) == 4
     assert run_folder(compose([*SMALL, *ADAM])).name == run_folder(compose([*SMALL, *ADAM, *ROUTE[1]])).name
     expected = load_file(alone["weights"])
     for name, tensor in load_file(resumed["weights"]).items():
