@@ -85,7 +85,9 @@ class Job:
             return found
         folders = ("audits",) if self.program == "audit" else ("runs", "league", "methods")
         wanted = _science(self.as_record), self.run.seed
-        records = (_finished(path) for folder in folders for path in sorted((results / folder).glob("*.json")))
+        records = (
+            _finished(path) for folder in folders for path in sorted((results / folder).glob("*.json"))
+        )
         return next((summary for said, summary in records if said == wanted), None)
 
     @cached_property

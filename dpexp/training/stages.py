@@ -58,7 +58,6 @@ class StageRelease(Release):
         together = "".join(digests[stage] for stage in sorted(digests))
         return f"{of_facts}-{hashlib.sha256(together.encode()).hexdigest()[:32]}"
 
-
     def _signal_and_noise(self, step: int) -> tuple[float, float]:
         """Of all stages together; replicas of a stage have the same."""
         of_stages = dict(self.ranks.gather((self.stage, super()._signal_and_noise(step))))
