@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
+from dpexp.models.trainable import train_mode
 from dpexp.privacy.sampling import PoissonSampler
 from dpexp.tasks.decoding import Context, decode
 from dpexp.tasks.formats import GROUP, SOURCE, TARGET
@@ -174,7 +175,7 @@ class NextTokens:
                     chosen = np.sort(texts[order[start : start + votes.batch_size]])
                     optimizer.zero_grad()
                     share = 1 / int(np.isin(self.text.numpy(), chosen).sum())
-                    for where, logits in self._asked(student.train(), chosen, whole=True):
+                    for where, logits in self._asked(train_mode(student), chosen, whole=True):
                         (-(wanted[where].to(logits) * logits).sum() * share).backward()
                     optimizer.step()
         return self._measured(student.eval()) | {f"{name}_before": x for name, x in self.before.items()}

@@ -174,7 +174,8 @@ class Release:
     def _signal_and_noise(self, step: int) -> tuple[float, float]:
         """The square of the norm of the sums, and the expected one of their noise."""
         stds = self.stds(step)
-        squares = (p.grad.double().square().sum() for p in self.parameters if p.grad is not None)
+        grads: list[Any] = [p.grad for p in self.parameters if p.grad is not None]
+        squares = [grad.double().square().sum() for grad in grads]
         signal = sum(float(square.full_tensor() if is_sharded(square) else square) for square in squares)
         return signal, sum(stds[id(p)] ** 2 * p.numel() for p in self.parameters)
 

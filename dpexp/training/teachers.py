@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
+from dpexp.models.trainable import train_mode
 
 if TYPE_CHECKING:
     from dpexp.tasks.base import Task
@@ -95,7 +96,7 @@ def learn(
         seed: of the order.
         device: where to compute.
     """
-    network.to(device).train()
+    train_mode(network.to(device))
     optimizer = torch.optim.Adam(network.parameters(), lr=lr)
     rows, members = getattr(task, split), np.asarray(examples)
     with torch.random.fork_rng(devices=[]):
