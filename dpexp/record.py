@@ -229,5 +229,7 @@ def _failed(run: "RunConfig", folder: Path, error: Exception) -> dict[str, Any]:
             if withheld(run)
             else f"{type(error).__name__}: {error}",
             "traceback": [] if withheld(run) else traceback.format_exception(error),
+            # words of an error may name a row
+            "not_private": [] if withheld(run) else ["error", "traceback"],
         },
     )

@@ -391,7 +391,9 @@ def test_a_damaged_ledger_does_not_hide_what_failed(tmp_path):
     (tmp_path / "ledger.jsonl").write_bytes(b"\xff\xfe garbled\n")
     with pytest.raises(UserError, match="the ledger is damaged"), record.failures(RunConfig(), tmp_path):
         raise UserError("the ledger is damaged")
-    assert "its 1 steps are paid for" in (tmp_path / "summary.json").read_text()
+    written = (tmp_path / "summary.json").read_text()
+    assert "its 1 steps are paid for" in written
+    assert json.loads(written)["details"]["not_private"] == ["error", "traceback"]
 
 
 def test_what_a_task_says_of_its_data_goes_with_the_model_unless_it_was_counted():
