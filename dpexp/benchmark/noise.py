@@ -1,4 +1,4 @@
-"""How fast noise is drawn and added on one core: the default, the exact form, and plain normals beside them."""
+"""What a release costs one core: noise (the default, the exact form, plain normals beside them) and the checksum of its sums."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dpexp import native
+from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_
 
 # in the place of a workload
@@ -35,6 +36,7 @@ def measure_noise(rounds: int) -> list[dict[str, Any]]:
             _EXACT_ELEMENTS,
             lambda tensor: add_gaussian_(tensor, 1.0, SecureGenerator(bytes(32))),
         ),
+        "checksum before it": (_ELEMENTS, lambda tensor: checksum([tensor], bytes(32))),
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One optional C++ file for CPUs: noise, and convolutions' per-example gradients over the cores.
+"""One optional C++ file for CPUs: noise, convolutions' per-example gradients over the cores, checksums of sums.
 
 It is built when it is first asked for, where a C++ compiler is found, for this source, this torch and this processor; a machine
 keeps it (``python -m dpexp.native``, and so `make setup`, builds it ahead of time). Without it, or with ``DPEXP_NATIVE=0``, pure
@@ -42,7 +42,7 @@ PATIENCE = 300
 
 
 def kernels() -> Any | None:
-    """``torch.ops.dpexp_native`` with `add_noise_`, `chacha_`, `conv_gradients_`; None where not built or turned off."""
+    """``torch.ops.dpexp_native``: `add_noise_`, `chacha_`, `conv_gradients_`, `checksums_`; None if not built or turned off."""
     return torch.ops.dpexp_native if _loaded() else None
 
 

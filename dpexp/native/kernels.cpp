@@ -1,5 +1,5 @@
-// Two things that torch has no fast way for on a CPU: discrete Gaussian noise from a cipher, and the weight gradient of a convolution
-// for every example, the examples spread over the cores. Optional: everything works without this file, see __init__.py.
+// Three things that torch has no fast way for on a CPU: discrete Gaussian noise from a cipher, the weight gradient of a convolution
+// for every example, the examples spread over the cores, and the checksum of the sums of a step. Optional: everything works without this file, see __init__.py.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -353,6 +354,35 @@ void conv_gradients_(at::Tensor out, const at::Tensor& x, const at::Tensor& gy, 
   });
 }
 
+// ---- Checksums ------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kPiece = 1 << 14; // words that one core adds up at a time
+
+// The twin of `checksum` in dpexp/privacy/fingerprint.py: word j of the tensor that `words` are the part of from `place` on counts with weight
+// j mod W, in chunk j / W, modulo 2^64. `out`: int64 [chunks], `weights`: int64 [W].
+void checksums_(at::Tensor out, const at::Tensor& words, const at::Tensor& weights, int64_t place) {
+  TORCH_CHECK(words.device().is_cpu() && words.scalar_type() == at::kInt && words.is_contiguous() && words.dim() == 1, "words are int32 [n]");
+  TORCH_CHECK(weights.scalar_type() == at::kLong && weights.is_contiguous() && weights.numel() > 0 && weights.numel() % kPiece == 0,
+              "weights are int64, a multiple of ", kPiece);
+  const int64_t end = place + words.numel(), chunk = weights.numel(), first = place / kPiece;
+  TORCH_CHECK(out.scalar_type() == at::kLong && out.is_contiguous() && place >= 0 && out.numel() * chunk >= end, "too few chunks");
+  const int32_t* word = words.const_data_ptr<int32_t>();
+  const auto* weight = reinterpret_cast<const uint64_t*>(weights.const_data_ptr<int64_t>());
+  std::vector<uint64_t> sums(words.numel() > 0 ? (end - 1) / kPiece - first + 1 : 0);
+  at::parallel_for(0, sums.size(), 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t begin = std::max(place, (first + i) * kPiece), count = std::min(end, (first + i + 1) * kPiece) - begin;
+      const int32_t* a = word + (begin - place);
+      const uint64_t* b = weight + begin % chunk;
+      uint64_t sum = 0;
+      for (int64_t j = 0; j < count; ++j) sum += static_cast<uint64_t>(static_cast<int64_t>(a[j])) * b[j];
+      sums[i] = sum;
+    }
+  });
+  auto* found = reinterpret_cast<uint64_t*>(out.mutable_data_ptr<int64_t>());
+  for (size_t i = 0; i < sums.size(); ++i) found[(first + static_cast<int64_t>(i)) * kPiece / chunk] += sums[i];
+}
+
 } // namespace
 
 TORCH_LIBRARY(dpexp_native, library) {
@@ -364,4 +394,5 @@ TORCH_LIBRARY(dpexp_native, library) {
       "conv_gradients_(Tensor(a!) out, Tensor x, Tensor gy, int rows, int[] stride, int[] padding, int[] dilation, "
       "bool transposed, int[] output_padding, int groups) -> ()",
       &conv_gradients_);
+  library.def("checksums_(Tensor(a!) out, Tensor words, Tensor weights, int place) -> ()", &checksums_);
 }

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpexp import native
 from dpexp.parallel.shards import part_here
 
 # elements: a chunk and its weights stay in the cache
@@ -59,7 +60,7 @@ def checksum(tensors: Iterable[Tensor], key: bytes = b"") -> bytes:
     """
     sums: list[Tensor] = []
     weights: dict[torch.device, Tensor] = {}
-    # process groups -> which of the sums lie in parts
+    # process groups -> which of the tensors lie in parts
     spread: dict[tuple[Any, ...], list[int]] = {}
     for tensor in tensors:
         part, place, over = part_here(tensor.detach())
@@ -69,29 +70,38 @@ def checksum(tensors: Iterable[Tensor], key: bytes = b"") -> bytes:
         words = _WORDS[part.element_size()]
         each = part.element_size() // words.itemsize
         bits, place = part.reshape(-1).view(words), place * each
-        of_chunks = [torch.zeros((), dtype=torch.int64, device=device)] * -(-tensor.numel() * each // _CHUNK)
-        at = 0
-        while at < len(bits):
-            number, first = divmod(place + at, _CHUNK)
-            chunk = bits[at : at + _CHUNK - first]
-            of_chunks[number] = (chunk.to(torch.int64) * weights[device][first : first + len(chunk)]).sum()
-            at += len(chunk)
         if over:
-            spread.setdefault(tuple(over), []).extend(range(len(sums), len(sums) + len(of_chunks)))
-        sums += of_chunks
+            spread.setdefault(tuple(over), []).append(len(sums))
+        sums.append(torch.zeros(-(-tensor.numel() * each // _CHUNK), dtype=torch.int64, device=device))
+        _add_up(bits, weights[device], place, sums[-1])
     for groups, numbers in spread.items():
-        together = torch.stack([sums[number] for number in numbers])
+        together = torch.cat([sums[number] for number in numbers])
         for group in groups:
             torch.distributed.all_reduce(together, group=group)
-        for number, value in zip(numbers, together, strict=True):
-            sums[number] = value
+        parts = together.split([len(sums[number]) for number in numbers])
+        for number, part in zip(numbers, parts, strict=True):
+            sums[number] = part
     by_device: dict[torch.device, list[Tensor]] = {}
-    for value in sums:
-        by_device.setdefault(value.device, []).append(value)
+    for values in sums:
+        by_device.setdefault(values.device, []).append(values)
     digest = hashlib.sha256()
-    for values in by_device.values():
-        digest.update(torch.stack(values).cpu().numpy().tobytes())
+    for of_device in by_device.values():
+        digest.update(torch.cat(of_device).cpu().numpy().tobytes())
     return digest.digest()
+
+
+def _add_up(words: Tensor, weights: Tensor, place: int, out: Tensor) -> None:
+    """Write into ``out`` the sums of all chunks of a tensor, of which ``words`` are the part that begins at ``place``."""
+    kernels = native.kernels() if words.dtype == torch.int32 and words.device.type == "cpu" else None
+    if kernels is not None:
+        kernels.checksums_(out, words, weights, place)
+        return
+    at = 0
+    while at < len(words):
+        number, first = divmod(place + at, _CHUNK)
+        chunk = words[at : at + _CHUNK - first]
+        out[number] = (chunk.to(torch.int64) * weights[first : first + len(chunk)]).sum()
+        at += len(chunk)
 
 
 def _weights(key: bytes) -> Tensor:

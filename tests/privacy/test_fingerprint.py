@@ -5,7 +5,8 @@ import hashlib
 import pytest
 import torch
 
-from dpexp.privacy.fingerprint import checksum, fingerprint, fingerprint_of_facts
+from dpexp import native
+from dpexp.privacy.fingerprint import _add_up, _weights, checksum, fingerprint, fingerprint_of_facts
 
 
 def test_a_checksum_sees_what_sums_cancel():
@@ -60,3 +61,28 @@ def test_equal_facts_show_before_the_sums_are_known():
     found = fingerprint(b"key", facts, [torch.ones(4)])
     assert found.startswith(fingerprint_of_facts(b"key", facts) + "-")
     assert not found.startswith(fingerprint_of_facts(b"key", {"step": 4}))
+
+
+@pytest.mark.skipif(native.kernels() is None, reason="no C++ compiler builds the kernels")
+def test_the_kernels_and_torch_find_the_same_checksums(monkeypatch):
+    shapes = [(0,), (1,), (3, 5), (1 << 14,), (1 << 17,), ((1 << 17) + 1,), (300_001,)]
+    tensors = [
+        torch.randn(shape, dtype=dtype) for shape in shapes for dtype in (torch.float32, torch.float64)
+    ]
+    tensors += [torch.full((70_000,), -(2**31), dtype=torch.int32), torch.randn(9, 9).t()]
+    weights = _weights(b"key")
+
+    def found():
+        # a part of a sharded tensor: it begins and ends in the middle of a chunk
+        parts = [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
+        for part, (place, stop) in zip(parts, [(0, 7), (100_000, 290_000), (1 << 17, 1 << 18)], strict=True):
+            _add_up(torch.arange(place, stop, dtype=torch.int32), weights, place, part)
+        return [
+            checksum(tensors, b"key"),
+            *(checksum([t], b"key") for t in tensors),
+            torch.stack(parts).tolist(),
+        ]
+
+    fast = found()
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    assert fast == found()
