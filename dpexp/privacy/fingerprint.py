@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,8 @@ def _add_up(words: Tensor, weights: Tensor, place: int, out: Tensor) -> None:
         at += len(chunk)
 
 
+# a run takes the same ones in each of its steps
+@lru_cache(maxsize=2)
 def _weights(key: bytes) -> Tensor:
     words = np.frombuffer(hmac.digest(key, b"weights of a checksum", "sha256"), dtype=np.uint64)
     drawn = np.random.Generator(np.random.Philox(key=words[:2])).integers(-(2**63), 2**63, _CHUNK)
