@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from statistics import fmean
 
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode
@@ -36,6 +37,7 @@ class Entry:
         epsilon: target.
         words: of its command, without what `_FREE` names.
         rates: that are to be tried.
+        tuning: seeds that each of them is tried with.
         settings: those of the words that are the method's.
         seeds: that are to be run at the best rate.
     """
@@ -45,6 +47,7 @@ class Entry:
     epsilon: float
     words: tuple[str, ...]
     rates: tuple[float, ...]
+    tuning: tuple[int, ...]
     settings: str
     seeds: tuple[int, ...]
 
@@ -77,58 +80,67 @@ class Standing:
     """What the runs of an entry found.
 
     Attributes:
-        rate: the learning rate that was best with the tuning seed.
-        tried: all that were tried.
+        rate: the learning rate that was best, by the mean of the tuning seeds.
+        tried: how often each rate was tried.
         filling: the other seeds at this rate.
     """
 
     entry: Entry
     rate: float
-    tried: tuple[float, ...]
+    tried: dict[float, int]
     filling: Filling
+
+    @property
+    def trials(self) -> int:
+        """How many trainings it took, the one itself among them."""
+        return sum(self.tried.values()) + 1
 
     @property
     def choice(self) -> Choice:
         """As a side of a comparison: its search is not finished where the best rate is the largest or smallest tried."""
-        return Choice(self.filling, 1, at_the_edge("lr", self.rate, self.tried))
+        return Choice(self.filling, 1, at_the_edge("lr", self.rate, list(self.tried)))
 
 
 def entries(task: str) -> Iterator[Entry]:
     """Every method on a task, first at the first budget."""
     said = listed(NAME)
     own = said["tasks"][task]
+    tried, tuning = (own.get(what, said[what]) for what in ("rates", "tuning_seeds"))
     for epsilon in said["budgets"]:
         for method, settings in said["methods"].items():
             mine = settings.format(**own["values"])
             words = tuple(shlex.split(f"{said['settings']} {own['settings']} {mine}"))
-            rates = tuple(float(rate) * said["slower"].get(method, 1) for rate in said["rates"])
-            yield Entry(task, method, float(epsilon), words, rates, mine, tuple(said["seeds"]))
+            rates = tuple(float(rate) * said["slower"].get(method, 1) for rate in tried)
+            yield Entry(task, method, float(epsilon), words, rates, tuple(tuning), mine, tuple(said["seeds"]))
 
 
 def commands(task: str, records: Sequence[Record]) -> list[str]:
-    """What is still to run: each rate with the tuning seed; where those have records, the best one with the other seeds."""
-    said, found = listed(NAME), []
-    first = said["tuning_seed"]
+    """What is still to run: each rate with the tuning seeds; where those have records, the best one with the other seeds."""
+    found = []
     for entry in entries(task):
         runs = entry.runs(records)
-        found += [entry.command(rate, [first], 1) for rate in entry.rates if (rate, first) not in runs]
+        found += [
+            entry.command(rate, [seed], 1)
+            for rate in entry.rates
+            for seed in entry.tuning
+            if (rate, seed) not in runs
+        ]
         rate, tried = _best_rate(entry, runs)
         left = [seed for seed in entry.seeds if (rate, seed) not in runs]
         if rate and left:
-            found.append(entry.command(rate, left, len(tried) + 1))
+            found.append(entry.command(rate, left, sum(tried.values()) + 1))
     return found
 
 
-def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[float, tuple[float, ...]]:
-    """The learning rate that was best with the tuning seed, 0 before each of the list has been tried; and all that were."""
-    said = listed(NAME)
-    scores = {
-        rate: record.metric(said["metric"]) or 0.0
-        for (rate, seed), record in runs.items()
-        if seed == said["tuning_seed"]
-    }
-    best = max(scores, key=lambda rate: scores[rate]) if set(entry.rates) <= scores.keys() else 0.0
-    return best, tuple(sorted(scores))
+def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[float, dict[float, int]]:
+    """The rate with the best mean of the tuning seeds, 0 before the list has been tried; and how often each was tried."""
+    scores: dict[float, list[float]] = {}
+    for (rate, seed), record in sorted(runs.items()):
+        if seed in entry.tuning:
+            scores.setdefault(rate, []).append(record.metric(listed(NAME)["metric"]) or 0.0)
+    means = {rate: fmean(own) for rate, own in scores.items() if len(own) == len(entry.tuning)}
+    best = max(means, key=lambda rate: means[rate]) if set(entry.rates) <= means.keys() else 0.0
+    return best, {rate: len(own) for rate, own in scores.items()}
 
 
 def standings(task: str, records: Sequence[Record]) -> list[Standing]:
@@ -156,7 +168,8 @@ def document(records: Sequence[Record]) -> Document:
     for task, asked in said["tasks"].items():
         complete, total = len(rows[task]), len(list(entries(task)))
         settings = f"{said['settings']} {asked['settings']}"
-        done = words["block"].format(settings=settings, complete=complete, total=total)
+        tuning = ", ".join(map(str, next(entries(task)).tuning))
+        done = words["block"].format(settings=settings, tuning=tuning, complete=complete, total=total)
         done += f" {words['rest'].format(task=task)}" if complete < total else ""
         sections.append(Section(f"scale=small, {asked['words']}", (done,), rows=rows[task], scale="small"))
     every = [row for own in rows.values() for row in own]
@@ -201,7 +214,7 @@ def _row(
     low, high = interval(filling.values)
     result, p = beside or (None, None)
     word = "" if result is None else "better" if result.difference > 0 else "worse"
-    priced = _price(filling.record, len(standing.tried) + 1)
+    priced = _price(filling.record, standing.trials)
     return {
         "method": entry.method, "ε": f"{entry.epsilon:g}", "rank": rank, "ours": filling.said(),
         "95% interval": f"[{low:.2f}, {high:.2f}]", f"minus {reference}": result and f"{result.difference:+.2f}",
