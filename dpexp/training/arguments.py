@@ -122,8 +122,18 @@ class Numbers:
             raise UserError("give either epochs or steps, not both and not neither")
 
     def steps_of(self, num_units: int) -> int:
-        """T: as given, or the epochs in steps of the expected batch."""
-        return self.steps or max(1, round((self.epochs or 0) * num_units / self.batch_size))
+        """T: as given, or the epochs in steps of the expected batch.
+
+        Raises:
+            UserError: the epochs are less than half a step.
+        """
+        epochs = self.epochs or 0
+        if steps := self.steps or round(epochs * num_units / self.batch_size):
+            return steps
+        raise UserError(
+            f"epochs={epochs:g} is less than one step of batch_size={self.batch_size:g} in {num_units}: give "
+            f"{self.batch_size / num_units:.3g} epochs or more, or steps=1"
+        )
 
 
 def checked_folder(folder: Any) -> Path:

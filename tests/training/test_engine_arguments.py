@@ -62,6 +62,10 @@ class StreamOfKnownLength(Stream):
         (lambda model: {"epochs": 1}, "either epochs or steps"),
         (lambda model: {"epsilon": 1.0}, "either epsilon or noise_multiplier"),
         (lambda model: {"batch_size": 61}, "at most N"),
+        (
+            lambda model: {"steps": None, "epochs": 0.01},
+            "epochs=0.01 is less than one step of batch_size=20 in 60: give 0.333 epochs",
+        ),
         (lambda model: {"dataset": Stream()}, "map-style"),
         (lambda model: {"target_quantile": 1.5}, "give a number below 1"),
         (lambda model: {"dataset": StreamOfKnownLength(), "data_name": "s"}, "map-style"),
