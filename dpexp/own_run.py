@@ -128,13 +128,15 @@ def main(arguments: list[str]) -> int:
     """Write the page. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m dpexp.report run", description=__doc__)
     parser.add_argument(
-        "folder", nargs="+", type=Path, help="of a run: it holds ledger.jsonl or summary.json"
+        "folder", nargs="*", type=Path, help="of a run: it holds ledger.jsonl or summary.json"
     )
     parser.add_argument("--out", type=Path, help="default: FOLDER/report of one run, ./report of several")
     parser.add_argument(
         "--released", action="store_true", help="leave out what is not private, times and memory too"
     )
     given = parser.parse_args(arguments)
+    if not given.folder:
+        raise UserError("not given: the folder of a run, runs/TASK/SIGNATURE/seed0 for example, or several")
     # a folder that is named twice, or through a link, is one run
     runs = list({run.folder.resolve(): run for run in map(read, given.folder)}.values())
     out = given.out or (runs[0].folder / "report" if len(runs) == 1 else Path("report"))

@@ -16,15 +16,15 @@ from omegaconf import OmegaConf
 # of `dpexp COMMAND`
 COMMANDS = {
     "train": "train, evaluate, write a record; -m for grids",
-    "predict": "what the model of a finished run says of new rows: a CSV file",
+    "predict": "apply the model of a finished run to new rows: a CSV file",
     "account": "ε of a noise multiplier under every accountant, or the noise for an ε",
-    "report": "tables and figures beside the papers'; report run FOLDER shows a run of your own",
+    "report": "report run FOLDER: a page about a run of yours; else the papers' tables and figures beside ours",
     "explain": "how each layer of a model is clipped, and what every implementation costs",
     "bench": "speed and memory of engines relative to training without privacy",
-    "audit": "a lower bound on ε from attacks",
-    "pate": "teachers, noisy votes, a student: training without DP-SGD",
-    "conform": "which libraries clip which models exactly",
-    "demo": "the main job in a minute, on embedded data",
+    "audit": "attack a run of your settings: a lower bound on its ε",
+    "pate": "PATE: teachers vote with noise, a student learns; training without DP-SGD",
+    "conform": "test which libraries clip which models exactly",
+    "demo": "a first private run in a minute, on embedded data",
     "native": "build the optional C++ kernels",
 }
 

@@ -75,8 +75,11 @@ SETTINGS = [
         "data.num_examples=N (the number of rows) and task.labels",
     ),
     ([*DEMO, "privacy=eps2"], "any other epsilon is privacy.epsilon=NUMBER"),
-    ([*DEMO, "optim.lr=1/3"], "optim.lr=1/3 is not a number: write it out"),
-    ([*DEMO, "optim.epochs=null", "optim.steps=1e4"], "optim.steps=1e4 is not a whole number: write it out"),
+    ([*DEMO, "optim.lr=1/3"], "optim.lr=1/3 is not a number: write it out, such as 0.333333"),
+    (
+        [*DEMO, "optim.epochs=null", "optim.steps=1e4"],
+        "optim.steps=1e4 is not a whole number: write it out, such as 10000",
+    ),
     ([*DEMO, "model=custom"], "not given: model.factory"),
     (["task=custom", "scale=own", "clip=flat", "model=minilm"], "not given: task.factory"),
     ([*DECLARED, "peft=lora", "model.trainable=bias"], "both say which parameters train"),
