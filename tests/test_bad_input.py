@@ -215,7 +215,13 @@ def test_the_help_names_the_model_the_optimiser_the_usual_settings_and_examples(
     assert text.count("python -m dpexp.train") >= 4, "three examples and the usage"
     assert "files in conf/experiment: bu2023_... (" in text
     assert ", minilm, " in text, "the name of a choice that has no family"
+    assert "schedule [constant]: how the noise changes" in text
     assert len(text) < 6000
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in usage.conf_dir().glob("*.yaml")))
+def test_the_help_says_of_each_group_what_it_is_about(name: str) -> None:
+    assert set(usage.groups_of(name)) <= set(usage.GROUPS)
 
 
 @pytest.mark.parametrize(
