@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -93,6 +94,16 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
             )
         elif key in groups and re.fullmatch(r"[a-z]\w*", value) and value not in ("mine", key):
             assert (conf_dir() / key / f"{value}.yaml").is_file(), f"{key}={value} is no choice"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_python_that_a_page_names_exists(page: Path) -> None:
+    for name in set(re.findall(r"(?<![\w/.])dpexp(?:\.\w+)+", page.read_text(encoding="utf-8"))):
+        try:
+            pkgutil.resolve_name(name)
+        except ModuleNotFoundError as error:
+            # of an extra that is not installed
+            assert not str(error.name).startswith("dpexp"), name
 
 
 def test_pages_that_code_names_exist() -> None:
