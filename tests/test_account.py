@@ -66,8 +66,8 @@ def values(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise_multiplier": None}, "either noise_multiplier=… or target_epsilon=…"),
-        ({"target_epsilon": 1.0}, "either noise_multiplier=… or target_epsilon=…"),
+        ({"noise_multiplier": None}, "exactly one of noise_multiplier=… and target_epsilon=…"),
+        ({"target_epsilon": 1.0}, "exactly one of noise_multiplier=… and target_epsilon=…"),
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
         ({"sample_rate": 2.0}, "sample_rate=2.0"),
         ({"steps": -1}, "steps=-1"),
