@@ -380,8 +380,8 @@ def _together(runs: list[OwnRun]) -> Iterator[str]:
         except UserError as error:
             what = f"is not told here: {error}"
     yield (
-        f"<p>ε of all {len(runs)} runs together, the unfinished and failed ones included, {html.escape(what)}. It is that of one "
-        "data set that all have learnt from, and holds however one of them was chosen, where their number was fixed "
+        f"<p>ε of all {len(runs)} runs together, the unfinished and failed ones included, {html.escape(what)}. It counts for "
+        "an example that all of them have learnt from. It holds however one of them is chosen, if their number was fixed "
         "beforehand.</p>"
     )
 
@@ -426,7 +426,7 @@ def _facts(run: OwnRun, released: bool) -> dict[str, str]:
         facts["ε with tuning"] = f"{tuned[1]:.4f} by {run.named(tuned[0])}"
     facts |= {name: f"{value:.4g}" for name, value in summary.get("metrics", {}).items()}
     for name, value in summary.get("performance", {}).items():
-        if released and name not in KNOWN:
+        if value is None or (released and name not in KNOWN):
             continue
         facts[name] = f"{value:.4g}" if isinstance(value, float) else str(value)
     return facts
