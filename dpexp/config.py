@@ -114,7 +114,8 @@ def resolve(
             raise UserError(_unknown_key(key, schema, config_name))
     try:
         if missing := sorted(OmegaConf.missing_keys(cfg)):
-            raise UserError("not given: " + "; ".join(f"{key}=…" for key in missing))
+            needed = "; ".join(f"{key}=…" for key in missing)
+            raise UserError(f"not given: {needed} (dpexp {config_name} --help says what they are)")
         settings = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         raise _explain(error, config_name, schema, overrides) from error
