@@ -21,7 +21,7 @@ else
   READY := $(VENV)/.stamp-dpexp
 endif
 
-.PHONY: help setup demo test test-lowest try-wheel loops test-ranks kill-ranks check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage format constraints clean
+.PHONY: help setup demo test test-lowest try-wheel loops test-ranks kill-ranks check tables figures report docs gpu gpu-wheels conform conform-nightly sabotage audits kills format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,39 +64,39 @@ docs: $(READY) ## build the documents as a site, links checked: build/site
 	$(PY) -c "import mkdocs, mkdocstrings" 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt '.[docs]'
 	$(PY) -m mkdocs build --quiet --strict
 
-gpu: ## what only a GPU can tell, in nine minutes: results/gpu (uses python3 as it is; PYTHON=... another)
+gpu: ## measure what needs a GPU, in nine minutes: results/gpu (uses python3 as it is; PYTHON=... another)
 	set -- .wheels/*.whl; if [ -e "$$1" ]; then $(or $(PYTHON),python3) -m pip install -q --no-index --no-deps --no-compile --target .wheels/site .wheels/*.whl || true; fi; \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/.wheels/site $(or $(PYTHON),python3) -m dpexp.benchmark.gpu
 
-gpu-wheels: $(READY) ## packages that GPU images lack, to be carried along for `make gpu` (GPU_PYTHON=3.12)
+gpu-wheels: $(READY) ## collect the packages that GPU images lack, for `make gpu` without a network (GPU_PYTHON=3.12)
 	mkdir -p .wheels; for name in $$($(PY) -c "from dpexp.benchmark.gpu import WHEELS; print(*WHEELS)"); do \
 	$(PY) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(or $(GPU_PYTHON),3.12) --implementation cp \
 	--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 	-d .wheels $$name || echo "$$name: no wheel; built here" && test -n "$$(ls .wheels | grep -i $${name//-/[-_.]})" || $(PY) -m pip wheel -q --no-deps -w .wheels $$name; done; du -sh .wheels
 
-try-wheel: $(READY) ## what a stranger does: the wheel in a fresh environment, the README's examples in an empty folder: results/examples/wheel.json
+try-wheel: $(READY) ## install the wheel in a fresh environment and run the README's examples in an empty folder: results/examples/wheel.json
 	$(PY) scripts/try_wheel.py build/stranger results/examples/wheel.json
 
-loops: $(READY) ## what a step costs in dpexp.train, in a loop of one's own and in Hugging Face's Trainer: results/examples/loops.json
+loops: $(READY) ## measure a step in dpexp.train, in a loop of your own and in Hugging Face's Trainer: results/examples/loops.json
 	$(PY) -m dpexp.benchmark.loops results/examples/loops.json
 
 test-ranks: $(READY) ## every model, clipping, way to fine-tune and precision on 2 and 4 processes, against one (half an hour)
 	$(PY) -m tests.parallel.everything $(if $(ONLY),$(ONLY))
 	DPEXP_ALL_RANKS=1 $(PY) -m pytest tests/parallel tests/pipeline
 
-kill-ranks: $(READY) ## thirty random kills of random ranks: results/ranks
+kill-ranks: $(READY) ## kill random ranks at random instants, thirty times: results/ranks
 	$(PY) -m tests.parallel.kills results/ranks
 
-conform: $(READY) ## which libraries clip which models exactly: results/conform (an hour; ONLY='weight norm' asks about some, RESUME=1 goes on)
+conform: $(READY) ## test which libraries clip which models exactly: results/conform (an hour; ONLY='weight norm' asks about some, RESUME=1 goes on)
 	$(PY) -m dpexp.conform $(if $(ONLY),'only="$(ONLY)"') $(if $(RESUME),fresh=false)
 
-conform-nightly: $(READY) ## 10,000 random models, failures shrunk to the smallest program (SEED=0 MODELS=10000, RESUME=1 goes on)
+conform-nightly: $(READY) ## the same with 10,000 random models, failures shrunk to the smallest program (SEED=0 MODELS=10000, RESUME=1 goes on)
 	$(PY) -m dpexp.conform suite=random library=dpexp models=$(or $(MODELS),10000) seed=$(or $(SEED),0) $(if $(RESUME),fresh=false)
 
 sabotage: $(READY) ## plant defects in our own trainer and see which check finds each: results/sabotage
 	$(PY) -m dpexp.conform.sabotage
 
-audits: $(READY) ## what the white-box audit sees, of budgets of groups too, and 200 runs on which it must be silent: results/audit
+audits: $(READY) ## white-box audits, also of groups with budgets of their own, and of 200 correct runs, which they must not refute: results/audit
 	$(PY) -m dpexp.auditing.trials
 	$(PY) -m dpexp.auditing.budgets
 

@@ -1,4 +1,4 @@
-"""Private training in a loop of one's own: model, optimiser and data are yours, the rest is the engine's."""
+"""Private training in a loop of your own: model, optimiser and data are yours, the rest is the engine's."""
 
 import torch
 import torch.nn.functional as F

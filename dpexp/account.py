@@ -204,7 +204,7 @@ def _check(arguments: AccountArguments) -> None:
             "individual.name=sampling or scaling, or leave it out"
         )
     elif (arguments.noise_multiplier is None) == (arguments.target_epsilon is None):
-        raise UserError("give either noise_multiplier=… or target_epsilon=…, not both and not neither")
+        raise UserError("give exactly one of noise_multiplier=… and target_epsilon=…")
     if arguments.noise_multiplier is not None and not 0 <= arguments.noise_multiplier < math.inf:
         raise UserError(f"noise_multiplier={arguments.noise_multiplier} must be a number, 0 or larger")
     if not 0 <= arguments.sample_rate <= 1:

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -113,7 +114,8 @@ def resolve(
             raise UserError(_unknown_key(key, schema, config_name))
     try:
         if missing := sorted(OmegaConf.missing_keys(cfg)):
-            raise UserError("not given: " + "; ".join(f"{key}=…" for key in missing))
+            needed = "; ".join(f"{key}=…" for key in missing)
+            raise UserError(f"not given: {needed} (dpexp {config_name} --help says what they are)")
         settings = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         raise _explain(error, config_name, schema, overrides) from error
@@ -359,15 +361,22 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
         reason = str(error.__cause__).splitlines()[0]
         if reason.endswith("is not Optional"):
             return UserError(f"{match[1]}: this setting needs a value; leave it out for the usual one")
-        for kind, words in (
-            ("Float", "a number: write it out, such as 0.004"),
-            ("Integer", "a whole number: write it out, such as 10000"),
-        ):
+        for kind, words, example in (("Float", "a number", "0.004"), ("Integer", "a whole number", "10000")):
             if reason.endswith(f"could not be converted to {kind}"):
-                return UserError(f"{match[1]} is not {words}")
+                example = _written_out(match[1].partition("=")[2], whole=kind == "Integer") or example
+                return UserError(f"{match[1]} is not {words}: write it out, such as {example}")
         return UserError(f"{match[1]}: {reason}")
     full_key = getattr(error, "full_key", None)
     return UserError(f"{full_key}: {lines[0]}" if full_key else lines[0])
+
+
+def _written_out(value: str, whole: bool) -> str | None:
+    """A fraction, or a power of ten, as a setting takes it; None: it is neither, or not whole."""
+    try:
+        number = Fraction(value)
+        return f"{float(number):.6g}" if not whole else str(number) if number.denominator == 1 else None
+    except (ValueError, ArithmeticError):
+        return None
 
 
 def _missing_groups(config_name: str, overrides: Sequence[str]) -> str:

@@ -123,7 +123,8 @@ def as_text(result: dict[str, Any]) -> str:
         ]
     lines += [
         "",
-        "Time in flops, space in floats, summed over layers. Derived: from the modules of Bu et al., Table 3;",
+        "T: positions of an example; d, p: inputs and outputs of one. The choice is the smaller of ghost norm and instantiation.",
+        "Time in flops, space in floats, summed over layers: derived from the modules of Bu et al., Table 3;",
         "printed: by the formulas of their Tables 2 and 5. docs/complexity.md says why they differ.",
     ]
     return "\n".join(lines)

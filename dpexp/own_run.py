@@ -128,13 +128,15 @@ def main(arguments: list[str]) -> int:
     """Write the page. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m dpexp.report run", description=__doc__)
     parser.add_argument(
-        "folder", nargs="+", type=Path, help="of a run: it holds ledger.jsonl or summary.json"
+        "folder", nargs="*", type=Path, help="of a run: it holds ledger.jsonl or summary.json"
     )
     parser.add_argument("--out", type=Path, help="default: FOLDER/report of one run, ./report of several")
     parser.add_argument(
         "--released", action="store_true", help="leave out what is not private, times and memory too"
     )
     given = parser.parse_args(arguments)
+    if not given.folder:
+        raise UserError("not given: the folder of a run, runs/TASK/SIGNATURE/seed0 for example, or several")
     # a folder that is named twice, or through a link, is one run
     runs = list({run.folder.resolve(): run for run in map(read, given.folder)}.values())
     out = given.out or (runs[0].folder / "report" if len(runs) == 1 else Path("report"))
@@ -378,8 +380,8 @@ def _together(runs: list[OwnRun]) -> Iterator[str]:
         except UserError as error:
             what = f"is not told here: {error}"
     yield (
-        f"<p>ε of all {len(runs)} runs together, the unfinished and failed ones included, {html.escape(what)}. It is that of one "
-        "data set that all have learnt from, and holds however one of them was chosen, where their number was fixed "
+        f"<p>ε of all {len(runs)} runs together, the unfinished and failed ones included, {html.escape(what)}. It counts for "
+        "an example that all of them have learnt from. It holds however one of them is chosen, if their number was fixed "
         "beforehand.</p>"
     )
 
@@ -424,7 +426,7 @@ def _facts(run: OwnRun, released: bool) -> dict[str, str]:
         facts["ε with tuning"] = f"{tuned[1]:.4f} by {run.named(tuned[0])}"
     facts |= {name: f"{value:.4g}" for name, value in summary.get("metrics", {}).items()}
     for name, value in summary.get("performance", {}).items():
-        if released and name not in KNOWN:
+        if value is None or (released and name not in KNOWN):
             continue
         facts[name] = f"{value:.4g}" if isinstance(value, float) else str(value)
     return facts

@@ -65,7 +65,7 @@ class PredictArguments:
 
 @hydra_entry("predict", PredictArguments)
 def main(arguments: PredictArguments) -> None:
-    """Write a CSV file with a line for each new row."""
+    """Apply the model of a finished run to new rows, and write a CSV file with a line for each."""
     out = Path(arguments.out)
     count = predict(arguments, out)
     Console(highlight=False, soft_wrap=True).print(f"{count} predictions: {out}", markup=False)

@@ -1,7 +1,7 @@
 """``python -m dpexp.report NAME``: a table or figure of a paper beside our own numbers, from the committed records.
 
 Names: ``table-he-2``, ``figure-li-3``, ``accounting-li``, ``coverage``, …; ``tables``, ``figures``, ``all``; ``report`` is the
-page with everything; ``list`` shows all names. ``run FOLDER [FOLDER ...]`` shows runs of one's own and compares them; its
+page with everything; ``list`` shows all names. ``run FOLDER [FOLDER ...]`` shows runs of your own and compares them; its
 options: ``run --help``.
 """
 
@@ -22,7 +22,7 @@ from dpexp.errors import INTERRUPTED, UserError
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.documents import ARITHMETIC, Document
-from dpexp.usage import shipped
+from dpexp.usage import print_out, shipped
 
 RESULTS = Path("results")
 _KEEP = Path(__file__).resolve().parent.parent / "scripts" / "keep_record.py"
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["run"]:
         return _guarded(own_run.main, words[1:])
     parser = argparse.ArgumentParser(prog="python -m dpexp.report", description=__doc__)
-    parser.add_argument("name", nargs="+", help="table-he-2, figure-li-3, tables, figures, all, report, list")
+    parser.add_argument("name", nargs="*", help="table-he-2, figure-li-3, tables, figures, all, report, list")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--run", action="store_true", help="first run what has no record, at --scale")
     parser.add_argument(
@@ -59,8 +59,13 @@ def _guarded(act: Callable[[Any], int], given: Any) -> int:
 
 
 def _render(given: argparse.Namespace) -> int:
+    if not given.name:
+        raise UserError(
+            "not given: what to show. `dpexp report run FOLDER` is a page about a run of yours; `dpexp report table-he-2` a "
+            "paper's table beside ours, and `dpexp report list` names all of them"
+        )
     if "list" in given.name:
-        print("\n".join([*catalogue.builders(), *catalogue.ALIASES, *catalogue.GROUPS, "report"]))
+        print_out("\n".join([*catalogue.builders(), *catalogue.ALIASES, *catalogue.GROUPS, "report"]))
         return 0
     wants_page = "report" in given.name
     if given.results == RESULTS and not RESULTS.exists() and not _KEEP.exists():

@@ -197,12 +197,12 @@ def report(program: str = "train", console: Console | None = None) -> None:
     rows = [row for row in rows if "runtime.dry_run=true" not in map(str.lower, row["overrides"])]
     if len(rows) < 2 or program not in ("train", "pate"):
         return
-    together = "what they cost together, by their ledgers, is told by dpexp report run and their folders"
     chosen = (
-        f" Who picks one of them has tried {len(rows)}, with what was tried before: ask for it again with trials={len(rows)} or "
-        "more, and its record says so. That takes each to have cost what the one that is picked did:"
+        f" If you choose one of them by its result, you have tried {len(rows)}, and any before: repeat its command with "
+        f"trials={len(rows)} or more, and its record says so."
     )
-    said = f"{chosen} {together}" if program == "train" else f" And {together}"
+    together = " What they cost together: `dpexp report run` and their folders."
+    said = (chosen if program == "train" else "") + together
     console.print(f"epsilon is that of each job alone.{said}", markup=False)
 
 

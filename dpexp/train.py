@@ -38,7 +38,7 @@ from dpexp.training.state import disk_errors, exclusive
 
 @hydra_entry("train")
 def main(run: RunConfig) -> dict[str, float]:
-    """Run to the end, or tell what a finished run found. Returns its metrics."""
+    """Train, evaluate, write a record. An interrupted run goes on, a finished one is shown again."""
     refuse_misfits(run)
     if run.runtime.dry_run:
         return dry_start(run, Console(highlight=False, soft_wrap=True))

@@ -16,18 +16,40 @@ from omegaconf import OmegaConf
 # of `dpexp COMMAND`
 COMMANDS = {
     "train": "train, evaluate, write a record; -m for grids",
-    "predict": "what the model of a finished run says of new rows: a CSV file",
+    "predict": "apply the model of a finished run to new rows: a CSV file",
     "account": "ε of a noise multiplier under every accountant, or the noise for an ε",
-    "report": "tables and figures beside the papers'; report run FOLDER shows a run of your own",
+    "report": "report run FOLDER: a page about a run of yours; else the papers' tables and figures beside ours",
     "explain": "how each layer of a model is clipped, and what every implementation costs",
     "bench": "speed and memory of engines relative to training without privacy",
-    "audit": "a lower bound on ε from attacks",
-    "pate": "teachers, noisy votes, a student: training without DP-SGD",
-    "conform": "which libraries clip which models exactly",
-    "demo": "the main job in a minute, on embedded data",
+    "audit": "attack a run of your settings: a lower bound on its ε",
+    "pate": "PATE: teachers vote with noise, a student learns; training without DP-SGD",
+    "conform": "test which libraries clip which models exactly",
+    "demo": "a first private run in a minute, on embedded data",
     "native": "build the optional C++ kernels",
 }
 
+# what the choices of a group are about
+GROUPS = {
+    "task": "what is learnt, from which data",
+    "model": "the network",
+    "optim": "optimiser, learning rate, batch, length of the run",
+    "accountant": "how ε is computed",
+    "schedule": "how the noise changes during the run",
+    "peft": "which parameters train",
+    "privacy": "the target ε; any other one is privacy.epsilon=NUMBER",
+    "individual": "groups of examples with an ε of their own",
+    "unit": "whom ε protects: a row, or a user with all rows",
+    "clip": "how each example's gradient is bounded: the method",
+    "engine": "how the clipped sum is computed: time and memory, never the result",
+    "runtime": "device and processes",
+    "tracker": "where metrics are sent",
+    "scale": "paper, small and demo: how large task and model are; own: settings for your own data",
+    "search": "step sizes found within the budget",
+    "experiment": "settings of the papers' tables",
+    "recipe": "the authors' code, where it differs from their text",
+    "sweep": "grids of the papers",
+    "bench": "measurements of the papers",
+}
 # choices of a group in the help
 MOST_LISTED = 40
 # Hydra's own options
@@ -98,7 +120,7 @@ def help_text(config_name: str, purpose: str) -> str:
         lines.append("Groups [and their defaults]:")
     for group, choice in groups.items():
         default = {"???": "required", None: "none"}.get(choice, choice)
-        lines += [f"  {group} [{default}]", f"      {_summary(group)}"]
+        lines += [f"  {group} [{default}]: {GROUPS[group]}", f"      {_summary(group)}"]
     lines += ["", "Settings besides (??? = required):"] if groups else ["Settings (??? = required):"]
     lines += [f"  {line}" for line in _own_settings(config_name)]
     lines += ["", "  --cfg job    show every setting and its value"]

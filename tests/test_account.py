@@ -42,7 +42,7 @@ def test_noise_from_epsilon_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["noise_multiplier=1", "steps=3"], "not given: delta=…; sample_rate=…"),
+        (["noise_multiplier=1", "steps=3"], "not given: delta=…; sample_rate=… (dpexp account --help says"),
         ([*PUBLISHED, "sampel_rate=0.1"], "did you mean sample_rate?"),
         ([*PUBLISHED, "accountant=prvv"], "did you mean prv?"),
         ([*PUBLISHED[:3], "delta=1"], "delta=1.0"),
@@ -66,8 +66,8 @@ def values(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise_multiplier": None}, "either noise_multiplier=… or target_epsilon=…"),
-        ({"target_epsilon": 1.0}, "either noise_multiplier=… or target_epsilon=…"),
+        ({"noise_multiplier": None}, "exactly one of noise_multiplier=… and target_epsilon=…"),
+        ({"target_epsilon": 1.0}, "exactly one of noise_multiplier=… and target_epsilon=…"),
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
         ({"sample_rate": 2.0}, "sample_rate=2.0"),
         ({"steps": -1}, "steps=-1"),

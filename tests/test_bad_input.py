@@ -75,8 +75,11 @@ SETTINGS = [
         "data.num_examples=N (the number of rows) and task.labels",
     ),
     ([*DEMO, "privacy=eps2"], "any other epsilon is privacy.epsilon=NUMBER"),
-    ([*DEMO, "optim.lr=1/3"], "optim.lr=1/3 is not a number: write it out"),
-    ([*DEMO, "optim.epochs=null", "optim.steps=1e4"], "optim.steps=1e4 is not a whole number: write it out"),
+    ([*DEMO, "optim.lr=1/3"], "optim.lr=1/3 is not a number: write it out, such as 0.333333"),
+    (
+        [*DEMO, "optim.epochs=null", "optim.steps=1e4"],
+        "optim.steps=1e4 is not a whole number: write it out, such as 10000",
+    ),
     ([*DEMO, "model=custom"], "not given: model.factory"),
     (["task=custom", "scale=own", "clip=flat", "model=minilm"], "not given: task.factory"),
     ([*DECLARED, "peft=lora", "model.trainable=bias"], "both say which parameters train"),
@@ -212,7 +215,13 @@ def test_the_help_names_the_model_the_optimiser_the_usual_settings_and_examples(
     assert text.count("python -m dpexp.train") >= 4, "three examples and the usage"
     assert "files in conf/experiment: bu2023_... (" in text
     assert ", minilm, " in text, "the name of a choice that has no family"
+    assert "schedule [constant]: how the noise changes" in text
     assert len(text) < 6000
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in usage.conf_dir().glob("*.yaml")))
+def test_the_help_says_of_each_group_what_it_is_about(name: str) -> None:
+    assert set(usage.groups_of(name)) <= set(usage.GROUPS)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -53,9 +54,23 @@ def test_links_lead_somewhere(page: Path) -> None:
         pytest.skip("not written yet")
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in target or target.startswith(("#", "mailto:")):
+        if "://" in target or target.startswith("mailto:"):
             continue
-        assert (page.parent / target.partition("#")[0]).exists(), target
+        name, _, part = target.partition("#")
+        there = page.parent / name if name else page
+        assert there.exists(), target
+        if part:
+            assert part in _anchors(there.read_text(encoding="utf-8")), target
+
+
+def _anchors(text: str) -> set[str]:
+    """Where a link may lead within a page, on GitHub and on the site: a heading in letters that both keep."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+        if heading.isascii()
+    }
 
 
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "results" / "README.md"])
@@ -79,6 +94,12 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
             )
         elif key in groups and re.fullmatch(r"[a-z]\w*", value) and value not in ("mine", key):
             assert (conf_dir() / key / f"{value}.yaml").is_file(), f"{key}={value} is no choice"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_python_that_a_page_names_exists(page: Path) -> None:
+    for name in set(re.findall(r"(?<![\w/.])dpexp(?:\.\w+)+", page.read_text(encoding="utf-8"))):
+        assert pkgutil.resolve_name(name)
 
 
 def test_pages_that_code_names_exist() -> None:

@@ -59,6 +59,16 @@ def test_a_run_is_a_page_with_its_pictures(tmp_path: Path) -> None:
     assert page.count("gdp") == page.count("ε by gdp (not a guarantee)") == 1
 
 
+def test_what_a_failed_run_never_measured_is_left_out(tmp_path: Path) -> None:
+    failed = _run(tmp_path / "a", charges=0)
+    told = {"status": "failed", "performance": dict.fromkeys(("examples_per_s", "step_s", "device"))}
+    (failed / "summary.json").write_text(json.dumps(told))
+    main([str(failed)])
+    page = (failed / "report" / "index.html").read_text()
+    assert "<td>failed</td>" in page
+    assert "None" not in page
+
+
 def test_what_is_not_private_can_be_left_out(tmp_path: Path) -> None:
     """Nor how long steps took, which follows from how many rows were drawn."""
     folder = _run(tmp_path / "a")

@@ -127,6 +127,12 @@ def test_names():
         catalogue.resolve(["figure-li-33"])
 
 
+def test_nothing_asked_for_gets_one_sentence(capsys: pytest.CaptureFixture[str]):
+    assert report.main([]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "dpexp report run FOLDER" in said
+
+
 def test_list_names_every_target(capsys: pytest.CaptureFixture[str]):
     assert report.main(["list"]) == 0
     listed = capsys.readouterr().out.split()

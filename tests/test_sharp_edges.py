@@ -35,5 +35,12 @@ def test_every_edge_has_a_severity_and_a_test_or_is_yours():
 
 
 def test_the_twelve_pitfalls_are_twelve():
-    first = PAGE.split("## More of them")[0]
-    assert sum(line.startswith("| ") for line in first.splitlines()) == 12 + 1
+    pitfalls = PAGE.split("## The twelve pitfalls")[1].split("\n## ")[0]
+    assert sum(line.startswith("| ") for line in pitfalls.splitlines()) == 12 + 1
+
+
+def test_what_is_yours_comes_first():
+    first = PAGE.split("## Yours")[1].split("\n## ")[0]
+    assert (
+        sum("| yours |" in line for line in first.splitlines()) == sum(row[1] == "yours" for row in ROWS) > 0
+    )

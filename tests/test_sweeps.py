@@ -70,7 +70,7 @@ def test_a_failed_job_is_a_row_and_not_the_end(tmp_path, launcher):
     ]
     assert rows[3]["metrics"] == {"loss": 1.0, "accuracy": 0.2}
     assert "4 jobs, 2 failed" in done.stdout
-    assert "ask for it again with trials=4" in " ".join(done.stdout.split())
+    assert "repeat its command with trials=4" in " ".join(done.stdout.split())
     assert "failed: RuntimeError: out of memory" in done.stdout
     assert "Traceback" not in done.stderr + done.stdout
 
@@ -84,7 +84,7 @@ def test_a_job_whose_process_was_killed_is_counted(tmp_path):
     assert "error: a process that ran jobs was killed" in done.stderr
     assert "run the same command again" in done.stderr
     assert "without an end" in done.stdout
-    assert "has tried 2" in " ".join(done.stdout.split())
+    assert "have tried 2" in " ".join(done.stdout.split())
 
 
 def test_two_grids_in_one_folder_are_counted_together(tmp_path):

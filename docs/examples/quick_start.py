@@ -1,4 +1,4 @@
-"""Train a small network privately in a loop of one's own. Copy it, and put your model and your data in the place of these."""
+"""Train a small network privately in your own loop. Copy it, and put your model and your data in the place of these."""
 
 import torch
 import torch.nn.functional as F

@@ -51,7 +51,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "dataloader_num_workers": (
         bool,
-        "rows are read in the training process, whose random numbers are secret and repeatable: 0",
+        "rows are read in the training process, whose random numbers are secret and repeatable: set it to 0",
     ),
     "dataloader_drop_last": (bool, "Poisson samples have no last batch: leave it out"),
     "include_num_input_tokens_seen": (
@@ -60,7 +60,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "train_sampling_strategy": (
         lambda value: str(value) not in ("random", "group_by_length"),
-        "each step sees a Poisson sample, as the guarantee needs it: random, or group_by_length to pad less",
+        "each step sees a Poisson sample, as the guarantee needs it: leave it out, or take group_by_length to pad less",
     ),
     "packing": (bool, _PACKED),
     "padding_free": (bool, _PACKED),
@@ -72,7 +72,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "activation_offloading": (bool, "it has not been tried together with per-example clipping: leave it out"),
     "optim": (
         lambda value: any(word in str(value).lower() for word in ("layerwise", "lomo")),
-        "it moves weights within the backward pass, before there is noise: adamw_torch, sgd, adafactor, …",
+        "it moves weights within the backward pass, before there is noise: take adamw_torch, sgd, adafactor, …",
     ),
 }
 
@@ -111,7 +111,8 @@ def check_privacy(privacy: Any, parameters: Iterable[str]) -> dict[str, Any]:
     """
     if not isinstance(privacy, Mapping):
         raise UserError(
-            f'privacy={privacy!r}: give a dictionary, such as privacy={{"epsilon": 8, "delta": 1e-5, "clip_norm": 0.1}}'
+            f'privacy={privacy!r}: give a dictionary, such as privacy={{"epsilon": 8, "delta": 1e-5, "clip_norm": 0.1}}; the '
+            "plain Trainer trains without"
         )
     known = [name for name in parameters if name not in OF_THE_TRAINER]
     for name in privacy:
@@ -122,9 +123,7 @@ def check_privacy(privacy: Any, parameters: Iterable[str]) -> dict[str, Any]:
         if name not in known:
             raise UserError(f"privacy[{name!r}] is unknown{did_you_mean(str(name), known)}")
     if (privacy.get("epsilon") is None) == (privacy.get("noise_multiplier") is None):
-        raise UserError(
-            'give either privacy["epsilon"] or privacy["noise_multiplier"], not both and not neither'
-        )
+        raise UserError('give exactly one of privacy["epsilon"] and privacy["noise_multiplier"]')
     return dict(privacy)
 
 
@@ -167,7 +166,7 @@ def refuse_overrides(trainer: Any, plain: type, private: type) -> None:
     if own or trainer.compute_loss_func is not None:
         what = own[0] if own else "compute_loss_func"
         raise UserError(
-            f"{what} is not asked in private training: write per_example_losses(model, inputs), one loss per row, in a subclass"
+            f"{what} is not called in private training: write per_example_losses(model, inputs), one loss per row, in a subclass"
         )
     if isinstance(trainer.train_dataset, Mapping):
         splits = ", ".join(map(str, trainer.train_dataset))

@@ -69,7 +69,7 @@ class Trainer(transformers.Trainer):
     Args:
         model, args and all others: as for `transformers.Trainer`. `max_grad_norm` is set to 0: the gradient of each example is
             clipped, and the noisy sum is not clipped again.
-        privacy: what `dpexp.PrivacyEngine` takes besides model, optimizer, data, folder and sizes: ``epsilon`` or
+        privacy: required; what `dpexp.PrivacyEngine` takes besides model, optimizer, data, folder and sizes: ``epsilon`` or
             ``noise_multiplier``, ``delta``, ``clip_norm``, ``groups``, ``target_quantile``, ``data_name``, …
         show_losses: log the training loss, as ``not_private/loss``: it is computed without noise, and lands in
             `trainer_state.json` and wherever `report_to` sends it. So does what training took, in time and memory.
@@ -87,7 +87,7 @@ class Trainer(transformers.Trainer):
         model: Any = None,
         args: Any = None,
         *others: Any,
-        privacy: Mapping[str, Any],
+        privacy: Mapping[str, Any] | None = None,
         show_losses: bool = False,
         **named: Any,
     ):

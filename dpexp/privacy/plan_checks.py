@@ -69,7 +69,7 @@ def check_budget(
         if sampling != "poisson":
             raise UserError(f"individual budgets need Poisson batches, not sampling={sampling}")
     elif (epsilon is None) == (noise_multiplier is None):
-        raise UserError("give either epsilon or noise_multiplier, not both and not neither")
+        raise UserError("give exactly one of epsilon and noise_multiplier")
 
 
 def check_projections(

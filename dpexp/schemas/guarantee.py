@@ -66,9 +66,9 @@ class ClipConfig:
     projections: int = 30
     # fedavg: of a user's own training, over the rows that a step takes
     local_epochs: int = 1
-    # fedavg: rows; 0 = all of them
+    # fedavg: rows in a batch of it; 0 = all of them
     local_batch: int = 0
-    # fedavg
+    # fedavg: the learning rate of a user's own training
     local_lr: float = 0.1
 
 
@@ -108,9 +108,9 @@ class ScheduleConfig:
     """How the noise moves over the epochs (`dpexp.privacy.schedules`)."""
 
     name: str = "constant"
-    # k
+    # k: how fast the noise falls (docs/privacy.md, Noise over time)
     decay_rate: float | None = None
-    # epochs
+    # epochs after which the noise takes its next step, or a polynomial ends
     period: float | None = None
     # sigma_end / sigma_0
     end_ratio: float | None = None
@@ -120,13 +120,13 @@ class ScheduleConfig:
     condition: float | None = None
     # dEER/dsigma² in equal parts of the run, measured on public data
     influences: list[float] | None = None
-    # of the noise, in units of what the planned steps afford
+    # of a noise that follows the training: its first level, relative to constant noise
     start: float | None = None
     # validation: the rise below which the noise falls
     threshold: float | None = None
     # scores or gradients that are averaged
     window: int | None = None
-    # validation: steps
+    # validation: steps between two scores
     every: int | None = None
 
 

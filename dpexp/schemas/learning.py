@@ -74,7 +74,7 @@ class TaskConfig:
     files: dict[str, str] = field(default_factory=dict)
     # scale -> N; public; null = data.num_examples
     num_examples: dict[str, int | None] = field(default_factory=dict)
-    # tokens
+    # tokens of a text; longer ones are cut
     max_length: int = 128
     # tokens that every text is padded to, at least max_length; null = the longest of its batch
     pad_to: int | None = None
@@ -103,7 +103,7 @@ class TaskConfig:
     image_size: int = 0
     # images: of each channel, pixels in [0, 1]; [] = 1/2; public
     mean: list[float] = field(default_factory=list)
-    # see mean
+    # images: of each channel, as for mean
     std: list[float] = field(default_factory=list)
     # images: M copies of each example, whose loss is their mean; 0 = the image as it is
     augmentations: int = 0
@@ -133,7 +133,7 @@ class DataConfig:
     label: str | None = None
     # N of your own training file; public, so it is declared
     num_examples: int | None = None
-    # tokens; wins over task.max_length
+    # tokens of a text; wins over task.max_length
     max_length: int | None = None
     # where prepared data are kept
     cache: str | None = None

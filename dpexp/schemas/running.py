@@ -73,13 +73,13 @@ class RuntimeConfig:
     physical_batch_size: str = "auto"
     # dev examples at once
     eval_batch_size: int = 256
-    # of the processor; null = as torch chooses
+    # of the processor, in each process; null = as torch chooses
     threads: int | None = None
-    # steps; 0 = at the end alone
+    # steps between two evaluations; 0 = at the end alone
     eval_every: int = 0
-    # steps; 0 = at the end alone
+    # steps between two checkpoints; 0 = at the end alone
     checkpoint_every: int = 50
-    # steps
+    # steps between two lines of metrics.jsonl
     log_every: int = 1
     # a folder for each run is made below it
     runs_dir: str = "runs"

@@ -219,7 +219,7 @@ def _cached(
     except (OSError, SafetensorError, KeyError):
         # not there, or not readable: made anew
         pass
-    log.info("features of %d examples are being computed; later runs read them from %s", len(rows), cache)
+    log.info("computing the features of %d examples once, and keeping them in %s", len(rows), cache)
     values = features_of(model, task, rows, device, precision)
     try:
         _save(path, values)

@@ -63,7 +63,8 @@ def read_folder(
     if unknown := set(class_folders(folder, setting, 2 if learnt else 1)) - set(labels):
         # whose names stay unsaid: labels of private images
         raise UserError(
-            f"{setting}={folder}: {len(unknown)} of its subfolders are none of the classes {', '.join(labels[:20])}"
+            f"{setting}={folder}: {len(unknown)} of its subfolders are none of the classes {', '.join(labels[:20])}: move "
+            "them away, or declare their names in task.labels"
         )
     paths: list[Path] = []
     numbers: list[int] = []

@@ -119,7 +119,7 @@ class Numbers:
                         "leave it out"
                     )
         if (self.epochs is None) == (self.steps is None):
-            raise UserError("give either epochs or steps, not both and not neither")
+            raise UserError("give exactly one of epochs and steps")
 
     def steps_of(self, num_units: int) -> int:
         """T: as given, or the epochs in steps of the expected batch.

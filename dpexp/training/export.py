@@ -1,5 +1,6 @@
 """The trained model, ready for `from_pretrained`, with a card that says what is guaranteed about its training data."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from torch import nn
 from dpexp import provenance, statement
 from dpexp.durable import read_json, write_atomic
 from dpexp.models import adapters, rgp
+from dpexp.privacy.caveats import MEANINGLESS
+from dpexp.privacy.plan_checks import UNITS
 from dpexp.privacy.tradeoff import FPR, TPR
 
 if TYPE_CHECKING:
@@ -154,6 +157,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
         )
         lines += [
             guarantee,
+            *_in_words(privacy, spent if guarantee.startswith("Trained") else None),
             *_cut_short(privacy),
             "",
             "| | |",
@@ -184,6 +188,20 @@ def privacy_card(summary: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _in_words(privacy: dict[str, Any], spent: float | None) -> list[str]:
+    """What the guarantee allows, for a reader who is given the model and knows no formula; nothing where it allows nearly all."""
+    if spent is None or spent > MEANINGLESS:
+        return []
+    replaced = privacy["neighbouring"].startswith("replace")
+    change = "replaced by another" if replaced else "left out of the training data"
+    factor = float(f"{math.exp(spent):.3g}")
+    return [
+        "",
+        f"If one {UNITS[privacy.get('unit', 'example')]} is {change}, the probability of anything that somebody could conclude "
+        f"from this model changes at most by a factor of e^ε = {factor:,.10g}, and by δ. Smaller is safer.",
+    ]
 
 
 def _cut_short(privacy: dict[str, Any]) -> list[str]:

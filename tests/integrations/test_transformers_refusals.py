@@ -298,13 +298,18 @@ def test_a_batch_without_labels_is_named():
         ({"noise_multiplier": 1.0, "max_grad_norm": 1.0}, "it is called clip_norm here"),
         ({"noise_multiplier": 1.0, "clip_nrom": 1.0}, "did you mean clip_norm"),
         ({"noise_multiplier": 1.0, "batch_size": 16}, "per_device_train_batch_size"),
-        ({"delta": 1e-3}, "not both and not neither"),
+        ({"delta": 1e-3}, "give exactly one of"),
         (8, "give a dictionary"),
     ],
 )
 def test_settings_of_privacy_that_are_none_are_refused_when_the_trainer_is_made(tmp_path, privacy, says):
     with pytest.raises(UserError, match=says):
         make(tmp_path, privacy=privacy)
+
+
+def test_a_trainer_that_is_given_no_privacy_says_what_to_give(tmp_path):
+    with pytest.raises(UserError, match="the plain Trainer trains without"):
+        Trainer(network("classes"), transformers.TrainingArguments(str(tmp_path), report_to=[]))
 
 
 def test_a_stream_is_refused(tmp_path):
@@ -345,7 +350,7 @@ def test_packed_rows_and_losses_for_whole_batches_are_refused(tmp_path):
         def compute_loss(self, model, inputs, **named):
             return model(**inputs).loss
 
-    with pytest.raises(UserError, match="compute_loss is not asked"):
+    with pytest.raises(UserError, match="compute_loss is not called"):
         build(Own)
     with pytest.raises(UserError, match="hyperparameter search"):
         build().hyperparameter_search()

@@ -263,7 +263,7 @@ def test_what_is_wrong_with_own_folders_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dog/big.png: .*more than 8 bits, mode I;16: save it with 8"):
         own(root)
     (root / "cow").mkdir()
-    with pytest.raises(UserError, match="1 of its subfolders are none of the classes cat, dog"):
+    with pytest.raises(UserError, match="1 of its subfolders are none of the classes cat, dog: move them"):
         own(root)
     (root / "cow").rmdir()
     for path in (root / "cat").iterdir():

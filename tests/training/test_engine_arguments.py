@@ -59,8 +59,8 @@ class StreamOfKnownLength(Stream):
             "2 tensors of .* infinity, 0.weight for one",
         ),
         (lambda model: {"rule": "none"}, "clips nothing"),
-        (lambda model: {"epochs": 1}, "either epochs or steps"),
-        (lambda model: {"epsilon": 1.0}, "either epsilon or noise_multiplier"),
+        (lambda model: {"epochs": 1}, "exactly one of epochs and steps"),
+        (lambda model: {"epsilon": 1.0}, "exactly one of epsilon and noise_multiplier"),
         (lambda model: {"batch_size": 61}, "at most N"),
         (
             lambda model: {"steps": None, "epochs": 0.01},

@@ -30,6 +30,16 @@ def test_the_card_states_the_guarantee_and_its_conditions():
     assert f"`{provenance.command_line()}`" in card
 
 
+def test_the_card_says_in_words_what_the_two_numbers_allow():
+    assert "If one example is left out of the training data" in (card := privacy_card(summary(block())))
+    assert "by a factor of e^ε = 7.39, and by δ" in card  # ε = 2
+    replaced = block(made=plan(sampling="fixed", expected_batch_size=100))
+    assert "If one example is replaced by another" in privacy_card(summary(replaced))
+    for spent in (25.0, float("inf")):  # no words make these a protection
+        nothing = dict.fromkeys(("rdp", "gdp", "prv", "pld"), spent)
+        assert "Smaller is safer" not in privacy_card(summary(block(spent=nothing)))
+
+
 def test_the_card_goes_with_the_model_and_has_no_hash_of_private_data():
     written = summary(block())
     written["data"] |= {"sha256": {"train": "c0ffee"}}
