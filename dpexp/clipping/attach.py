@@ -121,6 +121,7 @@ class Clipper(AnyClipper):
             self._backend = TapBackend(
                 model, self.groups, self.engine, rows_per_example, choice, memory_cap_mib
             )
+        self._independence.silence = self._backend.silence
         self._shards = self._backend.shards
         self._hooks = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
