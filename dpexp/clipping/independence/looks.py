@@ -192,6 +192,10 @@ class Independence:
         give_back_freed_memory()
         try:
             looks = [self._look(replay, num_examples) for replay in replays]
+        except UserError:
+            # who goes on is looked at again
+            self.looks.pop((self.mode, self.alone), None)
+            raise
         finally:
             self.looking = False
             give_back_freed_memory()
