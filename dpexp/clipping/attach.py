@@ -16,6 +16,7 @@ from dpexp.clipping import distributed
 from dpexp.clipping.backend import Backend, TapBackend
 from dpexp.clipping.backward import Factors, Sums
 from dpexp.clipping.base import AnyClipper
+from dpexp.clipping.choice import known_mode
 from dpexp.clipping.dataflow import CUT, entered, rows_in
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.engines import engine_named
@@ -100,6 +101,7 @@ class Clipper(AnyClipper):
         choice: str | None = None,
     ):
         known_rule(rule)
+        known_mode(choice)
         self.engine = engine_named(engine)
         if not (max_clip_scale > 0 and math.isfinite(max_clip_scale)):
             raise UserError(f"max_clip_scale={max_clip_scale} must be positive and finite")
@@ -121,6 +123,7 @@ class Clipper(AnyClipper):
             self._backend = TapBackend(
                 model, self.groups, self.engine, rows_per_example, choice, memory_cap_mib
             )
+        self._independence.silence = self._backend.silence
         self._shards = self._backend.shards
         self._hooks = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +51,10 @@ class Backend(ABC):
     @abstractmethod
     def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
         """Compute squared norms ``[K, B]``, the clipped sums, and the gradients of the roots' inputs."""
+
+    def silence(self) -> AbstractContextManager[None]:
+        """Nothing of what runs inside is the user's, or recorded."""
+        return nullcontext()
 
     def forget(self) -> None:
         """The batch is empty: no backward pass comes."""
@@ -117,6 +123,14 @@ class TapBackend(Backend):
         if torch.is_grad_enabled() and not looking:
             release_buffers(self)
             self.recorder.close(output)
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        self.recorder.quiet = True
+        try:
+            yield
+        finally:
+            self.recorder.quiet = False
 
     def uninstall(self) -> None:
         for module, _ in self.sites:

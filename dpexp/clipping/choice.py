@@ -10,6 +10,7 @@ import torch
 
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.memory import Scratch, give_back_freed_memory
+from dpexp.errors import UserError
 
 MODES = ("measured", "rule", "ghost", "instantiate", "loop")
 
@@ -23,6 +24,12 @@ HOPELESS_FLOPS = 6.0
 FREE = 20
 # bytes of one example's gradient that are slow to write and read, whatever the machine
 LARGE = 64 << 20
+
+
+def known_mode(mode: str | None) -> None:
+    """Refuse a way to choose norm methods that there is none of that name; None leaves it to the engine."""
+    if mode is not None and mode not in MODES:
+        raise UserError(f"choice={mode!r} is not known; choose {', '.join(MODES)}")
 
 
 def choose(
@@ -45,11 +52,7 @@ def choose(
             norms alone.
         scratch: the buffer that the engine will use, so that the measurement is of what will happen.
 
-    Raises:
-        ValueError: unknown mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"choice={mode!r} is not known; choose {', '.join(MODES)}")
     if mode in ("ghost", "instantiate", "loop"):
         return per_example.resolve(mode)
     methods = affordable(per_example, cap_bytes)

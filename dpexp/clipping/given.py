@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +51,14 @@ def initial_thresholds(clip_norm: float | Sequence[float] | Tensor, num_groups: 
     """Return K thresholds, float64: ``C / sqrt(K)`` each for one C, or the K that were given."""
     if isinstance(clip_norm, Tensor):
         clip_norm = clip_norm.tolist()
-    if isinstance(clip_norm, int | float):
-        values = [float(clip_norm) / math.sqrt(num_groups)] * num_groups
-    else:
-        values = [float(c) for c in clip_norm]
-        if len(values) != num_groups:
-            raise UserError(f"clip_norm has {len(values)} thresholds, but there are {num_groups} groups")
+    several = list(clip_norm) if isinstance(clip_norm, Iterable) else [clip_norm]
+    if any(isinstance(c, bool) or not isinstance(c, Real) for c in several):
+        raise UserError(f"clip_norm={clip_norm!r} is no number, nor one for each of {num_groups} groups")
+    values = [float(c) for c in several]
+    if not isinstance(clip_norm, Iterable):
+        values = [values[0] / math.sqrt(num_groups)] * num_groups
+    if len(values) != num_groups:
+        raise UserError(f"clip_norm has {len(values)} thresholds, but there are {num_groups} groups")
     found = torch.tensor(values, dtype=torch.float64, device="cpu")
     check_thresholds(found, f"clip_norm={clip_norm}")
     return found

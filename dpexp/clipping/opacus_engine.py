@@ -31,11 +31,17 @@ from dpexp.errors import UserError
 ATTACHED = "_dpexp_clipper"
 
 
+# what it keeps in modules
+LEFT = ("activations", "max_batch_len")
+
+
 class _Graph:
-    """Lives as long as the autograd node that it is a hook of."""
+    """Lives as long as the autograd node that it is a hook of, and notes whether gradients have gone through it."""
+
+    used = False
 
     def __call__(self, gradients: Any) -> None:
-        return None
+        self.used = True
 
 
 class OpacusBackend(Backend):
@@ -102,7 +108,8 @@ class OpacusBackend(Backend):
         self.wrapper.enable_hooks()
         self.expanded = False
         self.nodes = -torch._C._autograd._get_sequence_nr()
-        if self.graphs and not any(graph() for graph in self.graphs):
+        waiting = (graph for ref in self.graphs if (graph := ref()) is not None)
+        if self.graphs and all(graph.used for graph in waiting):
             self.graphs.clear()
             self.forget()
 
@@ -127,6 +134,9 @@ class OpacusBackend(Backend):
         else:
             self.model.__dict__["forward"] = self.forward
         self.wrapper.to_standard_module()
+        for module in self.model.modules():
+            for name in LEFT:
+                module.__dict__.pop(name, None)
         for p in self.params.values():
             for leftover in ("grad_sample", "summed_grad", "_forward_counter"):
                 if hasattr(p, leftover):

@@ -9,6 +9,7 @@ from torch import Tensor
 from dpexp.errors import UserError, did_you_mean
 from dpexp.tasks.origins import rows_in_common
 from dpexp.tasks.target_loss import IGNORED
+from dpexp.training.arguments import ELSEWHERE
 
 _WHOLE = (
     "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "
@@ -89,14 +90,6 @@ OF_THE_TRAINER = {
     "checkpoint_every": "save_steps of the arguments",
 }
 """What `dpexp.PrivacyEngine` takes, and the Trainer gives it -> where that comes from."""
-ELSEWHERE = {
-    "max_grad_norm": "clip_norm",
-    "target_epsilon": "epsilon",
-    "target_delta": "delta",
-    "sigma": "noise_multiplier",
-    "clipping": "groups",
-}
-"""What other libraries call an argument."""
 
 
 def check_privacy(privacy: Any, parameters: Iterable[str]) -> dict[str, Any]:

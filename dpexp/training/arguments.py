@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from dpexp.clipping.refusals import refuse_lazy
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.privacy.schedules import Schedule
 from dpexp.privacy.sensitivity import ALLOCATIONS
 from dpexp.tasks.origins import MADE, origins
@@ -42,8 +44,49 @@ OVERLAPPING = (
     "say whose each window is: users="
 )
 
+ELSEWHERE = {
+    "max_grad_norm": "clip_norm",
+    "target_epsilon": "epsilon",
+    "target_delta": "delta",
+    "sigma": "noise_multiplier",
+    "clipping": "groups",
+    "module": "model",
+    "data_loader": "dataset",
+    "sample_size": "dataset",
+    "num_training_epochs": "epochs",
+    "clipping_fn": "rule",
+    "secure_mode": "secure",
+}
+"""What other libraries call an argument."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # what PrivacyEngine takes where nothing is given
 QUANTILE_BUDGET, QUANTILE_LR = 0.1, 0.3
+
+
+def named(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a method that is called with arguments of other names, or without some, say so in one sentence."""
+    parameters = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        known = list(parameters.parameters)[1:]
+        for name in kwargs:
+            if name in ELSEWHERE:
+                raise UserError(f"{name}= is called {ELSEWHERE[name]}= here (docs/from_opacus.md)")
+            if name not in known:
+                raise UserError(f"{name}= is no argument of PrivacyEngine{did_you_mean(name, known)}")
+        try:
+            parameters.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UserError(
+                f"PrivacyEngine(model, optimizer, dataset, folder=..., batch_size=..., ...): {error}. The data set, and what is "
+                "private, are given here and not to make_private (docs/from_opacus.md)"
+            ) from None
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def check_flags(**arguments: Any) -> None:

@@ -44,6 +44,7 @@ from dpexp.training.arguments import (
     check_rule,
     checked_folder,
     checked_schedule,
+    named,
 )
 from dpexp.training.decisions import Decisions
 from dpexp.training.export import summary_of, write_card
@@ -120,6 +121,7 @@ class PrivacyEngine:
         UserError: what cannot be done privately or exactly, with the way out.
     """
 
+    @named
     def __init__(
         self,
         model: nn.Module,

@@ -1,5 +1,6 @@
 """What keeps a person's own loop from moving weights by gradients without noise, or from spoiling a sum half-way."""
 
+import inspect
 import math
 import threading
 import warnings
@@ -235,8 +236,12 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
             "ZeroRedundancyOptimizer keeps a part of its states on each rank, and no checkpoint would hold them: give the "
             "optimizer itself; for memory, shard the model with torch.distributed.fsdp.fully_shard"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError("LBFGS asks for gradients of its own within a step: choose SGD, Adam or the like")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if hasattr(optimizer, "first_step") or (closure is not None and closure.default is closure.empty):
+        raise UserError(
+            f"{type(optimizer).__name__} asks for gradients of its own within a step (a closure, as of LBFGS and of "
+            "sharpness-aware minimisation), which would be released without noise or a charge: choose SGD, Adam or the like"
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UserError(
             "ReduceLROnPlateau needs a metric: step it yourself with one on public data, and leave out scheduler="

@@ -57,6 +57,17 @@ def in_padding(tensor: Tensor, padding: Padding, factor: float) -> Tensor | None
     return torch.where(there, tensor * factor, tensor)
 
 
+def padded_further(tensor: Tensor, padding: Padding) -> Tensor | None:
+    """Add another column of padding to ``[b, T, …]``, such as stands there already; None where it has no such length."""
+    there = padding.get(tensor.shape[1]) if tensor.dim() > 1 else None
+    if there is None or len(there) != len(tensor):
+        return None
+    behind = bool(there[:, -1].any())
+    row = int(there[:, -1 if behind else 0].int().argmax())
+    column = tensor[row, -1 if behind else 0].expand_as(tensor[:, 0]).unsqueeze(1)
+    return torch.cat([tensor, column] if behind else [column, tensor], 1)
+
+
 def _added(row: Tensor, alone: Tensor) -> Tensor | None:
     """Tell, ``[T]``, where a row was padded that is ``alone`` by itself; None where that is not in it."""
     own, places = len(alone), torch.arange(len(row))

@@ -21,7 +21,7 @@ from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
 from dpexp.training.lines import ADDING, SHAPES, Slot, name_of, slots_of
 from dpexp.training.owned import WRITTEN
-from dpexp.training.padded import FACTORS, in_padding
+from dpexp.training.padded import FACTORS, in_padding, padded_further
 from dpexp.training.trace import COUNTED, EARLIER, REPEATED, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
@@ -125,6 +125,21 @@ class Redone:
             if instead and bool(self._unlike(whole, self._again(number, instead=instead)[0]).any()):
                 trace.felt.add(length)
 
+    def _feel_longer(self, number: int, whole: Tensor) -> None:
+        """Note for which lengths what enters the model, and has no length, is something else where rows are padded further."""
+        trace = self.trace
+        for length, there in trace.padding.items():
+            held = [n for n in trace.places if n not in trace.returned]
+            made = {n: padded_further(trace.held[n], {length: there}) for n in held}
+            instead = {n: tensor for n, tensor in made.items() if tensor is not None}
+            try:
+                longer = self._again(number, instead=instead)[0] if instead else whole
+            except Exception:
+                # numbers of this length stand beside it
+                continue
+            if longer.shape == whole.shape and bool(self._unlike(whole, longer).any()):
+                trace.felt.add(length)
+
     def _enters_apart(self, number: int) -> bool:
         """Whether it is known which rows enter the model for which half of the examples, or they stand where their examples do.
 
@@ -140,6 +155,8 @@ class Redone:
         except Exception:
             # nothing that has rows, or that could be done again
             return True
+        if whole.dim():
+            self._feel_longer(number, whole)
         if not views:
             if any(bool(self._unlike(whole[None], other[None]).any()) for other in others):
                 raise UserError(UNTOLD.format(shape=list(whole.shape), examples=self.examples))

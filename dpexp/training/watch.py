@@ -33,9 +33,9 @@ SIZED = (
     "tokens, (losses * mask).sum(1) / mask.sum(1), or a public one; the step divides by the expected size of the batch"
 )
 PADDED = (
-    "losses go by what the model returns for padding (of rows of {lengths} columns): a softmax or a maximum over all positions, "
-    "the last one, losses of padding. How much of it a row has goes by the longest of its batch. Leave it out (a mask, labels "
-    "that are ignored), or let the collate function pad all batches to one length"
+    "losses, or what enters the model, go by padding (of rows of {lengths} columns): a softmax, a mean or a maximum over all "
+    "positions, the last one, losses of padding. How much of it a row has goes by the longest of its batch. Leave it out (a "
+    "mask, labels that are ignored), or let the collate function pad all batches to one length"
 )
 NOTE = "losses were not looked at for values that mix examples ({why}): engine.look_at_losses(losses, batch) asks for them again"
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from dpexp import native
-from dpexp.clipping import choice
+from dpexp.clipping import attach, choice
 from dpexp.clipping.choice import choose
 from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Tied
+from dpexp.errors import UserError
 
 CAP = 1 << 30
 
@@ -109,5 +110,5 @@ def test_a_real_measurement():
 
 
 def test_unknown_mode():
-    with pytest.raises(ValueError, match="choice='best' is not known; choose measured"):
-        choose(outer(1, 1, 1, 1), "best", CAP, {})
+    with pytest.raises(UserError, match="choice='best' is not known; choose measured"):
+        attach(torch.nn.Linear(2, 2), choice="best")

@@ -311,11 +311,12 @@ def test_a_model_spread_over_devices_is_refused_by_name(clipper: Any) -> None:
     [
         {"groups": "layers"}, {"groups": {"a": ["0.weight"]}}, {"groups": {"a": ["nope"]}}, {"engine": "bkk"},
         {"clip_norm": 0.0}, {"clip_norm": float("nan")}, {"clip_norm": [1.0, 2.0]}, {"rule": "abadie"},
-        {"rows_per_example": 0}, {"groups": "block"}, {"max_clip_scale": -1.0},
+        {"rows_per_example": 0}, {"groups": "block"}, {"max_clip_scale": -1.0}, {"choice": "ghosts"},
+        {"clip_norm": "1"}, {"clip_norm": "a"}, {"clip_norm": None}, {"clip_norm": True}, {"clip_norm": ["a"] * 1},
     ],
 )  # fmt: skip
 def test_bad_arguments(arguments: dict) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(UserError):
         attach(mlp(), **arguments)
 
 

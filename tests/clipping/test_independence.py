@@ -243,8 +243,10 @@ def test_a_model_that_begins_later_is_noticed_at_the_sixteenth_step() -> None:
         clipper.backward(model(x()).square().sum(1))
         model.between = lambda h: h - h.mean(0).detach()
     model.zero_grad()
-    with pytest.raises(UserError, match="mixes examples"):
-        clipper.backward(model(x()).square().sum(1))
+    # also of who tries again
+    for _ in range(3):
+        with pytest.raises(UserError, match="mixes examples"):
+            clipper.backward(model(x()).square().sum(1))
     assert all(p.grad is None for p in model.parameters())
 
 

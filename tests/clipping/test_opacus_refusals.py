@@ -97,3 +97,27 @@ def test_a_copy_computes_with_its_own_weights_and_a_detached_model_is_as_before(
     assert (twin.eval()(torch.randn(2, 3)) == 7).all()
     clipper.detach()
     assert "forward" not in model.__dict__
+
+
+def test_nothing_of_the_library_stays_in_a_detached_model():
+    model = nn.Sequential(nn.Linear(3, 2))
+    before = set(model[0].__dict__)
+    clipper = attach(model, engine="opacus")
+    clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+    clipper.detach()
+    assert set(model[0].__dict__) == before
+
+
+def test_a_forward_that_nobody_needed_is_forgotten_while_the_last_losses_are_held():
+    model = nn.Sequential(nn.Linear(3, 2))
+    clipper = attach(model, engine="opacus", clip_norm=1e9)
+    losses = model(torch.randn(4, 3)).square().sum(1)
+    clipper.backward(losses)
+    model(torch.randn(5, 3))
+    model.zero_grad()
+    x = torch.randn(2, 3)
+    clipper.backward(model(x).square().sum(1))
+    plain = copy.deepcopy(model[0].weight).requires_grad_()
+    (x @ plain.T + model[0].bias).square().sum().backward(inputs=[plain])
+    torch.testing.assert_close(model[0].weight.grad, plain.grad)
+    assert losses.requires_grad

@@ -41,6 +41,21 @@ class StreamOfKnownLength(Stream):
         return 60
 
 
+class SharpnessAware(torch.optim.SGD):
+    """As it is usually written: a step down follows a step up."""
+
+    def first_step(self):
+        pass
+
+    def step(self, closure=None):
+        assert closure is not None
+
+
+def test_an_engine_of_another_library_is_not_made_here():
+    with pytest.raises(UserError, match="missing a required argument: 'model'"):
+        PrivacyEngine()
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -53,6 +68,10 @@ class StreamOfKnownLength(Stream):
             "not in the model",
         ),
         (lambda model: {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
+        (lambda model: {"optimizer": SharpnessAware(model.parameters(), lr=0.1)}, "SharpnessAware asks for"),
+        (lambda model: {"max_grad_norm": 1.0}, "max_grad_norm= is called clip_norm= here"),
+        (lambda model: {"target_epsilon": 1.0}, "target_epsilon= is called epsilon= here"),
+        (lambda model: {"clip_nrom": 1.0}, "clip_nrom= is no argument .* did you mean clip_norm"),
         (lambda model: {"optimizer": adam_of(*model.requires_grad_(False).parameters())}, "nothing to train"),
         (
             lambda model: {"optimizer": adam_of(*diverged(model).parameters())},

@@ -479,19 +479,67 @@ LEAVING_IT_OUT = {
 
 @pytest.mark.parametrize("losses", FEELING_PADDING.values(), ids=FEELING_PADDING)
 def test_losses_do_not_go_by_what_the_model_returns_for_padding(tmp_path, losses) -> None:
-    with pytest.raises(UserError, match="by what the model returns for padding"):
+    with pytest.raises(UserError, match="go by padding"):
         of_words(tmp_path / "own", losses)
     assert of_words(tmp_path / "padded alike", losses, longest=7).finished
     if losses is FEELING_PADDING["the last one"]:
         assert of_words(tmp_path / "padded in front", losses, left=True).finished
     else:
-        with pytest.raises(UserError, match="by what the model returns for padding"):
+        with pytest.raises(UserError, match="go by padding"):
             of_words(tmp_path / "padded in front", losses, left=True)
 
 
 @pytest.mark.parametrize("losses", LEAVING_IT_OUT.values(), ids=LEAVING_IT_OUT)
 def test_losses_of_what_stands_within_a_row_pass(tmp_path, losses) -> None:
     assert of_words(tmp_path, losses).finished
+
+
+def of_rows_made_of_words(folder, made):
+    """A loop that makes one row of features of each text, and gives that to the model."""
+    draw = torch.Generator().manual_seed(2)
+    texts = [torch.randint(1, 20, (length,), generator=draw) for length in [2, 5, 3, 4, 6, 2, 7, 3, 4, 5] * 8]
+    table = torch.randn(20, 4, generator=draw)
+    model = nn.Linear(4, 3)
+
+    def collate(examples):
+        return nn.utils.rnn.pad_sequence(examples, batch_first=True)
+
+    engine = PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), texts, folder=folder, batch_size=20, steps=4,
+        noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, noise_seed=3,
+    )  # fmt: skip
+    for ids in engine.batches(collate, physical_batch_size=3):
+        engine.step(model(made(table, ids, ids > 0)).square().sum(1))
+    return engine
+
+
+MADE_OF_PADDING = {
+    "read from its end": lambda table, ids, real: table[ids.flip(1)[:, 0]],
+    "the last one": lambda table, ids, real: table[ids[:, -1]],
+    "the largest": lambda table, ids, real: table[ids].amax(1),
+    "moved by one": lambda table, ids, real: table[ids.roll(1, 1)[:, 0]],
+}
+MADE_OF_WORDS = {
+    "a mean of its own": lambda table, ids, real: (
+        (table[ids] * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+    ),
+    "the largest of its own": lambda table, ids, real: (
+        table[ids].masked_fill(~real[..., None], -torch.inf).amax(1)
+    ),
+    "how many": lambda table, ids, real: real.sum(1, keepdim=True).expand(-1, 4) / 10.0,
+    "its last one": lambda table, ids, real: table[ids[torch.arange(len(ids)), real.sum(1) - 1]],
+}
+
+
+@pytest.mark.parametrize("made", MADE_OF_PADDING.values(), ids=MADE_OF_PADDING)
+def test_what_a_loop_makes_of_padding_does_not_enter_the_model(tmp_path, made) -> None:
+    with pytest.raises(UserError, match="go by padding"):
+        of_rows_made_of_words(tmp_path, made)
+
+
+@pytest.mark.parametrize("made", MADE_OF_WORDS.values(), ids=MADE_OF_WORDS)
+def test_what_a_loop_makes_of_words_alone_enters_the_model(tmp_path, made) -> None:
+    assert of_rows_made_of_words(tmp_path, made).finished
 
 
 @pytest.mark.parametrize("task", [TinyTask, Weighted, Many, InAnotherOrder])

@@ -44,6 +44,8 @@ class Comparison:
         self.tolerance, self.same_size = ROUNDING[bits]
         # by output, the dimension that was found to be the batch
         self._axes: dict[int, int] = {}
+        # and where in it the rows of one example are
+        self._rows: dict[int, tuple[int, bool]] = {}
 
     def of(self, variant: Variant) -> Callable[..., bool | None]:
         """Return what tells whether two tensors differ for an example of ``variant``; None where they have no rows."""
@@ -67,11 +69,30 @@ class Comparison:
                     rows = [_rows(t, axis, n, strided) for t, n in ((a, count), (b, count_here))]
                     before, here = (r[[p[k] for p in pairs]] for k, r in enumerate(rows))
                     verdicts.append(self.unequal(before, here, tolerance))
+                    if leaf is not None and not verdicts[-1]:
+                        self._rows.setdefault(leaf, (axis, strided))
                 if leaf is not None and count != count_here and not all(verdicts):
                     self._axes[leaf] = axis
             return None if not verdicts else all(verdicts)
 
         return differs
+
+    def direction(self, leaf: int, tensor: Tensor, variant: Variant, here: bool) -> Tensor | None:
+        """Return random numbers for the rows of an output that belong to the examples of ``variant``, and zero for others.
+
+        None where nobody knows its rows. ``here``: of the output in that batch, with the same numbers as in the batch before.
+        """
+        if leaf not in self._rows:
+            return None
+        axis, strided = self._rows[leaf]
+        examples = len(variant.rows) if here else self.examples
+        direction = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        rows = _rows(direction, axis, examples * self.multiple, strided)
+        places = [pair[here] * self.multiple + m for pair in variant.same for m in range(self.multiple)]
+        generator = torch.Generator().manual_seed(leaf)
+        numbers = torch.randn((len(places), *rows.shape[1:]), generator=generator, device="cpu")
+        rows[places] = numbers.to(rows)
+        return direction
 
     def unequal(self, a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
         """Whether two ``[rows, …]`` differ by more than rounding in any row."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dpexp.clipping.independence.arguments import Inputs, positional_names
+from dpexp.clipping.independence.backwards import parameter_that_differs
 from dpexp.clipping.independence.batches import Batches, Reading, Variant
 from dpexp.clipping.independence.blame import first_module
 from dpexp.clipping.independence.comparison import Comparison, bits_of, outputs, same_buffer, thin
@@ -23,6 +24,11 @@ MIXES = (
     "mixes examples: what an example gets out of it changes {when}, though no gradient shows it (a statistic under no_grad, one "
     "quantisation scale for the whole batch, a running statistic, an expert's capacity, attention that goes by the batch). "
     "This voids any guarantee. {way}"
+)
+BACKWARDS = (
+    "{name}: the gradient of what one example gets out of the model changes when others of its batch are gone, though what it "
+    "gets does not (a backward of its own, a hook, or a factor of a gradient, that goes by the number of rows or by other rows). "
+    "This voids any guarantee. Write it for each example alone, or with a public number"
 )
 WAY = (
     "Compute it for each example alone, or freeze it before training, on public data. (An input that all examples share, and "
@@ -76,9 +82,9 @@ class Look:
         self.told = self.compared = False
         self.seen: set[int] = set()
         self.failure = "no input has the size of the batch"
-        bits = 16 if autocast else bits_of(replay.model.parameters())
+        self.bits = 16 if autocast else bits_of(replay.model.parameters())
         self.batches = Batches(replay.inputs, num_examples, rows_per_example, positional_names(replay.model))
-        self.comparison = Comparison(num_examples, rows_per_example, bits, replay.places)
+        self.comparison = Comparison(num_examples, rows_per_example, self.bits, replay.places)
 
     @property
     def missed(self) -> bool:
@@ -109,6 +115,7 @@ class Look:
             tried = self._tried(reading)
             found = found if tried is None else tried[:1]
             if tried == []:
+                self._compare_gradients(reading)
                 break
         if found is None:
             found = self._tried_without_resizing()
@@ -220,6 +227,26 @@ class Look:
             if unlike(value, self.parameters.get(name, value)):
                 owner, _, local = name.rpartition(".")
                 raise UserError(f"{self._name(owner)}: {WRITTEN.format(kind='parameter', what=local)}")
+
+    def _compare_gradients(self, reading: Reading) -> None:
+        """Compare what goes back for a half of the batch with what goes back for it alone."""
+        if self.replay.chance.seed is not None or self.replay.by_chance:
+            return
+        kept = self.replay.keeps
+        for variant in [v for v in self.batches.variants() if len(v.rows) != self.examples][:2]:
+            inputs = self.replay.inputs, self.batches.made(reading, variant.rows, 1.0)
+            name = ""
+            try:
+                name = parameter_that_differs(
+                    self.replay, self.autocast, self.comparison, self.bits, inputs, variant
+                )
+            except Exception:
+                # a graph that cannot be gone through so, or too little memory
+                pass
+            finally:
+                self.replay.keeps = kept
+            if name:
+                raise UserError(BACKWARDS.format(name=name))
 
     def _compare_buffers(self, here: dict[tuple[str, str], Any], resized: bool) -> None:
         for place, (before, persistent) in self.buffers.items():

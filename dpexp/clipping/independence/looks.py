@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -77,6 +78,8 @@ class Independence:
     waiting: deque[Replay] = field(default_factory=deque)
     running: Replay | None = None
     lengths: dict[str, int] = field(default_factory=dict)
+    # what is around a way back of a look
+    silence: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
@@ -189,6 +192,10 @@ class Independence:
         give_back_freed_memory()
         try:
             looks = [self._look(replay, num_examples) for replay in replays]
+        except UserError:
+            # who goes on is looked at again
+            self.looks.pop((self.mode, self.alone), None)
+            raise
         finally:
             self.looking = False
             give_back_freed_memory()
@@ -206,6 +213,7 @@ class Independence:
     def _look(self, replay: Replay, num_examples: int) -> Look:
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
         for autocast in (False, True) if replay.in_autocast else (False,):
+            replay.silence = self.silence
             look = Look(replay, num_examples, self.rows_per_example, autocast, self.token)
             look.run(padding=not self.fixed_length)
             if look.compared:

@@ -11,8 +11,8 @@ import math
 import random
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -66,6 +66,8 @@ class Replay:
         self._nodes = torch._C._autograd._get_sequence_nr(), 0
         # whether the graph of a replay is kept, for a model that asks for gradients on its way
         self.keeps = False
+        # what is around a way back, in which checkpointed parts are computed again
+        self.silence: Callable[[], AbstractContextManager[None]] = nullcontext
         self.chance = Chance()
         # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
         self.drew = self.by_chance = False
