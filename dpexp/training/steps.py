@@ -222,15 +222,16 @@ class Steps:
                 )
             self.expected_batch = self.release.plan.rate(step) * self.release.plan.num_examples
         drawn = self.sampler.draw(step, attempt)
-        self._sample = hmac.digest(self.key, drawn.tobytes(), "sha256").hex()[:16]
+        cut: list[np.ndarray] = []
         if isinstance(self.clipper, MicrobatchClipper) and self.release is not None:
             count = max(1, round(self.expected_batch / self.clipper.size))
             seed = stream(self.key, "microbatches", step, attempt)
-            pieces = microbatches(drawn, self.release.plan.num_examples, count, seed)[
-                self.replicas.rank :: self.replicas.size
-            ]
+            cut = microbatches(drawn, self.release.plan.num_examples, count, seed)
+            pieces = cut[self.replicas.rank :: self.replicas.size]
         else:
             pieces = physical_batches(drawn, length, size, self.replicas.rank, self.replicas.size)
+        whole = b"/".join(part.tobytes() for part in (drawn, *cut))
+        self._sample = hmac.digest(self.key, whole, "sha256").hex()[:16]
         if self.clipper is not None:
             self.clipper.prepare(stream(self.key, "projections", step, attempt), self._public)
         self._drawn = pieces
