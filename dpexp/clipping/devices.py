@@ -20,7 +20,8 @@ def bounds(blocks: int, devices: int) -> list[int]:
     """
     if not 1 <= devices <= blocks:
         raise UserError(
-            f"clip.devices={devices}: this model has {blocks} blocks, and each device needs one at least"
+            f"a model of {blocks} blocks cannot be cut into {devices} parts, each of which needs one at least: choose a smaller "
+            "clip.devices, or, under runtime=pipeline, a smaller runtime.stages (without it there are as many as processes)"
         )
     return [k * blocks // devices for k in range(devices + 1)]
 

@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dpexp.errors import UserError
 from dpexp.parallel.meeting import fresh
-from dpexp.parallel.ranks import ALONE, Ranks
+from dpexp.parallel.ranks import ALONE, Ranks, said_who_is_gone
 
 # A rank waits so long for the others: while rank 0 reads the data, or one of them measures its engine.
 TIMEOUT = timedelta(minutes=30)
@@ -66,7 +66,8 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
             "which each takes its own (CUDA_VISIBLE_DEVICES says among which), or start one process"
         )
     if dist.is_initialized():
-        yield current()
+        with said_who_is_gone():
+            yield current()
         return
     if started_by_torchrun() == 1:
         yield ALONE
@@ -89,7 +90,8 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
         store=fresh(store, rank, size, TIMEOUT), rank=rank, world_size=size, timeout=TIMEOUT,
     )  # fmt: skip
     try:
-        yield current()
+        with said_who_is_gone():
+            yield current()
     finally:
         _known.clear()
         dist.destroy_process_group()

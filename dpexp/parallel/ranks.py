@@ -195,6 +195,18 @@ ALONE = Ranks()
 
 
 @contextmanager
+def said_who_is_gone() -> Iterator[None]:
+    """Say in words what messages of torch (FSDP2's own, those between stages) raise once another process has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no class of its own
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+            raise _gone(error) from error
+        raise
+
+
+@contextmanager
 def _waiting() -> Iterator[None]:
     """Say in words that who is waited for will not come."""
     try:
@@ -202,10 +214,14 @@ def _waiting() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise UserError(
-            "another process of this run has ended, or does not come: if it has met an error, it has told that itself. All "
-            f"processes must go through the same loop, and make the same calls ({_short(error)})"
-        ) from error
+        raise _gone(error) from error
+
+
+def _gone(error: RuntimeError) -> UserError:
+    return UserError(
+        "another process of this run has ended, or does not come: if it has met an error, it has told that itself. All "
+        f"processes must go through the same loop, and make the same calls ({_short(error)})"
+    )
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -14,6 +14,7 @@ again, where it is the same step to the last bit (`privacy.fingerprint`); else a
 sample and fresh noise, and charged again.
 """
 
+import hmac
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -148,6 +149,8 @@ class Steps:
         self._told: tuple[Mapping[str, Any], dict[str, Any]] | None = None
         self._left = 0
         self._drawn: list[np.ndarray] = []
+        # keyed, of all examples of the present step
+        self._sample = ""
 
     @property
     def clipper(self) -> AnyClipper | None:
@@ -219,14 +222,16 @@ class Steps:
                 )
             self.expected_batch = self.release.plan.rate(step) * self.release.plan.num_examples
         drawn = self.sampler.draw(step, attempt)
+        cut: list[np.ndarray] = []
         if isinstance(self.clipper, MicrobatchClipper) and self.release is not None:
             count = max(1, round(self.expected_batch / self.clipper.size))
             seed = stream(self.key, "microbatches", step, attempt)
-            pieces = microbatches(drawn, self.release.plan.num_examples, count, seed)[
-                self.replicas.rank :: self.replicas.size
-            ]
+            cut = microbatches(drawn, self.release.plan.num_examples, count, seed)
+            pieces = cut[self.replicas.rank :: self.replicas.size]
         else:
             pieces = physical_batches(drawn, length, size, self.replicas.rank, self.replicas.size)
+        whole = b"/".join(part.tobytes() for part in (drawn, *cut))
+        self._sample = hmac.digest(self.key, whole, "sha256").hex()[:16]
         if self.clipper is not None:
             self.clipper.prepare(stream(self.key, "projections", step, attempt), self._public)
         self._drawn = pieces
@@ -371,17 +376,21 @@ class Steps:
         self.sums.sum_(self.ranks)
 
     def _refuse_ways_apart(self, step: int) -> None:
-        """Raise `UserError` where ranks would move by one sum in several ways: from then on they would train several models."""
+        """Raise `UserError` where ranks would move by one sum in several ways: from then on they would train several models.
+
+        Or where they have drawn several samples (another version of numpy, another kind of machine): their shares overlap, and
+        an example that is in two of them counts twice.
+        """
         if not self.ranks.several:
             return
         plain = (bool, int, float, str, tuple)
-        settings = {
-            f"{name} of group {number}": str(value)
+        ways = {"sample": self._sample} | {
+            f"{name} of group {number} of the optimizer": str(value)
             for number, group in enumerate(getattr(self._mover, "param_groups", ()))
             for name, value in group.items()
             if isinstance(value, plain) or (name != "params" and isinstance(value, Tensor))
         }
-        self.ranks.agree(f"the optimizer in step {step}", settings)
+        self.ranks.agree(f"step {step}", ways)
         if due(step + 1):
             self.refuse_other_weights()
 

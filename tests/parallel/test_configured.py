@@ -13,7 +13,7 @@ from dpexp import train
 from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
-from dpexp.training import release
+from dpexp.training import release, steps
 from dpexp.training.loop import Trainer
 from dpexp.training.stages import StageTrainer
 from tests.commands import called
@@ -121,6 +121,23 @@ def test_each_process_clips_whole_microbatches(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
     with pytest.raises(UserError, match="choose runtime=auto"):
         compose([*SMALL, *MICROBATCHES, "runtime=fsdp"])
+
+
+def cuts_otherwise(ranks: Ranks, folder: Path) -> str:
+    if not ranks.writes:
+        cut = steps.microbatches
+        steps.microbatches = lambda drawn, examples, count, seed: cut(drawn, examples, count, seed + 1)
+    with pytest.raises(UserError) as caught:
+        run_of_microbatches(ranks, folder)
+    return str(caught.value)
+
+
+def test_microbatches_that_ranks_cut_in_several_ways_are_refused(tmp_path: Path) -> None:
+    """An example would be in those of two ranks."""
+    (tmp_path / "ranks").mkdir()
+    for told in run_ranks(2, tmp_path / "ranks", cuts_otherwise, tmp_path / "two"):
+        assert "step 0 (sample) of rank 1 differs" in told
+    assert not list(tmp_path.rglob("ledger.jsonl"))
 
 
 def signals_in(folder: Path) -> list[float]:

@@ -15,6 +15,7 @@ from dpexp import PrivacyEngine, provenance, record
 from dpexp.clipping import attach
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
+from dpexp.privacy.sampling import PoissonSampler
 from dpexp.training import release
 from dpexp.training.batching import physical_batches
 from tests.parallel import everything
@@ -218,7 +219,7 @@ def test_processes_that_differ_are_refused(tmp_path: Path):
             in clip_norm
         )
         assert "what is trained on what (data) of rank 1 differs" in data, rank
-        assert "the optimizer in step 1 (lr of group 0) of rank 1 differs" in rate
+        assert "step 1 (lr of group 0 of the optimizer) of rank 1 differs" in rate
         assert (
             "the program (code) of rank 1 differs from that of rank 0: version 1, and not version 0" in code
         )
@@ -278,6 +279,25 @@ def configured(ranks: Ranks, folder: Path, private: bool):
         }
     finally:
         release.add_gaussian_, provenance.code_hash = before, code
+
+
+def draws_otherwise(ranks: Ranks, folder: Path):
+    """Rank 1 draws other examples of the same key, as another version of numpy might."""
+    draw = PoissonSampler.draw
+    if not ranks.writes:
+        PoissonSampler.draw = lambda self, step, attempt=0: np.sort(
+            (draw(self, step, attempt) + 1) % EXAMPLES
+        )
+    with pytest.raises(UserError) as caught:
+        run(Case(), folder, ranks=ranks.size)
+    return str(caught.value)
+
+
+def test_ranks_that_draw_several_samples_are_refused_before_anything_is_charged(tmp_path: Path):
+    """An example that is in the shares of two ranks would count twice, under noise for one."""
+    for told in run_ranks(2, tmp_path, draws_otherwise, tmp_path / "run"):
+        assert "step 0 (sample) of rank 1 differs" in told
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
 def first_part(ranks: Ranks, folder: Path, case: Case):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dpexp.errors import UserError
-from dpexp.parallel import ALONE, Ranks
+from dpexp.parallel import ALONE, Ranks, joined
 from dpexp.parallel.meeting import fresh
 from dpexp.parallel.ranks import ToldElsewhere, _buckets
 from tests.parallel.pool import run_ranks
@@ -80,6 +80,24 @@ def test_what_ranks_tell_each_other(tmp_path: Path):
         assert found["large"] == [[3.0], [6.0]]
         assert found["copied"] == [1.0]
         assert found["odd"] == [[1 + 1j] * 2, 1, [], [1] * 3]
+
+
+def left_alone(ranks: Ranks):
+    """Rank 1 ends; rank 0 waits for it as FSDP2 and the stages of a pipeline do, in a message of torch's own."""
+    if not ranks.writes:
+        dist.destroy_process_group()
+        return None
+
+    def wait() -> None:
+        with joined():
+            dist.all_reduce(torch.zeros(1))
+
+    return refusal(wait)
+
+
+def test_who_is_gone_is_told_in_words_also_by_messages_of_torch(tmp_path: Path):
+    told, _ = run_ranks(2, tmp_path, left_alone)
+    assert "another process of this run has ended" in told[1]
 
 
 def test_a_store_is_shared_by_the_living_alone():

@@ -281,5 +281,7 @@ def test_what_is_not_exact_in_stages_is_refused_by_name() -> None:
         parameter.requires_grad_("ln_f" in name)
     with pytest.raises(UserError, match="nothing trains in stage 0 of 2"):
         WholeModel(idle, "flat", 2)
+    with pytest.raises(UserError, match=r"cannot be cut into 99 parts.*runtime.stages"):
+        WholeModel(idle, "flat", 99)
     with pytest.raises(UserError, match="torchrun"):
         train.refuse_misfits(compose([*SMALL, *STAGED, "clip=perdevice"]))
