@@ -33,6 +33,8 @@ def _schedule(run: RunConfig) -> Iterator[str]:
             yield f"{name} moves one budget by itself: set search=none and individual=none"
         if name.endswith("released") and (run.clip.method != "norm" or run.optim.name in ("doppler", "disk")):
             yield f"{name} reads the noisy gradients as they are released: use clip=flat or the like, and no filter as optim="
+        if name.endswith("released") and run.peft.name == "rgp":
+            yield f"{name} reads the noisy gradients after a step, which peft=rgp drops: choose another peft"
 
 
 def _individual(run: RunConfig) -> Iterator[str]:
