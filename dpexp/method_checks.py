@@ -163,6 +163,8 @@ def _whole_gradients(run: RunConfig) -> Iterator[str]:
     if clip.method == "jl":
         if run.runtime.precision != "fp32":
             yield f"{name} adds examples up in the precision of the forward: leave runtime.precision=fp32, or use clip=flat"
+        if run.task.kind == "generation":
+            yield f"{name} differentiates losses twice, and those of texts that are written save memory instead: use clip=flat"
         if run.accountant.name != "pld":
             yield (
                 f"{name} may under-estimate a norm, so that an example moves the sum by more than C, which accountant="
