@@ -80,7 +80,7 @@ def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> No
         given: those that a command typed, which have to do something.
     """
     # what the other checks compute with
-    problems = list(_values(run)) or [
+    problems = list(value_problems(run)) or [
         *_missing(run),
         *task_problems(run),
         *_unit(run),
@@ -183,9 +183,9 @@ def _words(run: RunConfig) -> Iterator[str]:
         yield f"runtime.physical_batch_size={size}: give auto or a number of examples"
 
 
-def _values(run: RunConfig) -> Iterator[str]:
-    """Whatever the setting: numbers that 32 bits hold, and no lists within lists."""
-    for key, value in flattened(asdict(run)):
+def value_problems(settings: Any) -> Iterator[str]:
+    """Name every problem of values, whatever the setting: numbers that 32 bits hold, and no lists within lists."""
+    for key, value in flattened(asdict(settings)):
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, list | dict) and not key.startswith("model.config."):
                 yield f"{key}={value} holds another list: give words or numbers"

@@ -15,7 +15,7 @@ def declared_num_examples(run: RunConfig) -> int | None:
 def declared_users(run: RunConfig) -> int | None:
     """The number of users that the configuration declares; None where only the data can tell."""
     rows = declared_num_examples(run)
-    if run.unit.size:
+    if run.unit.size > 0:
         return None if rows is None else -(-rows // run.unit.size)
     return run.unit.num_users
 

@@ -33,6 +33,8 @@ def _schedule(run: RunConfig) -> Iterator[str]:
             yield f"{name} moves one budget by itself: set search=none and individual=none"
         if name.endswith("released") and (run.clip.method != "norm" or run.optim.name in ("doppler", "disk")):
             yield f"{name} reads the noisy gradients as they are released: use clip=flat or the like, and no filter as optim="
+        if name.endswith("released") and run.peft.name == "rgp":
+            yield f"{name} reads the noisy gradients after a step, which peft=rgp drops: choose another peft"
 
 
 def _individual(run: RunConfig) -> Iterator[str]:
@@ -161,6 +163,8 @@ def _whole_gradients(run: RunConfig) -> Iterator[str]:
     if clip.method == "jl":
         if run.runtime.precision != "fp32":
             yield f"{name} adds examples up in the precision of the forward: leave runtime.precision=fp32, or use clip=flat"
+        if run.task.kind == "generation":
+            yield f"{name} differentiates losses twice, and those of texts that are written save memory instead: use clip=flat"
         if run.accountant.name != "pld":
             yield (
                 f"{name} may under-estimate a norm, so that an example moves the sum by more than C, which accountant="

@@ -5,6 +5,7 @@ import hmac
 import json
 import time
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from dpexp import provenance, record
-from dpexp.checks import task_problems
+from dpexp.checks import task_problems, value_problems
 from dpexp.config import hydra_entry
 from dpexp.durable import flattened, read_json, write_json
 from dpexp.errors import UserError, did_you_mean
@@ -114,7 +115,7 @@ def check(run: PateConfig) -> None:
             "teachers are asked about: leave it at 0"
         )
     shared = {part.name: getattr(run, part.name) for part in fields(RunConfig) if hasattr(run, part.name)}
-    if problem := next(task_problems(RunConfig(**shared)), None):
+    if problem := next(chain(value_problems(run), task_problems(RunConfig(**shared))), None):
         raise UserError(problem)
     if votes.method not in METHODS:
         raise UserError(f"pate.method={votes.method} is not a choice{did_you_mean(votes.method, METHODS)}")
@@ -144,6 +145,10 @@ def check(run: PateConfig) -> None:
                 if several
                 else "give individual.epsilons and individual.shares (or individual.groups), and privacy.epsilon=null"
             )
+        )
+    if not all(budget > 0 for budget in groups.epsilons):
+        raise UserError(
+            f"individual.epsilons={list(groups.epsilons)} must be positive numbers, one for each group of examples"
         )
     least = dict.fromkeys(
         ("teachers", "queries", "neighbours", "teacher_epochs", "student_epochs", "batch_size", "texts"), 1
@@ -203,6 +208,11 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
     else:
         copies = [int(move) if votes.method == "upsampling" else 1 for move in plan.moves]
         shares = share_out(groups, copies, teachers, run.seed, apart=apart)
+        if empty := sum(not len(share) for share in shares):
+            raise UserError(
+                f"{empty} of {len(shares)} teachers would have no example of {task.num_examples} to learn from, and vote by "
+                "chance: lower pate.teachers"
+            )
         weights = np.repeat(plan.moves, teachers).tolist() if apart else [1.0] * sum(teachers)
 
         def fit(network: nn.Module, share: np.ndarray, seed: int) -> nn.Module:

@@ -39,6 +39,7 @@ SETTINGS = [
     ([*DEMO, "task.labels=[[1]]"], "holds another list: give words or numbers"),
     ([*DEMO, "optim.batch_size=0.5"], "optim.batch_size=0.5 must be 1 or more"),
     ([*DEMO, "clip=jl", "clip.projections=1000000"], "clip.projections=1000000 must be at most 10000"),
+    ([*DEMO, "unit=user", "unit.size=-2"], "unit.size=-2 must be 0 or more"),
     ([*DEMO, "runtime=pipeline", "runtime.microbatch=0"], "runtime.microbatch=0 must be above 0"),
     ([*DEMO, "optim=sgd", "search=noisybtls", "search.backtrack=0"], "search.backtrack=0.0 must be above 0"),
     ([*DEMO, "analysis.output_specific_every=1", "analysis.rounding=1e-9"], "must be between 0.0001 and 1"),

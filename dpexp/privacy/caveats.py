@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from dpexp.privacy.schedules import CONSTANT
+
 if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan
 
@@ -32,6 +34,16 @@ def pointless(plan: Plan) -> list[str]:
             f"With a noise multiplier of {plan.noise_multiplier:.3g} nothing can be learnt: all steps together move the weights "
             "further by noise than they could by gradients. Choose a larger epsilon, larger batches or more data."
         )
+    for setting, schedule in (
+        (f"schedule={plan.schedule.name}", plan.schedule),
+        ("optim.batch_growth", plan.batches),
+    ):
+        fixed = schedule.name == CONSTANT.name or schedule.adaptive
+        if not fixed and schedule.epochs(plan.steps - 1, plan.sample_rate) == 0:
+            found.append(
+                f"{setting} changes nothing: it moves between epochs, and this run ends within the first one. Its "
+                "updates_per_epoch=K lets it move K times in each."
+            )
     for value, rate in zip(plan.budgets.epsilons, plan.budgets.rates, strict=True) if plan.budgets else ():
         if rate * plan.steps < DRAWS:
             found.append(

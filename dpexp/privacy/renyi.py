@@ -77,7 +77,7 @@ def _curve(q: float, sigma: float, orders: tuple[float, ...]) -> NDArray[np.floa
     whole = np.asarray([float(order).is_integer() for order in orders])
     for i in np.flatnonzero(whole):
         curve[i] = _log_moment(q, sigma, int(orders[i])) / (orders[i] - 1)
-    if not whole.all() and sigma > 0.05 and q * q * math.expm1(min(sigma**-2, 1.0)) > 1e-8:
+    if not whole.all() and sigma > 0.05 and q * q * math.expm1(min(sigma**-2, 50.0)) > 1e-8:
         fractional = np.asarray(orders)[~whole]
         curve[~whole] = _log_moments_by_quadrature(q, sigma, fractional) / (fractional - 1)
     return curve

@@ -64,6 +64,8 @@ def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             max_grad_norm=None,
+            # else timm's is Adam without weight decay
+            always_adapt=True,
         )
     if optim.name == "adadp":
         return ADADP(parameters, optim.lr, optim.tolerance, (float(optim.ratios[0]), float(optim.ratios[1])))

@@ -135,6 +135,11 @@ def test_answers_are_charged_before_their_noise_and_groups_each_with_their_own(t
         (["individual.budgets=file.txt"], r"individual\.budgets=file\.txt is not read"),
         (["privacy.release=strikt"], r"privacy\.release=strikt is not a choice"),
         (["privacy.delta=3"], "neither a number in"),
+        (["pate.lr=nan"], r"pate\.lr=nan is not a finite number"),
+        (
+            ["pate.method=weighting", "privacy.epsilon=null", "individual.epsilons=[1,-2]"],
+            r"individual\.epsilons=\[1\.0, -2\.0\] must be positive",
+        ),
         (["task=images", "data.train=folder", "scale=own"], "declared and not read from it"),
     ],
 )
@@ -148,6 +153,19 @@ def test_a_group_without_teachers_and_copies_beyond_the_teachers_are_refused():
         plan_votes("weighting", [1.0, 2.0], teachers=[3, 0], queries=5, delta=1e-5)
     with pytest.raises(UserError, match="puts an example into 20 teachers, and there are 10"):
         plan_votes("upsampling", [1.0, 20.0], teachers=[10], queries=5, delta=1e-5, precision=0)
+
+
+def test_teachers_without_an_example_are_refused_before_anything_is_charged(tmp_path):
+    asked = [
+        "scale=demo",
+        "data.num_examples=20",
+        "pate.teachers=30",
+        "runtime=cpu",
+        f"data.cache={tmp_path}",
+    ]
+    with pytest.raises(UserError, match=r"10 of 30 teachers .*: lower pate\.teachers"):
+        pate(compose(asked, "pate", PateConfig), tmp_path / "run", Console(quiet=True))
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
 def test_the_release_the_noise_and_the_key_are_as_asked_for(tmp_path):

@@ -142,6 +142,17 @@ def test_noise_that_drowns_whatever_all_examples_say_is_told():
     assert pointless(plan(noise_multiplier=1.01 * drowns, schedule=decays)) == []
 
 
+def test_a_schedule_that_ends_within_its_first_epoch_is_told():
+    """Noise and batches move between epochs: in a shorter run what was asked for would do nothing, and nothing would say so."""
+    decays = {"name": "time", "decay_rate": 0.1}
+    (said,) = pointless(plan(steps=20, schedule=decays))
+    assert said.startswith("schedule=time changes nothing")
+    (said,) = pointless(plan(steps=20, batches=decays))
+    assert said.startswith("optim.batch_growth changes nothing")
+    assert pointless(plan(steps=20, schedule=decays | {"updates_per_epoch": 4})) == []
+    assert pointless(plan(steps=50, schedule=decays)) == pointless(plan(steps=20)) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

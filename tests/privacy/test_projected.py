@@ -194,6 +194,8 @@ def test_what_it_cannot_do_is_refused_in_one_sentence():
     with pytest.raises(UserError, match="use accountant=pld, or clip=flat, whose norms are exact") as caught:
         compose(["task=sst2", "scale=demo", "clip=jl", "accountant=rdp"])
     assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="differentiates losses twice, and those of texts"):
+        compose(["task=e2e", "scale=demo", "clip=jl"])
     with pytest.raises(UserError, match="thresholds fixed"):
         compose(
             [

@@ -200,6 +200,7 @@ def test_a_spent_budget_charges_no_second_attempt(tmp_path, monkeypatch):
         (["schedule=validation", "schedule.start=0.5"], r"start=0\.5 must be 1 or more"),
         (["schedule=privacy_utility_released", "optim=doppler"], "no filter as optim="),
         (["schedule=privacy_utility_released", "clip=adaclip"], "as they are released"),
+        (["schedule=privacy_utility_released", "peft=rgp"], "peft=rgp drops"),
     ],
 )
 def test_bad_settings_get_one_sentence(overrides, message):

@@ -41,3 +41,16 @@ def test_settings_reach_the_optimiser(name):
 def test_an_unknown_optimiser_is_refused():
     with pytest.raises(UserError, match="adamw"):
         build_optimizer(OptimConfig(name="lion"), [torch.nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_moves_each_layer_by_its_own_length_with_and_without_weight_decay(weight_decay):
+    """You et al. 2020, Algorithm 2: the ratio of the norms is part of LAMB, not of its weight decay."""
+    layers = [torch.nn.Parameter(torch.full((n,), size)) for n, size in ((4, 3.0), (9, 0.5))]
+    optim = OptimConfig(name="disk", base="lamb", lr=0.1, weight_decay=weight_decay, kappa=1.0)
+    before = [layer.detach().clone() for layer in layers]
+    for layer in layers:
+        layer.grad = torch.ones_like(layer)
+    build_optimizer(optim, layers).step()
+    for layer, old in zip(layers, before, strict=True):
+        assert float((layer.detach() - old).norm()) == pytest.approx(0.1 * float(old.norm()))

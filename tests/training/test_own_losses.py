@@ -124,6 +124,24 @@ def test_losses_of_a_task_do_not_go_by_padding() -> None:
     assert look_at_task(task, tiny_model(), 0) is None
 
 
+class Pointing(Masked):
+    """A loss of the token that a number beside the tokens names: the last one of each row."""
+
+    def collate(self, examples: list[Any]) -> dict[str, Tensor]:
+        batch = super().collate(examples)
+        return batch | {"positions": batch["attention_mask"].sum(1) - 1}
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        tokens = TinyTask.losses(self, model, batch)[:, None] * batch["attention_mask"].cumsum(1)
+        # of rows of several numbers, torch reads behind the end without a word where no gradient is asked for
+        rows = tokens[..., None].repeat(1, 1, 16)
+        return rows.take_along_dim(batch["positions"][:, None, None], 1).mean((1, 2))
+
+
+def test_a_batch_that_names_its_tokens_by_number_is_not_cut_before_them() -> None:
+    assert look_at_task(Pointing(), tiny_model(), 0) is None
+
+
 def test_what_cannot_be_looked_at_is_said() -> None:
     assert "only on Mondays" in (look_at_task(Unlucky(), tiny_model(), 0) or "")
     few = TinyTask()

@@ -49,6 +49,7 @@ class Padding:
         masked: the value of padding in the mask.
         left: whether padding stands in front.
         short: a row that ends in padding, where lengths say so; the others are padded with what it ends in.
+        named: the last position that a whole number beside the tokens may name: where an answer ends, where a mask stands.
     """
 
     inputs: Inputs
@@ -59,6 +60,7 @@ class Padding:
     masked: float
     left: bool
     short: int | None = None
+    named: int = -1
 
     @staticmethod
     def of(replay: Replay, rows: int, token: int | None) -> Padding | None:
@@ -83,13 +85,15 @@ class Padding:
             if token is None and bool((mask != kept).any()):
                 beside = next((p for n, p in found.items() if _is_ids(n, p) and p.shape == mask.shape), None)
                 token = None if beside is None else int(beside[mask != kept][0])
-            return Padding(replay.inputs, names, rows, mask == kept, token, 1 - kept, left)
+            named = _last_named(entered, mask.shape[1])
+            return Padding(replay.inputs, names, rows, mask == kept, token, 1 - kept, left, named=named)
         # without a mask, where the batch has rows that end in padding and a row that does not
         ids = [part for name, part in found.items() if _is_ids(name, part)]
         if mask is None and len(ids) == 1 and token is not None:
             ends = ids[0][:, -1] == token
             if bool(ends.any()) and not bool(ends.all()):
-                return Padding(replay.inputs, names, rows, ids[0] != token, token, 0.0, False)
+                named = _last_named(entered, ids[0].shape[1])
+                return Padding(replay.inputs, names, rows, ids[0] != token, token, 0.0, False, named=named)
         return Padding._by_lengths(replay.inputs, names, rows, entered) if mask is None else None
 
     @staticmethod
@@ -115,7 +119,8 @@ class Padding:
         """Pairs of a shorter and a longer batch with the same content, and how their outputs are compared."""
         full = self.content.shape[1]
         lengths = [(full, full), (full, 1)]
-        if not self.left and self.short is None and full > 1:
+        # torch reads behind the end without a word where an index is expanded
+        if not self.left and self.short is None and full > 1 and self.named < full // 2:
             lengths.append((full // 2, full - full // 2))
         for length, more in lengths:
             short, long = partial(self.resized, length, 0), partial(self.resized, length, more)
@@ -167,6 +172,20 @@ class Padding:
 
 def _is_ids(name: str, part: Tensor) -> bool:
     return not (part.is_floating_point() or part.dtype == torch.bool or any(word in name for word in NO_IDS))
+
+
+def _last_named(entered: dict[str, Tensor], length: int) -> int:
+    """The largest whole number beside the tokens that may be a position in them; -1 without one."""
+    beside = [
+        part[part < length].flatten()
+        for name, part in entered.items()
+        if not part.is_floating_point()
+        and part.dtype != torch.bool
+        and part.shape[1:2] != (length,)
+        and "label" not in name
+        and not name.startswith("dpexp_")
+    ]
+    return max((int(part.max()) for part in beside if part.numel()), default=-1)
 
 
 def _ends(mask: Tensor, column: int) -> float | None:
