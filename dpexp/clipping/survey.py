@@ -86,15 +86,17 @@ class Survey:
             "roles": dict(self.roles),
             "layouts": {repr(place): layout for place, layout in self.layouts.items()},
             "looped": sorted(self.looped),
+            "settled": self.settled,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what another process has found; the first forward is watched all the same."""
+        """Take over what another process has found."""
         self.roles.update(state.get("roles", {}))
         self.layouts |= {
             ast.literal_eval(place): layout for place, layout in state.get("layouts", {}).items()
         }
         self.looped |= set(state.get("looped", ()))
+        self.settled = bool(state.get("settled", self.settled))
 
     # -- one backward pass --------------------------------------------------------------------------------------------
 

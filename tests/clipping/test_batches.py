@@ -223,39 +223,6 @@ def test_rows_that_are_sorted_late_and_in_order_at_first(engine: str) -> None:
     exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
 
 
-def test_another_process_that_begins_where_rows_are_sorted_watches_them() -> None:
-    """What it recalls is of steps in which nothing was sorted: the step that was to be run again is run by it."""
-
-    class Sorting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner, self.last = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
-            self.sorts = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            order = x[:, 0].argsort()
-            h = torch.tanh(self.first(x))
-            return self.last(self.inner(h[order])[order.argsort()] if self.sorts else self.inner(h))
-
-    torch.manual_seed(0)
-    model, x = Sorting().double(), rows(6)["x"].double()
-    sums = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    clipper = attach(model, clip_norm=1e9)
-    for _ in range(3):
-        clipper.backward(model(x).square().sum(1))
-    model.sorts = True
-    with pytest.raises(UserError, match="run this step again"):
-        clipper.backward(model(x).square().sum(1))
-    known = clipper.remember()
-    clipper.detach()
-    model.zero_grad()
-    clipper = attach(model, clip_norm=1e9)
-    clipper.recall(known | {"settled": True})
-    clipper.backward(model(x).square().sum(1))
-    for p, total in zip(model.parameters(), sums, strict=True):
-        torch.testing.assert_close(p.grad, total)
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sparse_matrices_are_clipped(engine: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
