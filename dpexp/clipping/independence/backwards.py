@@ -72,6 +72,7 @@ def parameter_that_differs(
     ]
     largest = max((float(a.norm()) for _, a, _ in whole), default=0.0)
     for name, a, b in whole:
+        # beside a much larger gradient, a small one is rounding
         size = max(float(a.norm()), float(b.norm()), 1e-3 * largest)
         if float((a - b).norm()) > DIFFERENCE[bits] * size:
             return name
