@@ -43,6 +43,15 @@ class Net(nn.Module):
         return self.last(self.between(torch.tanh(self.first(x))))
 
 
+class Between(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.between = between
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.between(h)
+
+
 class StepSize(nn.Module):
     """A learned step of quantisation (LSQ), whose gradient is divided by how many numbers it rounds."""
 
@@ -103,6 +112,27 @@ def test_a_backward_of_each_example_alone_is_exact(name: str, dtype: torch.dtype
         plain(x[i : i + 1]).square().sum().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_large_first_table_shows_what_no_small_parameter_does() -> None:
+    table = nn.Embedding(150_000, 8)
+    model = nn.Sequential(table, Between(lambda h: Back.apply(h, lambda x, g: g / len(x))), nn.Linear(8, 3))
+    clipper = attach(model)
+    with pytest.raises(UserError, match=r"0\.weight: the gradient of what one example gets"):
+        clipper.backward(model(torch.arange(B)).square().sum(1))
+
+
+def test_a_backward_that_takes_one_size_of_the_batch_only_is_told() -> None:
+    def strict(x: Tensor, gradient: Tensor) -> Tensor:
+        assert len(x) == B, "not my size"
+        return gradient
+
+    model = Net(lambda h: Back.apply(h, strict))
+    clipper = attach(model)
+    clipper.backward(model(batch()).square().sum(1))
+    [note] = clipper.notes
+    assert note.startswith("not looked at: whether the gradient")
+    assert "not my size" in note
 
 
 def test_what_is_computed_again_on_the_way_back_draws_nothing_and_leaves_nothing() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import Inputs, positional_names
 from dpexp.clipping.independence.backwards import parameter_that_differs
 from dpexp.clipping.independence.batches import Batches, Reading, Variant
@@ -66,6 +67,7 @@ class Look:
         told: whether the outputs depended on the examples at all; zero weights of a new head hide everything behind them.
         compared: whether anything could be compared, and `failure` why not, in words.
         seen: the outputs of which nothing is left to compare, by number.
+        one_way: why gradients could not be compared although outputs were, in words; "" if they were.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Look:
         self.examples, self.multiple = num_examples, rows_per_example
         self.told = self.compared = False
         self.seen: set[int] = set()
-        self.failure = "no input has the size of the batch"
+        self.failure, self.one_way = "no input has the size of the batch", ""
         self.bits = 16 if autocast else bits_of(replay.model.parameters())
         self.batches = Batches(replay.inputs, num_examples, rows_per_example, positional_names(replay.model))
         self.comparison = Comparison(num_examples, rows_per_example, self.bits, replay.places)
@@ -236,13 +238,15 @@ class Look:
         for variant in [v for v in self.batches.variants() if len(v.rows) != self.examples][:2]:
             inputs = self.replay.inputs, self.batches.made(reading, variant.rows, 1.0)
             name = ""
+            # a graph is large, and what was freed is in pieces
+            give_back_freed_memory()
             try:
                 name = parameter_that_differs(
                     self.replay, self.autocast, self.comparison, self.bits, inputs, variant
                 )
-            except Exception:
+            except Exception as error:
                 # a graph that cannot be gone through so, or too little memory
-                pass
+                self.one_way = _told(error)
             finally:
                 self.replay.keeps = kept
             if name:

@@ -40,6 +40,9 @@ UNSEEN = "the losses use something that the attached model's forward does not re
 MANY = f"more than {KINDS} forwards that differ wait for one backward"
 NOT_ENTERED = "the attached model's own forward was not called, or inside one compiled graph"
 NOTE = "not looked at: whether examples influence each other through values that have no gradient ({why})"
+ONE_WAY = (
+    "not looked at: whether the gradient of what an example gets depends on the others of its batch ({why})"
+)
 
 
 @dataclass
@@ -121,7 +124,7 @@ class Independence:
             if given_up is not None:
                 self.waiting.remove(given_up)
                 if kinds[given_up.kind] == 1:
-                    self._note(MANY)
+                    self._note(NOTE, MANY)
 
     def leave(self, output: object) -> None:
         """The model's forward has ended."""
@@ -206,9 +209,11 @@ class Independence:
         mode = self.mode, self.alone
         self.looks[mode] = PATIENCE if told else self.looks.get(mode, 0) + more
         if not any(look.compared for look in looks):
-            self._note(looks[0].failure if looks else NOT_ENTERED)
+            self._note(NOTE, looks[0].failure if looks else NOT_ENTERED)
         elif not self.losses_seen and any(look.missed for look in looks):
-            self._note(UNSEEN)
+            self._note(NOTE, UNSEEN)
+        for why in [look.one_way for look in looks if look.one_way]:
+            self._note(ONE_WAY, why)
 
     def _look(self, replay: Replay, num_examples: int) -> Look:
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
@@ -228,8 +233,8 @@ class Independence:
                 look.told |= other.told
         return look
 
-    def _note(self, why: str) -> None:
-        note = NOTE.format(why=why)
+    def _note(self, what: str, why: str) -> None:
+        note = what.format(why=why)
         if note not in self.notes:
             self.notes.append(note)
             log.warning(note)
