@@ -137,3 +137,18 @@ def test_what_two_machines_say_stands_with_each():
     page = benchmarks.build("figure-he-9", [Measurement("a.json", slow), Measurement("b.json", fast)])
     (verdict,) = page.verdicts
     assert verdict.ours == "0.50 on gpt2 (slow), 0.60 on gpt2 (fast)"
+
+
+def test_a_bound_may_be_about_one_network():
+    """Bu et al., Figure 6: the hybrid wins on VGG11, and is like the base on BEiT-large."""
+    rows = [
+        _row(network, method, 1.0, 1.0, speed)
+        for network, gain in (("vgg11@4", 6.0), ("beit_large@1", 1.2))
+        for method, speed in (("bk/flat", 1.0), ("bk_mixopt/flat", gain))
+    ]
+    page = benchmarks.build("figure-bu-6", [Measurement("b.json", _record(*rows))])
+    said = [(verdict.word, verdict.ours) for verdict in page.verdicts[:2]]
+    assert said == [
+        ("supports", "6.00 on vgg11@4 (a processor)"),
+        ("contradicts", "1.20 on beit_large@1 (a processor)"),
+    ]
