@@ -165,4 +165,4 @@ def accounting_li() -> Document:
     every = as_rows(lines)
     blocks = grouped(every, lambda row: row["table"])
     sections = [Section(f"Table {name}", (), tuple(own[0])[2:], own) for name, own in blocks.items()]
-    return page("accounting-li", sections, tuple(every[0]))
+    return page("accounting-li", sections)

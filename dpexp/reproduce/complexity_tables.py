@@ -151,7 +151,7 @@ def complexity_bu_table8() -> Document:
         heading = f"{what.capitalize()} relative to non-DP, derived, B = {BATCH}"
         methods = (f"{x.name} {what}" for x in IMPLEMENTATIONS if x.name not in ("non-DP", "TF-Privacy"))
         sections.append(Section(heading, (), ("network", "layers", *methods), rows, in_csv=False))
-    return page("complexity-bu-table8", sections, tuple(rows[0]))
+    return page("complexity-bu-table8", sections)
 
 
 def figure_7() -> Rows:

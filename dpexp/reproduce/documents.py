@@ -94,7 +94,7 @@ class Document:
         title: one line.
         notes: paragraphs above the blocks.
         sections: in order.
-        columns: of the CSV; empty: those of all sections.
+        columns: of the CSV; empty: those of its rows.
         svg: of a figure.
         otherwise: the status where no block has records: one of `ARITHMETIC` (it needs none), "not run", "not built".
         foot: the last paragraphs, of the files alone; "{name}" in it stands for the name.
@@ -159,7 +159,7 @@ class Document:
 
     def as_csv(self) -> str:
         """All rows with unix line ends, a row's missing cells empty."""
-        columns = self.columns or dict.fromkeys(key for section in self.sections for key in section.shown)
+        columns = self.columns or dict.fromkeys(key for row in self.rows for key in row)
         text = io.StringIO()
         writer = csv.DictWriter(text, list(columns), lineterminator="\n", restval="", extrasaction="ignore")
         writer.writeheader()

@@ -88,11 +88,6 @@ class Cell:
         return as_number(self.value)
 
     @property
-    def std(self) -> float | None:
-        """The printed standard deviation, in ``unit``; None where there is none."""
-        return as_number(self.spread)
-
-    @property
     def decimals(self) -> int:
         """Digits after the point of the printed value: what "to the printed digit" means for this cell."""
         return len(self.value.partition(".")[2]) if self.number is not None else 0
