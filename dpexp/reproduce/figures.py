@@ -59,7 +59,7 @@ def figure_li_7() -> Document:
 
 def figure_he_6() -> Document:
     """σ_new as the share r of the budget for quantiles grows."""
-    setting = next(s for s in listed("settings")["he2023"] if s["model"] == "RoBERTa-base")
+    setting = next(s for s in accounting.settings_he() if s["model"] == "RoBERTa-base")
     layers, lines = accounting.num_layers(setting["model"]), []
     shares = printed("he2023", "figure6", "SST-2", "budgets r").split(", ")
     for target, share in product((3, 8), shares):
