@@ -49,10 +49,10 @@ def methods() -> list[Method]:
     said = listed(NAME)
     found = []
     for name, own in said["methods"].items():
-        own = own if isinstance(own, Mapping) else {"command": f"{said['settings']} {own}"}
-        found.append(
-            Method(name, shlex.join(shlex.split(own["command"])), tuple(own.get("seeds", said["seeds"])))
-        )
+        own = {"seeds": said["seeds"]} | (own if isinstance(own, Mapping) else {"command": own})
+        words = shlex.split(own["command"])
+        words = words if words[0] == "python" else [*shlex.split(said["settings"]), *words]
+        found.append(Method(name, shlex.join(words), tuple(own["seeds"])))
     return found
 
 
