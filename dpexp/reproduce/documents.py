@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from dpexp.reproduce.paper import PAPERS, listed, short
+from dpexp.reproduce.paper import listed, paper_of
 from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
 
 Rows = list[dict[str, str]]
@@ -20,7 +20,6 @@ WORDS = (SUPPORTS, CONTRADICTS, CANNOT_TELL)
 ARITHMETIC = ("exact", "computed")
 PART = " for a part of the claim, "
 REGENERATE = "Regenerate: `python -m dpexp.report {name}`."
-_PAPERS = frozenset(map(short, PAPERS))
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -116,7 +115,7 @@ class Document:
     @property
     def paper(self) -> str:
         """ "he", "bu", "li", "monir", or "" where it belongs to none."""
-        return next((part for part in self.name.split("-") if part in _PAPERS), "")
+        return paper_of(self.name)
 
     @property
     def status(self) -> str:
@@ -194,6 +193,12 @@ def not_run(needs: str) -> str:
 def as_rows(lines: Iterable[Mapping[str, object]]) -> Rows:
     """The values of each line as text, "" where there is none."""
     return [{column: "" if value is None else str(value) for column, value in line.items()} for line in lines]
+
+
+def agreement(rows: Iterable[Mapping[str, str]]) -> dict[str, Any]:
+    """For the words of a page beside print: how many of its rows agree, and how many could be compared."""
+    said = [row["agrees"] for row in rows if row["agrees"] in ("yes", "no")]
+    return {"agree": said.count("yes"), "compared": len(said)}
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
