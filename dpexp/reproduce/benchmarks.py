@@ -106,8 +106,9 @@ class Bound:
         return Ratio(words, values[left] / values[right], network, machine)
 
     def holds(self, value: float) -> bool:
-        """Is it within what the paper prints?"""
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        """Is it within what the paper prints? As shown: two digits."""
+        shown = round(value, 2)
+        return (self.low is None or shown >= self.low) and (self.high is None or shown <= self.high)
 
     def __str__(self) -> str:
         ends = (("≥", self.low), ("≤", self.high))
@@ -325,7 +326,7 @@ def _beside_goals(measured: Measurement, native: bool) -> Rows:
 
 
 def _met(row: dict[str, Any], time: float | None, memory: float | None) -> str:
-    """As printed: two digits."""
+    """As shown: two digits."""
     if time is None or memory is None:
         return ""
     if row["time_ratio"] is None or row["memory_ratio"] is None:
