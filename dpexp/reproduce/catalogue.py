@@ -26,7 +26,7 @@ from dpexp.reproduce import (
 from dpexp.reproduce import complexity_tables as complexity
 from dpexp.reproduce import records as run_records
 from dpexp.reproduce.documents import Document
-from dpexp.reproduce.paper import PAPERS, listed, short, target_name
+from dpexp.reproduce.paper import SHORT, listed, paper_of, target_name
 
 GROUPS = ("all", "tables", "figures")
 
@@ -116,11 +116,10 @@ def builders() -> dict[str, Builder]:
 
 
 def _order(name: str) -> tuple[int, str, int, str]:
-    papers = [short(paper) for paper in PAPERS]
-    paper = next((i for i, p in enumerate(papers) if p in name.split("-")), len(papers))
     kind, _, rest = name.partition("-")
     digits = "".join(c for c in rest if c.isdigit())
-    return paper, {"table": "0", "figure": "1"}.get(kind, "2"), int(digits or 0), name
+    place = [*SHORT, ""].index(paper_of(name))
+    return place, {"table": "0", "figure": "1"}.get(kind, "2"), int(digits or 0), name
 
 
 def resolve(names: list[str]) -> list[str]:

@@ -88,6 +88,7 @@ class Claim:
     miniature: Sequence[Mapping[str, Any]] = ()
     heat: Sequence[str] = ()
     note: str = ""
+    part: str = ""
     unstated: str = ""
     same_runs: Sequence[str] = ()
     tuned: Sequence[Mapping[str, Any]] = ()
@@ -173,8 +174,6 @@ def _said(cell: Cell) -> dict[str, str]:
     said = dict(cell.settings)
     if said.get("formulation") == "infilling":
         said["task"] += "_infilling"
-    if "learning_rate" in said:
-        said["optim"] = said.pop("learning_rate")
     if any(name in said for name in ("schedule", "individual", "optim")):
         # they are variants of DP-SGD
         said.setdefault("clip", "flat")

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import zip_longest
 
 from dpexp.complexity.architectures import build
 from dpexp.complexity.formulas import (
@@ -79,20 +80,19 @@ def complexity_bu_table4() -> Document:
         plain = [layer for layer in every if not layer.is_shortcut]
         for timm_name, stage in _STAGES.items():
             own = [layer for layer in plain if layer.name.partition(".")[0] == timm_name]
-            shown = [*printed_4(stage, name), ""]
-            ours = [
-                _powers((layer.ghost for layer in own), shown[0]),
-                _powers((layer.instantiation for layer in own), shown[1]),
-                "",
-            ]
+            shown = [*printed_4(stage, name)]
+            costs_of = ((getattr(layer, kind) for layer in own) for kind in ("ghost", "instantiation"))
+            ours = [*map(_powers, costs_of, shown)]
             rows.append(_beside(name, stage, shown, ours, _NOTES_4.get((name, stage), "")))
         for stage, totals, layers, note in (
             ("total", printed_totals(name), plain, "without shortcut convolutions, as printed"),
-            ("complete", ("", "", ""), every, "with shortcut convolutions"),
+            ("complete", (), every, "with shortcut convolutions"),
         ):
             space = norm_space(layers)
-            ours = [f"{space.ghost / 1e6:.1f}M"]
-            ours += [f"{floats / 1e6:.2f}M" for floats in (space.instantiation, space.mixed)]
+            ours = [
+                f"{space.ghost / 1e6:.1f}M",
+                *(f"{x / 1e6:.2f}M" for x in (space.instantiation, space.mixed)),
+            ]
             rows.append(_beside(name, stage, totals, ours, note))
     return page("complexity-bu-table4", [Section(rows=rows)])
 
@@ -101,7 +101,7 @@ def _beside(
     network: str, stage: str, printed: Sequence[str], ours: Sequence[str], note: str
 ) -> dict[str, str]:
     row = {"network": network, "stage": stage}
-    for what, theirs, own in zip(("2T²", "pd", "mixed"), printed, ours, strict=True):
+    for what, theirs, own in zip_longest(("2T²", "pd", "mixed"), printed, ours, fillvalue=""):
         row |= {f"printed {what}": theirs, f"our {what}": own}
     return row | {"note": note}
 
@@ -151,7 +151,7 @@ def complexity_bu_table8() -> Document:
         heading = f"{what.capitalize()} relative to non-DP, derived, B = {BATCH}"
         methods = (f"{x.name} {what}" for x in IMPLEMENTATIONS if x.name not in ("non-DP", "TF-Privacy"))
         sections.append(Section(heading, (), ("network", "layers", *methods), rows, in_csv=False))
-    return page("complexity-bu-table8", sections, tuple(rows[0]))
+    return page("complexity-bu-table8", sections)
 
 
 def figure_7() -> Rows:

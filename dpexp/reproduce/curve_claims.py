@@ -148,17 +148,16 @@ def norms_grow_near_the_input(records: Sequence[Record]) -> Finding:
     for said, seeds in _changes(records):
         changes = [list(change.values()) for change in seeds if len(change) > 1]
         near, far = [fmean(c[: len(c) // 2]) for c in changes], [fmean(c[len(c) // 2 :]) for c in changes]
-        if near:
-            factors = f"factor {_factor(near):.2f} near the input, {_factor(far):.2f} near the output"
+        if not near:
+            continue
+        factors = f" (factor {_factor(near):.2f} near the input, {_factor(far):.2f} near the output)"
+        for how, one, two, right in (
+            (factors, "layers near the input", "layers near the output", far),
+            (", near the input", "the last median", "the first", [0.0] * len(near)),
+        ):
             pairs.append(Pair(
-                f"{said}, log of the last median over the first ({factors})",
-                (Side("layers near the input", len(near)), Side("layers near the output", len(far))),
-                "above 0", compare(near, far, "greater", paired=True), "Student's t on pairs",
-            ))  # fmt: skip
-            pairs.append(Pair(
-                f"{said}, log of the last median over the first, near the input",
-                (Side("the last median", len(near)), Side("the first", len(near))),
-                "above 0", compare(near, [0.0] * len(near), "greater", paired=True), "Student's t on pairs",
+                f"{said}, log of the last median over the first{how}", (Side(one, len(near)), Side(two, len(near))),
+                "above 0", compare(near, right, "greater", paired=True), "Student's t on pairs",
             ))  # fmt: skip
     return Finding(pairs, "the growth; that norms start uniformly low is not tested")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from dpexp.reproduce.paper import PAPERS, listed, short
+from dpexp.reproduce.paper import listed, paper_of
 from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
 
 Rows = list[dict[str, str]]
@@ -20,7 +20,6 @@ WORDS = (SUPPORTS, CONTRADICTS, CANNOT_TELL)
 ARITHMETIC = ("exact", "computed")
 PART = " for a part of the claim, "
 REGENERATE = "Regenerate: `python -m dpexp.report {name}`."
-_PAPERS = frozenset(map(short, PAPERS))
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -94,7 +93,7 @@ class Document:
         title: one line.
         notes: paragraphs above the blocks.
         sections: in order.
-        columns: of the CSV; empty: those of all sections.
+        columns: of the CSV; empty: those of its rows.
         svg: of a figure.
         otherwise: the status where no block has records: one of `ARITHMETIC` (it needs none), "not run", "not built".
         foot: the last paragraphs, of the files alone; "{name}" in it stands for the name.
@@ -116,7 +115,7 @@ class Document:
     @property
     def paper(self) -> str:
         """ "he", "bu", "li", "monir", or "" where it belongs to none."""
-        return next((part for part in self.name.split("-") if part in _PAPERS), "")
+        return paper_of(self.name)
 
     @property
     def status(self) -> str:
@@ -159,7 +158,7 @@ class Document:
 
     def as_csv(self) -> str:
         """All rows with unix line ends, a row's missing cells empty."""
-        columns = self.columns or dict.fromkeys(key for section in self.sections for key in section.shown)
+        columns = self.columns or dict.fromkeys(key for row in self.rows for key in row)
         text = io.StringIO()
         writer = csv.DictWriter(text, list(columns), lineterminator="\n", restval="", extrasaction="ignore")
         writer.writeheader()
@@ -194,6 +193,12 @@ def not_run(needs: str) -> str:
 def as_rows(lines: Iterable[Mapping[str, object]]) -> Rows:
     """The values of each line as text, "" where there is none."""
     return [{column: "" if value is None else str(value) for column, value in line.items()} for line in lines]
+
+
+def agreement(rows: Iterable[Mapping[str, str]]) -> dict[str, Any]:
+    """For the words of a page beside print: how many of its rows agree, and how many could be compared."""
+    said = [row["agrees"] for row in rows if row["agrees"] in ("yes", "no")]
+    return {"agree": said.count("yes"), "compared": len(said)}
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -21,7 +21,7 @@ from dpexp.complexity.pipeline import WAYS, Assumptions, cost
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.reproduce.benchmarks import Measurement
-from dpexp.reproduce.documents import Document, Rows, Section, as_rows, page
+from dpexp.reproduce.documents import Document, Rows, Section, agreement, as_rows, page
 from dpexp.reproduce.paper import Cell, listed, paper_table, selected
 
 # --- Bu et al., Tables 2 and 3 ---
@@ -200,10 +200,7 @@ _COMPARED = ("row", "column", "paper", "ours", "agrees", "note")
 
 
 def _compared(name: str, rows: Rows, *more: Section, **values: Any) -> Document:
-    counted = [row["agrees"] for row in rows if row["agrees"]]
-    return page(
-        name, [Section(rows=rows), *more], agree=counted.count("yes"), compared=len(counted), **values
-    )
+    return page(name, [Section(rows=rows), *more], **agreement(rows), **values)
 
 
 def _numbers(name: str, ours: Sequence[float], *more: Section, **values: Any) -> Document:

@@ -59,7 +59,7 @@ def figure_li_7() -> Document:
 
 def figure_he_6() -> Document:
     """σ_new as the share r of the budget for quantiles grows."""
-    setting = next(s for s in listed("settings")["he2023"] if s["model"] == "RoBERTa-base")
+    setting = next(s for s in accounting.settings_he() if s["model"] == "RoBERTa-base")
     layers, lines = accounting.num_layers(setting["model"]), []
     shares = printed("he2023", "figure6", "SST-2", "budgets r").split(", ")
     for target, share in product((3, 8), shares):
@@ -145,7 +145,7 @@ def _by(rows: Rows, form: str) -> dict[str, Rows]:
 
 def _figure(name: str, rows: Rows, holds: bool = True, **values: Any) -> Document:
     """A figure of all rows, drawn as ``pages.yaml`` says, where ``word`` is the verdict on a claim that holds or not."""
-    words = listed("pages")[name]
+    words = listed("pages")["arithmetic"] | listed("pages")[name]
     (x, x_name, *x_base), (y, y_name, *y_base) = words["x"], words["y"]
     columns, panels = y if isinstance(y, dict) else {}, _by(rows, words.get("panels", ""))
 
@@ -169,4 +169,4 @@ def _figure(name: str, rows: Rows, holds: bool = True, **values: Any) -> Documen
     # in short: what follows the verdict, one sentence
     verdict = Verdict("", said, said.partition(": ")[2].partition(". ")[0])
     svg = draw(plot, len(panels), (3.6, 3.2) if len(panels) > 1 else (5.0, 3.6))
-    return page(name, [Section(rows=rows, verdicts=(verdict,))], svg=svg, **values)
+    return page(name, [Section(rows=rows, verdicts=(verdict,))], svg=svg, words=words, **values)

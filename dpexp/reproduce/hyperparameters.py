@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from dpexp.config import compose
-from dpexp.reproduce.documents import Document, Section, page
+from dpexp.reproduce.documents import Document, Section, agreement, page
 from dpexp.reproduce.paper import PAPERS, Cell, as_number, listed, paper_table
 
 COLUMNS = ("setting", "of", "printed", "preset", "agrees", "command")
@@ -24,9 +24,8 @@ def hyperparameters() -> Document:
         rows = [row for cell in paper_table(paper, table) if (row := _row(cell, presets))]
         authors = PAPERS[paper].partition(" (")[0]
         sections.append(Section(f"{authors}, Table {table}", (), COLUMNS, rows))
-    said = [row["agrees"] for section in sections for row in section.rows]
-    told = [word for word in said if word in ("yes", "no")]
-    return page("hyperparameters", sections, COLUMNS, agree=told.count("yes"), compared=len(told))
+    every = (row for section in sections for row in section.rows)
+    return page("hyperparameters", sections, COLUMNS, **agreement(every))
 
 
 def _row(cell: Cell, presets: dict[str, str]) -> dict[str, str] | None:

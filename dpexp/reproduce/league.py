@@ -7,8 +7,9 @@ A record belongs to the row whose command it was.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from statistics import fmean
 
@@ -63,11 +64,12 @@ class Entry:
         return {
             (float(record.facts["optim.lr"]), int(record.facts["seed"])): record
             for record in records
-            if record.matches(where) and settings_of(record.summary["command"], _FREE)[1] == asked
+            if settings_of(record.summary["command"], _FREE)[1] == asked and record.matches(where)
         }
 
 
-def settings_of(command: str, free: Collection[str] = _COUNTED) -> tuple[str, frozenset[str]]:
+@cache
+def settings_of(command: str, free: tuple[str, ...] = _COUNTED) -> tuple[str, frozenset[str]]:
     """The program of a command, and its settings without those that are free, or that say where it ran."""
     _, _, program, *words = shlex.split(command)
     names = {word: word.partition("=")[0] for word in words if word != "-m"}
@@ -174,7 +176,7 @@ def document(records: Sequence[Record]) -> Document:
         sections.append(Section(f"scale=small, {asked['words']}", (done,), rows=rows[task], scale="small"))
     every = [row for own in rows.values() for row in own]
     return page(
-        NAME, sections, tuple(every[0]) if every else (), otherwise=f"small {len(every)} rows" if every else "not run",
+        NAME, sections, otherwise=f"small {len(every)} rows" if every else "not run",
         methods=len(said["methods"]), budgets=" and ".join(f"{b:g}" for b in said["budgets"]), reference=reference,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ They show that a method trains, and what it spends. Nothing is ranked: nobody se
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpexp.reproduce.documents import Document, Section, as_rows, number, page
@@ -49,10 +49,10 @@ def methods() -> list[Method]:
     said = listed(NAME)
     found = []
     for name, own in said["methods"].items():
-        own = own if isinstance(own, Mapping) else {"command": f"{said['settings']} {own}"}
-        found.append(
-            Method(name, shlex.join(shlex.split(own["command"])), tuple(own.get("seeds", said["seeds"])))
-        )
+        own = {"seeds": said["seeds"]} | (own if isinstance(own, dict) else {"command": own})
+        words = shlex.split(own["command"])
+        words = words if words[0] == "python" else [*shlex.split(said["settings"]), *words]
+        found.append(Method(name, shlex.join(words), tuple(own["seeds"])))
     return found
 
 

@@ -21,8 +21,8 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> Section:
 
     Args:
         asked: the entry "miniature" of a claim: task, where (settings of its records), row and column (name and setting of each
-            axis), metric, words, command; scale, "small" if it is left out; heading; best, the side of the columns that the paper
-            finds best: "largest" if it is left out, or "smallest".
+            axis), metric, words, command; scale, "small" if it is left out; heading; part, of the claim, that is compared; best,
+            the side of the columns that the paper finds best: "largest" if it is left out, or "smallest".
         records: committed ones.
 
     The claims tested, both at level 0.05: at its best row the largest column beats the smallest at its own, and in the largest
@@ -44,7 +44,7 @@ def build(asked: Mapping[str, Any], records: Sequence[Record]) -> Section:
         | columns(filling, 2)
         for (row, column), filling in sorted(grid.items(), key=lambda item: (-item[0][0], item[0][1]))
     ]
-    found = Finding([*_pairs(asked, grid)])
+    found = Finding([*_pairs(asked, grid)], asked.get("part", ""))
     of = f"/{asked['of']} cells" if asked.get("of") else " cells in miniature"
     return Section(
         heading, (words, *found.paragraphs), COLUMNS, rows, scale,

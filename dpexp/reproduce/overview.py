@@ -226,7 +226,7 @@ def runs(records: Sequence[Record]) -> Document:
         Section(f"{task}, scale={scale}", (), tuple(rows[0])[2:], rows, scale)
         for (task, scale), rows in blocks.items()
     )
-    return page("runs", sections, tuple(every[0]) if every else (), otherwise="measured")
+    return page("runs", sections, otherwise="measured")
 
 
 def _of_run(record: Record) -> dict[str, object]:

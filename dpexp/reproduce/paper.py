@@ -33,6 +33,14 @@ def short(paper: str) -> str:
     return paper.rstrip("0123456789")
 
 
+SHORT = {short(paper): title for paper, title in PAPERS.items()}
+
+
+def paper_of(target: str) -> str:
+    """Whose a target is: "he" of "table-he-2"; "" where it belongs to no paper."""
+    return next((part for part in target.split("-") if part in SHORT), "")
+
+
 def target_name(paper: str, table: str) -> str:
     """table-he-2, figure-li-2: of ("he2023", "2"), ("li2022", "figure2")."""
     kind = "figure" if table.startswith("figure") else "table"
@@ -86,11 +94,6 @@ class Cell:
     def number(self) -> float | None:
         """The value as a number, in ``unit``; None for text and for empty cells."""
         return as_number(self.value)
-
-    @property
-    def std(self) -> float | None:
-        """The printed standard deviation, in ``unit``; None where there is none."""
-        return as_number(self.spread)
 
     @property
     def decimals(self) -> int:

@@ -14,15 +14,15 @@ from dpexp.reproduce import catalogue, overview
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.coverage import STATUSES
 from dpexp.reproduce.documents import WORDS, Document, Rows, Section, counted, grouped
+from dpexp.reproduce.fillings import ORIGIN
 from dpexp.reproduce.pairs import SELECTED
-from dpexp.reproduce.paper import PAPERS, listed, short
+from dpexp.reproduce.paper import SHORT, listed
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL
 
-SHORT = {short(paper): title for paper, title in PAPERS.items()}
 SCALES = ("exact", "small", "paper")
 # shown when a reader asks
-_PROVENANCE = ("ε", "δ", "accountant", "sampling", "hardware", "record", "precision")
+_PROVENANCE = (*ORIGIN[1:], "precision")
 # of what a figure is drawn from
 _MOST_ROWS = 160
 # a table with more rows is folded, and a list of more comparisons

@@ -181,8 +181,8 @@ def _finding(claim: Claim, filled: Sequence[Filled], beside_print: bool) -> Find
                 pairs.append(
                     compared(what, (name, one), (partner_name, two), rule["expect"], margin, printed)
                 )
-    part = "" if all(asked) else f"{sum(asked)} of {len(asked)} comparisons in print"
-    return Finding(pairs, part, claim.unstated)
+    some = "" if all(asked) else f"{sum(asked)} of {len(asked)} comparisons in print"
+    return Finding(pairs, ", ".join(filter(None, (claim.part, some))), claim.unstated)
 
 
 def _apart(one: Cell, two: Cell) -> tuple[str, str, str]:

@@ -6,17 +6,16 @@ It is the question of He et al. (section 3) about fixed and adaptive thresholds,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-from dpexp.reproduce.documents import Document, Rows, Section, page
+from dpexp.reproduce.documents import Document, Rows, Section, number, page
 from dpexp.reproduce.drawing import draw, style
 from dpexp.reproduce.fillings import Filling, budget, columns, measured, most_seeds
-from dpexp.reproduce.pairs import Choice, Pair, compared
 from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
-from dpexp.reproduce.statistics import mean_std
+from dpexp.reproduce.statistics import compare, mean_std
 
 NAME = "figure-thresholds"
 COLUMNS = (
@@ -82,25 +81,29 @@ def _rows(head: str, found: Grid) -> Rows:
 
 
 def _said(found: Grid) -> tuple[str, ...]:
-    lines = [f"- {pair}" for noise in NOISE.values() for pair in _pairs(noise, found)]
+    """The smallest threshold beside the largest, and the adaptive one beside both; no claim is made, and none is judged."""
+    lines = []
+    for noise in NOISE.values():
+        fixed = [c for n, c in found if n == noise and c != ADAPTIVE]
+        ends = list(dict.fromkeys((*fixed[:1], *fixed[-1:])))
+        for side in (*combinations(ends, 2), *((ADAPTIVE, c) for c in ends if (noise, ADAPTIVE) in found)):
+            left, right = (found[noise, c].values for c in side)
+            names = (f"{_named(c)} (n = {len(found[noise, c].values)})" for c in side)
+            result = compare(left, right, "greater")
+            tested = (
+                f", 95% {result.interval}, p = {number(result.p_two_sided, '.3f')} (Welch's t, two-sided)"
+            )
+            lines.append(
+                f"- {noise}: {' minus '.join(names)} = {result.difference:+.2f}{tested if result.tested else ''}"
+            )
     return ("\n".join(lines),) if lines else ()
-
-
-def _pairs(noise: str, found: Grid) -> Iterator[Pair]:
-    """The smallest threshold beside the largest and the adaptive one."""
-    fixed = [c for n, c in found if n == noise and c != ADAPTIVE]
-    ends = list(dict.fromkeys((*fixed[:1], *fixed[-1:])))
-    sides = [*combinations(ends, 2), *((ADAPTIVE, c) for c in ends if (noise, ADAPTIVE) in found)]
-    for side in sides:
-        left, right = ((_named(c), Choice(found[noise, c])) for c in side)
-        yield compared(noise, left, right, "greater")
 
 
 def _plot(axes: Any, grids: Mapping[str, Grid]) -> None:
     heads = listed("pages")[NAME]["heads"]
     for axis, (head, found) in zip(axes, grids.items(), strict=True):
-        for number, noise in enumerate(NOISE.values()):
-            looks = style(number)
+        for place, noise in enumerate(NOISE.values()):
+            looks = style(place)
             own = {c: filling for (n, c), filling in found.items() if n == noise}
             adaptive = own.pop(ADAPTIVE, None)
             if own:

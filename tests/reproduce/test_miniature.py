@@ -89,7 +89,8 @@ def test_small_thresholds_are_to_be_best(slope: float, word: str, tmp_path: Path
                 runs.append(run)
     document = tables.build("li2022", "figure4", load(write(tmp_path, *runs)))
     block = document.sections[0]
-    assert f"in miniature on sst2: {word} (1 of 1 pairs" in document.paragraphs[1]
+    part = "for a part of the claim, that the largest is worse than the smallest"
+    assert f"in miniature on sst2: {word} {part} (1 of 1 pairs" in document.paragraphs[1]
     assert "lr = 0.01, C = 0.05 (n = 3, best of 3) minus lr = 0.01, C = 8" in block.paragraphs[3]
     (command, *_) = tables.build("li2022", "figure4", []).commands("small")
     run = run_of(command)
@@ -243,7 +244,10 @@ def test_a_schedule_is_compared_with_constant_noise_at_the_same_epsilon(tmp_path
     ]
     paper = _table("figure11", tmp_path, *runs, paper="monir2023").sections[-1]
     assert paper.paragraphs[0].startswith("**cannot tell: the paper does not state network")
-    assert "at what was chosen here: supports (1 of 1 pairs tested" in paper.paragraphs[0]
+    assert (
+        "at what was chosen here: supports for a part of the claim, 1 of 2 comparisons in print (1 of 1 pairs tested"
+        in paper.paragraphs[0]
+    )
     assert "= +2.00" in paper.paragraphs[1]
 
 

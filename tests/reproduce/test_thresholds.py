@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dpexp.reproduce import thresholds
-from dpexp.reproduce.documents import Document
+from dpexp.reproduce.documents import WORDS, Document
 from dpexp.reproduce.records import load
 from tests.reproduce.samples import made_by, summary, write
 
@@ -48,6 +48,9 @@ def test_noise_and_clipping_are_told_apart(tmp_path: Path) -> None:
     assert block.rows[0]["loss"] == "0.300"
     assert "- no noise: C = 0.05 (n = 3) minus C = 8 (n = 3) = +5.00" in block.paragraphs[0]
     assert "ε = 3: adaptive (n = 3) minus C = 0.05 (n = 3) = +9.00" in block.paragraphs[0]
+    assert "(Welch's t, two-sided)" in block.paragraphs[0]
+    # the page makes no claim
+    assert not any(word in block.paragraphs[0] for word in WORDS)
     assert "ε = 3, adaptive" in document.svg
     assert document.status == "small 15 runs"
     assert document.svg == _document(tmp_path).svg
