@@ -258,7 +258,7 @@ class PrivacyEngine:
             raise
         weakref.finalize(self, self._open.close)
         self._broken = False
-        self._charged = self.ledger.steps_charged
+        self._again = self.ledger.charged_again
 
     @property
     def steps(self) -> int:
@@ -458,15 +458,15 @@ class PrivacyEngine:
 
     def _taken(self) -> None:
         """After every step."""
-        charged = self.ledger.steps_charged
-        if charged > self.ledger.next_step and charged != self._charged and self.ranks.writes:
+        again = self.ledger.charged_again
+        if again > self._again and self.ranks.writes:
             warnings.warn(
                 f"step {self.steps_taken} was charged a second time: since the interruption something has changed (code, data, "
                 "machine, threads, physical batch size), and it drew a fresh sample and fresh noise. "
                 f"Epsilon is {self.epsilon():.4g} so far",
                 stacklevel=3,
             )
-        self._charged = charged
+        self._again = again
         if not self._broken and not math.isfinite(self.private_loss):
             self._broken = True
             warnings.warn(not_finite(self.steps_taken), stacklevel=3)

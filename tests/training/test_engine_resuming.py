@@ -78,6 +78,28 @@ def test_changed_code_of_the_loop_gets_fresh_noise_is_charged_again_and_says_so(
     assert engine.epsilon() > engine.plan.epsilon()
 
 
+def test_a_second_attempt_is_repeated_and_paid_once_too(tmp_path, monkeypatch):
+    """The code of the loop changed between the two, which no fact tells."""
+
+    def other(engine, batch):
+        return nn.functional.mse_loss(engine.model(batch[0]), batch[0][:, :3], reduction="none").sum(1)
+
+    crash_at(monkeypatch, make(tmp_path), 3)
+    with pytest.warns(UserWarning, match="second time"):
+        train(make(tmp_path, checkpoint_every=0), losses=other, steps=2).close()
+    engine = make(tmp_path)
+    assert (engine.steps_taken, engine.ledger.steps_charged) == (2, 4 + 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(engine, losses=other)
+    assert engine.ledger.steps_charged == 6 + 2
+    # and whoever goes back to the first code pays nothing for what it has released
+    engine.close()
+    shutil.rmtree(tmp_path / "checkpoint")
+    engine = train(make(tmp_path), steps=4)
+    assert engine.ledger.steps_charged == 6 + 2
+
+
 def test_a_finished_run_trains_nothing_more(tmp_path):
     first = train(make(tmp_path))
     first.close()
