@@ -79,12 +79,13 @@ def earliest_end(plan: Plan) -> int:
         moved, count = replace(plan, level=level), len(list(steps))
 
         def lacks(more: int, moved: Plan = moved) -> bool:
-            before = composed([*spent, (moved.step_event(done), more - 1)])
-            return not moved.affords(before, done)
+            # all steps of one level are alike
+            before = composed([*spent, (moved.step_event(0), more - 1)])
+            return not moved.affords(before, 0)
 
         if lacks(count):
             return done + bisect_left(range(1, count), True, key=lacks)
-        spent.append((moved.step_event(done), count))
+        spent.append((moved.step_event(0), count))
         done += count
     return done
 

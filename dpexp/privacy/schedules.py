@@ -203,7 +203,7 @@ class Schedule:
         return self.name in ADAPTIVE
 
     def lowest_level(self, step: int) -> float:
-        """What the noise of an adaptive schedule is multiplied by before ``step`` (from 0), where it has fallen whenever it may."""
+        """What the noise of an adaptive schedule is multiplied by in ``step`` (from 0), where it has fallen whenever it may."""
         start = self.start or 1.0
         if self.name == "validation":
             return float(start * (self.decay_rate or 1.0) ** (step // (self.every or 1)))
