@@ -123,6 +123,15 @@ class GuardedOptimizer:
     def load(self, optimizer: dict[str, Any]) -> None:
         """Put the optimiser's state back that a checkpoint holds, the learning rate included."""
         asked = _rates(self.optimizer.param_groups)
+        kept, here = (
+            [len(g["params"]) for g in groups]
+            for groups in (optimizer["param_groups"], self.optimizer.param_groups)
+        )
+        if kept != here:
+            raise UserError(
+                f"the optimizer of the checkpoint has groups of {kept} parameters, and this one of {here}: make it with the "
+                "groups that the run was begun with (their learning rates may be others)"
+            )
         self.optimizer.load_state_dict(optimizer)
         if (kept := _rates(self.optimizer.param_groups)) != asked:
             warnings.warn(
@@ -249,6 +258,13 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise UserError(
             f"scheduler={scheduler!r} is none: give one of torch.optim.lr_scheduler, made of the optimizer"
+        )
+    if scheduler is not None and not (
+        hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
+    ):
+        raise UserError(
+            f"{type(scheduler).__name__} has no state_dict() and load_state_dict(state), and a run that goes on could not put it "
+            "back: write both, or leave out scheduler= and compute the learning rate from engine.steps_taken"
         )
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", optimizer.param_groups)
     if groups is not optimizer.param_groups:

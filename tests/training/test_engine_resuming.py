@@ -243,3 +243,61 @@ def test_a_ledger_that_lost_its_end_and_a_copy_of_the_folder_are_noticed(tmp_pat
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(UserError, match="lost entries"):
         make(tmp_path / "run", noise_seed=None)
+
+
+class Halving:
+    """A scheduler of a person's own."""
+
+    def __init__(self, optimizer, kept=0.5):
+        self.optimizer, self.kept = optimizer, kept
+
+    def step(self):
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+
+def test_numbers_of_numpy_come_back_from_a_checkpoint(tmp_path):
+    """They could be written, and no restart could read them."""
+    for _ in range(2):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.5), momentum=np.float32(0.5))
+        kept = Halving(optimizer, [np.int64(3), np.arange(3), np.float16(0.5)])
+        engine = train(make(tmp_path, model, optimizer, scheduler=kept), steps=2)
+        engine.close()
+    assert engine.steps_taken == 4
+    assert optimizer.param_groups[0]["lr"] == 0.5**5
+    assert kept.kept[1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (
+            lambda o: Halving(o, network()),
+            "the state of a scheduler holds what a checkpoint could not give back",
+        ),
+        (
+            lambda o: Halving(o, lambda: 0),
+            "the state of a scheduler holds what a checkpoint could not give back",
+        ),
+        (lambda o: type("Plain", (), {"step": lambda self: None})(), r"Plain has no state_dict\(\)"),
+    ],
+)
+def test_a_scheduler_that_no_restart_could_put_back_is_refused_at_once(tmp_path, made, says):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(UserError, match=says):
+        make(tmp_path, model, optimizer, scheduler=made(optimizer))
+
+
+def test_other_groups_of_the_optimizer_get_one_sentence(tmp_path):
+    train(make(tmp_path), steps=2).close()
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.2}]
+    with pytest.raises(UserError, match=r"groups of \[4\] parameters, and this one of \[2, 2\]"):
+        make(tmp_path, model, torch.optim.SGD(groups))
