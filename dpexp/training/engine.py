@@ -217,7 +217,8 @@ class PrivacyEngine:
             if data_name is not None:
                 # which says nothing of their order
                 check_examples(ranks, dataset, self._keys.run)
-            self._identity = ranks.once(lambda: recognise(self.folder, settings))
+            with state.disk_errors(self.folder):
+                self._identity = ranks.once(lambda: recognise(self.folder, settings))
             self.device = next(p for p in model.parameters() if p.requires_grad).device
             self.ledger = Ledger(
                 self.folder / LEDGER, self._keys.run, ranks if ranks.several else None, times=False
@@ -484,7 +485,8 @@ class PrivacyEngine:
     def _take_folder(self, noise_seed: int | None) -> Keys:
         self._held.enter_context(state.exclusive(self.folder))
         refuse_other_ledgers(self.folder)
-        return open_keys(self.folder, noise_seed)
+        with state.disk_errors(self.folder):
+            return open_keys(self.folder, noise_seed)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

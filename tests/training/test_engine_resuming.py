@@ -1,7 +1,9 @@
 """`PrivacyEngine`: what becomes of a run that is cut off, and of a folder that is used."""
 
+import errno
 import gc
 import hashlib
+import itertools
 import math
 import os
 import shutil
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
+from dpexp import durable
 from dpexp.errors import UserError
 from tests.killing import in_child
 from tests.training.own_loop import (
@@ -301,3 +304,21 @@ def test_other_groups_of_the_optimizer_get_one_sentence(tmp_path):
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.2}]
     with pytest.raises(UserError, match=r"groups of \[4\] parameters, and this one of \[2, 2\]"):
         make(tmp_path, model, torch.optim.SGD(groups))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_full_disk_is_one_sentence_wherever_it_is_met(tmp_path, monkeypatch, number):
+    """The place of the key, the settings, the pointer of the first checkpoint, what the engine has found out."""
+    calls = itertools.count()
+
+    def full(file):
+        if next(calls) == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.fsync(file.fileno())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "flush_file", full)
+        with pytest.raises(UserError, match="the disk is full"):
+            train(make(tmp_path, noise_seed=None))
+    engine = train(make(tmp_path, noise_seed=None))
+    assert engine.ledger.steps_charged == 6
