@@ -27,6 +27,8 @@ from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
 from dpexp.usage import print_out
 
 _FORMATS = ("text", "json")
+# accountants whose ε holds, whatever the others find
+_BOUNDS = ("rdp", "prv", "pld")
 _SAMPLINGS = ("poisson", "fixed")
 
 
@@ -160,7 +162,13 @@ def as_text(result: dict[str, Any]) -> str:
     lines = [line.format(**result) for line in lines]
     # of fixed batches only rdp knows something
     names = ["rdp"] if result["sampling"] == "fixed" else list(notes)
-    lines += [f"epsilon {name}       {_number(result['epsilon'][name]):<10}  {notes[name]}" for name in names]
+    found = result["epsilon"]
+    if any(found[name] is not None for name in _BOUNDS):
+        lost = {name for name in _BOUNDS if found[name] is None}
+        notes |= dict.fromkeys(
+            lost, "none found, a limit of its arithmetic: each of the others bounds by itself"
+        )
+    lines += [f"epsilon {name}       {_number(found[name]):<10}  {notes[name]}" for name in names]
     if result[TPR] is not None:
         fit = (
             "no finite one"

@@ -25,7 +25,7 @@ from dpexp.models import build_model, build_tokenizer
 from dpexp.models.images import FAMILIES, OWN_FAMILIES
 from dpexp.models.networks import check_config
 from dpexp.models.sources import hub_unreachable, locate
-from dpexp.privacy.caveats import pointless
+from dpexp.privacy.caveats import noise_that_follows, pointless
 from dpexp.privacy.keys import open_keys
 from dpexp.record import Metrics
 from dpexp.schemas import DataConfig, ModelConfig, UnitConfig
@@ -68,24 +68,32 @@ class Answer:
         """What is not there; empty where the run would start."""
         return [text for text in (self.data, self.weights) if text.startswith("missing")]
 
-    def lines(self) -> list[str]:
-        """For the terminal."""
+    def lines(self, brief: bool = False) -> list[str]:
+        """For the terminal; ``brief``: what tells a point of a grid from the others."""
+        if brief:
+            return [self.plan]
         said = {"data": self.data, "weights": self.weights, "plan": self.plan, "step": self.step}
         end = [] if self.missing else ["nothing was trained; this run would start"]
         return [*(f"{name + ':':9}{text}" for name, text in said.items()), *end]
 
 
-def dry_run(run: RunConfig, console: Console | None = None) -> Answer:
+def dry_run(run: RunConfig, console: Console | None = None, in_grid: bool = False) -> Answer:
     """Look for what a run needs, make its plan, take one step on embedded data.
+
+    Args:
+        run: the configuration.
+        console: where the answer goes.
+        in_grid: say one line, and take no step that another point of the grid has taken in this process.
 
     Raises:
         UserError: what the run itself would refuse.
     """
-    answer = Answer(whereabouts(run), weights(run.model), plan(run), one_step(run))
+    step = step_of_point if in_grid else one_step
+    answer = Answer(whereabouts(run), weights(run.model), plan(run), step(run))
     if not answer.data.startswith(("missing", "the hub's")):
         read_tables(run)
     if console is not None:
-        console.print("\n".join(answer.lines()), markup=False)
+        console.print("\n".join(answer.lines(in_grid)), markup=False)
     return answer
 
 
@@ -175,8 +183,21 @@ def plan(run: RunConfig) -> str:
     if made is None:
         return f"{length}, no privacy"
     said = "" if run.privacy.epsilon is None else f", ε = {run.privacy.epsilon:g}"
-    notes = "".join(f"; {sentence}" for sentence in pointless(made))
+    notes = "".join(f"; {sentence}" for sentence in [*pointless(made), *noise_that_follows(made)])
     return f"{length}, noise multiplier {made.noise_multiplier:.4f}{said}, δ = {made.delta:.3g}{notes}"
+
+
+# by what decides them
+_steps: dict[str, str] = {}
+
+
+def step_of_point(run: RunConfig) -> str:
+    """`one_step`, once for points of a grid that differ in their learning rate, or in what a miniature has not."""
+    small = miniature(run)
+    alike = signature(replace(small, optim=replace(small.optim, lr=1.0)))
+    if alike not in _steps:
+        _steps[alike] = one_step(run)
+    return _steps[alike]
 
 
 def one_step(run: RunConfig) -> str:

@@ -16,6 +16,10 @@ class UserError(ValueError):
     """Whether another process of the run prints it."""
 
 
+class LateError(UserError):
+    """A model used a layer in a way that it had not shown; now it is known, and the same step can be run again."""
+
+
 def did_you_mean(word: str, names: list[str] | tuple[str, ...]) -> str:
     """The end of an error message: the nearest of the names, and all of them while they are few enough to read."""
     near = get_close_matches(word, names, n=2, cutoff=0.6)

@@ -20,7 +20,7 @@ from dpexp.durable import flattened, write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
-from dpexp.privacy.caveats import pointless
+from dpexp.privacy.caveats import noise_that_follows, pointless
 from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
 from dpexp.sweeps import Result, in_multirun
 from dpexp.tasks import build_task
@@ -95,7 +95,7 @@ def dry_start(run: RunConfig, console: Console) -> dict[str, float]:
     """
     from dpexp.dry import dry_run
 
-    if missing := dry_run(run, console).missing:
+    if missing := dry_run(run, console, in_multirun()).missing:
         raise UserError(f"this run can't start here: {'; '.join(missing)}")
     return {}
 
@@ -304,9 +304,8 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
                     )
                 )
             ]
-        if plan.schedule.adaptive:
-            lines.append(f"noise: schedule={plan.schedule.name}; the run ends where its budget does")
-        elif (last := plan.sigma(plan.steps - 1)) != plan.noise_multiplier:
+        lines += noise_that_follows(plan)
+        if not plan.schedule.adaptive and (last := plan.sigma(plan.steps - 1)) != plan.noise_multiplier:
             lines.append(
                 f"noise over time: schedule={plan.schedule.name}, noise multiplier {last:.4f} in the last step"
             )

@@ -46,7 +46,7 @@ GROUPS = {
     "scale": "paper, small and demo: how large task and model are; own: settings for your own data",
     "search": "step sizes found within the budget",
     "experiment": "settings of the papers' tables",
-    "recipe": "the authors' code, where it differs from their text",
+    "recipe": "on top of an experiment: the authors' code, where it differs from their text",
     "sweep": "grids of the papers",
     "bench": "measurements of the papers",
 }

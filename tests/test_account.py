@@ -101,6 +101,17 @@ def test_an_infinite_epsilon_is_null_in_json():
     assert "Infinity" not in json.dumps(result)
 
 
+def test_an_accountant_that_finds_nothing_does_not_speak_for_the_others():
+    """ε of 618 by RDP: the grids of the others end at 500."""
+    lines = as_text(account(arguments(noise_multiplier=0.3, sample_rate=0.9, steps=100))).splitlines()
+    said = {line.split()[1]: line for line in lines if line.startswith("epsilon")}
+    assert "upper bound" in said["rdp"]
+    for name in ("prv", "pld"):
+        assert "inf         none found, a limit of its arithmetic" in said[name]
+    nobody = as_text(account(arguments(noise_multiplier=0.0)))
+    assert "none found" not in nobody
+
+
 def test_nothing_released_costs_nothing():
     assert set(account(values(steps=0))["epsilon"].values()) == {0.0}
 

@@ -30,7 +30,7 @@ from dpexp.clipping.loop import LOOPED, loop_over_examples
 from dpexp.clipping.survey import LATE, Survey
 from dpexp.clipping.taps import Visit
 from dpexp.clipping.uses import ForwardPass, Use
-from dpexp.errors import UserError
+from dpexp.errors import LateError, UserError
 from dpexp.torch_versions import gradient_dtype
 
 DRAWS = (
@@ -161,7 +161,7 @@ class Step:
         if late:
             self.survey.looped.update(late)
             self.survey.unsettle()
-            raise UserError(f"{sorted(late)[0]} {LATE}")
+            raise LateError(f"{sorted(late)[0]} {LATE}")
         if not self.visit.arrived and not self.looped:
             raise UserError(
                 "losses do not depend on any trainable parameter of the attached model: compute them from the attached "

@@ -20,7 +20,7 @@ from dpexp.clipping.meeting import NATIVE, SHARED
 from dpexp.clipping.observed import Observed, apart, views
 from dpexp.clipping.taps import Visit
 from dpexp.clipping.uses import ForwardPass, Use
-from dpexp.errors import UserError
+from dpexp.errors import LateError, UserError
 
 MIXED = (
     "the gradient at this layer's output mixes examples: they influence each other's losses (a batch statistic, a loss "
@@ -296,7 +296,7 @@ class Survey:
         elif use.from_batch is None and layouts.ROWS in found and self.settled:
             # look closely again: a table that all examples share, or a coupling?
             self.settled = False
-            raise UserError(f"{use.owner} ({use.label}) {LATE}")
+            raise LateError(f"{use.owner} ({use.label}) {LATE}")
         elif use.from_batch is not False and layouts.ROWS in found:
             raise UserError(f"{use.owner} ({use.label}): {MIXED}")
         else:

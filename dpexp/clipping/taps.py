@@ -25,7 +25,7 @@ from dpexp.clipping.donation import used_again
 from dpexp.clipping.roots import NodeKey, Roots, node_key
 from dpexp.clipping.sharding import Shards
 from dpexp.clipping.uses import ForwardPass, Use
-from dpexp.errors import UserError
+from dpexp.errors import LateError, UserError
 
 REENTRANT = (
     "reentrant activation checkpointing cannot be clipped: pass use_reentrant=False "
@@ -316,7 +316,7 @@ class Visit:
             if "selective activation checkpoint" in str(error):
                 raise UserError(SELECTIVE) from error
             if isinstance(error, CheckpointError):
-                raise UserError(
+                raise LateError(
                     "a checkpointed part of the model computed something else when it was computed again (a layer that is used "
                     "on constants and on the batch, in the first step): run this step again, or use engine='loop'"
                 ) from error

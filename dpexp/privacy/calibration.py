@@ -65,7 +65,26 @@ def calibrate(
         else:
             enough, spent_enough = candidate, value
             factor = min(factor * factor, 2.0)
-    return _narrow(spent, target_epsilon, (short, spent_short), (enough, spent_enough))
+    sigma, (short, spent_short) = _narrow(spent, target_epsilon, (short, spent_short), (enough, spent_enough))
+    if math.isinf(spent_short) and accountant in ("prv", "pld"):
+        _refuse_edge(make_event(short), target_epsilon, delta, accountant)
+    return sigma
+
+
+def _refuse_edge(event: DpEvent, target: float, delta: float, accountant: str) -> None:
+    """Raise `UserError` where a noise that would do has no finite ε: what was found is the edge of an accountant's arithmetic."""
+    try:
+        beyond = epsilon(event, delta) > LARGEST_EPSILON
+    except UserError:
+        # rdp, which holds any rates, knows nothing of these events
+        return
+    if beyond:
+        return
+    other = "pld" if accountant == "prv" else "rdp"
+    raise UserError(
+        f"accountant={accountant} finds no finite epsilon near {target:g} (its grid does not hold rates or noises so far apart), "
+        f"and would ask for far more noise than is needed: take accountant={other}"
+    )
 
 
 def _narrow(
@@ -73,9 +92,8 @@ def _narrow(
     target: float,
     too_small: tuple[float, float],
     large_enough: tuple[float, float],
-) -> float:
-    """Shrink the bracket of pairs (σ, ε) to the tolerance; the upper end, which keeps the target, is the
-    answer."""
+) -> tuple[float, tuple[float, float]]:
+    """Shrink the bracket of pairs (σ, ε) to the tolerance: the upper end, which keeps the target, and the pair below it."""
     (short, spent_short), (enough, spent_enough) = too_small, large_enough
     for trial in itertools.count(1):
         if enough <= short * (1 + _TOLERANCE):
@@ -93,4 +111,4 @@ def _narrow(
             enough, spent_enough = sigma, value
         else:
             short, spent_short = sigma, value
-    return enough
+    return enough, (short, spent_short)

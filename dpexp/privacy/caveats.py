@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+from dp_accounting import DpEvent
+
+from dpexp.privacy.events import composed
 from dpexp.privacy.schedules import CONSTANT
 
 if TYPE_CHECKING:
@@ -52,6 +58,36 @@ def pointless(plan: Plan) -> list[str]:
                 "other, more steps, or individual=scaling."
             )
     return found
+
+
+def noise_that_follows(plan: Plan) -> list[str]:
+    """What a schedule that follows the training may do to the length of a run, in a sentence; nothing of another schedule."""
+    if not plan.schedule.adaptive:
+        return []
+    return [
+        f"noise: schedule={plan.schedule.name}; the run ends where its budget does not cover another step, after "
+        f"{earliest_end(plan)} of {plan.steps} steps at the earliest (where the noise falls whenever it may), and what is left "
+        "then is lost: a slower decay leaves less"
+    ]
+
+
+def earliest_end(plan: Plan) -> int:
+    """How many steps the budget of an adaptive schedule covers where its noise falls whenever it may."""
+    spent: list[tuple[DpEvent, int]] = []
+    done = 0
+    for level, steps in groupby(range(plan.steps), plan.schedule.lowest_level):
+        moved, count = replace(plan, level=level), len(list(steps))
+
+        def lacks(more: int, moved: Plan = moved) -> bool:
+            # all steps of one level are alike
+            before = composed([*spent, (moved.step_event(0), more - 1)])
+            return not moved.affords(before, 0)
+
+        if lacks(count):
+            return done + bisect_left(range(1, count), True, key=lacks)
+        spent.append((moved.step_event(0), count))
+        done += count
+    return done
 
 
 def _signal(plan: Plan) -> float:

@@ -115,6 +115,11 @@ class Ledger:
         return len(self._entries)
 
     @property
+    def charged_again(self) -> int:
+        """Charges beyond the first one of each step."""
+        return self.steps_charged - self.next_step
+
+    @property
     def seal(self) -> Seal:
         """What a checkpoint keeps of the ledger that it rests on."""
         return Seal(self.steps_charged, self._checks[-1])

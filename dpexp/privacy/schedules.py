@@ -102,6 +102,8 @@ def followed(t: float, **settings: float) -> float:
 
 
 ADAPTIVE = ("validation", "privacy_utility_released")
+# of the noise that it begins with, what a schedule by the norm of released gradients leaves at least
+RELEASED_AT_LEAST = 0.1
 """Schedules whose noise depends on what the run has released: see `dpexp.training.feedback` and the filter that ends the run."""
 
 SCHEDULES: MappingProxyType[str, tuple[Callable[..., float], tuple[str, ...]]] = MappingProxyType(
@@ -199,6 +201,13 @@ class Schedule:
     def adaptive(self) -> bool:
         """Whether the noise depends on what the run has released."""
         return self.name in ADAPTIVE
+
+    def lowest_level(self, step: int) -> float:
+        """What the noise of an adaptive schedule is multiplied by in ``step`` (from 0), where it has fallen whenever it may."""
+        start = self.start or 1.0
+        if self.name == "validation":
+            return float(start * (self.decay_rate or 1.0) ** (step // (self.every or 1)))
+        return start if step <= (self.window or 1) else start * RELEASED_AT_LEAST
 
     def epochs(self, step: int, sample_rate: float) -> float:
         """t before ``step`` (from 0): whole epochs, or whole parts of them, so far."""

@@ -12,6 +12,7 @@ import torch
 from dpexp.durable import make_folder, read_json, write_json
 from dpexp.parallel import ALONE, Ranks
 from dpexp.provenance import device_name
+from dpexp.training.state import disk_errors
 
 
 @dataclass
@@ -46,7 +47,8 @@ class Decisions:
         if self.values.get(name) != value:
             self.values = {"device": self.device} | self.values | {name: value}
             if self.ranks.writes:
-                write_json(self.path, self.values | {"check": _checksum(self.values)})
+                with disk_errors(self.path.parent):
+                    write_json(self.path, self.values | {"check": _checksum(self.values)})
 
     def of_rank(self, name: str) -> Any:
         """A decision that each rank makes for itself: this rank's, or rank 0's where there were fewer before."""

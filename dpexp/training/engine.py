@@ -217,7 +217,8 @@ class PrivacyEngine:
             if data_name is not None:
                 # which says nothing of their order
                 check_examples(ranks, dataset, self._keys.run)
-            self._identity = ranks.once(lambda: recognise(self.folder, settings))
+            with state.disk_errors(self.folder):
+                self._identity = ranks.once(lambda: recognise(self.folder, settings))
             self.device = next(p for p in model.parameters() if p.requires_grad).device
             self.ledger = Ledger(
                 self.folder / LEDGER, self._keys.run, ranks if ranks.several else None, times=False
@@ -258,7 +259,7 @@ class PrivacyEngine:
             raise
         weakref.finalize(self, self._open.close)
         self._broken = False
-        self._charged = self.ledger.steps_charged
+        self._again = self.ledger.charged_again
 
     @property
     def steps(self) -> int:
@@ -458,15 +459,15 @@ class PrivacyEngine:
 
     def _taken(self) -> None:
         """After every step."""
-        charged = self.ledger.steps_charged
-        if charged > self.ledger.next_step and charged != self._charged and self.ranks.writes:
+        again = self.ledger.charged_again
+        if again > self._again and self.ranks.writes:
             warnings.warn(
                 f"step {self.steps_taken} was charged a second time: since the interruption something has changed (code, data, "
                 "machine, threads, physical batch size), and it drew a fresh sample and fresh noise. "
                 f"Epsilon is {self.epsilon():.4g} so far",
                 stacklevel=3,
             )
-        self._charged = charged
+        self._again = again
         if not self._broken and not math.isfinite(self.private_loss):
             self._broken = True
             warnings.warn(not_finite(self.steps_taken), stacklevel=3)
@@ -484,7 +485,8 @@ class PrivacyEngine:
     def _take_folder(self, noise_seed: int | None) -> Keys:
         self._held.enter_context(state.exclusive(self.folder))
         refuse_other_ledgers(self.folder)
-        return open_keys(self.folder, noise_seed)
+        with state.disk_errors(self.folder):
+            return open_keys(self.folder, noise_seed)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from dpexp.errors import UserError
-from dpexp.privacy.schedules import Schedule
+from dpexp.privacy.schedules import RELEASED_AT_LEAST, Schedule
 from dpexp.training.release import Release
 from dpexp.training.steps import Steps
 
@@ -113,7 +113,7 @@ class ReleasedNorm(Feedback):
         self.seen = [*self.seen[:window], *self.seen[window:][-window:]]
         first, last = (max(0.0, sum(part)) / len(part) for part in (self.seen[:window], self.seen[window:]))
         ratio = math.sqrt(last / first) if first > 0 else 1.0
-        self.level = start * min(1.0, max(0.1, ratio))
+        self.level = start * min(1.0, max(RELEASED_AT_LEAST, ratio))
         self._apply()
 
 

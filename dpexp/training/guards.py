@@ -123,6 +123,15 @@ class GuardedOptimizer:
     def load(self, optimizer: dict[str, Any]) -> None:
         """Put the optimiser's state back that a checkpoint holds, the learning rate included."""
         asked = _rates(self.optimizer.param_groups)
+        kept, here = (
+            [len(g["params"]) for g in groups]
+            for groups in (optimizer["param_groups"], self.optimizer.param_groups)
+        )
+        if kept != here:
+            raise UserError(
+                f"the optimizer of the checkpoint has groups of {kept} parameters, and this one of {here}: make it with the "
+                "groups that the run was begun with (their learning rates may be others)"
+            )
         self.optimizer.load_state_dict(optimizer)
         if (kept := _rates(self.optimizer.param_groups)) != asked:
             warnings.warn(
@@ -177,6 +186,38 @@ class GradientGuard:
     def _present(self) -> list[tuple[int, int] | None]:
         grads = (p.grad for p in self.parameters.values())
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
+
+
+class SeedGuard:
+    """Notices when a loop seeds torch's generators between a batch and its losses, and something draws from them.
+
+    Args:
+        device: of the model.
+    """
+
+    def __init__(self, device: torch.device):
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._seeds: list[int] = []
+
+    def look(self) -> None:
+        """The generators are now as the engine left them."""
+        self._seeds = [generator.initial_seed() for generator in self._generators]
+
+    def check(self) -> None:
+        """Raise `UserError` where one has drawn from another seed than the engine's."""
+        for generator, seed in zip(self._generators, self._seeds, strict=True):
+            if (now := generator.initial_seed()) == seed:
+                continue
+            fresh = torch.Generator(generator.device).manual_seed(now)
+            if not torch.equal(fresh.get_state(), generator.get_state()):
+                raise UserError(
+                    f"torch.manual_seed({now}) was called between a batch and its losses, and dropout, or what else draws by the "
+                    "place in the batch, has drawn from it: with numbers that others can know, one example more moves the "
+                    "masks of all behind it, and no noise is for that. Leave it out (the engine seeds every batch, from the "
+                    "run's key, and repeats it after a crash), or call it outside of the loop over batches"
+                )
 
 
 # that may hold NaN, and can be asked whether they do
@@ -249,6 +290,13 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise UserError(
             f"scheduler={scheduler!r} is none: give one of torch.optim.lr_scheduler, made of the optimizer"
+        )
+    if scheduler is not None and not (
+        hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
+    ):
+        raise UserError(
+            f"{type(scheduler).__name__} has no state_dict() and load_state_dict(state), and a run that goes on could not put it "
+            "back: write both, or leave out scheduler= and compute the learning rate from engine.steps_taken"
         )
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", optimizer.param_groups)
     if groups is not optimizer.param_groups:

@@ -134,6 +134,8 @@ def facts_of(device: torch.device, **of_the_run: Any) -> dict[str, Any]:
         "device": provenance.device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        # draws the sample
+        "numpy": np.__version__,
         "kernels": native.backend(),
     }
 

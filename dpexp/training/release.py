@@ -79,20 +79,16 @@ class Release:
                 counts = (counts * bounds.double().cpu()).tolist()
         return {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
 
-    def likely_attempt(self, step: int, facts: dict[str, Any]) -> int:
+    def likely_attempt(self, step: int, facts: dict[str, Any], tried: int | None = None) -> int:
         """The attempt that a step is repeated as, if its sums turn out to be the same; else a new one.
 
-        A new attempt has its own sample: the ledger charges it as an independent one.
+        The last one with these facts, or the last before the one that was tried: what is no fact, the code of a loop, may have
+        changed between them. A new attempt has its own sample: the ledger charges it as an independent one.
         """
         charged = self.ledger.fingerprints(step)
         same = fingerprint_of_facts(self.key, facts)
-        return next(
-            (attempt for attempt, known in enumerate(charged) if known.startswith(same)), len(charged)
-        )
-
-    def next_attempt(self, step: int) -> int:
-        """The first attempt of a step that is not charged."""
-        return len(self.ledger.fingerprints(step))
+        known = [attempt for attempt, found in enumerate(charged[:tried]) if found.startswith(same)]
+        return known[-1] if known else len(charged)
 
     def charge(self, step: int, attempt: int, facts: dict[str, Any], counts: Tensor) -> bool:
         """Write the step to the ledger, on the disk, unless it stands there.

@@ -138,6 +138,7 @@ class StageTrainer(Trainer):
         steps = self.stepper
         assert isinstance(steps, StageSteps)
         steps.replicas, steps.counts_losses = self.twins, self.stage == self.stages - 1
+        steps.lockstep = True
         clipper: Any = self.clipper
         if clipper is not None:
             steps.mine = torch.zeros(len(clipper.groups), dtype=torch.bool)

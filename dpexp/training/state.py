@@ -8,19 +8,25 @@ No random state is kept, because none is needed: batches, dropout and noise of s
 depend on t alone, and the learning rate is a function of t.
 """
 
+import _codecs
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
+import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.durable import FULL, UNUSABLE, flush_file, flush_folder, make_folder, write_json
@@ -136,12 +142,37 @@ def load_model_state(model: nn.Module, state: dict[str, Tensor]) -> None:
             write_into(tensor, state[name])
 
 
+def _numpys() -> list[Any]:
+    """What `torch.load` has to know to read numpy's numbers and arrays: a learning rate may be one."""
+    made = [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]]
+    return [*made, np.ndarray, np.dtype, _codecs.encode, *map(type, map(np.dtype, np.typecodes["All"]))]
+
+
+def refuse_unreadable(checkpoint: Checkpoint) -> None:
+    """Raise `UserError` where something besides tensors could be written and not be read again."""
+    for name, value in vars(checkpoint).items():
+        try:
+            torch.save(tree_map_only(Tensor, lambda _: None, value), written := io.BytesIO())
+            written.seek(0)
+            with torch.serialization.safe_globals(_numpys()):
+                torch.load(written, weights_only=True)
+        except (pickle.PickleError, AttributeError, TypeError) as error:
+            kind = re.search(r"GLOBAL (\S+)", str(error))
+            what = "a scheduler" if name == "kept" else name
+            raise UserError(
+                f"the state of {what} holds what a checkpoint could not give back ({kind[1] if kind else error}): its "
+                "state_dict() may hold numbers, text, lists, dicts and tensors"
+            ) from None
+
+
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint and make it the latest one, then drop its predecessors.
 
     Raises:
         OSError: the disk is full, for example. The last checkpoint stays as it was.
+        UserError: it could not be read again.
     """
+    refuse_unreadable(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"state-{checkpoint.step}.pt"
     temporary = target.with_suffix(".tmp")
@@ -199,7 +230,8 @@ def load_checkpoint(folder: Path, signature: str) -> Checkpoint | None:
             raise UserError(
                 f"corrupt checkpoint: {path} does not have the checksum in {pointer.name}. {way_out}"
             )
-    checkpoint = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+    with torch.serialization.safe_globals(_numpys()):
+        checkpoint = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
     if checkpoint.signature != signature:
         raise UserError(
             f"{path} belongs to another configuration ({checkpoint.signature}, not {signature}). {way_out}"

@@ -15,6 +15,7 @@ sample and fresh noise, and charged again.
 """
 
 import hmac
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from dpexp.clipping.layouts import due
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.thresholds import FixedThresholds
-from dpexp.errors import UserError
+from dpexp.errors import LateError, UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
 from dpexp.privacy.fingerprint import checksum
@@ -144,10 +145,13 @@ class Steps:
         self.sharded = ranks.several and any(map(is_sharded, self.parameters))
         if self.sharded:
             refuse_shards(ranks, self.parameters, exact=release is not None and release.secure)
+        # whether ranks meet within a piece already
+        self.lockstep = self.sharded
         self.borrowed = 0
         self._lent = False
         self._told: tuple[Mapping[str, Any], dict[str, Any]] | None = None
-        self._left = 0
+        # pieces that are still to be added; and how many there were when the step last had to begin again
+        self._left, self._stuck = 0, math.inf
         self._drawn: list[np.ndarray] = []
         # keyed, of all examples of the present step
         self._sample = ""
@@ -183,10 +187,7 @@ class Steps:
             length: of an example, to put examples of similar length together; None leaves them in the order of the data.
         """
         step = self.taken
-        self.attempt = 0
-        if self.sharded:
-            # what comes next is FSDP's, and waits for all without a word
-            self.ranks.agree("a step", {"number": step, "physical_batch_size": size})
+        self.attempt, self._stuck = 0, math.inf
         if self.release is not None:
             self._facts = {**self._of_all_ranks(facts), "step": step, "noise": self.release.noise(step)}
             if self.search is not None:
@@ -198,6 +199,8 @@ class Steps:
                 self.seed(step, number * self.ranks.size + self.ranks.rank)
                 self.piece, self._lent = piece, number >= len(pieces) - self.borrowed
                 yield piece
+                if not self._left:
+                    break
             if not pieces:
                 self.add(torch.zeros(0, device=self.device))
 
@@ -232,6 +235,9 @@ class Steps:
             pieces = physical_batches(drawn, length, size, self.replicas.rank, self.replicas.size)
         whole = b"/".join(part.tobytes() for part in (drawn, *cut))
         self._sample = hmac.digest(self.key, whole, "sha256").hex()[:16]
+        if self.lockstep:
+            # what comes next waits for all without a word
+            self.ranks.agree("a step", {"number": step, "physical_batch_size": size, "sample": self._sample})
         if self.clipper is not None:
             self.clipper.prepare(stream(self.key, "projections", step, attempt), self._public)
         self._drawn = pieces
@@ -268,9 +274,17 @@ class Steps:
         if self.clip_scales is not None and self.piece is not None:
             scales = self.clip_scales[torch.from_numpy(self.piece)]
         if self._lent:
-            self.backward(losses, torch.zeros(len(losses), device=losses.device))
-        else:
-            self.sums.add(losses, self.backward(losses, scales), self.policy)
+            scales = torch.zeros(len(losses), device=losses.device)
+        try:
+            report = self.backward(losses, scales)
+        except LateError:
+            if self.lockstep or self._left >= self._stuck:
+                raise
+            # nothing of the step has left, and what was not known is: it begins again
+            self._stuck, self._left, self.piece = self._left, 0, None
+            return False
+        if not self._lent:
+            self.sums.add(losses, report, self.policy)
         self.piece = None
         self._left -= 1
         return not self._left and self._take()
@@ -316,7 +330,7 @@ class Steps:
             self.decisions.keep_of_ranks("engine", memory)
             raw = self.sums.counts.cpu()
             if not self.release.charge(step, self.attempt, self._facts, raw):
-                self.attempt = self.release.next_attempt(step)
+                self.attempt = self.release.likely_attempt(step, self._facts, tried=self.attempt)
                 return False
             if self.keep_signal:
                 self.sums.signal_to_noise = self.release.signal_to_noise(step)
@@ -410,7 +424,7 @@ class Steps:
             return facts
         if self._told is None or self._told[0] != facts:
             # the machines may differ, and what runs on them may not
-            self.ranks.agree("the program", {name: facts.get(name) for name in ("code", "torch")})
+            self.ranks.agree("the program", {name: facts.get(name) for name in ("code", "torch", "numpy")})
             self._told = facts, {"ranks": self.ranks.gather(dict(facts))}
         return self._told[1]
 

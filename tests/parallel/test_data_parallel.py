@@ -191,6 +191,15 @@ def refusals(ranks: Ranks, folder: Path):
     finally:
         provenance.code_hash = hash_of
 
+    # or another numpy, which draws the samples
+    numpy, np.__version__ = np.__version__, f"{ranks.rank}.0"
+    try:
+        with pytest.raises(UserError) as caught:
+            run(Case(), folder / "numpy")
+        told.append(str(caught.value))
+    finally:
+        np.__version__ = numpy
+
     def opened(name):
         model = made(Case())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -213,7 +222,8 @@ def refusals(ranks: Ranks, folder: Path):
 
 
 def test_processes_that_differ_are_refused(tmp_path: Path):
-    for rank, (clip_norm, data, code, rate) in enumerate(run_ranks(2, tmp_path, refusals, tmp_path)):
+    for rank, (clip_norm, data, code, numpy, rate) in enumerate(run_ranks(2, tmp_path, refusals, tmp_path)):
+        assert "the program (numpy) of rank 1 differs from that of rank 0: 1.0, and not 0.0" in numpy
         assert (
             "what is trained on what (clip_norm) of rank 1 differs from that of rank 0: 1.5, and not 0.5"
             in clip_norm
@@ -223,7 +233,7 @@ def test_processes_that_differ_are_refused(tmp_path: Path):
         assert (
             "the program (code) of rank 1 differs from that of rank 0: version 1, and not version 0" in code
         )
-    for folder, charged in (("apart", 1), ("older", 0)):
+    for folder, charged in (("apart", 1), ("older", 0), ("numpy", 0)):
         ledger = tmp_path / folder / "ledger.jsonl"
         assert len(ledger.read_text().splitlines() if ledger.exists() else []) == charged
 

@@ -19,6 +19,7 @@ from dpexp.parallel.sharded import blocks_of, filled, held_whole, shard, skeleto
 from dpexp.parallel.sharing import sharing
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
+from dpexp.privacy.sampling import PoissonSampler
 from dpexp.schemas import GenerationConfig
 from dpexp.tasks.decoding import Context, Written, decode
 from dpexp.tasks.target_loss import example_losses
@@ -284,6 +285,21 @@ def test_a_sharded_run_in_a_folder_of_each_machine_is_refused_before_the_first_s
         assert "rank 0 cannot see __1_0.distcp of another rank in run/checkpoint/state-0.parts" in told
     assert not (tmp_path / "sharded" / "machine 0" / "run" / "ledger.jsonl").exists()
     assert run_ranks(2, tmp_path, each_to_its_own_disk, tmp_path / "whole", None) == [1, 1]
+
+
+def draws_more(ranks: Ranks, folder: Path) -> str:
+    """Rank 1 draws all examples, and so has more pieces than rank 0."""
+    if not ranks.writes:
+        PoissonSampler.draw = lambda self, step, attempt=0: np.arange(EXAMPLES)
+    with pytest.raises(UserError) as caught:
+        run(Case("mlp", pieces=3), folder, shard, ranks=ranks.size)
+    return str(caught.value)
+
+
+def test_ranks_that_draw_several_samples_do_not_wait_for_each_other(tmp_path: Path):
+    for told in run_ranks(2, tmp_path, draws_more, tmp_path / "run"):
+        assert "a step (sample) of rank 1 differs" in told
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
 class Letters:

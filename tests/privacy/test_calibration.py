@@ -96,3 +96,14 @@ def test_a_target_must_be_a_positive_number(target):
 def test_an_unreachable_target_says_what_to_change():
     with pytest.raises(UserError, match="raise epsilon or delta, or take fewer steps or a smaller batch"):
         calibrate(sampled(0.1, 10), 1.0, 0.0)
+
+
+def test_the_edge_of_what_an_accountant_can_tell_is_no_answer():
+    """PRV finds no finite ε below twice the noise that PLD needs."""
+
+    def apart(sigma):
+        return composed([(step_event(5.2e-5, [4.88 * sigma]), 94), (step_event(0.123, [0.539 * sigma]), 101)])
+
+    assert calibrate(apart, 31, 1.5e-5, "pld") < 1
+    with pytest.raises(UserError, match="take accountant=pld"):
+        calibrate(apart, 31, 1.5e-5, "prv")

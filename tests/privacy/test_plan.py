@@ -1,6 +1,7 @@
 """The plan: the budget split of Proposition 3.1, composition inside the sampling, and what is refused."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import ACCOUNTANTS, epsilon
-from dpexp.privacy.caveats import caveats, pointless
+from dpexp.privacy.caveats import caveats, earliest_end, noise_that_follows, pointless
+from dpexp.privacy.events import composed
 from dpexp.privacy.plan import Plan, make_plan, resolve_delta
 
 E2E = {"num_examples": 42061, "expected_batch_size": 1024, "steps": 410, "delta": "half_over_n"}
@@ -128,6 +130,25 @@ def test_what_is_not_a_guarantee_says_so():
     huge = plan(noise_multiplier=None, epsilon=1e6)
     assert pointless(huge) == caveats(huge)
     assert "epsilon = 1e+06 bounds next to nothing" in caveats(huge)[0]
+
+
+@pytest.mark.parametrize("follows", [
+    {"name": "validation", "decay_rate": 0.8, "start": 1.5, "threshold": 0.01, "window": 3, "every": 20},
+    {"name": "validation", "decay_rate": 0.99, "start": 1.5, "threshold": 0.01, "window": 3, "every": 20},
+    {"name": "privacy_utility_released", "start": 1.5, "window": 7},
+])  # fmt: skip
+def test_where_noise_that_follows_the_training_may_end_a_run_is_said_at_its_start(follows):
+    """As the run itself asks, step by step."""
+    made = plan(noise_multiplier=None, epsilon=3.0, schedule=follows)
+    taken = []
+    while len(taken) < made.steps:
+        moved = replace(made, level=made.schedule.lowest_level(len(taken)))
+        if not moved.affords(composed([(event, 1) for event in taken]), len(taken)):
+            break
+        taken.append(moved.step_event(len(taken)))
+    assert earliest_end(made) == len(taken)
+    assert f"after {len(taken)} of 410 steps at the earliest" in noise_that_follows(made)[0]
+    assert noise_that_follows(plan()) == []
 
 
 def test_noise_that_drowns_whatever_all_examples_say_is_told():

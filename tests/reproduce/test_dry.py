@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 from dataclasses import replace
@@ -79,6 +80,20 @@ def test_the_plan_is_that_of_the_run():
     run = compose(["task=mnist", "clip=flat", "privacy=eps3"])
     plan = build_plan(run, 60000, number_of_steps(run, 60000))
     assert f"noise multiplier {plan.noise_multiplier:.4f}, ε = 3" in dry.plan(run)
+
+
+def test_a_grid_gets_a_line_for_each_point_and_a_step_for_each_kind(monkeypatch):
+    taken = []
+    monkeypatch.setattr(dry, "_steps", {})
+    monkeypatch.setattr(dry, "one_step", lambda run: taken.append(run) or "taken")
+    console = Console(file=(said := io.StringIO()), soft_wrap=True)
+    points = ["optim.lr=0.1", "optim.lr=0.2", "privacy.epsilon=1", "optim.batch_size=512", "clip=perlayer"]
+    for point in points:
+        dry.dry_run(compose(["task=mnist", "scale=demo", "clip=flat", point]), console, in_grid=True)
+    assert len(taken) == 2
+    lines = said.getvalue().splitlines()
+    assert len(lines) == len(points)
+    assert all("noise multiplier" in line for line in lines)
 
 
 def test_a_dry_start_writes_nothing_and_fails_where_something_is_missing(tmp_path: Path, monkeypatch):

@@ -113,6 +113,8 @@ def test_every_command_of_a_sweep_composes_and_its_count_is_right(sweep):
 def test_a_recipe_composes_and_says_what_the_text_has_instead(recipe):
     (arguments,) = commands(recipe, "recipe")
     given = [word.replace("=N", "=56000") for word in arguments]
+    assert "On top of an experiment" in (conf_dir() / "recipe" / f"{recipe}.yaml").read_text(encoding="utf-8")
+    assert any(word.startswith("experiment=") for word in given)
     ours, theirs = compose([w for w in given if "recipe=" not in w]), compose(given)
     said = {}
     path = []

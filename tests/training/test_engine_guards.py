@@ -300,3 +300,41 @@ def test_what_lies_where_a_gradient_was_is_none(tmp_path):
         gradient.add_(1)
     weight.grad = None
     gradient.add_(1)
+
+
+def seeded_where(engine, place):
+    for batch in engine.batches(physical_batch_size=8):
+        if place == "before the forward":
+            torch.manual_seed(0)
+        elif place == "for public rows alone":
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                torch.rand(3)
+        losses = losses_of(engine, batch)
+        if place == "behind the forward":
+            torch.manual_seed(0)
+        engine.step(losses)
+        if place == "behind the step":
+            torch.manual_seed(0)
+            torch.rand(3)
+    return engine
+
+
+def test_dropout_does_not_draw_from_a_seed_that_others_may_know(tmp_path):
+    engine = make(tmp_path, network(0.3))
+    with pytest.raises(UserError, match=r"torch\.manual_seed\(0\) was called between a batch and its losses"):
+        seeded_where(engine, "before the forward")
+    assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "dropout"),
+    [
+        ("before the forward", 0.0),
+        ("behind the forward", 0.3),
+        ("behind the step", 0.3),
+        ("for public rows alone", 0.3),
+    ],
+)
+def test_a_seed_from_which_no_forward_draws_does_no_harm(tmp_path, place, dropout):
+    assert seeded_where(make(tmp_path, network(dropout)), place).finished

@@ -1,7 +1,9 @@
 """`PrivacyEngine`: what becomes of a run that is cut off, and of a folder that is used."""
 
+import errno
 import gc
 import hashlib
+import itertools
 import math
 import os
 import shutil
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
+from dpexp import durable
 from dpexp.errors import UserError
 from tests.killing import in_child
 from tests.training.own_loop import (
@@ -76,6 +79,28 @@ def test_changed_code_of_the_loop_gets_fresh_noise_is_charged_again_and_says_so(
         train(engine, losses=other)
     assert engine.ledger.steps_charged == 6 + 2  # steps 2 and 3 were charged before
     assert engine.epsilon() > engine.plan.epsilon()
+
+
+def test_a_second_attempt_is_repeated_and_paid_once_too(tmp_path, monkeypatch):
+    """The code of the loop changed between the two, which no fact tells."""
+
+    def other(engine, batch):
+        return nn.functional.mse_loss(engine.model(batch[0]), batch[0][:, :3], reduction="none").sum(1)
+
+    crash_at(monkeypatch, make(tmp_path), 3)
+    with pytest.warns(UserWarning, match="second time"):
+        train(make(tmp_path, checkpoint_every=0), losses=other, steps=2).close()
+    engine = make(tmp_path)
+    assert (engine.steps_taken, engine.ledger.steps_charged) == (2, 4 + 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(engine, losses=other)
+    assert engine.ledger.steps_charged == 6 + 2
+    # and whoever goes back to the first code pays nothing for what it has released
+    engine.close()
+    shutil.rmtree(tmp_path / "checkpoint")
+    engine = train(make(tmp_path), steps=4)
+    assert engine.ledger.steps_charged == 6 + 2
 
 
 def test_a_finished_run_trains_nothing_more(tmp_path):
@@ -221,3 +246,79 @@ def test_a_ledger_that_lost_its_end_and_a_copy_of_the_folder_are_noticed(tmp_pat
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(UserError, match="lost entries"):
         make(tmp_path / "run", noise_seed=None)
+
+
+class Halving:
+    """A scheduler of a person's own."""
+
+    def __init__(self, optimizer, kept=0.5):
+        self.optimizer, self.kept = optimizer, kept
+
+    def step(self):
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+
+def test_numbers_of_numpy_come_back_from_a_checkpoint(tmp_path):
+    """They could be written, and no restart could read them."""
+    for _ in range(2):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.5), momentum=np.float32(0.5))
+        kept = Halving(optimizer, [np.int64(3), np.arange(3), np.float16(0.5)])
+        engine = train(make(tmp_path, model, optimizer, scheduler=kept), steps=2)
+        engine.close()
+    assert engine.steps_taken == 4
+    assert optimizer.param_groups[0]["lr"] == 0.5**5
+    assert kept.kept[1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (
+            lambda o: Halving(o, network()),
+            "the state of a scheduler holds what a checkpoint could not give back",
+        ),
+        (
+            lambda o: Halving(o, lambda: 0),
+            "the state of a scheduler holds what a checkpoint could not give back",
+        ),
+        (lambda o: type("Plain", (), {"step": lambda self: None})(), r"Plain has no state_dict\(\)"),
+    ],
+)
+def test_a_scheduler_that_no_restart_could_put_back_is_refused_at_once(tmp_path, made, says):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(UserError, match=says):
+        make(tmp_path, model, optimizer, scheduler=made(optimizer))
+
+
+def test_other_groups_of_the_optimizer_get_one_sentence(tmp_path):
+    train(make(tmp_path), steps=2).close()
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.2}]
+    with pytest.raises(UserError, match=r"groups of \[4\] parameters, and this one of \[2, 2\]"):
+        make(tmp_path, model, torch.optim.SGD(groups))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_full_disk_is_one_sentence_wherever_it_is_met(tmp_path, monkeypatch, number):
+    """The place of the key, the settings, the pointer of the first checkpoint, what the engine has found out."""
+    calls = itertools.count()
+
+    def full(file):
+        if next(calls) == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.fsync(file.fileno())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "flush_file", full)
+        with pytest.raises(UserError, match="the disk is full"):
+            train(make(tmp_path, noise_seed=None))
+    engine = train(make(tmp_path, noise_seed=None))
+    assert engine.ledger.steps_charged == 6
