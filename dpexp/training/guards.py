@@ -123,13 +123,16 @@ class GuardedOptimizer:
     def load(self, optimizer: dict[str, Any]) -> None:
         """Put the optimiser's state back that a checkpoint holds, the learning rate included."""
         asked = _rates(self.optimizer.param_groups)
-        kept, here = (
-            [len(g["params"]) for g in groups]
-            for groups in (optimizer["param_groups"], self.optimizer.param_groups)
+        here = [len(group["params"]) for group in self.optimizer.param_groups]
+        # what wraps another optimizer may keep no groups of its own
+        before = (
+            [len(group["params"]) for group in optimizer["param_groups"]]
+            if "param_groups" in optimizer
+            else here
         )
-        if kept != here:
+        if before != here:
             raise UserError(
-                f"the optimizer of the checkpoint has groups of {kept} parameters, and this one of {here}: make it with the "
+                f"the optimizer of the checkpoint has groups of {before} parameters, and this one of {here}: make it with the "
                 "groups that the run was begun with (their learning rates may be others)"
             )
         self.optimizer.load_state_dict(optimizer)
