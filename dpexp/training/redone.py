@@ -6,8 +6,8 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle, islice, product
 
 import torch
@@ -19,7 +19,7 @@ from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
-from dpexp.training.lines import ADDING, SHAPES, Slot, name_of, slots_of
+from dpexp.training.lines import ADDING, SHAPES, Place, Slot, name_of, slots_of
 from dpexp.training.owned import WRITTEN
 from dpexp.training.padded import FACTORS, in_padding, padded_further
 from dpexp.training.trace import COUNTED, EARLIER, REPEATED, Trace
@@ -59,6 +59,8 @@ class Redone:
         self.trace, self.examples = trace, trace.examples
         # which rows of what enters the model, and so of what it returns, change with one half of the examples, and with the other
         self._changed = [torch.zeros(trace.examples, dtype=torch.bool) for _ in range(2)]
+        # where the rows of each example are in what the loop has made of several of each, by how many rows there are
+        self._several: dict[int, Place] = {}
         if trace.as_it_came:
             for changed, kept in zip(self._changed, self._halves(), strict=True):
                 changed[[i for i in range(self.examples) if i not in kept]] = True
@@ -150,51 +152,57 @@ class Redone:
         try:
             whole = self._again(number)[0]
             others = [self._other(number, half) for half in range(2)]
-            views = self._views(whole)
-            rows = [[view(t) for t in (whole, *others)] for view in views]
+            places = self._places(whole)
+            rows = [[place.rows(t, self.examples) for t in (whole, *others)] for place in places]
         except Exception:
             # nothing that has rows, or that could be done again
             return True
         if whole.dim():
             self._feel_longer(number, whole)
-        if not views:
+        if not places:
             if any(bool(self._unlike(whole[None], other[None]).any()) for other in others):
                 raise UserError(UNTOLD.format(shape=list(whole.shape), examples=self.examples))
             return True
-        found, told = [], bool(self.trace.fits(whole))
-        for first, *rest in rows:
+        found, fits = [], self.trace.fits(whole)
+        for place, (first, *rest) in zip(places, rows, strict=True):
             changed = [self._unlike(first, other) for other in rest]
             for row in first[changed[0] & changed[1]]:
-                if not told or all(self._unlike(row.expand_as(other), other).all() for other in rest):
+                if place not in fits or all(
+                    self._unlike(row.expand_as(other), other).all() for other in rest
+                ):
                     break
             else:
-                found.append(changed)
+                found.append((place, changed))
         if not found:
             raise Mixture(ENTERED)
         # what entered before, or in another call, has the same example in each row
-        both = [[old | new for old, new in zip(self._changed, changed, strict=True)] for changed in found]
+        both = [[old | new for old, new in zip(self._changed, changed, strict=True)] for _, changed in found]
         apart = [i for i, (one, other) in enumerate(both) if not bool((one & other).any())]
-        if not apart and not any(bool((one & other).any()) for one, other in found):
+        if not apart and not any(bool((one & other).any()) for _, (one, other) in found):
             raise Mixture(ENTERED)
         self._changed = both[apart[0]] if apart else self._changed
+        place, here = found[apart[0] if apart else 0]
+        if place not in fits:
+            self._several[len(whole)] = place
         if apart and not self.trace.opaque:
             return True
-        here = found[apart[0] if apart else 0]
         return not any(bool(rows[kept].any()) for rows, kept in zip(here, self._halves(), strict=True))
 
-    def _views(self, whole: Tensor) -> list[Callable[[Tensor], Tensor]]:
-        """How a tensor may be brought to one row for each example; none where it has rows that no size tells apart."""
-        fits, count = self.trace.fits(whole), self.examples
-        if fits:
-            # pictures may have as many lines as the batch has examples: these alone are apart in one of the views
-            return [partial(_in_front, axis, count) for axis, _ in fits]
-        if not whole.dim() or len(whole) % count or len(whole) < count:
-            return []
-        # several views of each example: one behind the other, or all of one kind and then all of the next
-        return [
-            lambda t: t.reshape(count, -1),
-            lambda t: t.unflatten(0, (-1, count)).transpose(0, 1).reshape(count, -1),
-        ]
+    def _places(self, whole: Tensor) -> list[Place]:
+        """Where the rows of each example may be in a tensor; none where it has rows that no size tells apart."""
+        # pictures may have as many lines as the batch has examples: these alone are apart in one of the places
+        found, several = self.trace.fits(whole), len(whole) // self.examples if whole.dim() else 0
+        if several and len(whole) % self.examples == 0 and not any(place.axis == 0 for place in found):
+            # several views of each example: one behind the other, or all of one kind and then all of the next
+            found += [Place(0, several), Place(0, several, strided=True)]
+        return found
+
+    def _place_of(self, number: int) -> Place | None:
+        """Where the rows of each example are in a tensor that was not computed by what is written down."""
+        trace, tensor = self.trace, self.trace.held[number]
+        if number in trace.returned and tensor.dim() and len(tensor) in self._several:
+            return self._several[len(tensor)]
+        return trace.places.get(number)
 
     def _refuse_others(self, number: int, what: str) -> None:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
@@ -267,8 +275,9 @@ class Redone:
             kept, left = self._halves()[half], (~self._changed[half]).nonzero().flatten().tolist()
             there |= {
                 # rows that the model was given in another order come back in that order
-                n: self._replaced(trace.held[n], *place, left if n in trace.returned else kept, scale)
-                for n, place in trace.places.items()
+                n: self._replaced(held, place, left if n in trace.returned else kept, scale)
+                for n, held in trace.held.items()
+                if (place := self._place_of(n)) is not None
             }
         last = {slot.number: i for i, line in enumerate(trace.lines) for slot in slots_of(line)}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
@@ -287,12 +296,14 @@ class Redone:
                         there.pop(slot.number, None)
         return there[number], chance.met
 
-    def _replaced(self, tensor: Tensor, axis: int, times: int, kept: Sequence[int], scale: float) -> Tensor:
+    def _replaced(self, tensor: Tensor, place: Place, kept: Sequence[int], scale: float) -> Tensor:
         """The rows ``kept`` in the place of all others."""
         others = islice(cycle(kept), self.examples)
-        chosen = [i if i in kept else next(others) for i in range(self.examples)]
-        rows = torch.tensor([i * times + m for i in chosen for m in range(times)])
-        return rows_of(tensor, axis, rows, rows != torch.arange(len(rows)), scale)
+        chosen = torch.tensor([i if i in kept else next(others) for i in range(self.examples)])
+        own = replace(place, axis=0).rows(torch.arange(self.examples * place.times), self.examples)
+        rows = torch.empty_like(own.flatten())
+        rows[own.flatten()] = own[chosen].flatten()
+        return rows_of(tensor, place.axis, rows, rows != torch.arange(len(rows)), scale)
 
     def _unlike(self, a: Tensor, b: Tensor) -> Tensor:
         """``[b]``: which rows are not equal, up to rounding."""
@@ -300,7 +311,3 @@ class Redone:
         size = a.abs().nan_to_num(posinf=0.0)
         allowed = ROUNDING[bits_of(self.trace.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
         return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1)
-
-
-def _in_front(axis: int, rows: int, tensor: Tensor) -> Tensor:
-    return tensor.movedim(axis, 0).reshape(rows, -1)

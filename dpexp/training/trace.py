@@ -27,6 +27,7 @@ from dpexp.training.lines import (
     READING_SHAPES,
     Line,
     Number,
+    Place,
     Slot,
     address_of,
     is_order,
@@ -133,7 +134,7 @@ class Trace(TorchFunctionMode):
         # what has the rows of the batch and was made by nothing that is written down
         self.rowed = WeakIdKeyDictionary()
         self.held: dict[int, Tensor] = {}
-        self.places: dict[int, tuple[int, int]] = {}
+        self.places: dict[int, Place] = {}
         self.written: set[int] = set()
         # of those that have places, what the model has returned
         self.returned: set[int] = set()
@@ -435,25 +436,31 @@ class Trace(TorchFunctionMode):
             # no other could stand in its place
             return
         fits = self.fits(tensor)
-        usual = [fit for fit in fits if self._usual == {fit[0]}]
-        self.sure &= tensor.dim() == 0 or tensor in self._axes or bool(usual) or any(a == 0 for a, _ in fits)
+        usual = [place for place in fits if self._usual == {place.axis}]
+        front = any(place.axis == 0 for place in fits)
+        # of several rows that the model was given of each example
+        several = (
+            not front and tensor in self._given_back and tensor.dim() > 0 and len(tensor) % self.examples == 0
+        )
+        self.sure &= tensor.dim() == 0 or tensor in self._axes or bool(usual) or front or several
         fits = usual if len(usual) == 1 else fits
-        if len(fits) > 1:
+        if len(fits) > 1 and not several:
             raise ValueError(
                 f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
             )
         if self._bytes > LARGEST:
             raise ValueError(f"they are computed from more than {LARGEST >> 20} MiB")
-        if fits and not is_order(tensor):
+        if is_order(tensor):
+            # rows that are replaced still go where they went; of few examples, labels may look like an order
+            if fits and self.examples < FEW:
+                raise ValueError(f"{tensor.tolist()} may be labels or an order")
+        elif len(fits) == 1:
             self.places[number] = fits[0]
-        elif fits and self.examples < FEW:
-            # in an order, rows that are replaced still go where they went; of few examples, labels may look like one
-            raise ValueError(f"{tensor.tolist()} may be labels or an order")
 
-    def fits(self, tensor: Tensor) -> list[tuple[int, int]]:
+    def fits(self, tensor: Tensor) -> list[Place]:
         """Dimensions that may be the batch, with the rows that each example would have there."""
         return [
-            (axis, times)
+            Place(axis, times)
             for axis, size in enumerate(tensor.shape)
             for times in self._times
             if size == self.examples * times and self._axes.get(tensor, axis) == axis

@@ -408,6 +408,85 @@ def test_several_rows_of_each_example_are_not_compared_with_those_of_others() ->
         attach(model).backward(contrasted(model, rows(5)))
 
 
+@pytest.mark.parametrize("examples", [2, 5, D])
+@pytest.mark.parametrize("losses", [of_both, of_three])
+def test_models_are_looked_at_where_the_loop_gives_them_several_rows_of_each_example(
+    losses: Callable[..., Tensor], examples: int
+) -> None:
+    """Also where there are as many features as examples."""
+    torch.manual_seed(0)
+    model = Mixing(lambda h: h).double()
+    clipper = attach(model)
+    clipper.backward(losses(model, rows(examples)))
+    assert clipper.notes == []
+    mixing = Mixing(lambda h: h - h.detach().mean(0)).double()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(mixing).backward(losses(mixing, rows(examples)))
+
+
+class Mixing(nn.Module):
+    def __init__(self, mix: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.first, self.out, self.mix = nn.Linear(D, D), nn.Linear(D, 3), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.mix(torch.tanh(self.first(x))))
+
+
+class OfSets(nn.Module):
+    """Elements of all sets end to end, and how many each has, by a name of the author's own."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor], each: bool):
+        super().__init__()
+        self.first, self.out, self.mix, self.each = nn.Linear(D, D), nn.Linear(D, 3), mix, each
+
+    def forward(self, x: Tensor, many: Tensor) -> Tensor:
+        h = self.mix(torch.tanh(self.first(x)))
+        whose = torch.arange(len(many)).repeat_interleave(many)
+        pooled = h.new_zeros(len(many), D).index_add(0, whose, h)
+        return self.out(h + pooled[whose] if self.each else pooled)
+
+
+def of_sets(model: Any, batch: Batch) -> Tensor:
+    found, many = model(batch["x"], batch["many"]).square().sum(1), batch["many"]
+    if not model.each:
+        return found
+    return found.new_zeros(len(many)).index_add(0, torch.arange(len(many)).repeat_interleave(many), found)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_sets_are_cut_by_how_many_elements_each_has(each: bool) -> None:
+    """Whatever that is called, and where what comes out lies end to end, too. Eight elements of four sets are no two of each."""
+    torch.manual_seed(0)
+    batches = [
+        {"x": rows(sum(many))["x"], "many": torch.tensor(many)} for many in ((1, 4, 1, 2), (3, 1, 2), (2, 5))
+    ]
+    exact_in_company(OfSets(lambda h: h, each), batches, "auto", of_sets)
+    for batch in batches:
+        model = OfSets(lambda h: h, each).double()
+        clipper = attach(model)
+        clipper.backward(of_sets(model, batch))
+        assert clipper.notes == []
+        mixing = OfSets(lambda h: h - h.detach().mean(0), each).double()
+        with pytest.raises(UserError, match="mixes examples"):
+            attach(mixing).backward(of_sets(mixing, batch))
+
+
+def test_sets_in_a_list_may_have_one_element_or_as_many_as_there_are_sets() -> None:
+    class OneByOne(Mixing):
+        def forward(self, xs: list[Tensor]) -> Tensor:
+            return self.out(torch.stack([torch.tanh(self.first(x)).mean(0) for x in xs]))
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch).square().sum(1)
+
+    torch.manual_seed(0)
+    model = OneByOne(lambda h: h).double()
+    clipper = attach(model)
+    for sizes in ((1, 2, 2, 4, 3, 1), (4, 1, 3, 1), (1, 3, 3)):
+        clipper.backward(losses(model, [rows(size)["x"] for size in sizes]))
+
+
 class Tables(nn.Module):
     """As recommenders have it: a bag of ids of each kind, and where those of each example begin."""
 

@@ -156,6 +156,46 @@ def test_features_are_not_taken_for_examples_because_they_are_as_many(tmp_path, 
     assert train(make(tmp_path), size, losses=of_both).finished
 
 
+def side_by_side(engine, batch):
+    found = engine.model(torch.stack([batch[0], batch[0].flip(1)], 1).flatten(0, 1))
+    return cross_entropy(found, batch[1].repeat_interleave(2), reduction="none").view(-1, 2).mean(1)
+
+
+@pytest.mark.parametrize("losses", [of_both, side_by_side])
+def test_several_views_of_each_example_are_looked_at(tmp_path, caplog, losses):
+    """In batches of any size, of as many examples as outputs or views too."""
+    engine = make(tmp_path)
+    assert train(engine, 5, losses=losses).finished
+    assert engine.clipper.notes == []
+
+
+def contrasted(engine, batch):
+    """SimCLR, and what is not one's own has no gradient."""
+    found = engine.model(torch.cat([batch[0], batch[0].flip(1)]))
+    table = found @ found.detach().T - 1e9 * torch.eye(len(found))
+    return (
+        cross_entropy(table, torch.arange(len(found)).roll(len(batch[0])), reduction="none")
+        .view(2, -1)
+        .mean(0)
+    )
+
+
+def balanced_over_the_batch(engine, batch):
+    """SwAV, half of it."""
+    found = engine.model(torch.cat([batch[0], batch[0].flip(1)]))
+    with torch.no_grad():
+        codes = nn.functional.normalize(found.exp() / found.exp().sum(0), p=1, dim=1)
+    return -(codes * found.log_softmax(1)).sum(1).view(2, -1).mean(0)
+
+
+@pytest.mark.parametrize("losses", [contrasted, balanced_over_the_batch])
+def test_views_of_an_example_are_not_compared_with_those_of_others(tmp_path, losses):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="mixes examples: the loss of one changes when the others"):
+        train(engine, 20, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
 def in_parts(engine, batch):
     outputs = [engine.model(part) for part in batch[0].split(2)]
     return cross_entropy(torch.cat(outputs), batch[1], reduction="none")
