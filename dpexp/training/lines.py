@@ -77,6 +77,8 @@ class Line:
     given: Any
     made: list[int]
     autocast: tuple[str, torch.dtype] | None
+    # whether autograd looks on
+    differentiated: bool = True
     # whether a number that was made of the whole batch is among the arguments
     counted: bool = False
     # whether it takes as many rows as there are examples, and some of them twice

@@ -26,6 +26,8 @@ from dpexp.training.trace import COUNTED, EARLIER, REPEATED, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
 SCALE = 3.0
+# bytes of what the model returns by which losses are differentiated
+SMALL = 1 << 24
 
 MIXED = (
     "the loop mixes examples: the loss of one changes when the others of its batch are replaced{where}, whether a gradient shows "
@@ -48,30 +50,48 @@ class Mixture(UserError):
     """What belongs to one example was another thing, with others beside it."""
 
 
+def told_by(trace: Trace, losses: Tensor) -> bool:
+    """Compute again what enters the model, and the losses; return whether these told anything.
+
+    Raises:
+        UserError: what an example loses, or what enters the model for it, depends on others. `Mixture`, where that shows in a
+            comparison, which a chance may have made where the trace is not `sure`.
+    """
+    # pairs that are in one half are apart in other halves
+    splits = range(2 if trace.examples > 2 else 1)
+    try:
+        told = [Redone(trace, split).check(losses) for split in splits]
+        return all(told)
+    finally:
+        trace.held.clear()
+
+
 class Redone:
     """The trace of one batch, of which the losses are there.
 
     Args:
         trace: ended.
+        split: which way to cut the examples in halves, 0 or 1.
     """
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: Trace, split: int):
         self.trace, self.examples = trace, trace.examples
+        order = fixed_order(self.examples).tolist()
+        cut = (self.examples + 1) // 2
+        self._first = split == 0
+        self._halves = [order[:cut], order[cut:]] if self._first else [order[::2], order[1::2]]
         # which rows of what enters the model, and so of what it returns, change with one half of the examples, and with the other
         self._changed = [torch.zeros(trace.examples, dtype=torch.bool) for _ in range(2)]
+        # what the losses are differentiated by
+        self._by: dict[int, Place] = {}
         # where the rows of each example are in what the loop has made of several of each, by how many rows there are
         self._several: dict[int, Place] = {}
         if trace.as_it_came:
-            for changed, kept in zip(self._changed, self._halves(), strict=True):
+            for changed, kept in zip(self._changed, self._halves, strict=True):
                 changed[[i for i in range(self.examples) if i not in kept]] = True
 
     def check(self, losses: Tensor) -> bool:
-        """Compute again what enters the model, and the losses; return whether these told anything.
-
-        Raises:
-            UserError: what an example loses, or what enters the model for it, depends on others. `Mixture`, where that shows in a
-                comparison, which a chance may have made where the trace is not `sure`.
-        """
+        """Compute again what enters the model, and the losses; see `told_by`."""
         trace = self.trace
         for name, buffer in trace.model.named_buffers():
             if buffer in trace.private or buffer in trace.before:
@@ -92,8 +112,6 @@ class Redone:
                 raise UserError(REPEATED) from error
             trace.failure = f"{type(error).__name__}: {error}"
             return False
-        finally:
-            trace.held.clear()
 
     def _failure(self, losses: Tensor) -> str:
         """Why the losses cannot be looked at; what enters the model is."""
@@ -105,18 +123,62 @@ class Redone:
         if number is None:
             return "they are made by something else than torch's functions"
         self._refuse_others(number, "losses depend")
+        returned = {
+            n: self._place_of(n) for n in self.trace.returned if self.trace.held[n].is_floating_point()
+        }
+        if sum(self.trace.held[n].nbytes for n in returned) <= SMALL:
+            self._by = {n: place for n, place in returned.items() if place is not None}
         return ""
 
     def _look(self, number: int, losses: Tensor) -> bool:
-        whole, by_chance = self._again(number)
-        changed = [self._unlike(whole, self._other(number, half)) for half in range(2)]
-        mixed = bool((changed[0] & changed[1]).any())
-        if mixed and not by_chance and bool(self._unlike(whole, losses).any()):
+        whole, by_chance = self._lost(number)
+        others = [self._lost_otherwise(number, half) for half in self._halves]
+        changed = [[self._unlike(*pair) for pair in zip(whole, other, strict=True)] for other in others]
+        mixed = any(bool((one & other).any()) for one, other in zip(*changed, strict=True))
+        for i in self._lonely():
+            # a count of the classes there are, a maximum: the same in both halves, and not among copies of one example
+            alone = self._lost_otherwise(number, [i])
+            mixed |= any(bool(self._unlike(*pair)[i]) for pair in zip(whole, alone, strict=True))
+        if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
             raise ValueError("computed again they are others")
         if mixed:
             raise Mixture(MIXED.format(where=self.trace.table))
-        self._feel_padding(number, whole)
-        return bool((changed[0] | changed[1]).any())
+        if self._first:
+            self._feel_padding(number, whole[0])
+        return bool((changed[0][0] | changed[1][0]).any())
+
+    def _lonely(self) -> list[int]:
+        """Examples that are looked at among copies of themselves, where all stand in the order of the batch."""
+        stays = all(
+            (~changed).nonzero().flatten().tolist() == sorted(half)
+            for changed, half in zip(self._changed, self._halves, strict=True)
+        )
+        return [half[0] for half in self._halves] if stays else []
+
+    def _lost(
+        self, number: int, kept: Sequence[int] | None = None, scale: float = 1.0
+    ) -> tuple[list[Tensor], bool]:
+        """What each example loses, and the gradients of all losses at the rows of what the model returned.
+
+        A factor of a gradient alone, as in a score function, moves no loss.
+        """
+        try:
+            losses, gradients, by_chance = self._again(number, kept, scale, by=list(self._by))
+        except Exception:
+            if kept is not None:
+                raise
+            # what autograd cannot go through once more
+            self._by = {}
+            losses, gradients, by_chance = self._again(number)
+        rows = [place.rows(g, self.examples) for g, place in zip(gradients, self._by.values(), strict=True)]
+        return [losses, *rows], by_chance
+
+    def _lost_otherwise(self, number: int, kept: Sequence[int]) -> list[Tensor]:
+        try:
+            return self._lost(number, kept, SCALE)[0]
+        except Exception:
+            # a target that must be between 0 and 1
+            return self._lost(number, kept)[0]
 
     def _feel_padding(self, number: int, whole: Tensor) -> None:
         """Note for which lengths the losses are others where the model returns something else for padding."""
@@ -151,13 +213,13 @@ class Redone:
         self._refuse_others(number, "what enters the model depends")
         try:
             whole = self._again(number)[0]
-            others = [self._other(number, half) for half in range(2)]
+            others = [self._other(number, half) for half in self._halves]
             places = self._places(whole)
             rows = [[place.rows(t, self.examples) for t in (whole, *others)] for place in places]
         except Exception:
             # nothing that has rows, or that could be done again
             return True
-        if whole.dim():
+        if whole.dim() and self._first:
             self._feel_longer(number, whole)
         if not places:
             if any(bool(self._unlike(whole[None], other[None]).any()) for other in others):
@@ -186,7 +248,7 @@ class Redone:
             self._several[len(whole)] = place
         if apart and not self.trace.opaque:
             return True
-        return not any(bool(rows[kept].any()) for rows, kept in zip(here, self._halves(), strict=True))
+        return not any(bool(rows[kept].any()) for rows, kept in zip(here, self._halves, strict=True))
 
     def _places(self, whole: Tensor) -> list[Place]:
         """Where the rows of each example may be in a tensor; none where it has rows that no size tells apart."""
@@ -243,50 +305,52 @@ class Redone:
                 found.add(i)
         return found
 
-    def _halves(self) -> list[list[int]]:
-        """The examples in two halves."""
-        order = fixed_order(self.examples).tolist()
-        cut = (self.examples + 1) // 2
-        return [order[:cut], order[cut:]]
-
-    def _other(self, number: int, half: int) -> Tensor:
-        """A tensor, with one half of the examples in the place of the other."""
+    def _other(self, number: int, kept: Sequence[int]) -> Tensor:
+        """A tensor, with the examples ``kept`` in the place of the others."""
         try:
-            return self._again(number, half, SCALE)[0]
+            return self._again(number, kept, SCALE)[0]
         except Exception:
-            # a target that must be between 0 and 1
-            return self._again(number, half, 1.0)[0]
+            return self._again(number, kept)[0]
 
     def _again(
         self,
         number: int,
-        half: int | None = None,
+        kept: Sequence[int] | None = None,
         scale: float = 1.0,
         instead: Mapping[int, Tensor] | None = None,
-    ) -> tuple[Tensor, bool]:
-        """A tensor, with one half of the examples in the place of the other; and whether chance has a part in it.
+        by: Sequence[int] = (),
+    ) -> tuple[Tensor, Sequence[Tensor], bool]:
+        """A tensor, with the examples ``kept`` in the place of the others; the gradients of its sum; whether it met chance.
 
-        ``instead``: what stands in the place of tensors with these numbers.
+        Args:
+            number: of the tensor.
+            kept: None: all stay.
+            scale: factor of floating-point numbers in the place of others.
+            instead: what stands in the place of tensors with these numbers.
+            by: numbers of the tensors that it is differentiated by.
         """
         trace = self.trace
-        there = {n: held.clone() if n in trace.written else held for n, held in trace.held.items()}
-        there |= instead or {}
-        if half is not None:
-            kept, left = self._halves()[half], (~self._changed[half]).nonzero().flatten().tolist()
+        there = dict(trace.held) | dict(instead or {})
+        if kept is not None:
+            # rows that the model was given in another order come back in that order
+            left = self._rows_left(kept)
             there |= {
-                # rows that the model was given in another order come back in that order
                 n: self._replaced(held, place, left if n in trace.returned else kept, scale)
                 for n, held in trace.held.items()
                 if (place := self._place_of(n)) is not None
             }
+        leaves = {n: there[n].detach().requires_grad_() for n in by}
+        there |= leaves
+        there |= {n: there[n].clone() for n in trace.written if n in there}
         last = {slot.number: i for i, line in enumerate(trace.lines) for slot in slots_of(line)}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
-        with torch.random.fork_rng(cuda), torch.no_grad(), WithoutChance(Chance()) as chance:
+        with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
             for i, line in enumerate(trace.lines):
                 args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
                 kind, dtype = line.autocast or ("cpu", torch.bfloat16)
-                with torch.autocast(
-                    kind, dtype=dtype, enabled=line.autocast is not None, cache_enabled=False
+                with (
+                    torch.set_grad_enabled(bool(by) and line.differentiated),
+                    torch.autocast(kind, dtype=dtype, enabled=line.autocast is not None, cache_enabled=False),
                 ):
                     result = line.func(*args, **kwargs)
                 made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -294,7 +358,18 @@ class Redone:
                 for slot in slots_of(line):
                     if last[slot.number] == i and slot.number != number:
                         there.pop(slot.number, None)
-        return there[number], chance.met
+            found = there[number]
+            gradients: Sequence[Tensor] = ()
+            if leaves:
+                gradients = torch.autograd.grad(
+                    found.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+                )
+        return found.detach(), gradients, chance.met
+
+    def _rows_left(self, kept: Sequence[int]) -> list[int]:
+        """The rows that the model was given of some examples, as far as their order is known."""
+        known = [~changed for changed, half in zip(self._changed, self._halves, strict=True) if half == kept]
+        return known[0].nonzero().flatten().tolist() if known else list(kept)
 
     def _replaced(self, tensor: Tensor, place: Place, kept: Sequence[int], scale: float) -> Tensor:
         """The rows ``kept`` in the place of all others."""

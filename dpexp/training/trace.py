@@ -7,13 +7,14 @@ tell what holds values of the batch when a later one begins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -58,9 +59,9 @@ EARLIER = (
     "This voids any guarantee. Leave it out, or make it of public data; what belongs to an example stands in the data set"
 )
 COUNTED = (
-    "{what} on a number that the loop has made of its batch (.item(), float(), a mean that the model gives back or keeps, what "
-    "ranks add up or gather), and so on all of its examples, whether a gradient shows it or not. This voids any guarantee. Leave "
-    "it out, or use a public one"
+    "{what} on a number that the loop has made of its batch or of the one before (.item(), float(), a mean that the model gives "
+    "back or keeps, what ranks add up or gather, a gradient of all losses together), and so on all of its examples, whether a "
+    "gradient shows it or not. This voids any guarantee. Leave it out, or use a public one"
 )
 UNUSED = (
     "nothing of this batch reaches the model or the losses: epsilon is that of examples that engine.batches() has drawn, and not "
@@ -93,6 +94,7 @@ class Trace(TorchFunctionMode):
         axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
         data: the tensors that the rows of the data set stand in, where it has some.
         padding: see `padded.padding_of`.
+        fractions: of the batch before, see `Sizes`.
 
     Attributes:
         felt: the lengths to which rows are padded whose padding changes the losses.
@@ -117,6 +119,7 @@ class Trace(TorchFunctionMode):
         axes: WeakIdKeyDictionary | None = None,
         data: Iterable[Tensor] = (),
         padding: Padding | None = None,
+        fractions: Sequence[float] = (),
     ):
         super().__init__()
         self.padding = padding or {}
@@ -125,7 +128,7 @@ class Trace(TorchFunctionMode):
         # where the examples stand in all that has several dimensions, as far as is known
         self._usual = {axis for tensor, axis in self._axes.items() if tensor.dim() > 1}
         self.model, self.examples, self._times = model, examples, {1, rows_per_example}
-        self.sizes = Sizes(examples, rows_per_example)
+        self.sizes = Sizes(examples, rows_per_example, fractions)
         self.failure = ""
         self.sure, self.watching, self.opaque = True, False, False
         self.private = WeakIdKeyDictionary()
@@ -268,6 +271,12 @@ class Trace(TorchFunctionMode):
         if self.failure:
             return self._followed(func, args, kwargs, given)
         known = (self.numbers, self.rowed, self._within, self._told)
+        inner = [_unwrapped(t) for t in given]
+        if any(t is not wrapped for t, wrapped in zip(inner, given, strict=True)) and any(
+            t in tensors for t in inner for tensors in known
+        ):
+            self._stop("torch.func (vmap, grad) is not looked into")
+            return self._followed(func, args, kwargs, given)
         if not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
         self._refuse_scaled(given)
@@ -286,7 +295,9 @@ class Trace(TorchFunctionMode):
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if opaque:
             self.opaque = True
-            self._have_rows(made)
+            if func is torch.autograd.grad:
+                self._hear_of_all(result, args, kwargs)
+            self._have_rows(t for t in made if t not in self._told)
         elif line is not None:
             self._tried(self._add, line, made)
         elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
@@ -329,6 +340,15 @@ class Trace(TorchFunctionMode):
         for tensor in heard:
             self._told[tensor] = None
             self._mark(tensor)
+
+    def _hear_of_all(self, gradients: Any, args: Any, kwargs: Any) -> None:
+        """Note gradients of what no row of the batch is added to, or stands in: they are sums over all examples."""
+        asked = kwargs["inputs"] if "inputs" in kwargs else args[1]
+        for gradient, tensor in zip(tree_leaves(gradients), tree_leaves(asked), strict=False):
+            own = tensor in self.private or self.examples == 1
+            if isinstance(gradient, Tensor) and not own and not self.fits(gradient):
+                self._told[gradient] = None
+                self._mark(gradient)
 
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
@@ -379,15 +399,13 @@ class Trace(TorchFunctionMode):
         on = torch.is_autocast_enabled(kind)
         numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
         numbers += [n for t in given for n in self._constant(t)]
-        counted = self.sizes.made(numbers)
-        counted = counted or any(t.numel() == 1 and t in self._within for t in given)
-        # of one example alone they are its own
-        counted = (counted and self.examples > 1) or any(t in self._told for t in given)
+        counted = self.sizes.made(numbers) or any(t in self._told for t in given)
+        counted |= self.examples > 1 and any(t.numel() == 1 and t in self._within for t in given)
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
                 self.sizes.note(len(self.lines), name, n)
         autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
-        return Line(func, slots, [], autocast, counted, self._repeats(func, args))
+        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, self._repeats(func, args))
 
     def _constant(self, tensor: Tensor) -> list[Number]:
         """The number that a tensor holds in all its places, where it is not made of values of the batch."""
@@ -476,6 +494,13 @@ class Trace(TorchFunctionMode):
         self.failure = self.failure or why
         self.held.clear()
         self.lines.clear()
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """What stands behind a tensor within a transform of `torch.func`."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _unstacked() -> list[Any]:

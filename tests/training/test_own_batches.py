@@ -196,6 +196,65 @@ def test_views_of_an_example_are_not_compared_with_those_of_others(tmp_path, los
     assert engine.ledger.steps_charged == 0
 
 
+def of_neighbours(engine, batch):
+    """Pairs, and all of a pair in one half."""
+    found = engine.model(batch[0])
+    other = torch.arange(len(found)) ^ 1
+    return (found - found.detach()[other.clamp(max=len(found) - 1)]).square().sum(1)
+
+
+def of_the_largest_label(engine, batch):
+    """The same in both halves, each of which has all labels."""
+    return losses_of(engine, batch) * (1 + batch[1].max())
+
+
+def by_gradients_alone(engine, batch):
+    """As in a score function: no loss tells the factor of its gradient."""
+    values = losses_of(engine, batch)
+    weighted = values / torch.bincount(batch[1], minlength=3)[batch[1]]
+    return weighted + (values - weighted).detach()
+
+
+def moved_alike(engine, batch):
+    """One perturbation for all."""
+    moved = torch.zeros(10, requires_grad=True)
+    gradient = torch.autograd.grad(cross_entropy(engine.model(batch[0] + moved), batch[1]), moved)[0]
+    return cross_entropy(engine.model(batch[0] + 0.1 * gradient.sign()), batch[1], reduction="none")
+
+
+def by_a_number_of_before(engine, batch):
+    values = losses_of(engine, batch) / getattr(engine.model, "seen", 1.0)
+    engine.model.seen = values.mean().item()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("losses", "size"),
+    [(of_neighbours, 4), (of_neighbours, 8), (of_the_largest_label, 20), (by_gradients_alone, 20), (moved_alike, 20),
+     (by_a_number_of_before, 4)],
+)  # fmt: skip
+def test_what_goes_by_others_in_a_way_of_its_own_is_refused(tmp_path, losses, size):
+    engine = make(tmp_path)
+    with pytest.raises(
+        UserError, match=r"mixes examples|a number that the loop has made of its batch or of the one before"
+    ):
+        train(engine, size, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
+def test_what_a_loop_computes_by_transforms_is_not_believed(tmp_path):
+    engine = make(tmp_path, steps=30)
+
+    def losses(engine, batch):
+        return (
+            losses_of(engine, batch)
+            * torch.vmap(lambda column: column.abs().mean(), in_dims=1)(batch[0]).sum()
+        )
+
+    train(engine, losses=losses)
+    assert "torch.func (vmap, grad) is not looked into" in "".join(engine.clipper.notes)
+
+
 def in_parts(engine, batch):
     outputs = [engine.model(part) for part in batch[0].split(2)]
     return cross_entropy(torch.cat(outputs), batch[1], reduction="none")
