@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, islice, product
+from itertools import chain, cycle, islice, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +41,9 @@ ENTERED = (
     "example alone, with public numbers"
 )
 UNTOLD = (
-    "the loop gives the model a tensor {shape} that it has made of a batch of {examples} examples, and no size says which of its "
-    "rows are whose. Give a row for each example, or as many views of each, side by side (torch.cat); call the model for each "
-    "view; let the collate function put rows end to end; and leave it to physical_batch_size to cut batches"
+    "the loop gives the model, or gets of it, a tensor {shape} of a batch of {examples} examples, and nothing tells which of its "
+    "rows are whose: one changes with several examples. Give a row for each example, or as many views of each, side by side "
+    "(torch.cat); call the model for each view, or for each example; let the collate function put rows end to end"
 )
 
 
@@ -83,9 +84,12 @@ class Redone:
         # which rows of what enters the model, and so of what it returns, change with one half of the examples, and with the other
         self._changed = [torch.zeros(trace.examples, dtype=torch.bool) for _ in range(2)]
         # what the losses are differentiated by
-        self._by: dict[int, Place] = {}
+        self._by: list[int] = []
         # where the rows of each example are in what the loop has made of several of each, by how many rows there are
         self._several: dict[int, Place] = {}
+        # which rows of what enters change with each half, by number; and what has rows that no size tells
+        self._rows: dict[int, list[Tensor]] = {}
+        self._unplaced: set[int] = set()
         if trace.as_it_came:
             for changed, kept in zip(self._changed, self._halves, strict=True):
                 changed[[i for i in range(self.examples) if i not in kept]] = True
@@ -99,9 +103,11 @@ class Redone:
         self._refuse_repeated(losses)
         try:
             trace.failure = trace.failure or self._failure(losses)
-            behind = self._behind([*trace.entering, trace.numbers.get(losses, 0)])
+            behind = self._behind([*chain.from_iterable(trace.calls), trace.numbers.get(losses, 0)])
             scaled = trace.sizes.scaled.items()
-            trace.sizes.scaled = {place: size for place, size in scaled if place[0] in behind}
+            trace.sizes.scaled = {
+                place: size for place, size in scaled if place[0] in behind and not self._is_chance(place)
+            }
             if losses in trace.rowed:
                 return True
             return not trace.failure and self._look(trace.numbers[losses], losses.detach())
@@ -115,7 +121,9 @@ class Redone:
 
     def _failure(self, losses: Tensor) -> str:
         """Why the losses cannot be looked at; what enters the model is."""
-        if not all(self._enters_apart(number) for number in dict.fromkeys(self.trace.entering)):
+        if not all(
+            self._enters_apart(number) for number in dict.fromkeys(chain.from_iterable(self.trace.calls))
+        ):
             return "rows enter the model in an order that goes by the batch"
         if losses in self.trace.rowed:
             return ""
@@ -123,11 +131,15 @@ class Redone:
         if number is None:
             return "they are made by something else than torch's functions"
         self._refuse_others(number, "losses depend")
-        returned = {
-            n: self._place_of(n) for n in self.trace.returned if self.trace.held[n].is_floating_point()
-        }
-        if sum(self.trace.held[n].nbytes for n in returned) <= SMALL:
-            self._by = {n: place for n, place in returned.items() if place is not None}
+        for n in self.trace.returned:
+            held, told = self.trace.held[n], self._told_rows(n)
+            if told and not (held.dim() and len(told[0][0]) == len(held)):
+                if all(any(bool(rows[half].any()) for rows in told) for half in (0, 1)):
+                    raise UserError(UNTOLD.format(shape=list(held.shape), examples=self.examples))
+            elif not told and n in self.trace.untold and self._place_of(n) is None:
+                return self.trace.untold[n]
+        returned = [n for n in self.trace.returned if self.trace.held[n].is_floating_point()]
+        self._by = returned if sum(self.trace.held[n].nbytes for n in returned) <= SMALL else []
         return ""
 
     def _look(self, number: int, losses: Tensor) -> bool:
@@ -137,8 +149,7 @@ class Redone:
         mixed = any(bool((one & other).any()) for one, other in zip(*changed, strict=True))
         for i in self._lonely():
             # a count of the classes there are, a maximum: the same in both halves, and not among copies of one example
-            alone = self._lost_otherwise(number, [i])
-            mixed |= any(bool(self._unlike(*pair)[i]) for pair in zip(whole, alone, strict=True))
+            mixed |= bool(self._unlike(whole[0], self._lost_otherwise(number, [i])[0])[i])
         if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
             raise ValueError("computed again they are others")
         if mixed:
@@ -153,7 +164,7 @@ class Redone:
             (~changed).nonzero().flatten().tolist() == sorted(half)
             for changed, half in zip(self._changed, self._halves, strict=True)
         )
-        return [half[0] for half in self._halves] if stays else []
+        return [half[0] for half in self._halves] if stays and not self._unplaced else []
 
     def _lost(
         self, number: int, kept: Sequence[int] | None = None, scale: float = 1.0
@@ -163,15 +174,19 @@ class Redone:
         A factor of a gradient alone, as in a score function, moves no loss.
         """
         try:
-            losses, gradients, by_chance = self._again(number, kept, scale, by=list(self._by))
+            losses, gradients, by_chance = self._again(number, kept, scale, by=self._by)
         except Exception:
             if kept is not None:
                 raise
             # what autograd cannot go through once more
-            self._by = {}
+            self._by = []
             losses, gradients, by_chance = self._again(number)
-        rows = [place.rows(g, self.examples) for g, place in zip(gradients, self._by.values(), strict=True)]
-        return [losses, *rows], by_chance
+        rows = [losses]
+        for n, gradient in zip(self._by, gradients, strict=True):
+            place = None if self._told_rows(n) else self._place_of(n)
+            front = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
+            rows.append(front if place is None else place.rows(gradient, self.examples))
+        return rows, by_chance
 
     def _lost_otherwise(self, number: int, kept: Sequence[int]) -> list[Tensor]:
         try:
@@ -222,7 +237,9 @@ class Redone:
         if whole.dim() and self._first:
             self._feel_longer(number, whole)
         if not places:
-            if any(bool(self._unlike(whole[None], other[None]).any()) for other in others):
+            # rows of an example at a time, of some, or beside public ones
+            self._unplaced.add(number)
+            if not self._note_rows(number, whole, others):
                 raise UserError(UNTOLD.format(shape=list(whole.shape), examples=self.examples))
             return True
         found, fits = [], self.trace.fits(whole)
@@ -244,11 +261,22 @@ class Redone:
             raise Mixture(ENTERED)
         self._changed = both[apart[0]] if apart else self._changed
         place, here = found[apart[0] if apart else 0]
+        if place.axis == 0:
+            self._note_rows(number, whole, others)
         if place not in fits:
             self._several[len(whole)] = place
         if apart and not self.trace.opaque:
             return True
         return not any(bool(rows[kept].any()) for rows, kept in zip(here, self._halves, strict=True))
+
+    def _note_rows(self, number: int, whole: Tensor, others: Sequence[Tensor]) -> bool:
+        """Note which rows in front change with each half, and tell whether none does with both."""
+        rows, *changed = (t.reshape(len(t) if t.dim() else 1, -1) for t in (whole, *others))
+        found = [self._unlike(rows, other) for other in changed]
+        apart = not bool((found[0] & found[1]).any())
+        if apart:
+            self._rows[number] = found
+        return apart
 
     def _places(self, whole: Tensor) -> list[Place]:
         """Where the rows of each example may be in a tensor; none where it has rows that no size tells apart."""
@@ -265,6 +293,15 @@ class Redone:
         if number in trace.returned and tensor.dim() and len(tensor) in self._several:
             return self._several[len(tensor)]
         return trace.places.get(number)
+
+    def _told_rows(self, number: int) -> list[list[Tensor]]:
+        """Which rows of what the model was given, before it returned a tensor, change with each half; none where sizes tell."""
+        if number not in self.trace.returned:
+            return []
+        held, call = self.trace.held[number], self.trace.calls[self.trace.returned[number]]
+        found = {n: self._rows[n] for n in call if n in self._rows}
+        alike = [rows for rows in found.values() if held.dim() and len(rows[0]) == len(held)]
+        return alike or (list(found.values()) if self._unplaced.issuperset(call) else [])
 
     def _refuse_others(self, number: int, what: str) -> None:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
@@ -291,13 +328,24 @@ class Redone:
             slots = [slot.number for slot in slots_of(line)]
             if line.repeats or (taken.intersection(slots) and name_of(line.func).rstrip("_") not in ADDING):
                 taken.update([*line.made, *(slots[:1] if line.writes else ())])
-        reached = [*self.trace.entering, self.trace.numbers.get(losses)]
+        reached = [*chain.from_iterable(self.trace.calls), self.trace.numbers.get(losses)]
         if taken and (None in reached or taken.intersection(reached)):
             raise UserError(REPEATED)
 
-    def _behind(self, numbers: Sequence[int]) -> set[int]:
-        """Which lines tensors were computed by."""
-        needed, found = set(numbers), set[int]()
+    def _is_chance(self, scaled: Any) -> bool:
+        """Whether a mean is over as many numbers as there are examples, and of what the model has returned of one at a time."""
+        line, name, source, _ = scaled
+        if name != "mean" or source not in self.trace.sizes.times:
+            return False
+        needed = set[int]()
+        self._behind([slot.number for slot in slots_of(self.trace.lines[line])], needed)
+        returned = needed.intersection(self.trace.returned)
+        return bool(returned) and all(map(self._told_rows, returned))
+
+    def _behind(self, numbers: Sequence[int], needed: set[int] | None = None) -> set[int]:
+        """Which lines tensors were computed by; ``needed`` is given the numbers of all that these use."""
+        needed, found = set[int]() if needed is None else needed, set[int]()
+        needed.update(numbers)
         for i, line in reversed(list(enumerate(self.trace.lines))):
             slots = [slot.number for slot in slots_of(line)]
             if needed.intersection([*line.made, *(slots[:1] if line.writes else ())]):
@@ -332,13 +380,15 @@ class Redone:
         trace = self.trace
         there = dict(trace.held) | dict(instead or {})
         if kept is not None:
-            # rows that the model was given in another order come back in that order
-            left = self._rows_left(kept)
-            there |= {
-                n: self._replaced(held, place, left if n in trace.returned else kept, scale)
-                for n, held in trace.held.items()
-                if (place := self._place_of(n)) is not None
-            }
+            half = self._halves.index(list(kept)) if list(kept) in self._halves else None
+            for n, held in trace.held.items():
+                told = [] if half is None else self._told_rows(n)
+                if half is not None and told:
+                    # rows that the model was given in another order come back in that order
+                    there[n] = self._changed_as(held, told, half, scale)
+                elif (place := self._place_of(n)) is not None:
+                    left = self._rows_left(half) if half is not None and n in trace.returned else kept
+                    there[n] = self._replaced(held, place, left, scale)
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
         there |= {n: there[n].clone() for n in trace.written if n in there}
@@ -366,10 +416,21 @@ class Redone:
                 )
         return found.detach(), gradients, chance.met
 
-    def _rows_left(self, kept: Sequence[int]) -> list[int]:
-        """The rows that the model was given of some examples, as far as their order is known."""
-        known = [~changed for changed, half in zip(self._changed, self._halves, strict=True) if half == kept]
-        return known[0].nonzero().flatten().tolist() if known else list(kept)
+    def _changed_as(self, tensor: Tensor, told: list[list[Tensor]], half: int, scale: float) -> Tensor:
+        """What the model returned, with other rows where such as it was given have changed; all of it where it has other rows."""
+        tensor = tensor if tensor.dim() else tensor[None]
+        changed = [rows[half] for rows in told if len(rows[half]) == len(tensor)]
+        everywhere = torch.full((len(tensor),), any(bool(rows[half].any()) for rows in told))
+        where = torch.stack(changed).any(0) if changed else everywhere
+        stay = (~where).nonzero().flatten().tolist()
+        rows = torch.arange(len(tensor))
+        if stay:
+            rows[where] = torch.tensor(list(islice(cycle(stay), int(where.sum()))), dtype=torch.long)
+        return rows_of(tensor, 0, rows, where, scale)
+
+    def _rows_left(self, half: int) -> list[int]:
+        """The examples of one half, as they stand where the model was given them."""
+        return (~self._changed[half]).nonzero().flatten().tolist()
 
     def _replaced(self, tensor: Tensor, place: Place, kept: Sequence[int], scale: float) -> Tensor:
         """The rows ``kept`` in the place of all others."""

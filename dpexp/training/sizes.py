@@ -26,6 +26,7 @@ class Sizes:
         earlier: `fractions` of the batch before.
 
     Attributes:
+        times: how many rows each example may have.
         fractions: numbers of Python that were made of the whole batch.
         scaled: where a whole number that goes by the batch stood in arithmetic, or was averaged over: (line, function, which of
             them, how many times) -> its value.
@@ -33,8 +34,8 @@ class Sizes:
 
     def __init__(self, examples: int, rows_per_example: int, earlier: Sequence[float] = ()):
         self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
-        self._examples, self._times = examples, {1, rows_per_example}
-        self._whole: dict[Hashable, int] = {times: examples * times for times in sorted(self._times)}
+        self._examples, self.times = examples, {1, rows_per_example}
+        self._whole: dict[Hashable, int] = {times: examples * times for times in sorted(self.times)}
         self.fractions: list[float] = []
         self._earlier = earlier
 
@@ -68,7 +69,7 @@ class Sizes:
         if self._examples == 1:
             return
         for source, size in self._whole.items():
-            if number.by_row and source not in self._times:
+            if number.by_row and source not in self.times:
                 continue
             if size > 1 and number.is_near(size):
                 self.scaled[line, name, source, 1] = size

@@ -139,11 +139,13 @@ class Trace(TorchFunctionMode):
         self.held: dict[int, Tensor] = {}
         self.places: dict[int, Place] = {}
         self.written: set[int] = set()
-        # of those that have places, what the model has returned
-        self.returned: set[int] = set()
+        # what the model has returned, and in which of its calls
+        self.returned: dict[int, int] = {}
         self._given_back = WeakIdKeyDictionary()
-        # what enters the model, and what earlier batches have left behind
-        self.entering: list[int] = []
+        # of what has rows in a dimension that no size tells, why
+        self.untold: dict[int, str] = {}
+        # what the loop has made and gives to the model, by its calls; and what earlier batches have left behind
+        self.calls: list[list[int]] = []
         # whether rows of the batch enter the model in the order in which they came
         self.as_it_came = False
         self.old: set[int] = set()
@@ -212,11 +214,12 @@ class Trace(TorchFunctionMode):
         # before the losses all that comes out counts as the batch's, behind them what it was made of: a generator is trained on
         # what the model says of its own pictures
         self._of_batch = not self.failure or any(tensor in self.private for tensor in entering)
+        self.calls.append([])
         if self.failure:
             return
         for tensor in entering:
             if tensor in self.numbers:
-                self.entering.append(self.numbers[tensor])
+                self.calls[-1].append(self.numbers[tensor])
             elif tensor in self.rowed:
                 self.as_it_came |= len(self.fits(tensor)) == 1
             elif self._is_old(tensor):
@@ -231,7 +234,8 @@ class Trace(TorchFunctionMode):
             if self._of_batch:
                 self._have_rows(tensors_in(output, depth=1))
                 if self._inside == 1:
-                    self._given_back.update(dict.fromkeys(tensors_in(output, depth=1)))
+                    call = len(self.calls) - 1
+                    self._given_back.update(dict.fromkeys(tensors_in(output, depth=1), call))
             elif self._old_inside and self._inside == 1:
                 self.before.update(dict.fromkeys(tensors_in(output, depth=1)))
             self._inside -= 1
@@ -443,7 +447,7 @@ class Trace(TorchFunctionMode):
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
                 if tensor in self._given_back:
-                    self.returned.add(self._count)
+                    self.returned[self._count] = self._given_back[tensor]
             elif self._is_old(tensor):
                 self.old.add(self._count)
         return self.numbers[tensor]
@@ -462,10 +466,12 @@ class Trace(TorchFunctionMode):
         )
         self.sure &= tensor.dim() == 0 or tensor in self._axes or bool(usual) or front or several
         fits = usual if len(usual) == 1 else fits
-        if len(fits) > 1 and not several:
-            raise ValueError(
-                f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
-            )
+        if len(fits) > 1:
+            why = f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
+            if tensor not in self._given_back:
+                raise ValueError(why)
+            # what has entered may tell
+            self.untold[number] = why
         if self._bytes > LARGEST:
             raise ValueError(f"they are computed from more than {LARGEST >> 20} MiB")
         if is_order(tensor):

@@ -402,6 +402,51 @@ def test_the_loop_may_give_the_model_several_rows_of_each_example(
     exact_in_company(model, [rows(5), rows(5), rows(3), rows(2)], engine, losses)
 
 
+def triplets(model: nn.Module, batch: Batch) -> Tensor:
+    """Of most, as of examples that are far enough apart, no loss is left."""
+    one, alike, other = model(torch.cat([batch["x"], batch["x"] + 1e-3, batch["x"].flip(1)])).chunk(3)
+    found = torch.nn.functional.triplet_margin_loss(one, alike, other, reduction="none", margin=0.1)
+    return found * (torch.arange(len(found)) < len(found) // 3)
+
+
+def one_view(model: nn.Module, batch: Batch) -> Tensor:
+    return model(torch.cat([batch["x"], batch["x"] + 1]))[: len(batch["x"])].square().sum(1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("losses", [triplets, one_view])
+def test_some_of_several_rows_may_have_no_loss(losses: Callable[..., Tensor], engine: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3))
+    exact_in_company(model, [rows(6), rows(5), rows(3), rows(2)], engine, losses)
+
+
+def test_the_largest_losses_of_more_examples_are_not_those_of_a_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
+    clipper = attach(model)
+    for examples in (6, 8, 20):
+        losses = model(rows(2 * examples)["x"]).square().sum(1)
+        with pytest.raises(UserError, match="of exactly the examples that entered"):
+            clipper.backward(losses.topk(examples).values)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_of_its_own_kind_a_weight_is_none_of_the_batch(engine: str) -> None:
+    """As PEFT's adapters have it, in batches of as many examples as a weight has rows."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        blocks = self.blocks.to(x) @ self.turn.to(x)
+        mask = (x > 0).to(self.blocks) + (x < 1).type_as(self.out.weight)
+        return self.out(mask * (x @ torch.block_diag(*blocks.type_as(x))))
+
+    torch.manual_seed(0)
+    model = Own(forward, **linears("out"))
+    model.blocks = nn.Parameter(torch.randn(2, D // 2, D // 2))
+    model.register_buffer("turn", torch.randn(2, D // 2, D // 2))
+    exact_in_company(model, [rows(3), rows(2), rows(2)], engine)
+
+
 def test_several_rows_of_each_example_are_not_compared_with_those_of_others() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
     with pytest.raises(UserError, match="mixes examples"):

@@ -260,9 +260,40 @@ def in_parts(engine, batch):
     return cross_entropy(torch.cat(outputs), batch[1], reduction="none")
 
 
-def test_a_loop_that_cuts_its_batch_is_told_how_to(tmp_path):
-    with pytest.raises(UserError, match="leave it to physical_batch_size"):
-        train(make(tmp_path), losses=in_parts)
+def one_by_one(engine, batch):
+    outputs = [engine.model(x[None]) for x in batch[0]]
+    return torch.stack([cross_entropy(o[0], y) for o, y in zip(outputs, batch[1], strict=True)])
+
+
+def beside_public_rows(engine, batch):
+    outputs = engine.model(torch.cat([batch[0], torch.ones(7, 10)]))
+    return cross_entropy(outputs[: len(batch[0])], batch[1], reduction="none")
+
+
+@pytest.mark.parametrize("losses", [in_parts, one_by_one, beside_public_rows])
+def test_rows_enter_the_model_in_any_number_where_each_is_of_one_example(tmp_path, losses):
+    engine = make(tmp_path)
+    assert train(engine, 5, losses=losses).finished
+    assert engine.clipper.notes == []
+    engine = make(tmp_path / "mixing")
+
+    def mixing(engine, batch):
+        found = losses(engine, batch)
+        return found * found.detach().mean()
+
+    with pytest.raises(UserError, match="the loop mixes examples: the loss of one changes"):
+        train(engine, 20, losses=mixing)
+
+
+def of_their_mean(engine, batch):
+    return (
+        engine.model(batch[0]).square().sum(1) - engine.model(batch[0].mean(0, keepdim=True)).detach().sum()
+    )
+
+
+def test_what_enters_is_of_one_example(tmp_path):
+    with pytest.raises(UserError, match="one changes with several examples"):
+        train(make(tmp_path), losses=of_their_mean)
 
 
 def negatives_apart(engine, batch):
