@@ -63,6 +63,10 @@ COUNTED = (
     "back or keeps, what ranks add up or gather, a gradient of all losses together), and so on all of its examples, whether a "
     "gradient shows it or not. This voids any guarantee. Leave it out, or use a public one"
 )
+NOT_PUBLIC = (
+    "within engine.public() the model is given values of the private batch, of an earlier one, or rows of the data set: give it "
+    "public rows alone there"
+)
 UNUSED = (
     "nothing of this batch reaches the model or the losses: epsilon is that of examples that engine.batches() has drawn, and not "
     "of rows that the loop takes by itself. Compute losses from the batch that engine.batches() yields. What C++ or torch.jit "
@@ -106,6 +110,7 @@ class Trace(TorchFunctionMode):
             examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
         private: the tensors of the batch, and what was made of their values.
         watching: whether it does so now.
+        public: whether the loop says of what enters the model now that it is public.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class Trace(TorchFunctionMode):
         self.model, self.examples, self._times = model, examples, {1, rows_per_example}
         self.sizes = Sizes(examples, rows_per_example, fractions)
         self.failure = ""
-        self.sure, self.watching, self.opaque = True, False, False
+        self.sure, self.watching, self.opaque, self.public = True, False, False, False
         self.private = WeakIdKeyDictionary()
         self.before, self._own = before, Owned(model, outside)
         self.numbers = WeakIdKeyDictionary()
@@ -214,6 +219,10 @@ class Trace(TorchFunctionMode):
         # before the losses all that comes out counts as the batch's, behind them what it was made of: a generator is trained on
         # what the model says of its own pictures
         self._of_batch = not self.failure or any(tensor in self.private for tensor in entering)
+        if self.public:
+            self._of_batch = False
+            if any(tensor in self.private or self._is_old(tensor) for tensor in entering):
+                raise UserError(NOT_PUBLIC)
         self.calls.append([])
         if self.failure:
             return

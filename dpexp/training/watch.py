@@ -125,6 +125,18 @@ class LossWatch:
             if trace is not None:
                 trace.begin()
 
+    @contextmanager
+    def public(self) -> Iterator[None]:
+        """Take what enters the model for public, and refuse it where it is seen that it is not."""
+        trace = self._trace
+        if trace is not None:
+            trace.public = True
+        try:
+            yield
+        finally:
+            if trace is not None:
+                trace.public = False
+
     def follow(self) -> None:
         """Watch what is done with the batch behind its losses."""
         if self._trace is not None:

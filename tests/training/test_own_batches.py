@@ -285,6 +285,29 @@ def test_rows_enter_the_model_in_any_number_where_each_is_of_one_example(tmp_pat
         train(engine, 20, losses=mixing)
 
 
+@pytest.mark.parametrize("size", [3, 20])
+def test_public_rows_have_a_part_in_every_loss(tmp_path, size):
+    engine, rows = make(tmp_path / "public"), torch.rand(3, 10)
+
+    def losses(engine, batch):
+        with engine.public():
+            rehearsal = engine.model(rows).square().mean()
+        return losses_of(engine, batch) + rehearsal
+
+    assert train(engine, size, losses=losses).finished
+    assert engine.clipper.notes == []
+
+    def of_private_rows(engine, batch):
+        with engine.public():
+            mean = engine.model(batch[0]).square().mean()
+        return losses_of(engine, batch) + mean
+
+    engine = make(tmp_path / "private")
+    with pytest.raises(UserError, match="give it public rows alone there"):
+        train(engine, size, losses=of_private_rows)
+    assert engine.ledger.steps_charged == 0
+
+
 def of_their_mean(engine, batch):
     return (
         engine.model(batch[0]).square().sum(1) - engine.model(batch[0].mean(0, keepdim=True)).detach().sum()
