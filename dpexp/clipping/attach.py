@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -136,6 +136,8 @@ class Clipper(AnyClipper):
         self._apart = False
         # whether a forward with gradients waits for its backward
         self._entered = False
+        # whether what enters is public
+        self._public = False
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -229,6 +231,20 @@ class Clipper(AnyClipper):
             return self._report(sq, thresholds, scale, loss_scale)
 
         return Measured(step.parked_bytes, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
+
+    @contextmanager
+    def public(self) -> Iterator[None]:
+        """Take what enters the model inside for public, by the caller's word: a rehearsal or prototypes, in every loss.
+
+        Nothing is looked at there. Its part of each example's gradient is found by one back-propagation per example.
+        """
+        if not isinstance(self._backend, TapBackend):
+            raise UserError("public rows in the losses need engine='auto' (or another of the tapped ones)")
+        before, self._public = self._public, True
+        try:
+            yield
+        finally:
+            self._public = before
 
     def last_forward(self) -> ForwardPass:
         """Return the forward of the model that ended last, for `Roots`, where several wait for their backward.
@@ -331,7 +347,7 @@ class Clipper(AnyClipper):
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         inputs, shapes, first = entered((args, kwargs))
-        looking = self._independence.looking
+        looking = self._independence.looking or self._public
         if not looking:
             self._reducer = distributed.reducer_of(self.model)
             if torch.is_grad_enabled():
@@ -345,7 +361,7 @@ class Clipper(AnyClipper):
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         # a forward without gradients was not begun, and may run within one that was, or beside it in another thread
-        looking = self._independence.looking
+        looking = self._independence.looking or self._public
         if torch.is_grad_enabled() and not looking:
             self._independence.leave(output)
         self._backend.leave(output, looking)

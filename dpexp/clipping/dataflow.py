@@ -88,6 +88,8 @@ JOINING = {
     "dstack",
     "pad_sequence",
 }
+# of their second argument they read what kind of numbers it has, and nothing else
+KINDS = (Tensor.to, Tensor.type_as)
 # Operations after which a row may be that of several examples, each of which reads it alone.
 SHARING = {"unique", "unique_consecutive"}
 # rows that a shuffle leaves in their order once in 40,000 times
@@ -146,6 +148,7 @@ class DataFlow(TorchFunctionMetadataMode):
         refuse_lookup(func, args, kwargs)
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors[:1] if func in KINDS else tensors
         if func is torch.arange or (tensors and all(tensor in self._counting for tensor in tensors)):
             self._counting.update({leaf: None for leaf in tree_leaves(result) if isinstance(leaf, Tensor)})
         if any(tensor in self._followed for tensor in tensors):

@@ -21,7 +21,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from dpexp.clipping import copies, meeting
-from dpexp.clipping.dataflow import CUT, in_place
+from dpexp.clipping.dataflow import CUT, KINDS, in_place
 from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.taps import Recorder
 
@@ -135,8 +135,11 @@ def _meet(
     recorder: Recorder, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], values: list[Followed]
 ) -> Any:
     """Compute an operation on followed values; NotImplemented where it is left to ordinary autograd."""
+    if func in KINDS and args[0] is not values[0]:
+        # numbers of the batch, of the weight's kind
+        return NotImplemented
     key = meeting.operation_key(func, values)
-    others = [t for t in tensors if not any(t is value for value in values)]
+    others = [t for t in tensors if func not in KINDS and not any(t is value for value in values)]
     role = recorder.known_role(key)
     if role == NATIVE:
         # a layer that is given an identity matrix beside the batch (DoRA): the number of dimensions may tell which is which

@@ -65,7 +65,16 @@ def _gradients(use: Use, saved: tuple[Tensor, ...], gy: Tensor, names: set[str])
     found = use.plain_gradients(tuple(map(of_others, saved, clean)), gy, names)
     if all(bool(g.isfinite().all()) for g in found.values()):
         return found
-    return use.plain_gradients(tuple(clean), gy, names)
+    # what is finite may be too large for the operation: a row of its own stands in the place of others, or nothing
+    own = int((~idle).int().argmax())
+
+    def own_alone(s: Tensor) -> Tensor:
+        if s.shape[:1] != gy.shape[:1] or s.layout != torch.strided:
+            return s
+        instead = torch.zeros_like(s[own]) if bool(idle[own]) else s[own]
+        return torch.where(idle.view(-1, *[1] * (s.dim() - 1)), instead, s)
+
+    return use.plain_gradients(tuple(map(own_alone, clean)), gy, names)
 
 
 def finite(tensor: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Observed:
             self._entered.append(entered)
             give_back_freed_memory()
         for owner, more in self._several.items():
-            if not more:
+            if not more and not self._of_several(owner):
                 # a row for each loss, and rows of others: losses were picked, the largest of the batch say
                 self.visit.refuse_others(owner)
         if self.pending:
@@ -92,6 +92,16 @@ class Observed:
         told = self.pending[here] == [layouts.ROWS] and here not in self.loose
         if gy.dim() and not told:
             seen.update({(here, view): found for view, found in views(gy).items()})
+
+    def _of_several(self, owner: ForwardPass) -> bool:
+        """Whether the rows with a gradient are the same ones of several that each example has; some views may have no loss."""
+        return any(
+            self.proven(use, layout) is not False and _alike(self._seen[0][id(use), layout][1] > 0)
+            for use in owner.uses
+            if id(use) in self._dtypes
+            for layout in self.pending[id(use)]
+            if layout in layouts.BLOCKS
+        )
 
     def _find_alone(self) -> set[int]:
         """Find the uses that saw one example each, in models that go through the batch in a Python loop.
@@ -153,6 +163,12 @@ class Observed:
             if follows(plain, weighted, self._by_row[0], leaf.dtype) is False:
                 return leaf
         return None
+
+
+def _alike(rows: Tensor) -> bool:
+    """Tell whether all examples that have any, ``[B, K]``, have the same ones."""
+    some = rows[rows.any(1)]
+    return bool((some == some[:1]).all())
 
 
 def signature(gy: Tensor, layout: str, rows: int) -> Signature:

@@ -100,9 +100,9 @@ class Recorder:
         self._stop_watching()
         if watch:
             rows = self.current.rows
-            # what all examples share is no batch: a single row, where there are several
-            followed = [t for t in inputs if rows == 1 or t.dim() == 0 or t.shape[0] != 1]
             in_list = self.current.batch < first_tensor
+            # what all examples share is no batch: a single row, where there are several; in a list each has its own
+            followed = [t for t in inputs if rows == 1 or in_list or t.dim() == 0 or t.shape[0] != 1]
             self.flow = DataFlow(followed, [t for t in followed if in_list or t.shape[:1] == (rows,)])
             self.flow.__enter__()
         else:

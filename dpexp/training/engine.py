@@ -8,7 +8,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from numbers import Number
 from pathlib import Path
@@ -326,6 +326,18 @@ class PrivacyEngine:
         """
         with self._loop.alone:
             return self._loop.step(losses)
+
+    def public(self) -> AbstractContextManager[None]:
+        """Give the model public rows that have a part in every loss: a rehearsal, prototypes, a regulariser.
+
+            with engine.public():
+                rehearsal = F.cross_entropy(model(public_x), public_y)
+            engine.step(F.cross_entropy(model(x), y, reduction="none") + 0.1 * rehearsal)
+
+        Every example's gradient then holds that of the public term, and is clipped with it. This takes a back-propagation per
+        example. What enters there must be public, which is looked at for the first batches alone.
+        """
+        return self._loop.public()
 
     def look_at_losses(self, losses: Losses, batch: Any) -> None:
         """Refuse a function of the loop's own whose losses go by their batch, which no gradient shows.

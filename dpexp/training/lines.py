@@ -41,6 +41,28 @@ PLAIN = (Tensor, nn.Parameter, Followed)
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the rows of each example are in a tensor.
+
+    Attributes:
+        axis: the dimension that is the batch.
+        times: how many rows each example has there.
+        strided: whether they are as far apart as there are examples, and not adjacent.
+    """
+
+    axis: int
+    times: int
+    strided: bool = False
+
+    def rows(self, tensor: Tensor, examples: int) -> Tensor:
+        """Return ``[examples, …]``, what each example has."""
+        major = tensor.movedim(self.axis, 0)
+        if self.strided:
+            major = major.unflatten(0, (-1, examples)).transpose(0, 1)
+        return major.reshape(examples, -1)
+
+
+@dataclass(frozen=True)
 class Slot:
     """The place of a tensor among the arguments of a function."""
 
@@ -55,6 +77,8 @@ class Line:
     given: Any
     made: list[int]
     autocast: tuple[str, torch.dtype] | None
+    # whether autograd looks on
+    differentiated: bool = True
     # whether a number that was made of the whole batch is among the arguments
     counted: bool = False
     # whether it takes as many rows as there are examples, and some of them twice

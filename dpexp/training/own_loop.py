@@ -4,8 +4,8 @@ A logical batch is drawn and cut by `Steps`. Here its pieces become batches of t
 their losses arrive; then the losses are checked and handed on.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,12 @@ class OwnLoop:
     def unwatched(self) -> AbstractContextManager[None]:
         """Let something be done with the present batch that is not the loop's."""
         return self._watch.paused()
+
+    @contextmanager
+    def public(self) -> Iterator[None]:
+        """Let the model be given public rows; see `dpexp.PrivacyEngine.public`."""
+        with self._watch.public(), self.clipper.public():
+            yield
 
     def close(self) -> None:
         """Watch no longer, and leave no sum without noise behind."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.dataflow import tensors_in
+from dpexp.clipping.independence.batches import Arrangement
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
 from dpexp.clipping.layouts import due
@@ -57,7 +58,7 @@ def look_at_losses(
     if count < 2:
         return f"{name} was not looked at: fewer than two examples"
     replay = Replay(_AsModule(losses, model, rows_per_example), (batch,), {})
-    look = Look(replay, count, rows_per_example, autocast=False)
+    look = Look(replay, Arrangement(count, rows_per_example), autocast=False)
     try:
         look.run(padding)
     except UserError as error:

@@ -6,9 +6,10 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import cycle, islice, product
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, cycle, islice, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,15 @@ from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
-from dpexp.training.lines import ADDING, SHAPES, Slot, name_of, slots_of
+from dpexp.training.lines import ADDING, SHAPES, Place, Slot, name_of, slots_of
 from dpexp.training.owned import WRITTEN
 from dpexp.training.padded import FACTORS, in_padding, padded_further
 from dpexp.training.trace import COUNTED, EARLIER, REPEATED, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
 SCALE = 3.0
+# bytes of what the model returns by which losses are differentiated
+SMALL = 1 << 24
 
 MIXED = (
     "the loop mixes examples: the loss of one changes when the others of its batch are replaced{where}, whether a gradient shows "
@@ -38,9 +41,9 @@ ENTERED = (
     "example alone, with public numbers"
 )
 UNTOLD = (
-    "the loop gives the model a tensor {shape} that it has made of a batch of {examples} examples, and no size says which of its "
-    "rows are whose. Give a row for each example, or as many views of each, side by side (torch.cat); call the model for each "
-    "view; let the collate function put rows end to end; and leave it to physical_batch_size to cut batches"
+    "the loop gives the model, or gets of it, a tensor {shape} of a batch of {examples} examples, and nothing tells which of its "
+    "rows are whose: one changes with several examples. Give a row for each example, or as many views of each, side by side "
+    "(torch.cat); call the model for each view, or for each example; let the collate function put rows end to end"
 )
 
 
@@ -48,28 +51,51 @@ class Mixture(UserError):
     """What belongs to one example was another thing, with others beside it."""
 
 
+def told_by(trace: Trace, losses: Tensor) -> bool:
+    """Compute again what enters the model, and the losses; return whether these told anything.
+
+    Raises:
+        UserError: what an example loses, or what enters the model for it, depends on others. `Mixture`, where that shows in a
+            comparison, which a chance may have made where the trace is not `sure`.
+    """
+    # pairs that are in one half are apart in other halves
+    splits = range(2 if trace.examples > 2 else 1)
+    try:
+        told = [Redone(trace, split).check(losses) for split in splits]
+        return all(told)
+    finally:
+        trace.held.clear()
+
+
 class Redone:
     """The trace of one batch, of which the losses are there.
 
     Args:
         trace: ended.
+        split: which way to cut the examples in halves, 0 or 1.
     """
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: Trace, split: int):
         self.trace, self.examples = trace, trace.examples
+        order = fixed_order(self.examples).tolist()
+        cut = (self.examples + 1) // 2
+        self._first = split == 0
+        self._halves = [order[:cut], order[cut:]] if self._first else [order[::2], order[1::2]]
         # which rows of what enters the model, and so of what it returns, change with one half of the examples, and with the other
         self._changed = [torch.zeros(trace.examples, dtype=torch.bool) for _ in range(2)]
+        # what the losses are differentiated by
+        self._by: list[int] = []
+        # where the rows of each example are in what the loop has made of several of each, by how many rows there are
+        self._several: dict[int, Place] = {}
+        # which rows of what enters change with each half, by number; and what has rows that no size tells
+        self._rows: dict[int, list[Tensor]] = {}
+        self._unplaced: set[int] = set()
         if trace.as_it_came:
-            for changed, kept in zip(self._changed, self._halves(), strict=True):
+            for changed, kept in zip(self._changed, self._halves, strict=True):
                 changed[[i for i in range(self.examples) if i not in kept]] = True
 
     def check(self, losses: Tensor) -> bool:
-        """Compute again what enters the model, and the losses; return whether these told anything.
-
-        Raises:
-            UserError: what an example loses, or what enters the model for it, depends on others. `Mixture`, where that shows in a
-                comparison, which a chance may have made where the trace is not `sure`.
-        """
+        """Compute again what enters the model, and the losses; see `told_by`."""
         trace = self.trace
         for name, buffer in trace.model.named_buffers():
             if buffer in trace.private or buffer in trace.before:
@@ -77,9 +103,11 @@ class Redone:
         self._refuse_repeated(losses)
         try:
             trace.failure = trace.failure or self._failure(losses)
-            behind = self._behind([*trace.entering, trace.numbers.get(losses, 0)])
+            behind = self._behind([*chain.from_iterable(trace.calls), trace.numbers.get(losses, 0)])
             scaled = trace.sizes.scaled.items()
-            trace.sizes.scaled = {place: size for place, size in scaled if place[0] in behind}
+            trace.sizes.scaled = {
+                place: size for place, size in scaled if place[0] in behind and not self._is_chance(place)
+            }
             if losses in trace.rowed:
                 return True
             return not trace.failure and self._look(trace.numbers[losses], losses.detach())
@@ -90,12 +118,12 @@ class Redone:
                 raise UserError(REPEATED) from error
             trace.failure = f"{type(error).__name__}: {error}"
             return False
-        finally:
-            trace.held.clear()
 
     def _failure(self, losses: Tensor) -> str:
         """Why the losses cannot be looked at; what enters the model is."""
-        if not all(self._enters_apart(number) for number in dict.fromkeys(self.trace.entering)):
+        if not all(
+            self._enters_apart(number) for number in dict.fromkeys(chain.from_iterable(self.trace.calls))
+        ):
             return "rows enter the model in an order that goes by the batch"
         if losses in self.trace.rowed:
             return ""
@@ -103,18 +131,69 @@ class Redone:
         if number is None:
             return "they are made by something else than torch's functions"
         self._refuse_others(number, "losses depend")
+        for n in self.trace.returned:
+            held, told = self.trace.held[n], self._told_rows(n)
+            if told and not (held.dim() and len(told[0][0]) == len(held)):
+                if all(any(bool(rows[half].any()) for rows in told) for half in (0, 1)):
+                    raise UserError(UNTOLD.format(shape=list(held.shape), examples=self.examples))
+            elif not told and n in self.trace.untold and self._place_of(n) is None:
+                return self.trace.untold[n]
+        returned = [n for n in self.trace.returned if self.trace.held[n].is_floating_point()]
+        self._by = returned if sum(self.trace.held[n].nbytes for n in returned) <= SMALL else []
         return ""
 
     def _look(self, number: int, losses: Tensor) -> bool:
-        whole, by_chance = self._again(number)
-        changed = [self._unlike(whole, self._other(number, half)) for half in range(2)]
-        mixed = bool((changed[0] & changed[1]).any())
-        if mixed and not by_chance and bool(self._unlike(whole, losses).any()):
+        whole, by_chance = self._lost(number)
+        others = [self._lost_otherwise(number, half) for half in self._halves]
+        changed = [[self._unlike(*pair) for pair in zip(whole, other, strict=True)] for other in others]
+        mixed = any(bool((one & other).any()) for one, other in zip(*changed, strict=True))
+        for i in self._lonely():
+            # a count of the classes there are, a maximum: the same in both halves, and not among copies of one example
+            mixed |= bool(self._unlike(whole[0], self._lost_otherwise(number, [i])[0])[i])
+        if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
             raise ValueError("computed again they are others")
         if mixed:
             raise Mixture(MIXED.format(where=self.trace.table))
-        self._feel_padding(number, whole)
-        return bool((changed[0] | changed[1]).any())
+        if self._first:
+            self._feel_padding(number, whole[0])
+        return bool((changed[0][0] | changed[1][0]).any())
+
+    def _lonely(self) -> list[int]:
+        """Examples that are looked at among copies of themselves, where all stand in the order of the batch."""
+        stays = all(
+            (~changed).nonzero().flatten().tolist() == sorted(half)
+            for changed, half in zip(self._changed, self._halves, strict=True)
+        )
+        return [half[0] for half in self._halves] if stays and not self._unplaced else []
+
+    def _lost(
+        self, number: int, kept: Sequence[int] | None = None, scale: float = 1.0
+    ) -> tuple[list[Tensor], bool]:
+        """What each example loses, and the gradients of all losses at the rows of what the model returned.
+
+        A factor of a gradient alone, as in a score function, moves no loss.
+        """
+        try:
+            losses, gradients, by_chance = self._again(number, kept, scale, by=self._by)
+        except Exception:
+            if kept is not None:
+                raise
+            # what autograd cannot go through once more
+            self._by = []
+            losses, gradients, by_chance = self._again(number)
+        rows = [losses]
+        for n, gradient in zip(self._by, gradients, strict=True):
+            place = None if self._told_rows(n) else self._place_of(n)
+            front = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
+            rows.append(front if place is None else place.rows(gradient, self.examples))
+        return rows, by_chance
+
+    def _lost_otherwise(self, number: int, kept: Sequence[int]) -> list[Tensor]:
+        try:
+            return self._lost(number, kept, SCALE)[0]
+        except Exception:
+            # a target that must be between 0 and 1
+            return self._lost(number, kept)[0]
 
     def _feel_padding(self, number: int, whole: Tensor) -> None:
         """Note for which lengths the losses are others where the model returns something else for padding."""
@@ -149,52 +228,80 @@ class Redone:
         self._refuse_others(number, "what enters the model depends")
         try:
             whole = self._again(number)[0]
-            others = [self._other(number, half) for half in range(2)]
-            views = self._views(whole)
-            rows = [[view(t) for t in (whole, *others)] for view in views]
+            others = [self._other(number, half) for half in self._halves]
+            places = self._places(whole)
+            rows = [[place.rows(t, self.examples) for t in (whole, *others)] for place in places]
         except Exception:
             # nothing that has rows, or that could be done again
             return True
-        if whole.dim():
+        if whole.dim() and self._first:
             self._feel_longer(number, whole)
-        if not views:
-            if any(bool(self._unlike(whole[None], other[None]).any()) for other in others):
+        if not places:
+            # rows of an example at a time, of some, or beside public ones
+            self._unplaced.add(number)
+            if not self._note_rows(number, whole, others):
                 raise UserError(UNTOLD.format(shape=list(whole.shape), examples=self.examples))
             return True
-        found, told = [], bool(self.trace.fits(whole))
-        for first, *rest in rows:
+        found, fits = [], self.trace.fits(whole)
+        for place, (first, *rest) in zip(places, rows, strict=True):
             changed = [self._unlike(first, other) for other in rest]
             for row in first[changed[0] & changed[1]]:
-                if not told or all(self._unlike(row.expand_as(other), other).all() for other in rest):
+                if place not in fits or all(
+                    self._unlike(row.expand_as(other), other).all() for other in rest
+                ):
                     break
             else:
-                found.append(changed)
+                found.append((place, changed))
         if not found:
             raise Mixture(ENTERED)
         # what entered before, or in another call, has the same example in each row
-        both = [[old | new for old, new in zip(self._changed, changed, strict=True)] for changed in found]
+        both = [[old | new for old, new in zip(self._changed, changed, strict=True)] for _, changed in found]
         apart = [i for i, (one, other) in enumerate(both) if not bool((one & other).any())]
-        if not apart and not any(bool((one & other).any()) for one, other in found):
+        if not apart and not any(bool((one & other).any()) for _, (one, other) in found):
             raise Mixture(ENTERED)
         self._changed = both[apart[0]] if apart else self._changed
+        place, here = found[apart[0] if apart else 0]
+        if place.axis == 0:
+            self._note_rows(number, whole, others)
+        if place not in fits:
+            self._several[len(whole)] = place
         if apart and not self.trace.opaque:
             return True
-        here = found[apart[0] if apart else 0]
-        return not any(bool(rows[kept].any()) for rows, kept in zip(here, self._halves(), strict=True))
+        return not any(bool(rows[kept].any()) for rows, kept in zip(here, self._halves, strict=True))
 
-    def _views(self, whole: Tensor) -> list[Callable[[Tensor], Tensor]]:
-        """How a tensor may be brought to one row for each example; none where it has rows that no size tells apart."""
-        fits, count = self.trace.fits(whole), self.examples
-        if fits:
-            # pictures may have as many lines as the batch has examples: these alone are apart in one of the views
-            return [partial(_in_front, axis, count) for axis, _ in fits]
-        if not whole.dim() or len(whole) % count or len(whole) < count:
+    def _note_rows(self, number: int, whole: Tensor, others: Sequence[Tensor]) -> bool:
+        """Note which rows in front change with each half, and tell whether none does with both."""
+        rows, *changed = (t.reshape(len(t) if t.dim() else 1, -1) for t in (whole, *others))
+        found = [self._unlike(rows, other) for other in changed]
+        apart = not bool((found[0] & found[1]).any())
+        if apart:
+            self._rows[number] = found
+        return apart
+
+    def _places(self, whole: Tensor) -> list[Place]:
+        """Where the rows of each example may be in a tensor; none where it has rows that no size tells apart."""
+        # pictures may have as many lines as the batch has examples: these alone are apart in one of the places
+        found, several = self.trace.fits(whole), len(whole) // self.examples if whole.dim() else 0
+        if several and len(whole) % self.examples == 0 and not any(place.axis == 0 for place in found):
+            # several views of each example: one behind the other, or all of one kind and then all of the next
+            found += [Place(0, several), Place(0, several, strided=True)]
+        return found
+
+    def _place_of(self, number: int) -> Place | None:
+        """Where the rows of each example are in a tensor that was not computed by what is written down."""
+        trace, tensor = self.trace, self.trace.held[number]
+        if number in trace.returned and tensor.dim() and len(tensor) in self._several:
+            return self._several[len(tensor)]
+        return trace.places.get(number)
+
+    def _told_rows(self, number: int) -> list[list[Tensor]]:
+        """Which rows of what the model was given, before it returned a tensor, change with each half; none where sizes tell."""
+        if number not in self.trace.returned:
             return []
-        # several views of each example: one behind the other, or all of one kind and then all of the next
-        return [
-            lambda t: t.reshape(count, -1),
-            lambda t: t.unflatten(0, (-1, count)).transpose(0, 1).reshape(count, -1),
-        ]
+        held, call = self.trace.held[number], self.trace.calls[self.trace.returned[number]]
+        found = {n: self._rows[n] for n in call if n in self._rows}
+        alike = [rows for rows in found.values() if held.dim() and len(rows[0]) == len(held)]
+        return alike or (list(found.values()) if self._unplaced.issuperset(call) else [])
 
     def _refuse_others(self, number: int, what: str) -> None:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
@@ -221,13 +328,24 @@ class Redone:
             slots = [slot.number for slot in slots_of(line)]
             if line.repeats or (taken.intersection(slots) and name_of(line.func).rstrip("_") not in ADDING):
                 taken.update([*line.made, *(slots[:1] if line.writes else ())])
-        reached = [*self.trace.entering, self.trace.numbers.get(losses)]
+        reached = [*chain.from_iterable(self.trace.calls), self.trace.numbers.get(losses)]
         if taken and (None in reached or taken.intersection(reached)):
             raise UserError(REPEATED)
 
-    def _behind(self, numbers: Sequence[int]) -> set[int]:
-        """Which lines tensors were computed by."""
-        needed, found = set(numbers), set[int]()
+    def _is_chance(self, scaled: Any) -> bool:
+        """Whether a mean is over as many numbers as there are examples, and of what the model has returned of one at a time."""
+        line, name, source, _ = scaled
+        if name != "mean" or source not in self.trace.sizes.times:
+            return False
+        needed = set[int]()
+        self._behind([slot.number for slot in slots_of(self.trace.lines[line])], needed)
+        returned = needed.intersection(self.trace.returned)
+        return bool(returned) and all(map(self._told_rows, returned))
+
+    def _behind(self, numbers: Sequence[int], needed: set[int] | None = None) -> set[int]:
+        """Which lines tensors were computed by; ``needed`` is given the numbers of all that these use."""
+        needed, found = set[int]() if needed is None else needed, set[int]()
+        needed.update(numbers)
         for i, line in reversed(list(enumerate(self.trace.lines))):
             slots = [slot.number for slot in slots_of(line)]
             if needed.intersection([*line.made, *(slots[:1] if line.writes else ())]):
@@ -235,49 +353,54 @@ class Redone:
                 found.add(i)
         return found
 
-    def _halves(self) -> list[list[int]]:
-        """The examples in two halves."""
-        order = fixed_order(self.examples).tolist()
-        cut = (self.examples + 1) // 2
-        return [order[:cut], order[cut:]]
-
-    def _other(self, number: int, half: int) -> Tensor:
-        """A tensor, with one half of the examples in the place of the other."""
+    def _other(self, number: int, kept: Sequence[int]) -> Tensor:
+        """A tensor, with the examples ``kept`` in the place of the others."""
         try:
-            return self._again(number, half, SCALE)[0]
+            return self._again(number, kept, SCALE)[0]
         except Exception:
-            # a target that must be between 0 and 1
-            return self._again(number, half, 1.0)[0]
+            return self._again(number, kept)[0]
 
     def _again(
         self,
         number: int,
-        half: int | None = None,
+        kept: Sequence[int] | None = None,
         scale: float = 1.0,
         instead: Mapping[int, Tensor] | None = None,
-    ) -> tuple[Tensor, bool]:
-        """A tensor, with one half of the examples in the place of the other; and whether chance has a part in it.
+        by: Sequence[int] = (),
+    ) -> tuple[Tensor, Sequence[Tensor], bool]:
+        """A tensor, with the examples ``kept`` in the place of the others; the gradients of its sum; whether it met chance.
 
-        ``instead``: what stands in the place of tensors with these numbers.
+        Args:
+            number: of the tensor.
+            kept: None: all stay.
+            scale: factor of floating-point numbers in the place of others.
+            instead: what stands in the place of tensors with these numbers.
+            by: numbers of the tensors that it is differentiated by.
         """
         trace = self.trace
-        there = {n: held.clone() if n in trace.written else held for n, held in trace.held.items()}
-        there |= instead or {}
-        if half is not None:
-            kept, left = self._halves()[half], (~self._changed[half]).nonzero().flatten().tolist()
-            there |= {
-                # rows that the model was given in another order come back in that order
-                n: self._replaced(trace.held[n], *place, left if n in trace.returned else kept, scale)
-                for n, place in trace.places.items()
-            }
+        there = dict(trace.held) | dict(instead or {})
+        if kept is not None:
+            half = self._halves.index(list(kept)) if list(kept) in self._halves else None
+            for n, held in trace.held.items():
+                told = [] if half is None else self._told_rows(n)
+                if half is not None and told:
+                    # rows that the model was given in another order come back in that order
+                    there[n] = self._changed_as(held, told, half, scale)
+                elif (place := self._place_of(n)) is not None:
+                    left = self._rows_left(half) if half is not None and n in trace.returned else kept
+                    there[n] = self._replaced(held, place, left, scale)
+        leaves = {n: there[n].detach().requires_grad_() for n in by}
+        there |= leaves
+        there |= {n: there[n].clone() for n in trace.written if n in there}
         last = {slot.number: i for i, line in enumerate(trace.lines) for slot in slots_of(line)}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
-        with torch.random.fork_rng(cuda), torch.no_grad(), WithoutChance(Chance()) as chance:
+        with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
             for i, line in enumerate(trace.lines):
                 args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
                 kind, dtype = line.autocast or ("cpu", torch.bfloat16)
-                with torch.autocast(
-                    kind, dtype=dtype, enabled=line.autocast is not None, cache_enabled=False
+                with (
+                    torch.set_grad_enabled(bool(by) and line.differentiated),
+                    torch.autocast(kind, dtype=dtype, enabled=line.autocast is not None, cache_enabled=False),
                 ):
                     result = line.func(*args, **kwargs)
                 made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -285,14 +408,38 @@ class Redone:
                 for slot in slots_of(line):
                     if last[slot.number] == i and slot.number != number:
                         there.pop(slot.number, None)
-        return there[number], chance.met
+            found = there[number]
+            gradients: Sequence[Tensor] = ()
+            if leaves:
+                gradients = torch.autograd.grad(
+                    found.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+                )
+        return found.detach(), gradients, chance.met
 
-    def _replaced(self, tensor: Tensor, axis: int, times: int, kept: Sequence[int], scale: float) -> Tensor:
+    def _changed_as(self, tensor: Tensor, told: list[list[Tensor]], half: int, scale: float) -> Tensor:
+        """What the model returned, with other rows where such as it was given have changed; all of it where it has other rows."""
+        tensor = tensor if tensor.dim() else tensor[None]
+        changed = [rows[half] for rows in told if len(rows[half]) == len(tensor)]
+        everywhere = torch.full((len(tensor),), any(bool(rows[half].any()) for rows in told))
+        where = torch.stack(changed).any(0) if changed else everywhere
+        stay = (~where).nonzero().flatten().tolist()
+        rows = torch.arange(len(tensor))
+        if stay:
+            rows[where] = torch.tensor(list(islice(cycle(stay), int(where.sum()))), dtype=torch.long)
+        return rows_of(tensor, 0, rows, where, scale)
+
+    def _rows_left(self, half: int) -> list[int]:
+        """The examples of one half, as they stand where the model was given them."""
+        return (~self._changed[half]).nonzero().flatten().tolist()
+
+    def _replaced(self, tensor: Tensor, place: Place, kept: Sequence[int], scale: float) -> Tensor:
         """The rows ``kept`` in the place of all others."""
         others = islice(cycle(kept), self.examples)
-        chosen = [i if i in kept else next(others) for i in range(self.examples)]
-        rows = torch.tensor([i * times + m for i in chosen for m in range(times)])
-        return rows_of(tensor, axis, rows, rows != torch.arange(len(rows)), scale)
+        chosen = torch.tensor([i if i in kept else next(others) for i in range(self.examples)])
+        own = replace(place, axis=0).rows(torch.arange(self.examples * place.times), self.examples)
+        rows = torch.empty_like(own.flatten())
+        rows[own.flatten()] = own[chosen].flatten()
+        return rows_of(tensor, place.axis, rows, rows != torch.arange(len(rows)), scale)
 
     def _unlike(self, a: Tensor, b: Tensor) -> Tensor:
         """``[b]``: which rows are not equal, up to rounding."""
@@ -300,7 +447,3 @@ class Redone:
         size = a.abs().nan_to_num(posinf=0.0)
         allowed = ROUNDING[bits_of(self.trace.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
         return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1)
-
-
-def _in_front(axis: int, rows: int, tensor: Tensor) -> Tensor:
-    return tensor.movedim(axis, 0).reshape(rows, -1)

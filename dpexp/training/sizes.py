@@ -6,7 +6,7 @@ constant of the loop, a batch of another size tells the two apart.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +23,21 @@ class Sizes:
     Args:
         examples: how many it has.
         rows_per_example: rows that it may have of each.
+        earlier: `fractions` of the batch before.
 
     Attributes:
+        times: how many rows each example may have.
+        fractions: numbers of Python that were made of the whole batch.
         scaled: where a whole number that goes by the batch stood in arithmetic, or was averaged over: (line, function, which of
             them, how many times) -> its value.
     """
 
-    def __init__(self, examples: int, rows_per_example: int):
+    def __init__(self, examples: int, rows_per_example: int, earlier: Sequence[float] = ()):
         self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
-        self._examples, self._times = examples, {1, rows_per_example}
-        self._whole: dict[Hashable, int] = {times: examples * times for times in sorted(self._times)}
-        # fractions that were made of the whole batch
-        self._fractions: list[float] = []
+        self._examples, self.times = examples, {1, rows_per_example}
+        self._whole: dict[Hashable, int] = {times: examples * times for times in sorted(self.times)}
+        self.fractions: list[float] = []
+        self._earlier = earlier
 
     def add_shape(self, shape: torch.Size) -> None:
         """Note how long the rows of a tensor of the batch are."""
@@ -46,11 +49,13 @@ class Sizes:
         if type(found) is int or (type(found) is float and found.is_integer()):
             self._whole["counted", len(self._whole)] = int(found)
         elif type(found) is float and len(repr(found)) > DIGITS:
-            self._fractions.append(found)
+            self.fractions.append(found)
 
     def made(self, numbers: Iterable[Number]) -> bool:
-        """Whether one of these is a fraction that was made of the whole batch."""
-        return any(number.is_near(known) for number in numbers for known in self._fractions)
+        """Whether one of these is a fraction that was made of the whole batch, or of the one before. What is made of one example
+        alone is its own."""
+        known = [*self._earlier, *(self.fractions if self._examples > 1 else ())]
+        return any(number.is_near(fraction) for number in numbers for fraction in known)
 
     def note(self, line: int, name: str, number: Number, *, averaged: bool = False) -> None:
         """Note where a number that goes by the batch stands in arithmetic, or a multiple of it is averaged over.
@@ -64,7 +69,7 @@ class Sizes:
         if self._examples == 1:
             return
         for source, size in self._whole.items():
-            if number.by_row and source not in self._times:
+            if number.by_row and source not in self.times:
                 continue
             if size > 1 and number.is_near(size):
                 self.scaled[line, name, source, 1] = size

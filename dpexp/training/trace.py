@@ -7,13 +7,14 @@ tell what holds values of the batch when a later one begins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -27,6 +28,7 @@ from dpexp.training.lines import (
     READING_SHAPES,
     Line,
     Number,
+    Place,
     Slot,
     address_of,
     is_order,
@@ -57,9 +59,13 @@ EARLIER = (
     "This voids any guarantee. Leave it out, or make it of public data; what belongs to an example stands in the data set"
 )
 COUNTED = (
-    "{what} on a number that the loop has made of its batch (.item(), float(), a mean that the model gives back or keeps, what "
-    "ranks add up or gather), and so on all of its examples, whether a gradient shows it or not. This voids any guarantee. Leave "
-    "it out, or use a public one"
+    "{what} on a number that the loop has made of its batch or of the one before (.item(), float(), a mean that the model gives "
+    "back or keeps, what ranks add up or gather, a gradient of all losses together), and so on all of its examples, whether a "
+    "gradient shows it or not. This voids any guarantee. Leave it out, or use a public one"
+)
+NOT_PUBLIC = (
+    "within engine.public() the model is given values of the private batch, of an earlier one, or rows of the data set: give it "
+    "public rows alone there"
 )
 UNUSED = (
     "nothing of this batch reaches the model or the losses: epsilon is that of examples that engine.batches() has drawn, and not "
@@ -92,6 +98,7 @@ class Trace(TorchFunctionMode):
         axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
         data: the tensors that the rows of the data set stand in, where it has some.
         padding: see `padded.padding_of`.
+        fractions: of the batch before, see `Sizes`.
 
     Attributes:
         felt: the lengths to which rows are padded whose padding changes the losses.
@@ -103,6 +110,7 @@ class Trace(TorchFunctionMode):
             examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
         private: the tensors of the batch, and what was made of their values.
         watching: whether it does so now.
+        public: whether the loop says of what enters the model now that it is public.
     """
 
     def __init__(
@@ -116,6 +124,7 @@ class Trace(TorchFunctionMode):
         axes: WeakIdKeyDictionary | None = None,
         data: Iterable[Tensor] = (),
         padding: Padding | None = None,
+        fractions: Sequence[float] = (),
     ):
         super().__init__()
         self.padding = padding or {}
@@ -124,22 +133,24 @@ class Trace(TorchFunctionMode):
         # where the examples stand in all that has several dimensions, as far as is known
         self._usual = {axis for tensor, axis in self._axes.items() if tensor.dim() > 1}
         self.model, self.examples, self._times = model, examples, {1, rows_per_example}
-        self.sizes = Sizes(examples, rows_per_example)
+        self.sizes = Sizes(examples, rows_per_example, fractions)
         self.failure = ""
-        self.sure, self.watching, self.opaque = True, False, False
+        self.sure, self.watching, self.opaque, self.public = True, False, False, False
         self.private = WeakIdKeyDictionary()
         self.before, self._own = before, Owned(model, outside)
         self.numbers = WeakIdKeyDictionary()
         # what has the rows of the batch and was made by nothing that is written down
         self.rowed = WeakIdKeyDictionary()
         self.held: dict[int, Tensor] = {}
-        self.places: dict[int, tuple[int, int]] = {}
+        self.places: dict[int, Place] = {}
         self.written: set[int] = set()
-        # of those that have places, what the model has returned
-        self.returned: set[int] = set()
+        # what the model has returned, and in which of its calls
+        self.returned: dict[int, int] = {}
         self._given_back = WeakIdKeyDictionary()
-        # what enters the model, and what earlier batches have left behind
-        self.entering: list[int] = []
+        # of what has rows in a dimension that no size tells, why
+        self.untold: dict[int, str] = {}
+        # what the loop has made and gives to the model, by its calls; and what earlier batches have left behind
+        self.calls: list[list[int]] = []
         # whether rows of the batch enter the model in the order in which they came
         self.as_it_came = False
         self.old: set[int] = set()
@@ -208,11 +219,16 @@ class Trace(TorchFunctionMode):
         # before the losses all that comes out counts as the batch's, behind them what it was made of: a generator is trained on
         # what the model says of its own pictures
         self._of_batch = not self.failure or any(tensor in self.private for tensor in entering)
+        if self.public:
+            self._of_batch = False
+            if any(tensor in self.private or self._is_old(tensor) for tensor in entering):
+                raise UserError(NOT_PUBLIC)
+        self.calls.append([])
         if self.failure:
             return
         for tensor in entering:
             if tensor in self.numbers:
-                self.entering.append(self.numbers[tensor])
+                self.calls[-1].append(self.numbers[tensor])
             elif tensor in self.rowed:
                 self.as_it_came |= len(self.fits(tensor)) == 1
             elif self._is_old(tensor):
@@ -227,7 +243,8 @@ class Trace(TorchFunctionMode):
             if self._of_batch:
                 self._have_rows(tensors_in(output, depth=1))
                 if self._inside == 1:
-                    self._given_back.update(dict.fromkeys(tensors_in(output, depth=1)))
+                    call = len(self.calls) - 1
+                    self._given_back.update(dict.fromkeys(tensors_in(output, depth=1), call))
             elif self._old_inside and self._inside == 1:
                 self.before.update(dict.fromkeys(tensors_in(output, depth=1)))
             self._inside -= 1
@@ -267,6 +284,12 @@ class Trace(TorchFunctionMode):
         if self.failure:
             return self._followed(func, args, kwargs, given)
         known = (self.numbers, self.rowed, self._within, self._told)
+        inner = [_unwrapped(t) for t in given]
+        if any(t is not wrapped for t, wrapped in zip(inner, given, strict=True)) and any(
+            t in tensors for t in inner for tensors in known
+        ):
+            self._stop("torch.func (vmap, grad) is not looked into")
+            return self._followed(func, args, kwargs, given)
         if not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
         self._refuse_scaled(given)
@@ -285,7 +308,9 @@ class Trace(TorchFunctionMode):
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if opaque:
             self.opaque = True
-            self._have_rows(made)
+            if func is torch.autograd.grad:
+                self._hear_of_all(result, args, kwargs)
+            self._have_rows(t for t in made if t not in self._told)
         elif line is not None:
             self._tried(self._add, line, made)
         elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
@@ -328,6 +353,15 @@ class Trace(TorchFunctionMode):
         for tensor in heard:
             self._told[tensor] = None
             self._mark(tensor)
+
+    def _hear_of_all(self, gradients: Any, args: Any, kwargs: Any) -> None:
+        """Note gradients of what no row of the batch is added to, or stands in: they are sums over all examples."""
+        asked = kwargs["inputs"] if "inputs" in kwargs else args[1]
+        for gradient, tensor in zip(tree_leaves(gradients), tree_leaves(asked), strict=False):
+            own = tensor in self.private or self.examples == 1
+            if isinstance(gradient, Tensor) and not own and not self.fits(gradient):
+                self._told[gradient] = None
+                self._mark(gradient)
 
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
@@ -378,15 +412,13 @@ class Trace(TorchFunctionMode):
         on = torch.is_autocast_enabled(kind)
         numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
         numbers += [n for t in given for n in self._constant(t)]
-        counted = self.sizes.made(numbers)
-        counted = counted or any(t.numel() == 1 and t in self._within for t in given)
-        # of one example alone they are its own
-        counted = (counted and self.examples > 1) or any(t in self._told for t in given)
+        counted = self.sizes.made(numbers) or any(t in self._told for t in given)
+        counted |= self.examples > 1 and any(t.numel() == 1 and t in self._within for t in given)
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
                 self.sizes.note(len(self.lines), name, n)
         autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
-        return Line(func, slots, [], autocast, counted, self._repeats(func, args))
+        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, self._repeats(func, args))
 
     def _constant(self, tensor: Tensor) -> list[Number]:
         """The number that a tensor holds in all its places, where it is not made of values of the batch."""
@@ -424,7 +456,7 @@ class Trace(TorchFunctionMode):
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
                 if tensor in self._given_back:
-                    self.returned.add(self._count)
+                    self.returned[self._count] = self._given_back[tensor]
             elif self._is_old(tensor):
                 self.old.add(self._count)
         return self.numbers[tensor]
@@ -435,25 +467,33 @@ class Trace(TorchFunctionMode):
             # no other could stand in its place
             return
         fits = self.fits(tensor)
-        usual = [fit for fit in fits if self._usual == {fit[0]}]
-        self.sure &= tensor.dim() == 0 or tensor in self._axes or bool(usual) or any(a == 0 for a, _ in fits)
+        usual = [place for place in fits if self._usual == {place.axis}]
+        front = any(place.axis == 0 for place in fits)
+        # of several rows that the model was given of each example
+        several = (
+            not front and tensor in self._given_back and tensor.dim() > 0 and len(tensor) % self.examples == 0
+        )
+        self.sure &= tensor.dim() == 0 or tensor in self._axes or bool(usual) or front or several
         fits = usual if len(usual) == 1 else fits
         if len(fits) > 1:
-            raise ValueError(
-                f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
-            )
+            why = f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
+            if tensor not in self._given_back:
+                raise ValueError(why)
+            # what has entered may tell
+            self.untold[number] = why
         if self._bytes > LARGEST:
             raise ValueError(f"they are computed from more than {LARGEST >> 20} MiB")
-        if fits and not is_order(tensor):
+        if is_order(tensor):
+            # rows that are replaced still go where they went; of few examples, labels may look like an order
+            if fits and self.examples < FEW:
+                raise ValueError(f"{tensor.tolist()} may be labels or an order")
+        elif len(fits) == 1:
             self.places[number] = fits[0]
-        elif fits and self.examples < FEW:
-            # in an order, rows that are replaced still go where they went; of few examples, labels may look like one
-            raise ValueError(f"{tensor.tolist()} may be labels or an order")
 
-    def fits(self, tensor: Tensor) -> list[tuple[int, int]]:
+    def fits(self, tensor: Tensor) -> list[Place]:
         """Dimensions that may be the batch, with the rows that each example would have there."""
         return [
-            (axis, times)
+            Place(axis, times)
             for axis, size in enumerate(tensor.shape)
             for times in self._times
             if size == self.examples * times and self._axes.get(tensor, axis) == axis
@@ -469,6 +509,13 @@ class Trace(TorchFunctionMode):
         self.failure = self.failure or why
         self.held.clear()
         self.lines.clear()
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """What stands behind a tensor within a transform of `torch.func`."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _unstacked() -> list[Any]:

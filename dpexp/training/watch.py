@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpexp.clipping.layouts import due
 from dpexp.errors import UserError
 from dpexp.training.padded import Padding
-from dpexp.training.redone import Mixture, Redone
+from dpexp.training.redone import Mixture, told_by
 from dpexp.training.trace import UNUSED, Trace
 
 log = logging.getLogger(__name__)
@@ -89,9 +89,10 @@ class LossWatch:
         """Watch what is done with a batch from here on, if it is time to; ``axes``, ``padding``: see `Trace`."""
         self.end()
         self._batches += 1
-        self._trace = self._refused = None
+        self._refused = None
         self._alone += examples == 1
         watched = self._tried if examples > 1 else self._alone
+        fractions, self._trace = [] if self._trace is None else self._trace.sizes.fractions, None
         if watched < PATIENCE or due(self._batches) or due(self._batches + 1):
             self._trace = Trace(
                 self.model,
@@ -103,6 +104,7 @@ class LossWatch:
                 axes(),
                 self.data,
                 padding(),
+                fractions,
             )
             self._before = self._trace.private
             self._trace.begin()
@@ -122,6 +124,18 @@ class LossWatch:
         finally:
             if trace is not None:
                 trace.begin()
+
+    @contextmanager
+    def public(self) -> Iterator[None]:
+        """Take what enters the model for public, and refuse it where it is seen that it is not."""
+        trace = self._trace
+        if trace is not None:
+            trace.public = True
+        try:
+            yield
+        finally:
+            if trace is not None:
+                trace.public = False
 
     def follow(self) -> None:
         """Watch what is done with the batch behind its losses."""
@@ -175,7 +189,7 @@ class LossWatch:
             UserError: they are not. Where sizes leave it open which rows are whose, batches of two sizes have to say it.
         """
         try:
-            return Redone(trace).check(losses)
+            return told_by(trace, losses)
         except Mixture:
             self._doubted.add(trace.examples)
             if trace.sure or len(self._doubted) > 1:

@@ -369,10 +369,134 @@ def test_the_loop_may_give_the_model_several_rows_of_each_example(
     exact_in_company(model, [rows(5), rows(5), rows(3), rows(2)], engine, losses)
 
 
+def triplets(model: nn.Module, batch: Batch) -> Tensor:
+    """Of most, as of examples that are far enough apart, no loss is left."""
+    one, alike, other = model(torch.cat([batch["x"], batch["x"] + 1e-3, batch["x"].flip(1)])).chunk(3)
+    found = torch.nn.functional.triplet_margin_loss(one, alike, other, reduction="none", margin=0.1)
+    return found * (torch.arange(len(found)) < len(found) // 3)
+
+
+def one_view(model: nn.Module, batch: Batch) -> Tensor:
+    return model(torch.cat([batch["x"], batch["x"] + 1]))[: len(batch["x"])].square().sum(1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("losses", [triplets, one_view])
+def test_some_of_several_rows_may_have_no_loss(losses: Callable[..., Tensor], engine: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3))
+    exact_in_company(model, [rows(6), rows(5), rows(3), rows(2)], engine, losses)
+
+
+def test_the_largest_losses_of_more_examples_are_not_those_of_a_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
+    clipper = attach(model)
+    for examples in (6, 8, 20):
+        losses = model(rows(2 * examples)["x"]).square().sum(1)
+        with pytest.raises(UserError, match="of exactly the examples that entered"):
+            clipper.backward(losses.topk(examples).values)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_of_its_own_kind_a_weight_is_none_of_the_batch(engine: str) -> None:
+    """As PEFT's adapters have it, in batches of as many examples as a weight has rows."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        blocks = self.blocks.to(x) @ self.turn.to(x)
+        mask = (x > 0).to(self.blocks) + (x < 1).type_as(self.out.weight)
+        return self.out(mask * (x @ torch.block_diag(*blocks.type_as(x))))
+
+    torch.manual_seed(0)
+    model = Own(forward, **linears("out"))
+    model.blocks = nn.Parameter(torch.randn(2, D // 2, D // 2))
+    model.register_buffer("turn", torch.randn(2, D // 2, D // 2))
+    exact_in_company(model, [rows(3), rows(2), rows(2)], engine)
+
+
 def test_several_rows_of_each_example_are_not_compared_with_those_of_others() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
     with pytest.raises(UserError, match="mixes examples"):
         attach(model).backward(contrasted(model, rows(5)))
+
+
+@pytest.mark.parametrize("examples", [2, 5, D])
+@pytest.mark.parametrize("losses", [of_both, of_three])
+def test_models_are_looked_at_where_the_loop_gives_them_several_rows_of_each_example(
+    losses: Callable[..., Tensor], examples: int
+) -> None:
+    """Also where there are as many features as examples."""
+    torch.manual_seed(0)
+    model = Mixing(lambda h: h).double()
+    clipper = attach(model)
+    clipper.backward(losses(model, rows(examples)))
+    assert clipper.notes == []
+    mixing = Mixing(lambda h: h - h.detach().mean(0)).double()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(mixing).backward(losses(mixing, rows(examples)))
+
+
+class Mixing(nn.Module):
+    def __init__(self, mix: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.first, self.out, self.mix = nn.Linear(D, D), nn.Linear(D, 3), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.mix(torch.tanh(self.first(x))))
+
+
+class OfSets(nn.Module):
+    """Elements of all sets end to end, and how many each has, by a name of the author's own."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor], each: bool):
+        super().__init__()
+        self.first, self.out, self.mix, self.each = nn.Linear(D, D), nn.Linear(D, 3), mix, each
+
+    def forward(self, x: Tensor, many: Tensor) -> Tensor:
+        h = self.mix(torch.tanh(self.first(x)))
+        whose = torch.arange(len(many)).repeat_interleave(many)
+        pooled = h.new_zeros(len(many), D).index_add(0, whose, h)
+        return self.out(h + pooled[whose] if self.each else pooled)
+
+
+def of_sets(model: Any, batch: Batch) -> Tensor:
+    found, many = model(batch["x"], batch["many"]).square().sum(1), batch["many"]
+    if not model.each:
+        return found
+    return found.new_zeros(len(many)).index_add(0, torch.arange(len(many)).repeat_interleave(many), found)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_sets_are_cut_by_how_many_elements_each_has(each: bool) -> None:
+    """Whatever that is called, and where what comes out lies end to end, too. Eight elements of four sets are no two of each."""
+    torch.manual_seed(0)
+    batches = [
+        {"x": rows(sum(many))["x"], "many": torch.tensor(many)} for many in ((1, 4, 1, 2), (3, 1, 2), (2, 5))
+    ]
+    exact_in_company(OfSets(lambda h: h, each), batches, "auto", of_sets)
+    for batch in batches:
+        model = OfSets(lambda h: h, each).double()
+        clipper = attach(model)
+        clipper.backward(of_sets(model, batch))
+        assert clipper.notes == []
+        mixing = OfSets(lambda h: h - h.detach().mean(0), each).double()
+        with pytest.raises(UserError, match="mixes examples"):
+            attach(mixing).backward(of_sets(mixing, batch))
+
+
+def test_sets_in_a_list_may_have_one_element_or_as_many_as_there_are_sets() -> None:
+    class OneByOne(Mixing):
+        def forward(self, xs: list[Tensor]) -> Tensor:
+            return self.out(torch.stack([torch.tanh(self.first(x)).mean(0) for x in xs]))
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch).square().sum(1)
+
+    torch.manual_seed(0)
+    model = OneByOne(lambda h: h).double()
+    clipper = attach(model)
+    for sizes in ((1, 2, 2, 4, 3, 1), (4, 1, 3, 1), (1, 3, 3)):
+        clipper.backward(losses(model, [rows(size)["x"] for size in sizes]))
 
 
 class Tables(nn.Module):

@@ -84,6 +84,25 @@ def test_one_bad_example_is_bounded_and_alone(engine: str, poison: float) -> Non
         assert moved**0.5 <= float(clipper.thresholds[k]) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+@pytest.mark.parametrize("huge", [1e25, 1e30, 3e38])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, lambda width: nn.GroupNorm(2, width)])
+def test_an_example_too_large_for_an_operation_is_alone_in_the_first_batch_too(
+    norm: Any, huge: float, engine: str
+) -> None:
+    """Its numbers are finite, and what the operation makes of them is not, in a backward pass of other examples either."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(D, 6), norm(6), nn.Linear(6, 3)), torch.randn(4, D)
+    x[1] = huge
+    clipper = attach(model, clip_norm=0.5, engine=engine)
+    sums = []
+    for rows in (x, x[[0, 2, 3]]):
+        model.zero_grad()
+        clipper.backward(losses_of(model, rows))
+        sums.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+    assert float((sums[0] - sums[1]).norm()) <= 0.5 * (1 + 1e-5)
+
+
 @pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith(("hf_", "timm", "peft"))])
 def test_leaving_one_example_out_moves_no_group_by_more_than_its_threshold(name: str) -> None:
     problem = ZOO[name]()

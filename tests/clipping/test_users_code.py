@@ -74,6 +74,45 @@ def exact_in_company(
             torch.testing.assert_close(p.grad, sums[name], rtol=1e-9, atol=1e-11)
 
 
+def rehearsed(model: nn.Module, x: Tensor, public: Tensor) -> Tensor:
+    return model(x).square().sum(1) + 0.1 * public.square().mean()
+
+
+def like_prototypes(model: nn.Module, x: Tensor, public: Tensor) -> Tensor:
+    return torch.cdist(model(x), public).log_softmax(1)[:, 0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("losses", [rehearsed, like_prototypes])
+def test_public_rows_have_a_part_in_every_loss(losses: Callable[..., Tensor], engine: str) -> None:
+    """As many as there are examples, or others; without a word they are refused."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 3)).double()
+    rows, plain = torch.randn(4, D, dtype=torch.float64), copy.deepcopy(model)
+    clipper = attach(model, clip_norm=0.5, engine=engine)
+    for examples in (4, 3, 1):
+        x = torch.randn(examples, D, dtype=torch.float64)
+        each = [
+            torch.autograd.grad(loss, list(plain.parameters()), retain_graph=True)
+            for loss in losses(plain, x, plain(rows))
+        ]
+        names = [name for name, _ in plain.named_parameters()]
+        per_example = {name: torch.stack(g) for name, g in zip(names, zip(*each, strict=True), strict=True)}
+        model.zero_grad()
+        with clipper.public():
+            public = model(rows)
+        clipper.backward(losses(model, x, public))
+        _, sums = expected(per_example, clipper.groups, clipper.thresholds)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, sums[name], rtol=1e-9, atol=1e-11)
+    assert clipper.notes == []
+    clipper.detach()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(model, engine=engine).backward(
+            losses(model, torch.randn(4, D, dtype=torch.float64), model(rows))
+        )
+
+
 # -- gradients of something else ---------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.independence.arguments import Inputs, changed
 from dpexp.clipping.independence.end_to_end import Ends, ends_of
 from dpexp.clipping.layouts import fixed_order
@@ -27,6 +28,26 @@ Reading = Sequence[int | Ends | None]
 Rows = list[tuple[int, bool]]
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """Which rows of what enters a forward are whose.
+
+    Attributes:
+        examples: B.
+        times: how many rows each example has.
+        strided: whether these are as far apart as there are examples, and not adjacent.
+    """
+
+    examples: int
+    times: int = 1
+    strided: bool = False
+
+    def row(self, example: int, number: int, examples: int | None = None) -> int:
+        """Return the place of a row of an example, among ``examples`` of them."""
+        examples = self.examples if examples is None else examples
+        return number * examples + example if self.strided else example * self.times + number
+
+
 @dataclass
 class Variant:
     """Another batch. ``same``: (place before, place here) of the examples that must get the same; ``first``: what goes before."""
@@ -42,14 +63,15 @@ class Batches:
 
     Args:
         inputs: of the forward.
-        num_examples: B.
-        rows_per_example: adjacent rows of each.
+        arrangement: of their rows.
         names: of the positional inputs.
     """
 
-    def __init__(self, inputs: Inputs, num_examples: int, rows_per_example: int, names: Sequence[str] = ()):
-        self.inputs, self.examples, self.multiple, self.names = inputs, num_examples, rows_per_example, names
-        self.ends = ends_of(self._parts(), num_examples * rows_per_example)
+    def __init__(self, inputs: Inputs, arrangement: Arrangement, names: Sequence[str] = ()):
+        self.inputs, self.arrangement, self.names = inputs, arrangement, names
+        self.examples = arrangement.examples
+        self.total = arrangement.examples * arrangement.times
+        self.ends = ends_of(self._parts(), self.total)
 
     def variants(self) -> list[Variant]:
         """Return the batches in which examples must get what they got."""
@@ -118,8 +140,12 @@ class Batches:
     def made(self, reading: Reading, rows: Rows, scale: float) -> Inputs:
         """Make a batch; ``scale``: factor of floating-point inputs in the rows that replace others."""
         axes = iter(reading)
-        places = [i * self.multiple + m for i, _ in rows for m in range(self.multiple)]
-        scaled = [other for _, other in rows for _ in range(self.multiple)]
+        numbers = range(self.arrangement.times)
+        order = [(*row, m) for row in rows for m in numbers]
+        if self.arrangement.strided:
+            order = [(*row, m) for m in numbers for row in rows]
+        places = [self.arrangement.row(i, m) for i, _, m in order]
+        scaled = [other for _, other, _ in order]
 
         def take(name: str, part: Any) -> Any:
             axis = next(axes)
@@ -146,21 +172,33 @@ class Batches:
         return (*(own or found), *self._possible(part), None)
 
     def _possible(self, part: Any) -> tuple[int, ...]:
-        rows = self.examples * self.multiple
-        if self._is_list(part) or (type(part) is int and part == rows and self.ends):
+        if self._is_list(part) or (type(part) is int and part == self.total and self.ends):
             return (0,)
         if not isinstance(part, Tensor):
             return ()
-        return tuple(axis for axis in (0, 1) if part.dim() > axis and part.shape[axis] == rows)
+        return tuple(axis for axis in (0, 1) if part.dim() > axis and part.shape[axis] == self.total)
 
     def _is_list(self, value: Any) -> bool:
         """Whether a list has one entry for each row."""
-        if not isinstance(value, list | tuple) or len(value) != self.examples * self.multiple:
+        if not isinstance(value, list | tuple) or len(value) != self.total:
             return False
         if all(isinstance(item, Tensor) for item in value):
             return not all(item.dim() and item.shape[0] == len(value) for item in value)
         # texts, numbers, or what is said of each picture
         return all(isinstance(item, str | int | float | Mapping) for item in value)
+
+
+def arrangements(inputs: Inputs, usual: Arrangement) -> list[Arrangement]:
+    """Return how the rows of examples may lie in inputs: as ``usual``, where any has as many rows; else there may be several of
+    each, adjacent, strided, or of each as many as it has. Whoever keeps all rows apart keeps the examples apart."""
+    rows = usual.examples * usual.times
+    found = {len(t) for t in tensors_in(inputs) if t.dim()}
+    if rows in found or not found:
+        return [usual]
+    several = min((n for n in found if n > rows and n % rows == 0), default=0)
+    times = several // usual.examples
+    blocks = [Arrangement(usual.examples, times, strided) for strided in (False, True)] if several else []
+    return [Arrangement(several or min(found)), *blocks, usual]
 
 
 def rows_of(part: Tensor, axis: int, chosen: Tensor, changes: Tensor, scale: float) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpexp.clipping.dataflow import tensors_in
-from dpexp.clipping.independence.batches import Variant
+from dpexp.clipping.independence.batches import Arrangement, Variant
+from dpexp.clipping.independence.end_to_end import Ends
 
 # a dimension, and whether the rows of one example are apart there
 Places = set[tuple[int, bool]]
@@ -27,38 +28,43 @@ class Comparison:
     """Compares outputs of the same model.
 
     Args:
-        num_examples: B of the first batch.
-        rows_per_example: adjacent rows of each.
+        arrangement: of the rows of the first batch.
         bits: of the numbers, see `bits_of`.
         places: of some outputs, where the rows of an example can be, see `places_of`.
     """
 
     def __init__(
         self,
-        num_examples: int,
-        rows_per_example: int,
+        arrangement: Arrangement,
         bits: int,
         places: Mapping[int, Places] | None = None,
     ):
-        self.examples, self.multiple, self.places = num_examples, rows_per_example, places or {}
+        self.arrangement, self.places = arrangement, places or {}
         self.tolerance, self.same_size = ROUNDING[bits]
         # by output, the dimension that was found to be the batch
         self._axes: dict[int, int] = {}
         # and where in it the rows of one example are
         self._rows: dict[int, tuple[int, bool]] = {}
 
-    def of(self, variant: Variant) -> Callable[..., bool | None]:
-        """Return what tells whether two tensors differ for an example of ``variant``; None where they have no rows."""
-        count, count_here = self.examples * self.multiple, len(variant.rows) * self.multiple
-        pairs = [
-            (i * self.multiple + m, j * self.multiple + m)
-            for i, j in variant.same
-            for m in range(self.multiple)
-        ]
+    def of(self, variant: Variant, ends: Sequence[Ends] = ()) -> Callable[..., bool | None]:
+        """Return what tells whether two tensors differ for an example of ``variant``; None where they have no rows.
+
+        ``ends``: where the rows of each example lie in tensors that hold those of all end to end.
+        """
+        rows, here = self.arrangement, len(variant.rows)
+        count, count_here = rows.examples * rows.times, here * rows.times
+        pairs = [(rows.row(i, m), rows.row(j, m, here)) for i, j in variant.same for m in range(rows.times)]
 
         tolerance = self.same_size if count_here == count else self.tolerance
 
+        before, after = ([pair[k] for pair in pairs] for k in (0, 1))
+        chosen = [rows.row(i, m) for i, _ in variant.rows for m in range(rows.times)]
+        cuts = [(cut, Ends(cut.sizes[chosen])) for cut in ends]
+
         def differs(a: Tensor, b: Tensor, leaf: int | None = None) -> bool | None:
+            for cut, now in cuts:
+                if a.dim() and b.dim() and (len(a), len(b)) == (cut.total, now.total):
+                    return self.unequal(a[cut.rows(before)], b[now.rows(after)], tolerance)
             known = None if leaf is None else self._axes.get(leaf)
             allowed = None if leaf is None else self.places.get(leaf)
             verdicts = []
@@ -66,9 +72,8 @@ class Comparison:
                 for strided in (False, True) if times > 1 else (False,):
                     if allowed is not None and (axis, strided) not in allowed:
                         continue
-                    rows = [_rows(t, axis, n, strided) for t, n in ((a, count), (b, count_here))]
-                    before, here = (r[[p[k] for p in pairs]] for k, r in enumerate(rows))
-                    verdicts.append(self.unequal(before, here, tolerance))
+                    major = [_rows(t, axis, n, strided) for t, n in ((a, count), (b, count_here))]
+                    verdicts.append(self.unequal(major[0][before], major[1][after], tolerance))
                     if leaf is not None and not verdicts[-1]:
                         self._rows.setdefault(leaf, (axis, strided))
                 if leaf is not None and count != count_here and not all(verdicts):
@@ -85,10 +90,11 @@ class Comparison:
         if leaf not in self._rows:
             return None
         axis, strided = self._rows[leaf]
-        examples = len(variant.rows) if here else self.examples
+        own = self.arrangement
+        examples = len(variant.rows) if here else own.examples
         direction = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        rows = _rows(direction, axis, examples * self.multiple, strided)
-        places = [pair[here] * self.multiple + m for pair in variant.same for m in range(self.multiple)]
+        rows = _rows(direction, axis, examples * own.times, strided)
+        places = [own.row(pair[here], m, examples) for pair in variant.same for m in range(own.times)]
         generator = torch.Generator().manual_seed(leaf)
         numbers = torch.randn((len(places), *rows.shape[1:]), generator=generator, device="cpu")
         rows[places] = numbers.to(rows)

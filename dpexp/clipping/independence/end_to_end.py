@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# in the names of vectors that say where the rows of each example begin, and of vectors of lengths
-POINTERS, LENGTHS = ("offset", "ptr", "cu_"), ("len",)
+# in the names of vectors that say where the rows of each example begin
+POINTERS = ("offset", "ptr", "cu_")
 
 
 class Ends:
@@ -96,9 +96,11 @@ def _told(
 ) -> Ends | None:
     numbers = part.long()
     totals = {len(other) for _, other in named}
-    if any(word in name for word in LENGTHS) and len(part) == count != int(numbers.sum()) in totals:
+    if int(numbers.min()) < 0:
+        return None
+    if len(part) == count != int(numbers.sum()) in totals:
         return Ends(numbers)
-    if int(numbers[0]) < 0 or bool((numbers.diff() < 0).any()):
+    if bool((numbers.diff() < 0).any()):
         return None
     if len(part) > count > int(numbers[-1]) > 0:
         return Named(torch.bincount(numbers, minlength=count), part)

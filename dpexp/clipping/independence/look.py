@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,18 @@ from torch import Tensor
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import Inputs, positional_names
 from dpexp.clipping.independence.backwards import parameter_that_differs
-from dpexp.clipping.independence.batches import Batches, Reading, Variant
+from dpexp.clipping.independence.batches import Arrangement, Batches, Reading, Variant
 from dpexp.clipping.independence.blame import first_module
-from dpexp.clipping.independence.comparison import Comparison, bits_of, outputs, same_buffer, thin
+from dpexp.clipping.independence.comparison import Comparison, Places, bits_of, outputs, same_buffer, thin
+from dpexp.clipping.independence.end_to_end import Ends
 from dpexp.clipping.independence.padding import FIXED, Padding
 from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
 from dpexp.errors import UserError
 
 # factor of floating-point inputs in rows that are replaced
 SCALE = 3.0
+# letters of an error that are told
+LONGEST = 200
 
 MIXES = (
     "mixes examples: what an example gets out of it changes {when}, though no gradient shows it (a statistic under no_grad, one "
@@ -57,11 +60,11 @@ class Look:
 
     Args:
         replay: the forward.
-        num_examples: B.
-        rows_per_example: adjacent rows of each.
+        arrangement: of the rows that enter.
         autocast: whether to compute in 16 bits where the forward did.
         token: the id of padding, where it is known; None: the model may say it.
         most: at most so many other batches; None: all.
+        places: of some outputs, see `places_of`.
 
     Attributes:
         told: whether the outputs depended on the examples at all; zero weights of a new head hide everything behind them.
@@ -73,20 +76,20 @@ class Look:
     def __init__(
         self,
         replay: Replay,
-        num_examples: int,
-        rows_per_example: int,
+        arrangement: Arrangement,
         autocast: bool,
         token: int | None = None,
         most: int | None = None,
+        places: Mapping[int, Places] | None = None,
     ):
         self.replay, self.autocast, self.token, self.most = replay, autocast, token, most
-        self.examples, self.multiple = num_examples, rows_per_example
+        self.examples, self.rows = arrangement.examples, arrangement.examples * arrangement.times
         self.told = self.compared = False
         self.seen: set[int] = set()
         self.failure, self.one_way = "no input has the size of the batch", ""
         self.bits = 16 if autocast else bits_of(replay.model.parameters())
-        self.batches = Batches(replay.inputs, num_examples, rows_per_example, positional_names(replay.model))
-        self.comparison = Comparison(num_examples, rows_per_example, self.bits, replay.places)
+        self.batches = Batches(replay.inputs, arrangement, positional_names(replay.model))
+        self.comparison = Comparison(arrangement, self.bits, places)
 
     @property
     def missed(self) -> bool:
@@ -154,7 +157,7 @@ class Look:
             resized = len(variant.rows) != self.examples
             if resized and (self.replay.by_chance or not resize):
                 continue
-            differs = self.comparison.of(variant)
+            differs = self.comparison.of(variant, [ends for ends in reading if isinstance(ends, Ends)])
             before = self.once if variant.first is None else self.twice
             for scale in (SCALE, 1.0):
                 here = [
@@ -264,7 +267,7 @@ class Look:
     # -- padding ------------------------------------------------------------------------------------------------------
 
     def _padded(self) -> list[Difference]:
-        plan = Padding.of(self.replay, self.examples * self.multiple, self.token)
+        plan = Padding.of(self.replay, self.rows, self.token)
         for short, long, differs in plan.pairs(self.comparison.unequal) if plan is not None else ():
             try:
                 results = [self._results([batch])[0] for batch in (short(), long())]
@@ -287,4 +290,4 @@ class Look:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {str(error)[:LONGEST]}"

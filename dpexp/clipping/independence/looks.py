@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,9 +19,9 @@ from dpexp.clipping import layouts
 from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import changed, positional_names
-from dpexp.clipping.independence.batches import Batches
-from dpexp.clipping.independence.chance import BETWEEN, OTHERS
-from dpexp.clipping.independence.comparison import places_of
+from dpexp.clipping.independence.batches import Arrangement, Batches, arrangements
+from dpexp.clipping.independence.chance import BETWEEN, OTHERS, Chance
+from dpexp.clipping.independence.comparison import Places, places_of
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
@@ -144,7 +145,7 @@ class Independence:
         for replay in self.waiting:
             replay.find_used(roots)
             names = positional_names(replay.model)
-            if Batches(replay.inputs, roots.num_examples, self.rows_per_example, names).ambiguous:
+            if Batches(replay.inputs, self._usual(roots.num_examples), names).ambiguous:
                 self._find_places(replay, roots)
 
     def _find_places(self, replay: Replay, roots: Roots) -> None:
@@ -215,11 +216,36 @@ class Independence:
         for why in [look.one_way for look in looks if look.one_way]:
             self._note(ONE_WAY, why)
 
+    def _usual(self, num_examples: int) -> Arrangement:
+        return Arrangement(num_examples, self.rows_per_example)
+
     def _look(self, replay: Replay, num_examples: int) -> Look:
+        """Look at a forward, and refuse it where its rows, whosever they may be, are not kept apart.
+
+        Raises:
+            UserError: names the module.
+        """
+        usual = self._usual(num_examples)
+        refused: dict[Arrangement, UserError] = {}
+        for arrangement in arrangements(replay.inputs, usual):
+            try:
+                look = self._look_at(replay, arrangement, replay.places if arrangement == usual else None)
+            except UserError as error:
+                refused[arrangement] = error
+                continue
+            if look.compared:
+                return look
+        # of what an example alone has, or each as many as it has, nobody knows whether it is rows
+        if usual in refused or (num_examples > 1 and len(refused) > 1):
+            raise refused.get(usual) or next(iter(refused.values()))
+        return look
+
+    def _look_at(self, replay: Replay, arrangement: Arrangement, places: Mapping[int, Places] | None) -> Look:
+        replay.chance = Chance()
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
         for autocast in (False, True) if replay.in_autocast else (False,):
             replay.silence = self.silence
-            look = Look(replay, num_examples, self.rows_per_example, autocast, self.token)
+            look = Look(replay, arrangement, autocast, self.token, places=places)
             look.run(padding=not self.fixed_length)
             if look.compared:
                 break
@@ -228,14 +254,15 @@ class Independence:
             for chance in OTHERS + BETWEEN:
                 replay.chance = chance
                 most = FEW if chance in BETWEEN else None
-                other = Look(replay, num_examples, self.rows_per_example, autocast, most=most)
+                other = Look(replay, arrangement, autocast, most=most, places=places)
                 other.run(padding=False)
                 look.told |= other.told
         return look
 
     def _note(self, what: str, why: str) -> None:
         note = what.format(why=why)
-        if note not in self.notes:
+        # an error tells the sizes of each batch
+        if re.sub(r"\d+", "", note) not in [re.sub(r"\d+", "", known) for known in self.notes]:
             self.notes.append(note)
             log.warning(note)
 
