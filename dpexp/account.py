@@ -1,5 +1,5 @@
-"""``python -m dpexp.account``: epsilon from the noise, or the noise from epsilon, for people who only want
-the numbers."""
+"""``python -m dpexp.account``: of epsilon, the noise and the length of a run two are given and the third is computed, for
+people who only want the numbers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 from dp_accounting import DpEvent
-from omegaconf import MISSING
 
 from dpexp.config import hydra_entry
 from dpexp.errors import UserError
-from dpexp.privacy.accountants import check_delta, epsilon, epsilons
-from dpexp.privacy.calibration import calibrate
+from dpexp.privacy.accountants import epsilon, epsilons
+from dpexp.privacy.calibration import calibrate, longest
 from dpexp.privacy.events import composed, fixed_size_event, neighbouring, step_event
 from dpexp.privacy.individual import draw_groups, solve
-from dpexp.privacy.plan_checks import check_accountant
-from dpexp.privacy.schedules import Schedule, factor_counts
+from dpexp.privacy.plan_checks import check_accountant, resolve_delta, steps_of
+from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
 from dpexp.privacy.tuning import tuned_epsilons
 from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
@@ -30,15 +29,16 @@ _FORMATS = ("text", "json")
 # accountants whose ε holds, whatever the others find
 _BOUNDS = ("rdp", "prv", "pld")
 _SAMPLINGS = ("poisson", "fixed")
+TWO_OF_THREE = "two of noise_multiplier=…, target_epsilon=… and steps=… (or epochs=…)"
 
 
 @dataclass
 class AccountArguments:
     """The settings of ``conf/account.yaml``."""
 
-    sample_rate: float = MISSING
-    steps: int = MISSING
-    delta: float = MISSING
+    sample_rate: float | None = None
+    steps: int | None = None
+    delta: str | None = None
     noise_multiplier: float | None = None
     target_epsilon: float | None = None
     accountant: AccountantConfig = field(default_factory=AccountantConfig)
@@ -48,22 +48,28 @@ class AccountArguments:
     trials_law: str | None = None
     individual: IndividualConfig = field(default_factory=IndividualConfig)
     format: str = "text"
+    # in the place of the rate and the steps
+    num_examples: int | None = None
+    batch_size: float | None = None
+    epochs: float | None = None
 
 
 def account(arguments: AccountArguments) -> dict[str, Any]:
     """What the command prints, as plain values; an epsilon that is infinite is None, as JSON has no infinity.
 
-    Raises `UserError` for values that make no mechanism, or a target that no noise meets.
+    Raises `UserError` for values that make no mechanism, or a target that no noise or no number of steps meets.
     """
     _check(arguments)
 
-    rate, steps = arguments.sample_rate, arguments.steps
+    rate = _sample_rate(arguments)
+    steps = _steps(arguments, rate)
+    delta = resolve_delta(cast("str", arguments.delta), arguments.num_examples)
+    target, accountant = arguments.target_epsilon, arguments.accountant.name
     schedule = Schedule.of(asdict(arguments.schedule))
     if schedule.adaptive:
         raise UserError(
             f"schedule={schedule.name} follows the training: its epsilon is the target that the run's filter keeps"
         )
-    counts = factor_counts(schedule, steps, steps, rate)
 
     size = Fraction(rate)
 
@@ -72,37 +78,54 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
             return fixed_size_event(size.denominator, size.numerator, [noise_multiplier])
         return step_event(rate, [noise_multiplier])
 
+    sigma = arguments.noise_multiplier
+    if steps is None:
+        assert sigma is not None
+        assert target is not None
+        one = step(sigma)
+        if schedule != CONSTANT:
+            raise UserError(
+                f"the number of steps is found for constant noise: give it, or drop schedule={schedule.name}"
+            )
+        steps = longest(lambda steps: composed([(one, steps)]), target, delta, accountant)
+    counts = factor_counts(schedule, steps, steps, rate)
+
     def event(noise_multiplier: float) -> DpEvent:
         return composed((step(noise_multiplier * scale), count) for scale, count in counts)
 
-    sigma = arguments.noise_multiplier
     groups: dict[str, Any] = {}
     if arguments.individual.name != "none":
-        sigma, groups = _grouped(arguments, counts)
-        whole = max(
-            (group.pop("event") for group in groups["groups"]), key=lambda e: epsilon(e, arguments.delta)
-        )
+        sigma, groups = _grouped(arguments, counts, rate, delta)
+        whole = max((group.pop("event") for group in groups["groups"]), key=lambda e: epsilon(e, delta))
     elif sigma is None:
-        assert arguments.target_epsilon is not None
-        sigma = calibrate(event, arguments.target_epsilon, arguments.delta, arguments.accountant.name)
+        assert target is not None
+        sigma = calibrate(event, target, delta, accountant)
     if not groups:
         whole = event(sigma)
     found = attack(whole)
     tuned = None
     if arguments.trials != 1 or arguments.trials_law is not None:
-        tuned = tuned_epsilons(whole, arguments.delta, arguments.trials, arguments.trials_law)
+        tuned = tuned_epsilons(whole, delta, arguments.trials, arguments.trials_law)
     return {
         "noise_multiplier": sigma,
-        "sample_rate": arguments.sample_rate,
-        "steps": arguments.steps,
-        "delta": arguments.delta,
-        "target_epsilon": arguments.target_epsilon,
-        "accountant": arguments.accountant.name if arguments.target_epsilon is not None else None,
+        "sample_rate": rate,
+        "num_examples": arguments.num_examples,
+        "batch_size": arguments.batch_size,
+        "steps": steps,
+        "epochs": steps * rate,
+        "delta": delta,
+        "target_epsilon": target,
+        "computed": "epsilon"
+        if target is None
+        else "noise_multiplier"
+        if arguments.noise_multiplier is None
+        else "steps",
+        "accountant": accountant if target is not None else None,
         "schedule": schedule.plain(),
         "last_noise_multiplier": sigma * (schedule.factor(steps - 1, steps, rate) if steps else 1.0),
         "sampling": arguments.sampling,
         "neighbouring": neighbouring(step(sigma)),
-        "epsilon": _finite(epsilons(whole, arguments.delta)),
+        "epsilon": _finite(epsilons(whole, delta)),
         **(found.plain() if found is not None else dict.fromkeys(NO_BOUND.plain())),
         **({"individual": groups} if groups else {}),
         "trials": arguments.trials,
@@ -112,7 +135,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
 
 
 def _grouped(
-    arguments: AccountArguments, counts: Sequence[tuple[float, int]]
+    arguments: AccountArguments, counts: Sequence[tuple[float, int]], sample_rate: float, delta: float
 ) -> tuple[float, dict[str, Any]]:
     """The noise multiplier, and what each group of examples gets; shares are taken of ten thousand examples."""
     individual = arguments.individual
@@ -122,13 +145,13 @@ def _grouped(
 
     members = draw_groups(10_000, individual.shares, 0)
     sigma, budgets = solve(
-        individual.name, individual.epsilons, members, arguments.sample_rate, 0.0, event, arguments.delta,
+        individual.name, individual.epsilons, members, sample_rate, 0.0, event, delta,
         arguments.accountant.name,
     )  # fmt: skip
     groups = []
     for target, rate, scale in zip(budgets.epsilons, budgets.rates, budgets.scales, strict=True):
         whole = event(rate, sigma, scale)
-        spent = _finite(epsilons(whole, arguments.delta))
+        spent = _finite(epsilons(whole, delta))
         groups.append(
             {"target": target, "sample_rate": rate, "clip_scale": scale, "epsilon": spent, "event": whole}
         )
@@ -149,14 +172,16 @@ def as_text(result: dict[str, Any]) -> str:
         "prv": "privacy random variables, upper bound",
         "pld": "privacy loss distributions, upper bound",
     }
-    chosen = (
-        " (calibrated to epsilon = {target_epsilon:g} under {accountant})" if result["accountant"] else ""
-    )
+    chosen = " (calibrated to epsilon = {target_epsilon:g} under {accountant})"
+    longest = ", the most that keep epsilon = {target_epsilon:g} under {accountant}"
+    size = " ({batch_size:g} of {num_examples})" if result["batch_size"] is not None else ""
     lines = [
-        "noise multiplier  {noise_multiplier:.6g}" + chosen,
+        "noise multiplier  {noise_multiplier:.6g}"
+        + (chosen if result["computed"] == "noise_multiplier" else ""),
         *(["  in the last step  {last_noise_multiplier:.6g}"] if result["schedule"] != "constant" else []),
-        "sample rate       {sample_rate:g}",
-        "steps             {steps}",
+        "sample rate       {sample_rate:g}" + size,
+        "steps             {steps} ({epochs:.4g} epochs)"
+        + (longest if result["computed"] == "steps" else ""),
         "delta             {delta:g}",
     ]
     lines = [line.format(**result) for line in lines]
@@ -204,6 +229,23 @@ def _number(value: float | None) -> str:
 
 def _check(arguments: AccountArguments) -> None:
     individual = arguments.individual
+    for one, other, what in (("sample_rate", "batch_size", "sample rate"), ("steps", "epochs", "length")):
+        if getattr(arguments, one) is not None and getattr(arguments, other) is not None:
+            raise UserError(
+                f"{one} and {other} are both given, and each of them decides the {what}: leave one out"
+            )
+    noise, target = arguments.noise_multiplier, arguments.target_epsilon
+    length = arguments.steps if arguments.epochs is None else arguments.epochs
+    known = sum(number is not None for number in (noise, target, length))
+    missing = {
+        "delta=…": arguments.delta is None,
+        "sample_rate=…, or batch_size=… and num_examples=…": (arguments.sample_rate, arguments.batch_size)
+        == (None, None),
+        "steps=… or epochs=…": individual.name != "none" and length is None,
+        TWO_OF_THREE: individual.name == "none" and known < 2,
+    }
+    if any(missing.values()):
+        raise UserError("not given: " + "; ".join(name for name, lacks in missing.items() if lacks))
     if individual.name != "none":
         _check_groups(arguments)
     elif given := [n for n in ("epsilons", "shares", "groups", "budgets") if getattr(individual, n)]:
@@ -211,24 +253,51 @@ def _check(arguments: AccountArguments) -> None:
             f"individual.{given[0]} is of groups with an epsilon of their own, and individual.name=none has none: give "
             "individual.name=sampling or scaling, or leave it out"
         )
-    elif (arguments.noise_multiplier is None) == (arguments.target_epsilon is None):
-        raise UserError("give exactly one of noise_multiplier=… and target_epsilon=…")
-    if arguments.noise_multiplier is not None and not 0 <= arguments.noise_multiplier < math.inf:
-        raise UserError(f"noise_multiplier={arguments.noise_multiplier} must be a number, 0 or larger")
-    if not 0 <= arguments.sample_rate <= 1:
-        raise UserError(
-            f"sample_rate={arguments.sample_rate} is not a probability: it is batch size / number of examples"
-        )
-    if arguments.steps < 0:
-        raise UserError(f"steps={arguments.steps} must be 0 or larger")
-    check_delta(arguments.delta)
+    elif known > 2:
+        raise UserError(f"give {TWO_OF_THREE}: the third is computed")
+    if noise is not None and not 0 <= noise < math.inf:
+        raise UserError(f"noise_multiplier={noise} must be a number, 0 or larger")
     accountant = arguments.accountant
-    decides = arguments.target_epsilon is not None or individual.name != "none"
-    check_accountant(accountant.name, accountant.allow_clt or not decides)
+    check_accountant(accountant.name, accountant.allow_clt or (target is None and individual.name == "none"))
     if arguments.sampling not in _SAMPLINGS:
         raise UserError(f"sampling={arguments.sampling} is not a choice; choices: {', '.join(_SAMPLINGS)}")
     if arguments.format not in _FORMATS:
         raise UserError(f"format={arguments.format} is not a choice; choices: {', '.join(_FORMATS)}")
+
+
+def _sample_rate(arguments: AccountArguments) -> float:
+    """q: as given, or B/N."""
+    rate, batch, size = arguments.sample_rate, arguments.batch_size, arguments.num_examples
+    if size is not None and size < 1:
+        raise UserError(f"num_examples={size} must be 1 or larger")
+    if rate is not None:
+        if not 0 <= rate <= 1:
+            raise UserError(f"sample_rate={rate} is not a probability: it is batch size / number of examples")
+        return rate
+    assert batch is not None
+    if size is None:
+        raise UserError(
+            f"batch_size={batch:g} needs num_examples=… too: the sample rate is the one by the other"
+        )
+    if not 0 < batch <= size:
+        raise UserError(f"batch_size={batch:g} must be above 0 and at most num_examples={size}")
+    return batch / size
+
+
+def _steps(arguments: AccountArguments, sample_rate: float) -> int | None:
+    """T: as given, or the epochs in steps; None where it is what is asked for."""
+    epochs, steps = arguments.epochs, arguments.steps
+    if epochs is not None:
+        if not (0 <= epochs < math.inf and sample_rate):
+            raise UserError(f"epochs={epochs:g} must be 0 or larger, of a sample rate above 0")
+        # with the numbers that training has: the rate is rounded
+        size, batch = (arguments.num_examples, arguments.batch_size)
+        steps = steps_of(epochs, size, batch) if size and batch else steps_of(epochs, 1, sample_rate)
+        if epochs and not steps:
+            raise UserError(f"epochs={epochs:g} is less than one step: give {sample_rate:.3g} epochs or more")
+    if steps is not None and steps < 0:
+        raise UserError(f"steps={steps} must be 0 or larger")
+    return steps
 
 
 def _check_groups(arguments: AccountArguments) -> None:
@@ -248,13 +317,16 @@ def _check_groups(arguments: AccountArguments) -> None:
             f"individual.epsilons={list(individual.epsilons)} and individual.shares={list(individual.shares)} must be two or "
             "more numbers each, one for each group of examples"
         )
-    if arguments.sampling != "poisson" or not arguments.steps or not arguments.sample_rate:
+    if arguments.sampling != "poisson" or 0 in (arguments.steps, arguments.epochs, arguments.sample_rate):
         raise UserError("individual budgets need Poisson batches, a sample rate above 0 and one step or more")
 
 
 @hydra_entry("account", AccountArguments)
 def main(arguments: AccountArguments) -> None:
-    """Print ε of a noise multiplier under every accountant, or the noise multiplier for a target ε. Nothing is written."""
+    """Compute one of ε, noise multiplier and number of steps from the other two, and print ε of every accountant.
+
+    Nothing is written.
+    """
     result = account(arguments)
     print_out(json.dumps(result) if arguments.format == "json" else as_text(result))
 

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "micro_batch_size": "runtime.physical_batch_size", "max_grad_norm": "clip.clip_norm", "max_norm": "clip.clip_norm",
     "target_epsilon": "privacy.epsilon", "target_delta": "privacy.delta", "sigma": "privacy.noise_multiplier",
     "model_name_or_path": "model.id", "output_dir": "runtime.runs_dir", "num_examples": "data.num_examples",
+    "dataset_size": "data.num_examples", "sample_size": "data.num_examples",
     "labels": "task.labels", "dtype": "runtime.precision", "bf16": "runtime.precision", "fp16": "runtime.precision",
 }  # fmt: skip
 # how a launcher or a sweeper begins -> the extra that brings it
@@ -345,6 +346,8 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
         return UserError(_missing_groups(config_name, overrides))
     if text.startswith("Ambiguous value for argument"):
         grid = next((override for override in overrides if "," in override), "")
+        if re.fullmatch(r"[^=]+=\d{1,3}(,\d{3})+", grid):
+            return UserError(f"{grid}: a number has no commas: {grid.replace(',', '')}")
         return UserError(
             f"{grid}: several values are a grid of runs, and that needs -m: add it to the command"
         )
@@ -389,8 +392,10 @@ def _missing_groups(config_name: str, overrides: Sequence[str]) -> str:
 
 def _unknown_key(key: str, schema: type, config_name: str) -> str:
     settings = sorted(_keys(schema))
-    if (ours := ELSEWHERE.get(key.rpartition(".")[2])) in settings:
-        return f"there is no setting {key}; did you mean {ours}?"
+    ours = ELSEWHERE.get(key.rpartition(".")[2], "")
+    # `account` has the same settings, in no groups
+    if there := [name for name in (ours, ours.rpartition(".")[2]) if name in settings]:
+        return f"there is no setting {key}; did you mean {there[0]}?"
     top = sorted({*groups_of(config_name), *(name.partition(".")[0] for name in settings)})
     if "." in key:
         meant = did_you_mean(key, [name for name in settings if "." in name])

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 COMMANDS = {
     "train": "train, evaluate, write a record; -m for grids",
     "predict": "apply the model of a finished run to new rows: a CSV file",
-    "account": "ε of a noise multiplier under every accountant, or the noise for an ε",
+    "account": "ε under every accountant; or the noise, or the number of steps, for an ε",
     "report": "report run FOLDER: a page about a run of yours; else the papers' tables and figures beside ours",
     "explain": "how each layer of a model is clipped, and what every implementation costs",
     "bench": "speed and memory of engines relative to training without privacy",

@@ -7,6 +7,7 @@ import pytest
 
 from dpexp.account import AccountArguments, account, as_text
 from dpexp.errors import UserError
+from dpexp.privacy.plan import make_plan
 from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
 from tests.commands import called
 
@@ -46,6 +47,10 @@ def test_noise_from_epsilon_as_text(tmp_path):
         ([*PUBLISHED, "sampel_rate=0.1"], "did you mean sample_rate?"),
         ([*PUBLISHED, "accountant=prvv"], "did you mean prv?"),
         ([*PUBLISHED[:3], "delta=1"], "delta=1.0"),
+        ([*PUBLISHED[:3], "delta=small"], "delta=small is neither a number nor a rule"),
+        ([*PUBLISHED, "sigma=1"], "did you mean noise_multiplier?"),
+        ([*PUBLISHED, "dataset_size=60000"], "did you mean num_examples?"),
+        ([*PUBLISHED, "num_examples=60,000"], "a number has no commas: num_examples=60000"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, arguments, message):
@@ -66,8 +71,24 @@ def values(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise_multiplier": None}, "exactly one of noise_multiplier=… and target_epsilon=…"),
-        ({"target_epsilon": 1.0}, "exactly one of noise_multiplier=… and target_epsilon=…"),
+        ({"noise_multiplier": None}, "not given: two of noise_multiplier=…, target_epsilon=… and steps=…"),
+        ({"target_epsilon": 1.0}, "give two of noise_multiplier=…, target_epsilon=… and steps=…"),
+        ({"batch_size": 10.0}, "sample_rate and batch_size are both given"),
+        ({"epochs": 1.0}, "steps and epochs are both given"),
+        ({"sample_rate": None, "batch_size": 10.0}, "batch_size=10 needs num_examples"),
+        ({"sample_rate": None, "batch_size": 10.0, "num_examples": 9}, "at most num_examples=9"),
+        ({"sample_rate": None, "batch_size": 10.0, "num_examples": 0}, "num_examples=0 must be 1 or larger"),
+        ({"sample_rate": None}, "sample_rate=…, or batch_size=… and num_examples=…"),
+        ({"steps": None, "epochs": 0.001}, "less than one step: give 0.02 epochs or more"),
+        ({"steps": None, "epochs": -1.0}, "epochs=-1 must be 0 or larger"),
+        ({"steps": None, "epochs": 1.0, "sample_rate": 0.0}, "of a sample rate above 0"),
+        ({"delta": "half_over_n"}, "delta=half_over_n is a rule of N: give num_examples"),
+        ({"steps": None, "target_epsilon": -1.0}, "epsilon=-1.0 is not a positive number"),
+        ({"steps": None, "target_epsilon": 1.0, "sample_rate": 0.0}, "is never spent"),
+        (
+            {"steps": None, "target_epsilon": 1.0, "schedule": ScheduleConfig("time", 0.1)},
+            "drop schedule=time",
+        ),
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
         ({"sample_rate": 2.0}, "sample_rate=2.0"),
         ({"steps": -1}, "steps=-1"),
@@ -77,7 +98,7 @@ def values(**changes):
             {"noise_multiplier": None, "target_epsilon": 1.0, "accountant": AccountantConfig(name="gdp")},
             "accountant.allow_clt=true",
         ),
-        ({"noise_multiplier": None, "target_epsilon": 1.0, "delta": 0.0}, "cannot be met"),
+        ({"noise_multiplier": None, "target_epsilon": 1.0, "delta": 0.0}, "delta=0 leaves no room"),
         (
             {
                 "noise_multiplier": None,
@@ -189,3 +210,34 @@ def test_batches_of_a_fixed_size():
     assert account(rare)["epsilon"]["rdp"] > 0.5
     with pytest.raises(UserError, match="choices: poisson, fixed"):
         account(arguments(sampling="shuffle"))
+
+
+def test_examples_batch_and_epochs_are_those_of_training():
+    """As `dpexp.PrivacyEngine` counts them: the rate is B/N, an epoch N/B steps, and a rule of δ goes by N."""
+    sizes = {"sample_rate": None, "steps": None, "num_examples": 60_000, "batch_size": 1024}
+    plan = make_plan(
+        num_examples=60_000, expected_batch_size=1024, steps=586, delta="half_over_n", noise_multiplier=1.1
+    )
+    result = account(arguments(**sizes, epochs=10, delta="half_over_n", noise_multiplier=1.1))
+    assert (result["steps"], result["sample_rate"]) == (plan.steps, plan.sample_rate)
+    assert result["epsilon"]["rdp"] == plan.epsilon()
+    assert result["delta"] == plan.delta == 1 / 120_000
+    assert result["epochs"] == pytest.approx(10, abs=1e-2)
+    assert "sample rate       0.0170667 (1024 of 60000)\nsteps             586 (10 epochs)" in as_text(result)
+    # a rate alone knows of epochs, too
+    assert account(arguments(steps=None, epochs=10, sample_rate=1024 / 60_000))["steps"] == 586
+
+
+@pytest.mark.parametrize("name", ["rdp", "pld"])
+def test_how_long_a_budget_lasts(name):
+    known = {"noise_multiplier": 1.1, "accountant": AccountantConfig(name=name)}
+    result = account(arguments(**known, target_epsilon=2.0, steps=None))
+    assert (
+        result["epsilon"][name]
+        <= 2.0
+        < account(arguments(**known, steps=result["steps"] + 1))["epsilon"][name]
+    )
+    text = f"steps             {result['steps']} ({result['epochs']:.4g} epochs), the most that keep epsilon = 2 under {name}"
+    assert text in as_text(result)
+    # one step spends more
+    assert account(arguments(noise_multiplier=0.1, target_epsilon=2.0, steps=None))["steps"] == 0

@@ -1,4 +1,4 @@
-"""From a budget to the noise that keeps it."""
+"""From a budget to the noise, or the number of steps, that keeps it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dpexp.privacy.accountants import LARGEST_EPSILON, epsilon
 # relative, of σ
 _TOLERANCE = 1e-4
 _SMALLEST, _LARGEST = 1e-4, 1e8
+_MOST_STEPS = 1 << 40
 
 
 def calibrate(
@@ -24,10 +25,7 @@ def calibrate(
 
     Never overspends: the σ that is returned has itself been evaluated. 0 where nothing is released. Raises
     `UserError` for a target that is not a positive number, or that no noise can meet."""
-    if not 0 < target_epsilon < math.inf:
-        raise UserError(
-            f"epsilon={target_epsilon} is not a positive number; for no guarantee set noise_multiplier=0"
-        )
+    check_target(target_epsilon)
 
     def spent(sigma: float) -> float:
         return epsilon(make_event(sigma), delta, accountant)
@@ -85,6 +83,40 @@ def _refuse_edge(event: DpEvent, target: float, delta: float, accountant: str) -
         f"accountant={accountant} finds no finite epsilon near {target:g} (its grid does not hold rates or noises so far apart), "
         f"and would ask for far more noise than is needed: take accountant={other}"
     )
+
+
+def longest(
+    make_event: Callable[[int], DpEvent], target_epsilon: float, delta: float, accountant: str = "rdp"
+) -> int:
+    """The largest number of steps T with ε(make_event(T)) <= target_epsilon, which has itself been evaluated; 0 where one
+    step spends more.
+
+    Raises `UserError` for a target that is not a positive number, or that no number of steps spends."""
+    check_target(target_epsilon)
+
+    def kept(steps: int) -> bool:
+        return epsilon(make_event(steps), delta, accountant) <= target_epsilon
+
+    enough, beyond, factor = 0, 1, 2.0
+    if accountant in ("prv", "pld"):
+        # as in `calibrate`
+        beyond, factor = max(1, longest(make_event, target_epsilon, delta)), 1.15
+    while kept(beyond):
+        enough, beyond = beyond, math.ceil(beyond * factor)
+        if beyond > _MOST_STEPS:
+            raise UserError(f"epsilon={target_epsilon:g} is never spent: {enough} steps keep it")
+    while beyond - enough > 1:
+        middle = (enough + beyond) // 2
+        enough, beyond = (middle, beyond) if kept(middle) else (enough, middle)
+    return enough
+
+
+def check_target(epsilon: float) -> None:
+    """Raises `UserError` unless ε is a positive number."""
+    if not 0 < epsilon < math.inf:
+        raise UserError(
+            f"epsilon={epsilon} is not a positive number; for no guarantee set noise_multiplier=0"
+        )
 
 
 def _narrow(

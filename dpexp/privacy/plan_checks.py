@@ -146,16 +146,21 @@ def check_search(accountant: str, sampling: str, quantile_budget: float, individ
         )
 
 
-def resolve_delta(rule: str | float, num_examples: int) -> float:
+def steps_of(epochs: float, num_examples: int, batch_size: float) -> int:
+    """T of so many epochs: one is N/B steps."""
+    return round(epochs * num_examples / batch_size)
+
+
+def resolve_delta(rule: str | float, num_examples: int | None) -> float:
     """δ from a number or a rule: ``half_over_n`` is 1/(2N) (Li et al.), ``n_pow_-1.1`` is N^-1.1 (He et al.
     section 5.2).
 
-    Raises `UserError` for what is neither, and for a δ outside (0, 1).
+    Raises `UserError` for what is neither, for a rule without N, and for a δ outside (0, 1).
     """
-    if rule == "half_over_n":
-        delta = 1 / (2 * num_examples)
-    elif match := re.fullmatch(r"n_pow_(-\d+(\.\d+)?)", str(rule)):
-        delta = num_examples ** float(match[1])
+    if match := re.fullmatch(r"half_over_n|n_pow_(-\d+(?:\.\d+)?)", str(rule)):
+        if num_examples is None:
+            raise UserError(f"delta={rule} is a rule of N: give num_examples=… too, or a number")
+        delta = num_examples ** float(match[1]) if match[1] else 1 / (2 * num_examples)
     else:
         try:
             delta = float(rule)

@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from dpexp.clipping.refusals import refuse_lazy
 from dpexp.errors import UserError, did_you_mean
+from dpexp.privacy.plan_checks import steps_of
 from dpexp.privacy.schedules import Schedule
 from dpexp.privacy.sensitivity import ALLOCATIONS
 from dpexp.tasks.origins import MADE, origins
@@ -171,7 +172,7 @@ class Numbers:
             UserError: the epochs are less than half a step.
         """
         epochs = self.epochs or 0
-        if steps := self.steps or round(epochs * num_units / self.batch_size):
+        if steps := self.steps or steps_of(epochs, num_units, self.batch_size):
             return steps
         raise UserError(
             f"epochs={epochs:g} is less than one step of batch_size={self.batch_size:g} in {num_units}: give "

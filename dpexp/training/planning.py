@@ -10,6 +10,7 @@ from dpexp.errors import UserError
 from dpexp.privacy.individual import draw_groups, read_groups
 from dpexp.privacy.partition import partition, read_budgets
 from dpexp.privacy.plan import Plan, make_plan
+from dpexp.privacy.plan_checks import steps_of
 from dpexp.privacy.searches import SearchBudget
 from dpexp.schemas import RunConfig
 from dpexp.training.batching import Sampler, sampler_for
@@ -24,7 +25,7 @@ def number_of_steps(run: RunConfig, num_examples: int) -> int:
     if run.optim.steps is not None:
         return run.optim.steps
     batch, epochs = run.optim.batch_size, run.optim.epochs or 0
-    if steps := round(epochs * num_examples / batch):
+    if steps := steps_of(epochs, num_examples, batch):
         return steps
     raise UserError(
         f"optim.epochs={epochs:g} is less than one step of optim.batch_size={batch:g} in {num_examples} examples: give "
