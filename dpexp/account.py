@@ -245,7 +245,8 @@ def _check(arguments: AccountArguments) -> None:
         TWO_OF_THREE: individual.name == "none" and known < 2,
     }
     if any(missing.values()):
-        raise UserError("not given: " + "; ".join(name for name, lacks in missing.items() if lacks))
+        lacking = "; ".join(name for name, lacks in missing.items() if lacks)
+        raise UserError(f"not given: {lacking} (dpexp account --help says what they are)")
     if individual.name != "none":
         _check_groups(arguments)
     elif given := [n for n in ("epsilons", "shares", "groups", "budgets") if getattr(individual, n)]:

@@ -43,7 +43,10 @@ def test_noise_from_epsilon_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["noise_multiplier=1", "steps=3"], "not given: delta=…; sample_rate=… (dpexp account --help says"),
+        (
+            ["noise_multiplier=1", "steps=3"],
+            "not given: delta=…; sample_rate=…, or batch_size=… and num_examples=… (dpexp account --help says",
+        ),
         ([*PUBLISHED, "sampel_rate=0.1"], "did you mean sample_rate?"),
         ([*PUBLISHED, "accountant=prvv"], "did you mean prv?"),
         ([*PUBLISHED[:3], "delta=1"], "delta=1.0"),
