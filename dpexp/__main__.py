@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import dpexp
 from dpexp import completion
-from dpexp.usage import COMMANDS, print_out
+from dpexp.usage import COMMANDS, print_out, print_what_can_be
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command as ``python -m`` would. Returns the exit status."""
+    print_what_can_be()
     words = list(sys.argv[1:] if arguments is None else arguments)
     name, rest = (words[0], words[1:]) if words else ("--help", [])
     if name in ("-h", "--help", "help"):

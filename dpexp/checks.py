@@ -432,6 +432,9 @@ def _data(run: RunConfig) -> Iterator[str]:
             f"data.train is private, so what is public about it is declared and not read from it: give "
             f"{' and '.join(undeclared)} as you know them without looking at the rows (clip=nonprivate reads them from the file)"
         )
+    for name in ("train", "dev", "root"):
+        if getattr(run.data, name) == "":
+            yield f"data.{name}= is empty: give a file or a folder, or leave it out"
     own_rows = own and run.task.kind not in ("image_classification", "custom")
     columns = [
         run.data.text or run.task.text,

@@ -19,14 +19,35 @@ import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, _utils
 
 from dpexp.usage import conf_dir
 
 VERSION_BASE = "1.3"
+# what Hydra's grammar has no place for outside of quotes
+_STRANGE = re.compile(r"[^\x20-\x7e]|[()<>;!#&~`']")
 # a setting of a group, which chooses none; Hydra's own settings may name further folders of choices
 _VALUE = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
+
+
+def spelled(word: str) -> str:
+    """A word of a command as Hydra can read it: what its grammar cannot (``é.csv``, ``~/a.csv``, ``a (1).csv``) in quotes."""
+    name, equals, value = word.partition("=")
+    if not equals or '"' in value or not _STRANGE.search(value) or _reads(word):
+        return word
+    borders = r"[^,:\[\]{}]+" if value.startswith(("[", "{")) else r"[^,]+"
+    quoted = re.sub(borders, lambda m: f'"{m[0].strip()}"' if _STRANGE.search(m[0]) else m[0], value)
+    return f"{name}={quoted}" if _reads(f"{name}={quoted}") else word
+
+
+def _reads(word: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    return True
 
 
 def composed(config_name: str, overrides: Sequence[str], schema: type) -> DictConfig:

@@ -33,14 +33,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpexp import presets, sweeps
 from dpexp.checks import check
-from dpexp.composing import VERSION_BASE, composed
+from dpexp.composing import VERSION_BASE, composed, spelled
 from dpexp.declared import declared_num_examples
 from dpexp.durable import disk_error, flattened, memory_error
 from dpexp.errors import INTERRUPTED, UserError, did_you_mean
 from dpexp.schemas import RunConfig
 from dpexp.settings import group_help, groups_asked
 from dpexp.unread import neutralise
-from dpexp.usage import choices_of, conf_dir, dashed, groups_of, help_text, options_last, print_out
+from dpexp.usage import (
+    choices_of,
+    conf_dir,
+    dashed,
+    groups_of,
+    help_text,
+    options_last,
+    print_out,
+    print_what_can_be,
+)
 
 __all__ = ["RunConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict"]
 
@@ -56,6 +65,11 @@ ELSEWHERE = {
 }  # fmt: skip
 # how a launcher or a sweeper begins -> the extra that brings it
 PLUGINS = {"joblib": "parallel", "submitit": "slurm", "optuna": "search"}
+# what OmegaConf says of a value of the wrong kind -> what is expected
+KINDS = {
+    "is not a valid bool": "true or false",
+    "to string: ": "one word or number",
+}
 # what a person can get wrong
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)
 
@@ -84,6 +98,7 @@ def compose(
     For tests, reports and notebooks. Raises `UserError` for every mistake that the command line would print.
     """
     _register(config_name, schema)
+    overrides = [spelled(override) for override in overrides]
     _check_choices(overrides, config_name)
     try:
         cfg = composed(config_name, overrides, schema)
@@ -233,6 +248,7 @@ def hydra_entry(
         def entry() -> None:
             # With this, Hydra hands its exceptions to us instead of printing advice such as "use +key=value".
             os.environ["HYDRA_FULL_ERROR"] = "1"
+            print_what_can_be()
             if {"-h", "--help"} & set(sys.argv[1:]):
                 groups = groups_asked(sys.argv[1:])
                 try:
@@ -244,7 +260,7 @@ def hydra_entry(
                 except UserError as error:
                     _stop(error)
                 return
-            sys.argv[1:] = options_last(sys.argv[1:])
+            sys.argv[1:] = [spelled(word) for word in options_last(sys.argv[1:])]
             try:
                 if (option := dashed(sys.argv[1:])) is not None:
                     known = option in {*groups_of(config_name), *_keys(schema)}
@@ -346,8 +362,11 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
         return UserError(_missing_groups(config_name, overrides))
     if text.startswith("Ambiguous value for argument"):
         grid = next((override for override in overrides if "," in override), "")
-        if re.fullmatch(r"[^=]+=\d{1,3}(,\d{3})+", grid):
+        name, _, value = grid.partition("=")
+        if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
             return UserError(f"{grid}: a number has no commas: {grid.replace(',', '')}")
+        if _is_list(name, schema):
+            return UserError(f"{grid}: a list stands in brackets and in quotes: '{name}=[{value}]'")
         return UserError(
             f"{grid}: several values are a grid of runs, and that needs -m: add it to the command"
         )
@@ -361,13 +380,19 @@ def _explain(error: Exception, config_name: str, schema: type, overrides: Sequen
             return UserError(f"{where}: {_unknown_key(name, schema, config_name)}")
         return UserError(f"{where}: {name}: {lines[1]}")
     if match := re.match(r"Error merging override (.+)", text):
-        reason = str(error.__cause__).splitlines()[0]
+        reason, name = str(error.__cause__).splitlines()[0], match[1].partition("=")[0]
         if reason.endswith("is not Optional"):
             return UserError(f"{match[1]}: this setting needs a value; leave it out for the usual one")
+        if re.search(r"is not a ListConfig|with ListConfig$|to Dict\[", reason):
+            whole = "a list: write '[a, b]'" if _is_list(name, schema) else "a mapping: write '{name: value}'"
+            return UserError(f"{match[1]} is not {whole}, in quotes")
         for kind, words, example in (("Float", "a number", "0.004"), ("Integer", "a whole number", "10000")):
             if reason.endswith(f"could not be converted to {kind}"):
                 example = _written_out(match[1].partition("=")[2], whole=kind == "Integer") or example
                 return UserError(f"{match[1]} is not {words}: write it out, such as {example}")
+        for kind, words in KINDS.items():
+            if re.search(kind, reason):
+                return UserError(f"{match[1]} is not {words}")
         return UserError(f"{match[1]}: {reason}")
     full_key = getattr(error, "full_key", None)
     return UserError(f"{full_key}: {lines[0]}" if full_key else lines[0])
@@ -380,6 +405,10 @@ def _written_out(value: str, whole: bool) -> str | None:
         return f"{float(number):.6g}" if not whole else str(number) if number.denominator == 1 else None
     except (ValueError, ArithmeticError):
         return None
+
+
+def _is_list(name: str, schema: type) -> bool:
+    return OmegaConf.is_list(OmegaConf.select(OmegaConf.structured(schema), name))
 
 
 def _missing_groups(config_name: str, overrides: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +22,21 @@ UNUSABLE = {
 
 def disk_error(error: Exception) -> UserError | None:
     """Say what a full disk, or a place that can't be used, means for a person; None of any other error."""
-    if not isinstance(error, OSError) or error.errno not in FULL | UNUSABLE:
-        return None
-    if error.errno in FULL:
-        return UserError(
-            f"the disk is full ({error.filename or error.strerror}): free some space and start again"
-        )
-    return UserError(f"{error.filename}: {error.strerror}: choose a place that can be read and written")
+    number = error_number(error)
+    name = getattr(error, "filename", None)
+    if number in FULL:
+        return UserError(f"the disk is full ({name or os.strerror(number)}): free some space and start again")
+    if number in UNUSABLE:
+        return UserError(f"{name}: {os.strerror(number)}: choose a place that can be read and written")
+    return None
+
+
+def error_number(error: Exception) -> int:
+    """What the operating system said, also through a library in Rust, whose errors are no OSErrors; 0: nothing."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    said = re.search(r"\(os error (\d+)\)", str(error))
+    return int(said[1]) if said else 0
 
 
 def memory_error(error: Exception) -> UserError | None:

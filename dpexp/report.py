@@ -22,7 +22,7 @@ from dpexp.errors import INTERRUPTED, UserError
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.documents import ARITHMETIC, Document
-from dpexp.usage import print_out, shipped
+from dpexp.usage import print_out, print_what_can_be, shipped
 
 RESULTS = Path("results")
 _KEEP = Path(__file__).resolve().parent.parent / "scripts" / "keep_record.py"
@@ -30,6 +30,7 @@ _KEEP = Path(__file__).resolve().parent.parent / "scripts" / "keep_record.py"
 
 def main(arguments: list[str] | None = None) -> int:
     """Render what is asked for. Returns the exit status."""
+    print_what_can_be()
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["run"]:
         return _guarded(own_run.main, words[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import itertools
 import os
 import sys
@@ -91,6 +92,13 @@ def dashed(words: list[str]) -> str | None:
     names = [word.partition("=")[0] for word in words if word.startswith("--")]
     unknown = [name for name in names if not any(option.startswith(name) for option in OPTIONS)]
     return unknown[0].lstrip("-").replace("-", "_") if unknown else None
+
+
+def print_what_can_be() -> None:
+    """Let a terminal, a pipe or a file whose encoding lacks a character (ε in most old ones) have a mark in its place."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def print_out(text: str) -> None:

@@ -245,6 +245,16 @@ def test_help_whose_reader_leaves_ends_quietly() -> None:
     assert done.stderr == ""
 
 
+def test_a_terminal_without_greek_letters_has_a_mark_in_their_place() -> None:
+    """As LC_ALL of Latin-1 has none, and a pipe under Windows: a run died of its first line with an ε."""
+    code = "from dpexp.usage import print_what_can_be; print_what_can_be(); print('ε = 3')"
+    environment = dict(os.environ, PYTHONIOENCODING="latin-1")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True
+    )
+    assert done.stdout == b"? = 3\n"
+
+
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_says_how_to_go_on(tmp_path: Path) -> None:
     from dpexp.training import interrupt

@@ -8,6 +8,7 @@ import pytest
 from hydra.errors import MissingConfigException
 
 from dpexp.checks import TRIALS_LAWS, check
+from dpexp.composing import spelled
 from dpexp.config import RunConfig, _explain, compose, run_folder, to_dict
 from dpexp.durable import flattened
 from dpexp.errors import INTERRUPTED, UserError
@@ -40,7 +41,16 @@ MISTAKES = {
     "optim.lr=abc": "optim.lr=abc is not a number: write it out, such as 0.004",
     "optim.lr=[1": "cannot read 'optim.lr=[1'",
     "task.labels=[bad,": "cannot read 'task.labels=[bad,': a list or a mapping has no blanks",
-    "task.template=<S1> It was [MASK] .": """characters twice: 'task.template="<S1> It was [MASK] ."'""",
+    'task.template="<S1> It was [MASK] .': "cannot read 'task.template=\"<S1> It was [MASK] .'",
+    "task.labels=bad,good": "a list stands in brackets and in quotes: 'task.labels=[bad,good]'",
+    "data.num_examples=60,000": "a number has no commas: data.num_examples=60000",
+    "task.labels=2": "task.labels=2 is not a list: write '[a, b]', in quotes",
+    "task.labels={a: bad}": "is not a list: write '[a, b]', in quotes",
+    "model.config=3": "model.config=3 is not a mapping: write '{name: value}', in quotes",
+    "model.config=[a]": "model.config=[a] is not a mapping",
+    "data.text=[review]": "data.text=[review] is not one word or number",
+    "tracker.not_private=maybe": "tracker.not_private=maybe is not true or false",
+    "data.root=": "data.root= is empty: give a file or a folder",
     "optim.lr=null": "optim.lr=null: this setting needs a value",
     "optim.lr=-1": "optim.lr=-1.0 must be above 0",
     "optim.lr=nan": "optim.lr=nan is not a finite number",
@@ -84,6 +94,33 @@ def test_a_mistake_gets_one_sentence(mistake):
     assert MISTAKES[mistake] in message
     assert "\n" not in message
     assert "To append to your" not in message, "Hydra's advice teaches the wrong lesson"
+
+
+@pytest.mark.parametrize(
+    ("written", "quoted"),
+    [
+        ("data.root=données", 'data.root="données"'),
+        ("data.root=my data (1)", 'data.root="my data (1)"'),
+        ("data.root=~/data", 'data.root="~/data"'),
+        ("data.root=it's", 'data.root="it\'s"'),
+        ("data.root=é,b", 'data.root="é",b'),
+        ("task.labels=[très bien, 差, bad]", 'task.labels=["très bien","差", bad]'),
+        ("task.label_words={bon: très, mal: bad}", 'task.label_words={bon:"très", mal: bad}'),
+        # what Hydra reads stays
+        ("optim.lr=range(1,3)", "optim.lr=range(1,3)"),
+        ("data.root='é'", "data.root='é'"),
+        ("--config-dir=é", "--config-dir=é"),
+    ],
+)
+def test_a_value_may_hold_any_characters(written, quoted):
+    """Hydra's grammar knows ASCII letters and a few signs; a file or a class may have any name."""
+    assert spelled(written) == quoted
+
+
+def test_a_file_may_have_any_name():
+    run = compose([*JOB, "data.root=Datén (1)", "task.labels=[schlécht, sehr gut]"])
+    assert run.data.root == "Datén (1)"
+    assert run.task.labels == ["schlécht", "sehr gut"]
 
 
 def test_the_laws_of_trials_are_those_that_have_a_price():

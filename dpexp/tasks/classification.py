@@ -338,6 +338,8 @@ def _targets(table: Table, column: str, labels: Sequence[str]) -> np.ndarray:
         if label not in number:
             known = ", ".join(labels) if len(labels) <= FEW_CLASSES else f"{labels[0]}, {labels[1]}, ..."
             alike = "; but for case, blanks or decimals it is one of them" if _plain(label) in plain else ""
+            if alike and {"True", "False"} & set(labels):
+                alike += ' (true and false keep their case in quotes of their own: \'task.labels=["false","true"]\')'
             raise UserError(
                 f"{table.at(row)}: the label in column {column} is none of the {len(labels)} classes {known}{alike}: correct the "
                 "row, or declare its class in task.labels"

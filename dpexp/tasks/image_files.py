@@ -12,6 +12,7 @@ import logging
 import lzma
 import math
 import os
+import re
 import tarfile
 import tempfile
 import zlib
@@ -168,7 +169,7 @@ def decode(data: bytes, where: str, *, channels: int, resize: int | None = None)
     except Exception as error:
         # every decoder of Pillow has its own
         reason = (
-            "it is empty" if not data else str(error).replace("<_io.BytesIO object at ", "<").splitlines()[0]
+            "it is empty" if not data else re.sub(" <_io.BytesIO object.*?>", "", str(error)).splitlines()[0]
         )
         raise UserError(f"{where}: this image can't be read ({reason}): repair it or take it out") from error
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -223,9 +223,9 @@ def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
         raise UserError(
             f"a {kind} has names and not examples by number: give one of its splits, or a TensorDataset of its columns"
         )
-    if isinstance(dataset, tuple) and all(isinstance(part, torch.Tensor) for part in dataset):
+    if isinstance(dataset, tuple) and all(isinstance(part, torch.Tensor | np.ndarray) for part in dataset):
         raise UserError(
-            "a tuple of tensors is no data set: torch.utils.data.TensorDataset(*tensors) makes one"
+            "a tuple of tensors or arrays is no data set: torch.utils.data.TensorDataset(*tensors) makes one of tensors"
         )
     numbered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not numbered or isinstance(dataset, IterableDataset):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dpexp.clipping.thresholds import FixedThresholds
-from dpexp.durable import FULL, UNUSABLE, flush_file, flush_folder, make_folder, write_json
+from dpexp.durable import FULL, UNUSABLE, error_number, flush_file, flush_folder, make_folder, write_json
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.parallel.sharded import like, write_into
@@ -44,15 +44,16 @@ def disk_errors(folder: Path) -> Iterator[None]:
     """Turn a full disk, or a folder that can't be used, into one clear error."""
     try:
         yield
-    except OSError as error:
-        if error.errno in FULL:
+    except Exception as error:
+        number, name = error_number(error), getattr(error, "filename", None) or folder
+        if number in FULL:
             raise UserError(
                 f"the disk is full: could not write to {folder}. The last checkpoint there is still good: "
                 "free some space and run the same command again to go on"
             ) from error
-        if error.errno in UNUSABLE and Path(error.filename or folder).is_relative_to(folder):
+        if number in UNUSABLE and Path(name).is_relative_to(folder):
             raise UserError(
-                f"cannot use {error.filename or folder} ({error.strerror}): choose another folder with {FOLDER_SETTING}"
+                f"cannot use {name} ({os.strerror(number)}): choose another folder with {FOLDER_SETTING}"
             ) from error
         raise
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from dpexp.errors import UserError
 from dpexp.training import state
@@ -95,6 +96,9 @@ def test_other_os_errors_are_not_called_a_full_disk(tmp_path):
     (tmp_path / "latest.json").mkdir()
     with pytest.raises(UserError, match=r"cannot use .*runtime\.runs_dir"), state.disk_errors(tmp_path):
         (tmp_path / "latest.json").read_text()
+    # as safetensors has it, which is written in Rust
+    with pytest.raises(UserError, match="disk is full"), state.disk_errors(tmp_path):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     # another folder for the run would not help
     with pytest.raises(PermissionError), state.disk_errors(tmp_path / "run"):
         raise PermissionError(errno.EACCES, "denied", str(tmp_path / "a file of the data"))
