@@ -11,22 +11,14 @@ import functools
 import hashlib
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import hydra
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import (
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,12 +28,12 @@ from dpexp.checks import check
 from dpexp.composing import VERSION_BASE, composed, spelled
 from dpexp.declared import declared_num_examples
 from dpexp.durable import disk_error, flattened, memory_error
-from dpexp.errors import INTERRUPTED, UserError, did_you_mean
+from dpexp.errors import INTERRUPTED, UserError
+from dpexp.mistakes import MISTAKES, check_choices, explain, keys, unknown_key
 from dpexp.schemas import RunConfig
 from dpexp.settings import group_help, groups_asked
 from dpexp.unread import neutralise
 from dpexp.usage import (
-    choices_of,
     conf_dir,
     dashed,
     groups_of,
@@ -52,29 +44,6 @@ from dpexp.usage import (
 )
 
 __all__ = ["RunConfig", "compose", "conf_dir", "hydra_entry", "resolve", "run_folder", "signature", "to_dict"]
-
-# what other libraries call our settings
-ELSEWHERE = {
-    "learning_rate": "optim.lr", "num_epochs": "optim.epochs", "num_train_epochs": "optim.epochs", "max_steps": "optim.steps",
-    "train_batch_size": "optim.batch_size", "per_device_train_batch_size": "runtime.physical_batch_size",
-    "micro_batch_size": "runtime.physical_batch_size", "max_grad_norm": "clip.clip_norm", "max_norm": "clip.clip_norm",
-    "target_epsilon": "privacy.epsilon", "target_delta": "privacy.delta", "sigma": "privacy.noise_multiplier",
-    "model_name_or_path": "model.id", "output_dir": "runtime.runs_dir", "num_examples": "data.num_examples",
-    "dataset_size": "data.num_examples", "sample_size": "data.num_examples",
-    "labels": "task.labels", "dtype": "runtime.precision", "bf16": "runtime.precision", "fp16": "runtime.precision",
-}  # fmt: skip
-# how a launcher or a sweeper begins -> the extra that brings it
-PLUGINS = {"joblib": "parallel", "submitit": "slurm", "optuna": "search"}
-# what OmegaConf says of a value of the wrong kind -> what is expected
-KINDS = {
-    "is not a valid bool": "true or false",
-    "to string: ": "one word or number",
-}
-# what a person can get wrong
-MISTAKES = (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError)
-
-# what YAML makes no text of
-_NO_NAME = re.compile(r"[-+]?\.?\d[\d_]*\.?\d*(e[-+]?\d+)?|null|true|false", re.IGNORECASE)
 
 # config name -> its schema as Hydra knows it: making a node of one takes a fifth of a composition
 _registered: dict[str, type] = {}
@@ -99,11 +68,11 @@ def compose(
     """
     _register(config_name, schema)
     overrides = [spelled(override) for override in overrides]
-    _check_choices(overrides, config_name)
+    check_choices(overrides, config_name)
     try:
         cfg = composed(config_name, overrides, schema)
     except MISTAKES as error:
-        raise _explain(error, config_name, schema, overrides) from error
+        raise explain(error, config_name, schema, overrides) from error
     return resolve(cfg, overrides, schema, config_name, of_grid)
 
 
@@ -124,17 +93,17 @@ def resolve(
         raise UserError(f"{removed[0]}: a setting can't be removed; choose another value, or null")
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     _forget_sizes_of_another_model(cfg, given)
-    known = set(_keys(schema))
+    known = set(keys(schema))
     for key, _ in flattened(cast("dict[str, Any]", OmegaConf.to_container(cfg))):
         if key not in known and not any(key.startswith(f"{mapping}.") for mapping in known):
-            raise UserError(_unknown_key(key, schema, config_name))
+            raise UserError(unknown_key(key, schema, config_name))
     try:
         if missing := sorted(OmegaConf.missing_keys(cfg)):
             needed = "; ".join(f"{key}=…" for key in missing)
             raise UserError(f"not given: {needed} (dpexp {config_name} --help says what they are)")
         settings = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
-        raise _explain(error, config_name, schema, overrides) from error
+        raise explain(error, config_name, schema, overrides) from error
     if isinstance(settings, RunConfig):
         neutralise(settings)
         if settings.data.cache:
@@ -156,6 +125,30 @@ def _borrowed_rate(settings: Any, overrides: Sequence[str], config_name: str, sc
         f"optim={chosen.name} begins with the learning rate of optim={usual.name}, {chosen.lr:g}: a step of the one is not as "
         "long as a step of the other. Give optim.lr=… too"
     )
+
+
+def _overruled(settings: Any, overrides: Sequence[str]) -> str:
+    """A sentence where a person's own file of a choice sets what the task at its scale sets otherwise; else nothing."""
+    given = dict(override.partition("=")[::2] for override in overrides)
+    folders = [
+        Path(source.path)
+        for source in HydraConfig.get().runtime.config_sources
+        if source.provider == "command-line"
+    ]
+    holds = dict(flattened(dataclasses.asdict(settings)))
+    for file, group in [
+        (folder / group / f"{name}.yaml", group) for folder in folders for group, name in given.items()
+    ]:
+        if group in ("experiment", "recipe", "sweep") or not file.is_file():
+            continue
+        own = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(file)))
+        for key, value in flattened(own, f"{group}."):
+            if key in holds and key not in given and value != holds[key]:
+                return (
+                    f"{file.name} sets {key}={value}, and the task at its scale {holds[key]}, which wins: give {key} on the "
+                    "command line, or in a file of experiment="
+                )
+    return ""
 
 
 def _length_of_steps(optim: Any) -> str:
@@ -230,7 +223,9 @@ def hydra_entry(
             try:
                 of_grid = current.mode == RunMode.MULTIRUN
                 settings = resolve(cfg, overrides, schema, config_name, of_grid)
-                if note := _borrowed_rate(settings, overrides, config_name, schema):
+                if note := _borrowed_rate(settings, overrides, config_name, schema) or _overruled(
+                    settings, overrides
+                ):
                     print(f"note: {note}", file=sys.stderr)
                 return function(settings)
             except Exception as error:
@@ -263,10 +258,10 @@ def hydra_entry(
             sys.argv[1:] = [spelled(word) for word in options_last(sys.argv[1:])]
             try:
                 if (option := dashed(sys.argv[1:])) is not None:
-                    known = option in {*groups_of(config_name), *_keys(schema)}
-                    meant = f"{option}=…" if known else _unknown_key(option, schema, config_name)
+                    known = option in {*groups_of(config_name), *keys(schema)}
+                    meant = f"{option}=…" if known else unknown_key(option, schema, config_name)
                     raise UserError(f"settings are written without dashes, as KEY=VALUE: {meant}")
-                _check_choices(sys.argv[1:], config_name)
+                check_choices(sys.argv[1:], config_name)
             except UserError as error:
                 _stop(error)
             try:
@@ -281,9 +276,11 @@ def hydra_entry(
                 sys.exit(INTERRUPTED)
             except MISTAKES as error:
                 overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
-                _stop(_explain(error, config_name, schema, overrides))
+                _stop(explain(error, config_name, schema, overrides))
             except Exception as error:
-                if told := sweeps.killed(error):
+                # of two options that do not go together
+                flags = isinstance(error, ValueError) and str(error).startswith("The --")
+                if told := UserError(str(error)) if flags else sweeps.killed(error):
                     _stop(told)
                 raise
             finally:
@@ -292,23 +289,6 @@ def hydra_entry(
         return entry
 
     return decorate
-
-
-def _check_choices(words: Sequence[str], config_name: str) -> None:
-    """Refuse a number where the name of a choice belongs, which Hydra answers with a traceback.
-
-    Raises:
-        UserError: the word.
-    """
-    groups = set(groups_of(config_name))
-    # those that a task chooses at its scale
-    groups |= {"model", "optim"} if "task" in groups else set()
-    for word in words:
-        group, equals, choice = word.partition("=")
-        if equals and not group:
-            raise UserError(f"cannot read {word!r}: write GROUP=CHOICE or KEY=VALUE")
-        if group in groups and _NO_NAME.fullmatch(choice):
-            raise UserError(f"{word} is not a choice: choose {choices_of(group)}")
 
 
 def _stop(error: UserError) -> NoReturn:
@@ -325,123 +305,7 @@ def _register(config_name: str, schema: type) -> None:
         OmegaConf.register_new_resolver(name, function, replace=True)
     node = OmegaConf.structured(schema)
     # mappings such as model.config take new entries without Hydra's "+"
-    for key in _keys(schema):
+    for key in keys(schema):
         if isinstance(mapping := OmegaConf.select(node, key), DictConfig):
             OmegaConf.set_struct(mapping, False)
     ConfigStore.instance().store(name=f"{config_name}_schema", node=node, provider="dpexp")
-
-
-def _explain(error: Exception, config_name: str, schema: type, overrides: Sequence[str]) -> UserError:
-    """One message for one mistake: what is wrong, where, and the nearest thing that exists."""
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
-        return UserError(f"{mark.name}, line {mark.line + 1}: this is no YAML: {error.problem}")
-    if isinstance(error, OverrideParseException):
-        name, _, given = str(error.override).partition("=")
-        if given[:1] in ("[", "{") and given[-1:] not in ("]", "}"):
-            return UserError(
-                f"cannot read {error.override!r}: a list or a mapping has no blanks, or stands whole in quotes: '{name}=[1, 2]'"
-            )
-        # once for the shell and once for Hydra, which reads lists and mappings as they are
-        quoted = f""": '{name}="{given}"'""" if given and not re.search(r"""^[\[{]|['"]""", given) else ""
-        return UserError(
-            f"cannot read {error.override!r}: write KEY=VALUE, and quote values that hold special characters twice{quoted}"
-        )
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        if group.startswith("task_at_scale/"):
-            task = group.removeprefix("task_at_scale/")
-            scales = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-            return UserError(f"task={task} has no settings for scale={choice}{did_you_mean(choice, scales)}")
-        if group.startswith("hydra/") and (extra := PLUGINS.get(choice.partition("_")[0])):
-            return UserError(f"{group}={choice} is not installed: pip install 'dpexp[{extra}]'")
-        options = [option for option in error.options or () if "/" not in option]
-        other = "; any other epsilon is privacy.epsilon=NUMBER" if group == "privacy" else ""
-        return UserError(f"{group}={choice} is not a choice{did_you_mean(choice, options)}{other}")
-    text = str(error)
-    if text.startswith("You must specify"):
-        return UserError(_missing_groups(config_name, overrides))
-    if text.startswith("Ambiguous value for argument"):
-        grid = next((override for override in overrides if "," in override), "")
-        name, _, value = grid.partition("=")
-        if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
-            return UserError(f"{grid}: a number has no commas: {grid.replace(',', '')}")
-        if _is_list(name, schema):
-            return UserError(f"{grid}: a list stands in brackets and in quotes: '{name}=[{value}]'")
-        return UserError(
-            f"{grid}: several values are a grid of runs, and that needs -m: add it to the command"
-        )
-    if match := re.search(r"Could not override '([^']+)'", text):
-        return UserError(_unknown_key(match[1], schema, config_name))
-    lines = text.splitlines()
-    if match := re.match(r"In '([^']+)': \w+ raised while composing config:", text):
-        key = re.search(r"full_key: (\S+)", text)
-        name, where = key[1] if key else "", f"{match[1]}.yaml"
-        if " not in " in lines[1]:
-            return UserError(f"{where}: {_unknown_key(name, schema, config_name)}")
-        return UserError(f"{where}: {name}: {lines[1]}")
-    if match := re.match(r"Error merging override (.+)", text):
-        reason, name = str(error.__cause__).splitlines()[0], match[1].partition("=")[0]
-        if reason.endswith("is not Optional"):
-            return UserError(f"{match[1]}: this setting needs a value; leave it out for the usual one")
-        if re.search(r"is not a ListConfig|with ListConfig$|to Dict\[", reason):
-            whole = "a list: write '[a, b]'" if _is_list(name, schema) else "a mapping: write '{name: value}'"
-            return UserError(f"{match[1]} is not {whole}, in quotes")
-        for kind, words, example in (("Float", "a number", "0.004"), ("Integer", "a whole number", "10000")):
-            if reason.endswith(f"could not be converted to {kind}"):
-                example = _written_out(match[1].partition("=")[2], whole=kind == "Integer") or example
-                return UserError(f"{match[1]} is not {words}: write it out, such as {example}")
-        for kind, words in KINDS.items():
-            if re.search(kind, reason):
-                return UserError(f"{match[1]} is not {words}")
-        return UserError(f"{match[1]}: {reason}")
-    full_key = getattr(error, "full_key", None)
-    return UserError(f"{full_key}: {lines[0]}" if full_key else lines[0])
-
-
-def _written_out(value: str, whole: bool) -> str | None:
-    """A fraction, or a power of ten, as a setting takes it; None: it is neither, or not whole."""
-    try:
-        number = Fraction(value)
-        return f"{float(number):.6g}" if not whole else str(number) if number.denominator == 1 else None
-    except (ValueError, ArithmeticError):
-        return None
-
-
-def _is_list(name: str, schema: type) -> bool:
-    return OmegaConf.is_list(OmegaConf.select(OmegaConf.structured(schema), name))
-
-
-def _missing_groups(config_name: str, overrides: Sequence[str]) -> str:
-    given = {override.partition("=")[0] for override in overrides}
-    missing = [
-        group for group, choice in groups_of(config_name).items() if choice == "???" and group not in given
-    ]
-    return "not given: " + "; ".join(f"{group}=… (choices: {choices_of(group)})" for group in missing)
-
-
-def _unknown_key(key: str, schema: type, config_name: str) -> str:
-    settings = sorted(_keys(schema))
-    ours = ELSEWHERE.get(key.rpartition(".")[2], "")
-    # `account` has the same settings, in no groups
-    if there := [name for name in (ours, ours.rpartition(".")[2]) if name in settings]:
-        return f"there is no setting {key}; did you mean {there[0]}?"
-    top = sorted({*groups_of(config_name), *(name.partition(".")[0] for name in settings)})
-    if "." in key:
-        meant = did_you_mean(key, [name for name in settings if "." in name])
-        # where none is near, all of them are more than anybody reads
-        meant = meant if meant.startswith(";") else did_you_mean(key, top)
-        return f"there is no setting {key}{meant}"
-    # "lr" means optim.lr
-    if whole := [name for name in settings if name.endswith(f".{key}")]:
-        return f"there is no setting {key}; did you mean {' or '.join(whole)}?"
-    return f"there is no setting {key}{did_you_mean(key, top)}"
-
-
-def _keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the settings of a dataclass; a mapping counts as one, whatever it holds."""
-    for field in dataclasses.fields(schema):
-        inner: Any = field.default_factory
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            yield from _keys(inner, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name

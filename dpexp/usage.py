@@ -89,8 +89,14 @@ def options_last(words: list[str]) -> list[str]:
 
 def dashed(words: list[str]) -> str | None:
     """The first word that looks like an option and is none, without its dashes and its value; None: there is none."""
-    names = [word.partition("=")[0] for word in words if word.startswith("--")]
-    unknown = [name for name in names if not any(option.startswith(name) for option in OPTIONS)]
+    names = [
+        word.partition("=")[0] for word in words if word.startswith("--") or (word[:1] == "-" and "=" in word)
+    ]
+    unknown = [
+        name
+        for name in names
+        if name not in TAKE_A_WORD and not any(option.startswith(name) for option in OPTIONS)
+    ]
     return unknown[0].lstrip("-").replace("-", "_") if unknown else None
 
 

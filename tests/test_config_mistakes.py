@@ -9,9 +9,10 @@ from hydra.errors import MissingConfigException
 
 from dpexp.checks import TRIALS_LAWS, check
 from dpexp.composing import spelled
-from dpexp.config import RunConfig, _explain, compose, run_folder, to_dict
+from dpexp.config import RunConfig, compose, run_folder, to_dict
 from dpexp.durable import flattened
 from dpexp.errors import INTERRUPTED, UserError
+from dpexp.mistakes import explain
 from dpexp.privacy.tuning import LAWS
 from dpexp.schemas import CHOICES
 from dpexp.unread import READ
@@ -308,7 +309,7 @@ def test_several_mistakes_are_listed_together():
 )
 def test_a_launcher_that_is_not_installed_names_what_brings_it(choice, extra):
     error = MissingConfigException("", f"hydra/{choice.replace('=', '/')}", ["basic"])
-    told = _explain(error, "train", RunConfig, [])
+    told = explain(error, "train", RunConfig, [])
     assert str(told) == f"hydra/{choice} is not installed: pip install 'dpexp[{extra}]'"
 
 
@@ -372,12 +373,43 @@ def test_a_run_leaves_nothing_of_hydras_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_word_alone_and_options_that_do_not_go_together_get_a_sentence(tmp_path):
+    for words, says in (
+        (["sst2"], "cannot read 'sst2': write KEY=VALUE; did you mean task=sst2?"),
+        (["nonsense"], "cannot read 'nonsense': write KEY=VALUE"),
+        (["--resolve"], "The --resolve flag can only be used in conjunction with --cfg or --help"),
+        (["--config-name", "mine"], "settings of your own come by --config-dir FOLDER"),
+    ):
+        done = call(tmp_path, *JOB, *words)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+        assert says in done.stderr
+
+
+def test_a_file_of_ones_own_is_told_where_the_scale_wins_and_where_its_header_lacks(tmp_path):
+    """`clip=tight` trained with the task's own threshold, without a word."""
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "tight.yaml").write_text("defaults: [flat]\nclip_norm: 0.01\n")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "bare.yaml").write_text("defaults:\n  - override /task: sst2\n")
+    own = (f"--config-dir={tmp_path}", "scale=demo")
+    done = call(tmp_path, "task=sst2", "clip=tight", *own)
+    assert (
+        "note: tight.yaml sets clip.clip_norm=0.01, and the task at its scale 2.0, which wins" in done.stderr
+    )
+    assert not call(tmp_path, "task=sst2", "clip=tight", "clip.clip_norm=0.1", *own).stderr
+    for words in (["task=sst2", "experiment=bare"], ["experiment=bare"]):
+        assert "begin with the line '# @package _global_'?" in call(tmp_path, *words, *own).stderr
+
+
 @pytest.mark.parametrize(
     ("option", "says"),
     [
         ("--privacy.epsilon=8", "privacy.epsilon=…"),
         ("--task", "task=…"),
         ("--epsilon", "did you mean privacy.epsilon?"),
+        ("-task=sst2", "task=…"),
     ],
 )
 def test_a_setting_with_dashes_is_shown_without(tmp_path, option, says):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpexp.config import RunConfig, _keys
+from dpexp.config import RunConfig
+from dpexp.mistakes import keys
 from dpexp.schemas import CHOICES
 from dpexp.usage import conf_dir, groups_of
 
@@ -81,12 +82,12 @@ _SETTING = re.compile(r"(?<![\w.\"/(-])([a-z_]+(?:\.[a-z_]+)*)=([\w.]*)")
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_settings_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    keys, groups = set(_keys(RunConfig)), groups_of("train")
-    of_groups = {key.partition(".")[0] for key in keys}
+    known, groups = set(keys(RunConfig)), groups_of("train")
+    of_groups = {key.partition(".")[0] for key in known}
     code = [*re.findall(r"`([^`\n]+)`", text), *re.findall(r"```(?:bash)?\n(.*?)```", text, re.S)]
     for key, value in [found for part in code for found in _SETTING.findall(part)]:
         if "." in key and key.partition(".")[0] in of_groups:
-            assert key in keys or any(key.startswith(f"{mapping}.") for mapping in keys), (
+            assert key in known or any(key.startswith(f"{mapping}.") for mapping in known), (
                 f"{key} is no setting"
             )
             assert key not in CHOICES or not value.isalpha() or value in CHOICES[key], (

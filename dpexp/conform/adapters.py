@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from dpexp.clipping.engines import ENGINES
 from dpexp.conform.case import Batch, LossFn
 from dpexp.conform.judge import Adapter, Step
 from dpexp.errors import UserError
+from dpexp.models.custom import imported
 
 LIBRARIES = ("dpexp", "opacus")
 
@@ -131,23 +129,11 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _foreign(where: str) -> Any:
-    path, _, name = where.rpartition(":")
-    if not path:
+    if ":" not in where:
         raise UserError(
             f"library={where} is not a choice: give {', '.join(LIBRARIES)}, or module:function of a make_step"
         )
-    try:
-        if path.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(path)
-        return getattr(module, name)
-    except (ImportError, OSError, AttributeError) as error:
-        raise UserError(f"library={where} can't be loaded: {error}") from error
+    return imported("library", where)
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def test_another_library_needs_a_function_alone(tmp_path, capsys):
     assert "| a perceptron |" in (tmp_path / "found" / "traps.json").read_text().replace(
         '"name": "a perceptron"', "| a perceptron |"
     )
-    with pytest.raises(UserError, match="can't be loaded"):
+    with pytest.raises(UserError, match="can't be imported"):
         adapters(f"{tmp_path / 'absent.py'}:make_step")
     with pytest.raises(UserError, match="not a choice"):
         adapters("absent")

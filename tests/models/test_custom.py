@@ -98,6 +98,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_function_gets_what_it_names_and_the_config(mine: str) -> None:
     asked = {"head": "image_classifier", "num_labels": 3, "image_shape": (1, 5, 5), "tokenizer": None}
     network = custom_network(ModelConfig(factory=f"{mine}:small", config={"width": 2}), **asked)
+    of_file = ModelConfig(factory=f"{mine}.py:small", config={"width": 2})
+    assert isinstance(custom_network(of_file, **asked), type(network))
     assert network(torch.zeros(2, 1, 5, 5)).shape == (2, 3)
     assert network[0].out_channels == 2
 
@@ -107,6 +109,7 @@ def test_the_function_gets_what_it_names_and_the_config(mine: str) -> None:
     [
         ("small", {}, "give package.module:name"),
         ("no_such_module_here:f", {}, "can't be imported"),
+        ("no_such_file.py:f", {}, "no_such_file.py can't be imported"),
         ("{}:large", {}, "has no large"),
         ("{}:small", {"depth": 2}, "depth"),
         ("{}:no_network", {}, "made a str, and a torch.nn.Module is wanted"),
