@@ -30,3 +30,8 @@ def __getattr__(name: str) -> Any:
     from dpexp.training.engine import PrivacyEngine
 
     return PrivacyEngine
+
+
+def __dir__() -> list[str]:
+    """Name `PrivacyEngine` too, for the tab key."""
+    return sorted({*globals(), *__all__})

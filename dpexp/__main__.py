@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import dpexp
 from dpexp import completion
+from dpexp.errors import INTERRUPTED, did_you_mean
 from dpexp.usage import COMMANDS, print_out, print_what_can_be
 
 
@@ -24,10 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return completion.main(rest)
     elif name in COMMANDS:
         sys.argv[1:] = rest
-        runpy.run_module(f"dpexp.{name}", run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(f"dpexp.{name}", run_name="__main__", alter_sys=True)
+        except KeyboardInterrupt:
+            # while libraries are loaded, which takes seconds; later the command says it itself
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
     else:
-        from dpexp.errors import did_you_mean
-
         print(
             f"error: {name} is no command{did_you_mean(name, [*COMMANDS, 'completion'])}",
             file=sys.stderr,

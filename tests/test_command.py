@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import dpexp
 from dpexp.__main__ import COMMANDS, main
 from dpexp.completion import SHELLS, candidates
+from dpexp.errors import INTERRUPTED
 from tests.commands import called
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +21,21 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     said = capsys.readouterr().out
     assert all(f"  {name} " in said for name in COMMANDS)
+
+
+def test_ctrl_c_while_libraries_are_loaded_is_one_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loading(*words: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("runpy.run_module", loading)
+    assert main(["account"]) == INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_the_engine_is_among_the_names_of_the_package() -> None:
+    assert "PrivacyEngine" in dir(dpexp)
 
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
