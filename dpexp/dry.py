@@ -34,6 +34,7 @@ from dpexp.tasks.base import check_num_examples
 from dpexp.tasks.classification import read_labelled
 from dpexp.tasks.features import freeze
 from dpexp.tasks.image_sources import ImageReader
+from dpexp.tasks.infilling import read_prompt
 from dpexp.tasks.pairs import PairReader, find_pairs
 from dpexp.tasks.sources import Reader, is_demo
 from dpexp.tasks.tables import TableReader

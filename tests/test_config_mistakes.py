@@ -47,6 +47,7 @@ MISTAKES = {
     "data.num_examples=60,000": "a number has no commas: data.num_examples=60000",
     "task.labels=2": "task.labels=2 is not a list: write '[a, b]', in quotes",
     "task.labels={a: bad}": "is not a list: write '[a, b]', in quotes",
+    "task.label_words={0: bad, 1: good}": "names in a mapping are words; give task.label_words.0=… for each",
     "model.config=3": "model.config=3 is not a mapping: write '{name: value}', in quotes",
     "model.config=[a]": "model.config=[a] is not a mapping",
     "data.text=[review]": "data.text=[review] is not one word or number",

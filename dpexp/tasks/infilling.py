@@ -205,6 +205,38 @@ def tokenize_template(
     return TokenTable(tokens, offsets, np.zeros(len(tokens), np.uint8) if with_segments else None, truncated)
 
 
+def read_prompt(
+    task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any
+) -> tuple[list[Piece], list[str], list[int]]:
+    """The pieces of a task's template, its classes, and the token of each class's word.
+
+    Raises:
+        UserError: a template or words that do not fit, or a tokenizer without a mask token.
+    """
+    if not task.template:
+        raise UserError(
+            f"task={task.name}: text infilling needs task.template, such as 'task.template=\"<S1> It was [MASK] .\"'"
+        )
+    given = task.label_words
+    if not (given or task.labels) and is_demo(data, scale):
+        given = DEMO_WORDS
+    if not given:
+        raise UserError(
+            f"task={task.name}: text infilling needs a word for every class, such as "
+            "task.label_words={ham: fine, spam: junk}"
+        )
+    if tokenizer.mask_token_id is None:
+        raise UserError(
+            f"task={task.name}: text infilling needs a masked language model, and the tokenizer of this one has no "
+            "mask token: take a model of the BERT, RoBERTa or DistilBERT family"
+        )
+    pieces = parse_template(task.template, pairs=bool(data.text_pair or task.text_pair))
+    labels = [str(label) for label in task.labels or given]
+    behind_space = next(piece.spaced for piece in pieces if piece.text == MASK)
+    words = {str(label): word for label, word in given.items()}
+    return pieces, labels, label_word_tokens(tokenizer, words, labels, behind_space)
+
+
 class TextInfilling(TextClassification):
     """A task whose configuration says `kind: text_infilling`: classification with `template` and `label_words`.
 
@@ -219,28 +251,8 @@ class TextInfilling(TextClassification):
         Raises:
             UserError: also for a template or words that do not fit, or a tokenizer without a mask token.
         """
-        if not task.template:
-            raise UserError(
-                f"task={task.name}: text infilling needs task.template, such as 'task.template=\"<S1> It was [MASK] .\"'"
-            )
-        given = task.label_words
-        if not (given or task.labels) and is_demo(data, scale):
-            given = DEMO_WORDS
-        if not given:
-            raise UserError(
-                f"task={task.name}: text infilling needs a word for every class, such as "
-                "task.label_words={ham: fine, spam: junk}"
-            )
-        if tokenizer.mask_token_id is None:
-            raise UserError(
-                f"task={task.name}: text infilling needs a masked language model, and the tokenizer of this one has no "
-                "mask token: take a model of the BERT, RoBERTa or DistilBERT family"
-            )
-        self.pieces = parse_template(task.template, pairs=bool(data.text_pair or task.text_pair))
-        labels = [str(label) for label in task.labels or given]
-        behind_space = next(piece.spaced for piece in self.pieces if piece.text == MASK)
-        words = {str(label): word for label, word in given.items()}
-        self.words = torch.tensor(label_word_tokens(tokenizer, words, labels, behind_space))
+        self.pieces, labels, words = read_prompt(task, data, scale, tokenizer)
+        self.words = torch.tensor(words)
         self.mask_token = int(tokenizer.mask_token_id)
         super().__init__(dataclasses.replace(task, labels=labels), data, scale, tokenizer)
 

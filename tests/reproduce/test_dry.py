@@ -120,6 +120,11 @@ def test_a_dry_start_writes_nothing_and_fails_where_something_is_missing(tmp_pat
             ["task=sst2", "scale=demo", "unit=user", "unit.file=no.txt", "unit.num_users=4000"],
             "no.txt cannot be read",
         ),
+        (["task=sst2_infilling", "scale=demo", "task.template=<S1> It was."], "once each, and holds <S1>"),
+        (
+            ["task=sst2_infilling", "scale=demo", "task.label_words.0=not good"],
+            "is not a single token",
+        ),
         (
             ["task=sst2", "scale=demo", "model.config.hidden_size=-32"],
             "no encoder can be made of this bert config",
