@@ -91,7 +91,10 @@ def dry_run(run: RunConfig, console: Console | None = None, in_grid: bool = Fals
     """
     step = step_of_point if in_grid else one_step
     answer = Answer(whereabouts(run), weights(run.model), plan(run), step(run))
-    if not answer.data.startswith(("missing", "the hub's")):
+    elsewhere = ("missing", "the hub's")
+    if run.task.kind == "text_infilling" and not answer.weights.startswith(elsewhere):
+        read_prompt(run.task, run.data, run.scale.name, build_tokenizer(run.model, scale=run.scale.name))
+    if not answer.data.startswith(elsewhere):
         read_tables(run)
     if console is not None:
         console.print("\n".join(answer.lines(in_grid)), markup=False)

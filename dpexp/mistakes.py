@@ -132,6 +132,8 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
         if re.search(r"is not a ListConfig|with ListConfig$|to Dict\[", reason):
             whole = "a list: write '[a, b]'" if _is_list(name, schema) else "a mapping: write '{name: value}'"
             return UserError(f"{match[1]} is not {whole}, in quotes")
+        if number := re.match(r"Key (\S+) \(\w+\) is incompatible", reason):
+            return UserError(f"{match[1]}: names in a mapping are words; give {name}.{number[1]}=… for each")
         for kind, words, example in (("Float", "a number", "0.004"), ("Integer", "a whole number", "10000")):
             if reason.endswith(f"could not be converted to {kind}"):
                 example = _written_out(match[1].partition("=")[2], whole=kind == "Integer") or example
