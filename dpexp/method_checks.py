@@ -11,6 +11,10 @@ from dpexp.privacy.schedules import ADAPTIVE, SCHEDULES, Schedule
 from dpexp.schemas import RunConfig
 
 
+# by the last word of a method's name
+GROUPS = {"flat": "flat", "perlayer": "layer", "perblock": "block", "perdevice": "device"}
+
+
 def method_problems(run: RunConfig) -> Iterator[str]:
     """Name every problem of the methods that a run combines, each in one sentence that ends with the way out."""
     for check in (_schedule, _individual, _growth, _search, _clipping, _analysis):
@@ -130,6 +134,12 @@ def _clipping(run: RunConfig) -> Iterator[str]:
     clip = run.clip
     if clip.private and clip.rule == "none":
         yield "clip.rule=none bounds nothing, so no noise can hide an example: use abadi, automatic, or clip=nonprivate"
+    said = GROUPS.get(clip.name.rpartition("_")[2], clip.groups)
+    if said != clip.groups:
+        yield (
+            f"clip={clip.name} has clip.groups={said}, and a record of it with clip.groups={clip.groups} would name another method: "
+            "choose the clip that is named like its groups (clip=perlayer), or give yours a name (clip.name=mine)"
+        )
     if not clip.private and clip.adaptive:
         yield "clip.adaptive=true spends privacy budget on quantiles, and this run has none: use a private clip"
     yield from _whole_gradients(run)
