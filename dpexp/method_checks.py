@@ -10,7 +10,6 @@ from dpexp.errors import UserError
 from dpexp.privacy.schedules import ADAPTIVE, SCHEDULES, Schedule
 from dpexp.schemas import RunConfig
 
-
 # by the last word of a method's name
 GROUPS = {"flat": "flat", "perlayer": "layer", "perblock": "block", "perdevice": "device"}
 
@@ -137,7 +136,7 @@ def _clipping(run: RunConfig) -> Iterator[str]:
     said = GROUPS.get(clip.name.rpartition("_")[2], clip.groups)
     if said != clip.groups:
         yield (
-            f"clip={clip.name} has clip.groups={said}, and a record of it with clip.groups={clip.groups} would name another method: "
+            f"clip={clip.name} has clip.groups={said}, and with clip.groups={clip.groups} its record would name another method: "
             "choose the clip that is named like its groups (clip=perlayer), or give yours a name (clip.name=mine)"
         )
     if not clip.private and clip.adaptive:

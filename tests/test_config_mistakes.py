@@ -135,7 +135,7 @@ def test_the_laws_of_trials_are_those_that_have_a_price():
         (["clip=nonprivate", "privacy=eps3"], "clip=nonprivate adds no noise"),
         (["clip=nonprivate", "clip.adaptive=true"], "use a private clip"),
         (["clip=flat", "clip.private=false"], "adds no noise"),
-        (["clip=flat", "clip.groups=layer"], "would name another method"),
+        (["clip=flat", "clip.groups=layer"], "its record would name another method"),
         (["clip=flat", "peft=lora", "model.trainable=bias"], "both say which parameters train"),
         (["clip=flat", "peft=lora", "peft.rank=0"], "peft.rank=0 must be 1 or more"),
         (["clip=flat", "peft=top2", "peft.blocks=0"], "peft.blocks=0 must be 1 or more"),

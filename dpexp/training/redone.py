@@ -149,7 +149,8 @@ class Redone:
         mixed = any(bool((one & other).any()) for one, other in zip(*changed, strict=True))
         for i in self._lonely():
             # a count of the classes there are, a maximum: the same in both halves, and not among copies of one example
-            mixed |= bool(self._unlike(whole[0], self._lost_otherwise(number, [i])[0])[i])
+            alone = self._unlike(whole[0], self._lost_otherwise(number, [i])[0])
+            mixed |= bool(alone.view(self.examples, -1)[i].any())
         if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
             raise ValueError("computed again they are others")
         if mixed:

@@ -192,8 +192,12 @@ def arrangements(inputs: Inputs, usual: Arrangement) -> list[Arrangement]:
     """Return how the rows of examples may lie in inputs: as ``usual``, where any has as many rows; else there may be several of
     each, adjacent, strided, or of each as many as it has. Whoever keeps all rows apart keeps the examples apart."""
     rows = usual.examples * usual.times
-    found = {len(t) for t in tensors_in(inputs) if t.dim()}
-    if rows in found or not found:
+    tensors = [t for t in tensors_in(inputs) if t.dim()]
+    found = {len(t) for t in tensors}
+    second = {t.shape[1] for t in tensors if t.dim() > 1}
+    # the examples may stand in the second dimension: rows of the first are positions then, and say nothing
+    behind = {t.shape[1] for t in tensors if t.dim() > 2 or (t.dim() == 2 and not t.is_floating_point())}
+    if rows in found | second or not found or (rows > 1 and any(n and n % rows == 0 for n in behind)):
         return [usual]
     several = min((n for n in found if n > rows and n % rows == 0), default=0)
     times = several // usual.examples
