@@ -114,9 +114,11 @@ def test_a_backward_of_each_example_alone_is_exact(name: str, dtype: torch.dtype
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_a_large_first_table_shows_what_no_small_parameter_does() -> None:
-    table = nn.Embedding(150_000, 8)
-    model = nn.Sequential(table, Between(lambda h: Back.apply(h, lambda x, g: g / len(x))), nn.Linear(8, 3))
+@pytest.mark.parametrize(("words", "classes"), [(150_000, 3), (270_000, 300_000)])
+def test_a_large_first_table_shows_what_no_small_parameter_does(words: int, classes: int) -> None:
+    """And of large parameters alone the smallest one does."""
+    between = Between(lambda h: Back.apply(h, lambda x, g: g / len(x)))
+    model = nn.Sequential(nn.Embedding(words, 8), between, nn.Linear(8, classes, bias=False))
     clipper = attach(model)
     with pytest.raises(UserError, match=r"0\.weight: the gradient of what one example gets"):
         clipper.backward(model(torch.arange(B)).square().sum(1))

@@ -18,8 +18,9 @@ from dpexp.clipping.independence.chance import WithoutChance
 from dpexp.clipping.independence.comparison import Comparison, outputs
 from dpexp.clipping.independence.replay import Replay
 
-# numbers of parameters whose gradients are compared, the smallest ones: what goes wrong behind a layer shows in its bias
-MOST = 1 << 20
+# numbers of parameters whose gradients are compared, the smallest ones: what goes wrong behind a layer shows in its bias; and of
+# the first one, which is behind everything in most models
+MOST, FIRST = 1 << 20, 1 << 21
 # largest difference of one gradient, relative to its norm, by bits
 DIFFERENCE = {16: 0.2, 32: 0.01, 64: 1e-4}
 
@@ -72,11 +73,10 @@ def parameter_that_differs(
 
 
 def _some(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The small ones; and the first, which is behind everything in most models."""
-    taken, total = set(list(params)[:1]), 0
+    taken, total = {name for name in list(params)[:1] if params[name].numel() <= FIRST}, 0
     for name, p in sorted(params.items(), key=lambda item: item[1].numel()):
         total += p.numel()
-        if total > MOST:
+        if total > MOST and taken:
             break
         taken.add(name)
     return {name: p for name, p in params.items() if name in taken}
