@@ -103,6 +103,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     if not groups:
         whole = event(sigma)
     found = attack(whole)
+    asked = {"epsilon": target, "noise_multiplier": arguments.noise_multiplier, "steps": None}
     tuned = None
     if arguments.trials != 1 or arguments.trials_law is not None:
         tuned = tuned_epsilons(whole, delta, arguments.trials, arguments.trials_law)
@@ -115,11 +116,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
         "epochs": steps * rate,
         "delta": delta,
         "target_epsilon": target,
-        "computed": "epsilon"
-        if target is None
-        else "noise_multiplier"
-        if arguments.noise_multiplier is None
-        else "steps",
+        "computed": next(name for name, given in asked.items() if given is None),
         "accountant": accountant if target is not None else None,
         "schedule": schedule.plain(),
         "last_noise_multiplier": sigma * (schedule.factor(steps - 1, steps, rate) if steps else 1.0),

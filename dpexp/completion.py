@@ -5,12 +5,10 @@ The shells call ``dpexp completion words ...`` for every tab, so nothing heavy i
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 SHELLS = {
     "bash": """\
@@ -92,18 +90,9 @@ def _targets() -> list[str]:
 def _settings(command: str, folder: Path) -> Iterator[str]:
     """Dotted names: from the schemas for what trains, and from the primary file for the others."""
     if command == "train":
-        from dpexp.schemas import RunConfig
+        from dpexp.schemas import RunConfig, setting_names
 
-        yield from _fields(RunConfig, "")
+        yield from setting_names(RunConfig)
     for line in (folder / f"{command}.yaml").read_text(encoding="utf-8").splitlines():
         if (match := re.match(r"([a-z_]+):", line)) and match[1] not in ("defaults", "hydra"):
             yield match[1]
-
-
-def _fields(schema: Any, prefix: str) -> Iterator[str]:
-    for field in dataclasses.fields(schema):
-        inner: Any = field.default_factory
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            yield from _fields(inner, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name

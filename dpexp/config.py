@@ -29,8 +29,8 @@ from dpexp.composing import VERSION_BASE, composed, spelled
 from dpexp.declared import declared_num_examples
 from dpexp.durable import disk_error, flattened, memory_error
 from dpexp.errors import INTERRUPTED, UserError
-from dpexp.mistakes import MISTAKES, check_choices, explain, keys, unknown_key
-from dpexp.schemas import RunConfig
+from dpexp.mistakes import MISTAKES, check_choices, explain, unknown_key
+from dpexp.schemas import RunConfig, setting_names
 from dpexp.settings import group_help, groups_asked
 from dpexp.unread import neutralise
 from dpexp.usage import (
@@ -93,7 +93,7 @@ def resolve(
         raise UserError(f"{removed[0]}: a setting can't be removed; choose another value, or null")
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     _forget_sizes_of_another_model(cfg, given)
-    known = set(keys(schema))
+    known = set(setting_names(schema))
     for key, _ in flattened(cast("dict[str, Any]", OmegaConf.to_container(cfg))):
         if key not in known and not any(key.startswith(f"{mapping}.") for mapping in known):
             raise UserError(unknown_key(key, schema, config_name))
@@ -258,7 +258,7 @@ def hydra_entry(
             sys.argv[1:] = [spelled(word) for word in options_last(sys.argv[1:])]
             try:
                 if (option := dashed(sys.argv[1:])) is not None:
-                    known = option in {*groups_of(config_name), *keys(schema)}
+                    known = option in {*groups_of(config_name), *setting_names(schema)}
                     meant = f"{option}=…" if known else unknown_key(option, schema, config_name)
                     raise UserError(f"settings are written without dashes, as KEY=VALUE: {meant}")
                 check_choices(sys.argv[1:], config_name)
@@ -305,7 +305,7 @@ def _register(config_name: str, schema: type) -> None:
         OmegaConf.register_new_resolver(name, function, replace=True)
     node = OmegaConf.structured(schema)
     # mappings such as model.config take new entries without Hydra's "+"
-    for key in keys(schema):
+    for key in setting_names(schema):
         if isinstance(mapping := OmegaConf.select(node, key), DictConfig):
             OmegaConf.set_struct(mapping, False)
     ConfigStore.instance().store(name=f"{config_name}_schema", node=node, provider="dpexp")

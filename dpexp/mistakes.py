@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -14,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp.errors import UserError, did_you_mean
+from dpexp.schemas import setting_names
 from dpexp.usage import choices_of, conf_dir, groups_of
 
 # what other libraries call our settings
@@ -168,7 +167,7 @@ def _missing_groups(config_name: str, overrides: Sequence[str]) -> str:
 
 
 def unknown_key(key: str, schema: type, config_name: str) -> str:
-    settings = sorted(keys(schema))
+    settings = sorted(setting_names(schema))
     ours = ELSEWHERE.get(key.rpartition(".")[2], "")
     # `account` has the same settings, in no groups
     if there := [name for name in (ours, ours.rpartition(".")[2]) if name in settings]:
@@ -183,13 +182,3 @@ def unknown_key(key: str, schema: type, config_name: str) -> str:
     if whole := [name for name in settings if name.endswith(f".{key}")]:
         return f"there is no setting {key}; did you mean {' or '.join(whole)}?"
     return f"there is no setting {key}{did_you_mean(key, top)}"
-
-
-def keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the settings of a dataclass; a mapping counts as one, whatever it holds."""
-    for field in dataclasses.fields(schema):
-        inner: Any = field.default_factory
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            yield from keys(inner, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from dpexp.config import RunConfig
-from dpexp.mistakes import keys
-from dpexp.schemas import CHOICES
+from dpexp.schemas import CHOICES, setting_names
 from dpexp.usage import conf_dir, groups_of
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +81,7 @@ _SETTING = re.compile(r"(?<![\w.\"/(-])([a-z_]+(?:\.[a-z_]+)*)=([\w.]*)")
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_settings_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    known, groups = set(keys(RunConfig)), groups_of("train")
+    known, groups = set(setting_names(RunConfig)), groups_of("train")
     of_groups = {key.partition(".")[0] for key in known}
     code = [*re.findall(r"`([^`\n]+)`", text), *re.findall(r"```(?:bash)?\n(.*?)```", text, re.S)]
     for key, value in [found for part in code for found in _SETTING.findall(part)]:

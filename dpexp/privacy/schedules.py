@@ -102,9 +102,10 @@ def followed(t: float, **settings: float) -> float:
 
 
 ADAPTIVE = ("validation", "privacy_utility_released")
+"""Schedules whose noise depends on what the run has released: see `dpexp.training.feedback` and the filter that ends the run."""
+
 # of the noise that it begins with, what a schedule by the norm of released gradients leaves at least
 RELEASED_AT_LEAST = 0.1
-"""Schedules whose noise depends on what the run has released: see `dpexp.training.feedback` and the filter that ends the run."""
 
 SCHEDULES: MappingProxyType[str, tuple[Callable[..., float], tuple[str, ...]]] = MappingProxyType(
     {

@@ -7,7 +7,9 @@ a field with a default keeps every old signature, changing the default of a fiel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 from dpexp.schemas.choices import CHOICES
 from dpexp.schemas.guarantee import (
@@ -33,6 +35,7 @@ __all__ = [
     "CHOICES", "AccountantConfig", "AnalysisConfig", "ClipConfig", "DataConfig", "EngineConfig", "GenerationConfig",
     "IndividualConfig", "ModelConfig", "OptimConfig", "PeftConfig", "PrivacyConfig", "RunConfig", "RuntimeConfig",
     "ScaleConfig", "ScheduleConfig", "SearchConfig", "TaskConfig", "TrackerConfig", "UnitConfig",
+    "setting_names",
 ]  # fmt: skip
 
 
@@ -62,3 +65,13 @@ class RunConfig:
     trials: int = 1
     # that their number was drawn from
     trials_law: str | None = None
+
+
+def setting_names(schema: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the settings of a dataclass; a mapping counts as one, whatever it holds."""
+    for each in fields(schema):
+        inner: Any = each.default_factory
+        if isinstance(inner, type) and is_dataclass(inner):
+            yield from setting_names(inner, f"{prefix}{each.name}.")
+        else:
+            yield prefix + each.name

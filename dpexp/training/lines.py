@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.following import Followed
+from dpexp.clipping.independence.comparison import rows_apart
 
 # relative difference of numbers that are one, inverted or not
 SAME = 1e-9
@@ -56,10 +57,7 @@ class Place:
 
     def rows(self, tensor: Tensor, examples: int) -> Tensor:
         """Return ``[examples, …]``, what each example has."""
-        major = tensor.movedim(self.axis, 0)
-        if self.strided:
-            major = major.unflatten(0, (-1, examples)).transpose(0, 1)
-        return major.reshape(examples, -1)
+        return rows_apart(tensor, self.axis, examples, self.strided).reshape(examples, -1)
 
 
 @dataclass(frozen=True)

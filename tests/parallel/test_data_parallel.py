@@ -182,23 +182,17 @@ def refusals(ranks: Ranks, folder: Path):
         with pytest.raises(UserError) as caught:
             run(Case(), folder / f"refused-{number}", **change)
         told.append(str(caught.value))
-    # a rank that has another version
-    hash_of, provenance.code_hash = provenance.code_hash, lambda: f"version {ranks.rank}"
-    try:
-        with pytest.raises(UserError) as caught:
-            run(Case(), folder / "older")
+    # a rank that has another version, or another numpy, which draws the samples
+    others = (
+        (provenance, "code_hash", lambda: f"version {ranks.rank}"),
+        (np, "__version__", f"{ranks.rank}.0"),
+    )
+    for where, name, other in others:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, name, other)
+            with pytest.raises(UserError) as caught:
+                run(Case(), folder / name)
         told.append(str(caught.value))
-    finally:
-        provenance.code_hash = hash_of
-
-    # or another numpy, which draws the samples
-    numpy, np.__version__ = np.__version__, f"{ranks.rank}.0"
-    try:
-        with pytest.raises(UserError) as caught:
-            run(Case(), folder / "numpy")
-        told.append(str(caught.value))
-    finally:
-        np.__version__ = numpy
 
     def opened(name):
         model = made(Case())

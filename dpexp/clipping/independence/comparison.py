@@ -72,7 +72,7 @@ class Comparison:
                 for strided in (False, True) if times > 1 else (False,):
                     if allowed is not None and (axis, strided) not in allowed:
                         continue
-                    major = [_rows(t, axis, n, strided) for t, n in ((a, count), (b, count_here))]
+                    major = [rows_apart(t, axis, n, strided) for t, n in ((a, count), (b, count_here))]
                     verdicts.append(self.unequal(major[0][before], major[1][after], tolerance))
                     if leaf is not None and not verdicts[-1]:
                         self._rows.setdefault(leaf, (axis, strided))
@@ -93,7 +93,7 @@ class Comparison:
         own = self.arrangement
         examples = len(variant.rows) if here else own.examples
         direction = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        rows = _rows(direction, axis, examples * own.times, strided)
+        rows = rows_apart(direction, axis, examples * own.times, strided)
         places = [own.row(pair[here], m, examples) for pair in variant.same for m in range(own.times)]
         generator = torch.Generator().manual_seed(leaf)
         numbers = torch.randn((len(places), *rows.shape[1:]), generator=generator, device="cpu")
@@ -133,7 +133,7 @@ def places_of(gradient: Tensor, chosen: Tensor) -> Places:
     for axis, size in enumerate(gradient.shape):
         for strided in (False, True) if size > count else (False,):
             if size and size % count == 0:
-                rows = _rows(gradient, axis, count, strided).reshape(count, -1).ne(0).any(1)
+                rows = rows_apart(gradient, axis, count, strided).reshape(count, -1).ne(0).any(1)
                 if bool(rows.any()) and not bool((rows & ~chosen).any()):
                     found.add((axis, strided))
     return found
@@ -193,7 +193,7 @@ def _batch_axes(
     return next((tier for tier in likely if tier), [])
 
 
-def _rows(tensor: Tensor, axis: int, count: int, strided: bool) -> Tensor:
+def rows_apart(tensor: Tensor, axis: int, count: int, strided: bool) -> Tensor:
     """``[count, …]`` of an output whose rows of one example are adjacent, or ``count`` apart."""
     major = tensor.movedim(axis, 0)
     if strided:
