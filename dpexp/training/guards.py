@@ -192,7 +192,7 @@ class GradientGuard:
 
 
 class SeedGuard:
-    """Notices when a loop seeds torch's generators between a batch and its losses, and something draws from them.
+    """Notices when anyone but the engine seeds torch's generators between a piece and its losses, and something draws from them.
 
     Args:
         device: of the model.
@@ -202,11 +202,16 @@ class SeedGuard:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._seeds: list[int] = []
+        self.look()
 
     def look(self) -> None:
         """The generators are now as the engine left them."""
         self._seeds = [generator.initial_seed() for generator in self._generators]
+
+    @property
+    def seeded(self) -> bool:
+        """Whether one has another seed than at the last look."""
+        return self._seeds != [generator.initial_seed() for generator in self._generators]
 
     def check(self) -> None:
         """Raise `UserError` where one has drawn from another seed than the engine's."""
