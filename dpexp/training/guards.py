@@ -17,7 +17,8 @@ from dpexp.errors import UserError
 
 TOUCHED = (
     "the gradient of {name} {what} in the middle of a batch: leave out zero_grad(), loss.backward(), clip_grad_norm_() and a "
-    "GradScaler. engine.step(losses) does all of it"
+    "GradScaler. engine.step(losses) does all of it; where that was cut off (Ctrl-C, out of memory), begin a new loop over "
+    "engine.batches(), which begins the step again"
 )
 
 
@@ -29,7 +30,8 @@ class OneAtATime:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # a thread that Ctrl-C met on its way out comes in again
+        self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):

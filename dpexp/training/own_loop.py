@@ -155,11 +155,10 @@ class OwnLoop:
         self._watch.check(losses)
         self._gradients.check()
         self.optimizer.check()
-        try:
-            taken = self.steps.add(self.units.losses(losses))
-        finally:
-            self._gradients.look()
-        self._watch.follow()
+        taken = self.steps.add(self.units.losses(losses))
+        # not where that was cut off (Ctrl-C, out of memory): the sums may hold the batch, and once more would count it twice
+        self._gradients.look()
+        self._watch.follow(taken)
         return taken
 
     def unwatched(self) -> AbstractContextManager[None]:

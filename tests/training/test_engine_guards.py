@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from dpexp.errors import UserError
+from dpexp.training.sums import Sums
 from tests.training.own_loop import (
     TASK,
     adam_of,
@@ -129,6 +130,38 @@ def test_zero_grad_before_every_batch_of_one_piece_does_no_harm(tmp_path):
         engine._optimizer.optimizer.zero_grad()
         engine.step(losses_of(engine, batch))
     assert engine.finished
+
+
+def test_gradients_that_are_released_may_be_written_to(tmp_path):
+    engine = make(tmp_path)
+    for batch in engine.batches(physical_batch_size=64):
+        assert engine.step(losses_of(engine, batch))
+        engine._optimizer.optimizer.zero_grad(set_to_none=False)
+    assert engine.finished
+
+
+def test_a_batch_whose_step_was_cut_off_is_not_added_a_second_time(tmp_path, monkeypatch):
+    """By Ctrl-C or for lack of memory: who runs the cell again would count each of its examples twice."""
+    engine, real, cut = make(tmp_path / "cut"), Sums.add, [4]
+
+    def add(*arguments):
+        cut[0] -= 1
+        if not cut[0]:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(Sums, "add", add)
+    loop = engine.batches(physical_batch_size=4)
+    for _ in range(3):
+        batch = next(loop)
+        engine.step(losses_of(engine, batch))
+    batch = next(loop)
+    losses = losses_of(engine, batch)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(losses)
+    with pytest.raises(UserError, match="begin a new loop"):
+        engine.step(losses_of(engine, batch))
+    assert np.array_equal(flat(train(engine, 4)), flat(train(make(tmp_path / "whole"), 4)))
 
 
 def test_thresholds_are_the_policys(tmp_path):
