@@ -20,7 +20,7 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dpexp.durable import flush_file, flush_folder, write_json
+from dpexp.durable import flush_file, flush_folder, read_json, write_json
 from dpexp.errors import UserError
 
 KEY_BYTES = 32
@@ -57,7 +57,8 @@ def open_keys(folder: str | os.PathLike[str], fixed_seed: int | None = None, nam
         name: of the run, with a fixed seed: runs with different names share nothing.
 
     Raises:
-        UserError: the key can't be kept, is no key, can be read by others, or is gone although the ledger has entries.
+        UserError: the key can't be kept, is no key, can be read by others, or is gone although the ledger has entries; or the
+            ledger is gone although it had some.
     """
     if fixed_seed is not None:
         key = hashlib.sha256(f"dpexp fixed seed {fixed_seed} of {name}".encode()).digest()
@@ -69,6 +70,11 @@ def open_keys(folder: str | os.PathLike[str], fixed_seed: int | None = None, nam
             f"{folder / KEY} is gone, and without it this run cannot go on (its ledger cannot be checked, its noise not be "
             "repeated): put it back, or start a new run (another seed). A finished run deletes its key; privacy.keep_key=true "
             "keeps it"
+        )
+    if not charged and read_json(folder / PLACE).get("charged"):
+        raise UserError(
+            f"{folder / LEDGER} is gone or empty, and steps of this run were charged there: restore it from a copy, or begin a "
+            "new run in another folder (of dpexp train: another seed), whose epsilon is added to that of this one"
         )
     key = _load_or_make(folder / KEY)
     salt = _salt(folder, charged)
@@ -86,6 +92,12 @@ def delete_key(folder: str | os.PathLike[str]) -> None:
         file.unlink()
     if present:
         flush_folder(folder)
+
+
+def note_charged(folder: Path) -> None:
+    """Remember beside the key, where there is one, that the ledger has begun: one that is gone later is missed."""
+    if (folder / PLACE).exists():
+        write_json(folder / PLACE, read_json(folder / PLACE) | {"charged": True})
 
 
 def _load_or_make(file: Path) -> bytes:
@@ -119,7 +131,7 @@ def _salt(folder: Path, charged: bool) -> str:
         # A run that was killed before it knew its place has charged nothing; else somebody took the file away.
         copied = charged
     salt = secrets.token_hex(16) if copied else ""
-    write_json(folder / PLACE, {"key_file": here, "salt": salt})
+    write_json(folder / PLACE, {"key_file": here, "salt": salt, "charged": charged})
     return salt
 
 

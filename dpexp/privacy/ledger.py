@@ -25,6 +25,7 @@ charge that it has computed itself; no rank goes on before all have done so."""
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import hmac
 import json
@@ -42,6 +43,7 @@ from dpexp.durable import flush_file, flush_folder
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import GroupEvents, composed, decode, decode_groups, encode
+from dpexp.privacy.keys import note_charged
 
 if TYPE_CHECKING:
     from dpexp.parallel import Ranks
@@ -292,14 +294,18 @@ class Ledger:
             self._size += len(line.encode())
             self._torn, self._line_break_missing = 0, False
             self._remember(entry, record["check"])
-        except OSError as error:
-            raise UserError(
-                f"cannot write the ledger {self.path}: {error.strerror}; the step was not taken"
-            ) from None
-        except KeyboardInterrupt:
-            # in a notebook the ledger lives on, and only the file knows whether the line is there; ranks end together
+        except UserError:
+            raise
+        except BaseException as error:
+            # Ctrl-C, a time limit: the ledger may live on, and only the file knows whether the line is there; ranks end together
             if self.ranks is None:
-                self._begin()
+                found = copy.copy(self)
+                found._begin()
+                vars(self).update(vars(found))
+            if isinstance(error, OSError):
+                raise UserError(
+                    f"cannot write the ledger {self.path}: {error.strerror or type(error).__name__}; the step was not taken"
+                ) from None
             raise
         return signed
 
@@ -328,6 +334,7 @@ class Ledger:
         if new:
             # a new file's name is on the disk only when its folder is
             flush_folder(self.path.parent)
+            note_charged(self.path.parent)
 
 
 def _event_of(encoded: str, budget: int) -> DpEvent:

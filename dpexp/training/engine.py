@@ -217,18 +217,19 @@ class PrivacyEngine:
             if data_name is not None:
                 # which says nothing of their order
                 check_examples(ranks, dataset, self._keys.run)
-            with state.disk_errors(self.folder):
-                self._identity = ranks.once(lambda: recognise(self.folder, settings))
-            self.device = next(p for p in model.parameters() if p.requires_grad).device
-            self.ledger = Ledger(
-                self.folder / LEDGER, self._keys.run, ranks if ranks.several else None, times=False
-            )
+            # what cannot be clipped leaves no settings behind, with which a mended model would be compared
             self.clipper = attach(
                 model, groups, given.clip_norm, rule, engine,
                 rows_per_example=given.rows_per_example, fixed_length=fixed_length,
             )  # fmt: skip
             self.clipper.reduces = False
             self._open.callback(self.clipper.detach)
+            with state.disk_errors(self.folder):
+                self._identity = ranks.once(lambda: recognise(self.folder, settings))
+            self.device = next(p for p in model.parameters() if p.requires_grad).device
+            self.ledger = Ledger(
+                self.folder / LEDGER, self._keys.run, ranks if ranks.several else None, times=False
+            )
             # rescaling a single threshold to C would undo its adaptation
             self._run.clip.rescale = len(self.clipper.groups) > 1
             self.policy = build_policy(self._run.clip, len(self.clipper.groups))

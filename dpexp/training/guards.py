@@ -17,7 +17,8 @@ from dpexp.errors import UserError
 
 TOUCHED = (
     "the gradient of {name} {what} in the middle of a batch: leave out zero_grad(), loss.backward(), clip_grad_norm_() and a "
-    "GradScaler. engine.step(losses) does all of it"
+    "GradScaler. engine.step(losses) does all of it; where that was cut off (Ctrl-C, out of memory), begin a new loop over "
+    "engine.batches(), which begins the step again"
 )
 
 
@@ -29,7 +30,8 @@ class OneAtATime:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # a thread that Ctrl-C met on its way out comes in again
+        self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -192,7 +194,7 @@ class GradientGuard:
 
 
 class SeedGuard:
-    """Notices when a loop seeds torch's generators between a batch and its losses, and something draws from them.
+    """Notices when anyone but the engine seeds torch's generators between a piece and its losses, and something draws from them.
 
     Args:
         device: of the model.
@@ -202,11 +204,16 @@ class SeedGuard:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._seeds: list[int] = []
+        self.look()
 
     def look(self) -> None:
         """The generators are now as the engine left them."""
         self._seeds = [generator.initial_seed() for generator in self._generators]
+
+    @property
+    def seeded(self) -> bool:
+        """Whether one has another seed than at the last look."""
+        return self._seeds != [generator.initial_seed() for generator in self._generators]
 
     def check(self) -> None:
         """Raise `UserError` where one has drawn from another seed than the engine's."""

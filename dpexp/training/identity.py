@@ -56,7 +56,7 @@ def recognise(folder: Path, settings: Mapping[str, Any]) -> str:
     elif odd := [name for name in present | before if present.get(name) != before.get(name)]:
         name = odd[0]
         if name in _KEYED and _KEYED.issubset(odd):
-            what = "noise_seed is not what it was (or both the data and the frozen weights differ)"
+            what = "noise_seed is not what it was, or secret.key is another (or both the data and the frozen weights differ)"
         elif name in {*_KEYED, "trained parameters"}:
             what = f"the {name} differ"
         else:

@@ -461,7 +461,9 @@ class Trainer:
                 if interrupts.requested and not self.ranks.several:
                     self.stepper.clear()
                     return False
-                self.stepper.add(self.losses_of(piece))
+                losses = self.losses_of(piece)
+                self.stepper.check_seeds()
+                self.stepper.add(losses)
         except torch.OutOfMemoryError:
             return None
         except BudgetSpentError:
@@ -485,6 +487,7 @@ class Trainer:
         """`[b]` losses of training examples, as the present step sees them."""
         batch = self.on_device(self.task.collate([self.task.train[int(i)] for i in piece]))
         batch = self.task.augmented(batch, piece, self.run.seed, self.step)
+        self.stepper.made()
         if isinstance(self.clipper, LocalClipper):
             return self.clipper.see(self.on_device(batch))
         return self.losses(batch)

@@ -20,7 +20,7 @@ from dpexp.clipping.given import check_losses
 from dpexp.errors import UserError
 from dpexp.training.arguments import check_numbers
 from dpexp.training.collating import Collation, Read, example_axes
-from dpexp.training.guards import GradientGuard, GuardedOptimizer, OneAtATime, SeedGuard
+from dpexp.training.guards import GradientGuard, GuardedOptimizer, OneAtATime
 from dpexp.training.padded import padding_of
 from dpexp.training.steps import Steps
 from dpexp.training.units import Units
@@ -67,7 +67,7 @@ class OwnLoop:
         self.facts, self.folder = facts, folder
         self.alone = OneAtATime()
         self.closed = False
-        self._gradients, self._seeds = GradientGuard(model), SeedGuard(steps.device)
+        self._gradients = GradientGuard(model)
         # a part of a TensorDataset may stand beside one that is public
         parts = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
         data = [part for part in parts if isinstance(part, Tensor)]
@@ -128,7 +128,7 @@ class OwnLoop:
             self._gradients.look()
         made = collate_fn, examples, count, batch
         self._watch.begin(batch, count, partial(example_axes, *made), partial(padding_of, *made))
-        self._seeds.look()
+        self.steps.made()
         return batch
 
     def step(self, losses: Tensor) -> bool:
@@ -151,15 +151,14 @@ class OwnLoop:
                 "up by itself: wrap first, and give the engine the wrapped model"
             )
         # before the watch draws for itself
-        self._seeds.check()
+        self.steps.check_seeds()
         self._watch.check(losses)
         self._gradients.check()
         self.optimizer.check()
-        try:
-            taken = self.steps.add(self.units.losses(losses))
-        finally:
-            self._gradients.look()
-        self._watch.follow()
+        taken = self.steps.add(self.units.losses(losses))
+        # not where that was cut off (Ctrl-C, out of memory): the sums may hold the batch, and once more would count it twice
+        self._gradients.look()
+        self._watch.follow(taken)
         return taken
 
     def unwatched(self) -> AbstractContextManager[None]:

@@ -59,6 +59,10 @@ class Owned:
             storage_of(p.grad): (name, p) for name, p in parameters if p.grad is not None and p.grad.numel()
         }
 
+    def forget_sums(self) -> None:
+        """Let gradients be written to: they are released."""
+        self._sums = {}
+
     def refuse_written_sum(self, written: Tensor) -> None:
         """Refuse what writes to a gradient; what lies where a gradient was that is gone is none."""
         name, param = self._sums.get(storage_of(written), ("", None))

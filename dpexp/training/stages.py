@@ -188,6 +188,7 @@ class StageTrainer(Trainer):
         """Send a piece through the stages and back; the losses are those of the last stage."""
         batch = self.task.collate([self.task.train[int(i)] for i in piece])
         batch = self.task.augmented(batch, piece, self.run.seed, self.step)
+        self.stepper.made()
         steps = self.stepper
         assert isinstance(steps, StageSteps)
         losses, steps.found = self.pipeline.run(batch, self.run.runtime.microbatch, steps.scales_of(piece))

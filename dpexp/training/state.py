@@ -91,7 +91,13 @@ def exclusive(folder: Path, waiting: Callable[[], object] | None = None) -> Iter
                 f"{folder} can't be locked ({error.strerror}), and two processes must not write one ledger: choose a folder on "
                 f"another file system with {FOLDER_SETTING}"
             ) from error
-        yield
+        holder = os.getpid()
+        try:
+            yield
+        finally:
+            # processes that were forked meanwhile (workers of a DataLoader) have the file open too, and may live longer
+            if os.getpid() == holder:
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @dataclass

@@ -40,6 +40,7 @@ from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
 from dpexp.torch_versions import check_wide_gradients
 from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
+from dpexp.training.guards import SeedGuard
 from dpexp.training.release import Release
 from dpexp.training.sums import Sums
 
@@ -155,6 +156,9 @@ class Steps:
         self._drawn: list[np.ndarray] = []
         # keyed, of all examples of the present step
         self._sample = ""
+        # the present piece of all ranks' pieces
+        self._number = 0
+        self._seeds = SeedGuard(self.device)
 
     @property
     def clipper(self) -> AnyClipper | None:
@@ -196,7 +200,8 @@ class Steps:
         while self.taken == step:
             pieces = self.begin(step, self.attempt, size, length)
             for number, piece in enumerate(pieces):
-                self.seed(step, number * self.ranks.size + self.ranks.rank)
+                self._number = number * self.ranks.size + self.ranks.rank
+                self.seed(step, self._number)
                 self.piece, self._lent = piece, number >= len(pieces) - self.borrowed
                 yield piece
                 if not self._left:
@@ -256,10 +261,24 @@ class Steps:
         it move the sum by more than its own share; in secret all places are alike (docs/privacy.md). The seed depends on
         key, step, attempt and piece alone, so that resuming needs no state.
         """
-        seed = stream(self.key, f"dropout {number}", step, self.attempt)
+        self._seed(f"dropout {number}", step)
+
+    def made(self) -> None:
+        """Seed again where the batch of the present piece is made, and making it has seeded: a data set does so by its rows."""
+        if self._seeds.seeded:
+            self._seed(f"forward {self._number}", self.taken)
+
+    def check_seeds(self) -> None:
+        """Raise `UserError` where the losses of the present piece have drawn from another seed; see `SeedGuard`."""
+        if self.release is not None:
+            self._seeds.check()
+
+    def _seed(self, name: str, step: int) -> None:
+        seed = stream(self.key, name, step, self.attempt)
         seed_torch(seed)
         random.seed(seed)
         np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        self._seeds.look()
 
     def add(self, losses: Tensor) -> bool:
         """Add a physical batch to the sums, and with the last one take the step.

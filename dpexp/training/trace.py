@@ -200,10 +200,12 @@ class Trace(TorchFunctionMode):
         self.watching = False
         self._open.close()
 
-    def follow(self) -> None:
+    def follow(self, taken: bool) -> None:
         """Watch on behind the losses: writes to the model, and what holds values of the batch when the next one begins."""
         self._forget("the losses are there")
         self.begin()
+        if taken:
+            self._own.forget_sums()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._inside += module is self.model

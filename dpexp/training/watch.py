@@ -137,10 +137,10 @@ class LossWatch:
             if trace is not None:
                 trace.public = False
 
-    def follow(self) -> None:
-        """Watch what is done with the batch behind its losses."""
+    def follow(self, taken: bool) -> None:
+        """Watch what is done with the batch behind its losses; ``taken``: whether the gradients hold noise by now."""
         if self._trace is not None:
-            self._trace.follow()
+            self._trace.follow(taken)
 
     def check(self, losses: Tensor) -> None:
         """Look at what was watched.

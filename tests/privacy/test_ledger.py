@@ -281,18 +281,22 @@ def test_a_disk_that_takes_a_part_of_a_line_leaves_a_ledger_that_goes_on(path):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_ctrl_c_within_a_charge_leaves_a_ledger_that_goes_on(path, monkeypatch, before):
-    """In a notebook it lives on, and took its own line for that of another process."""
+@pytest.mark.parametrize(
+    ("thrown", "caught"),
+    [(KeyboardInterrupt, KeyboardInterrupt), (RuntimeError, RuntimeError), (TimeoutError, UserError)],
+)
+def test_what_cuts_off_a_charge_leaves_a_ledger_that_goes_on(path, monkeypatch, before, thrown, caught):
+    """In a notebook it lives on (Ctrl-C, a time limit by an alarm), and took its own line for that of another process."""
     (ledger, _), write = trained(path, 2), Ledger._write
 
     def interrupted(self, line):
         if not before:
             write(self, line)
-        raise KeyboardInterrupt
+        raise thrown
 
     with monkeypatch.context() as patched:
         patched.setattr(Ledger, "_write", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(caught):
             ledger.begin_step(2, EVENT, "a")
     assert ledger.steps_charged == (2 if before else 3)
     assert ledger.begin_step(2, EVENT, "a") == 0

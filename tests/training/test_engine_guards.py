@@ -1,5 +1,6 @@
 """`PrivacyEngine`: mistakes in the loop are noticed, and nothing of them is released."""
 
+import random
 import threading
 
 import numpy as np
@@ -9,7 +10,9 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from dpexp.errors import UserError
+from dpexp.training.sums import Sums
 from tests.training.own_loop import (
+    TASK,
     adam_of,
     first_batch,
     flat,
@@ -18,7 +21,7 @@ from tests.training.own_loop import (
     network,
     train,
 )
-from tests.training.tiny import run_to_end, tiny_run
+from tests.training.tiny import NUM_EXAMPLES, run_to_end, tiny_run
 
 
 def test_leaving_the_loop_releases_nothing_and_the_step_begins_again(tmp_path):
@@ -127,6 +130,38 @@ def test_zero_grad_before_every_batch_of_one_piece_does_no_harm(tmp_path):
         engine._optimizer.optimizer.zero_grad()
         engine.step(losses_of(engine, batch))
     assert engine.finished
+
+
+def test_gradients_that_are_released_may_be_written_to(tmp_path):
+    engine = make(tmp_path)
+    for batch in engine.batches(physical_batch_size=64):
+        assert engine.step(losses_of(engine, batch))
+        engine._optimizer.optimizer.zero_grad(set_to_none=False)
+    assert engine.finished
+
+
+def test_a_batch_whose_step_was_cut_off_is_not_added_a_second_time(tmp_path, monkeypatch):
+    """By Ctrl-C or for lack of memory: who runs the cell again would count each of its examples twice."""
+    engine, real, cut = make(tmp_path / "cut"), Sums.add, [4]
+
+    def add(*arguments):
+        cut[0] -= 1
+        if not cut[0]:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(Sums, "add", add)
+    loop = engine.batches(physical_batch_size=4)
+    for _ in range(3):
+        batch = next(loop)
+        engine.step(losses_of(engine, batch))
+    batch = next(loop)
+    losses = losses_of(engine, batch)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(losses)
+    with pytest.raises(UserError, match="begin a new loop"):
+        engine.step(losses_of(engine, batch))
+    assert np.array_equal(flat(train(engine, 4)), flat(train(make(tmp_path / "whole"), 4)))
 
 
 def test_thresholds_are_the_policys(tmp_path):
@@ -338,3 +373,37 @@ def test_dropout_does_not_draw_from_a_seed_that_others_may_know(tmp_path):
 )
 def test_a_seed_from_which_no_forward_draws_does_no_harm(tmp_path, place, dropout):
     assert seeded_where(make(tmp_path, network(dropout)), place).finished
+
+
+class Seeding(torch.utils.data.Dataset):
+    """Seeds where a row is read, so that each has one augmentation for ever."""
+
+    def __len__(self):
+        return NUM_EXAMPLES
+
+    def __getitem__(self, i):
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):
+            seeded(0)
+        x, y = TASK.train[i]
+        return x + 0.01 * torch.randn(10), y
+
+
+def seeding_collate(rows):
+    torch.manual_seed(0)
+    return default_collate(rows)
+
+
+@pytest.mark.parametrize(("dataset", "collate"), [(Seeding(), default_collate), (None, seeding_collate)])
+def test_dropout_does_not_draw_from_a_seed_that_making_a_batch_has_left(tmp_path, dataset, collate):
+    def drawn(folder, key):
+        found = []
+        engine = make(tmp_path / folder, dataset=dataset, data_name="rows", noise_seed=key, steps=2)
+        for batch in engine.batches(collate, 8):
+            found += [torch.rand(1).item(), random.random(), np.random.randn()]
+            engine.step(losses_of(engine, batch))
+        return found
+
+    one = drawn("one", 11)
+    assert len(set(one)) == len(one)
+    assert drawn("again", 11) == one
+    assert not set(drawn("another key", 12)) & set(one)

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -322,3 +323,21 @@ def test_a_full_disk_is_one_sentence_wherever_it_is_met(tmp_path, monkeypatch, n
             train(make(tmp_path, noise_seed=None))
     engine = train(make(tmp_path, noise_seed=None))
     assert engine.ledger.steps_charged == 6
+
+
+def test_a_model_that_could_not_be_clipped_leaves_its_folder_to_the_mended_one(tmp_path):
+    def of(norm):
+        return nn.Sequential(nn.Linear(10, 16), norm, nn.Linear(16, 3))
+
+    with pytest.raises(UserError, match="BatchNorm1d"):
+        make(tmp_path, of(nn.BatchNorm1d(16)))
+    assert train(make(tmp_path, of(nn.Tanh()))).finished
+
+
+@pytest.mark.parametrize("lost", [Path.unlink, lambda file: file.write_text("")])
+def test_a_ledger_that_is_gone_before_the_first_checkpoint_is_missed(tmp_path, lost):
+    train(engine := make(tmp_path, noise_seed=None, checkpoint_every=0), steps=1)
+    engine.close()
+    lost(engine.ledger.path)
+    with pytest.raises(UserError, match="is gone or empty, and steps of this run were charged there"):
+        make(tmp_path, noise_seed=None, checkpoint_every=0)

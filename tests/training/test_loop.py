@@ -217,6 +217,37 @@ def test_dropout_is_drawn_in_secret(tmp_path, monkeypatch, seed, moves):
     assert np.array_equal(*found) != moves
 
 
+class SeedingTask(TinyTask):
+    """Seeds where the batch is made, or where its losses are."""
+
+    def __init__(self, within):
+        super().__init__()
+        self.within = within
+
+    def collate(self, examples):
+        if self.within == "collate":
+            torch.manual_seed(0)
+        return super().collate(examples)
+
+    def losses(self, model, batch):
+        if self.within == "losses":
+            torch.manual_seed(0)
+        return super().losses(model, batch)
+
+
+def test_dropout_is_drawn_in_secret_where_a_task_seeds(tmp_path, monkeypatch):
+    silence(monkeypatch)
+    found = []
+    for number in (4, 5):
+        run = sgd(steps=1)
+        run.privacy.noise_seed = number
+        task, sampler = SeedingTask("collate"), Draws(range(20))
+        found.append(weights(run_to_end(tmp_path / str(number), run, task=task, sampler=sampler)))
+    assert not np.array_equal(*found)
+    with pytest.raises(UserError, match=r"torch\.manual_seed\(0\) was called between a batch and its losses"):
+        run_to_end(tmp_path / "losses", sgd(steps=1), task=SeedingTask("losses"))
+
+
 def test_another_attempt_at_a_step_drops_other_units(tmp_path):
     trainer = make_trainer(tmp_path, tiny_run(), sampler=Draws(range(8)))
     losses = []

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -192,6 +193,31 @@ def test_a_second_process_is_refused_while_the_first_holds_the_folder(tmp_path):
         other.wait()
     with state.exclusive(tmp_path):  # the lock went with its process
         pass
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_forked_process_neither_keeps_a_folder_nor_gives_it_back(tmp_path, leaves):
+    """As the workers of a DataLoader, which have the lock's file open too."""
+    held = contextlib.ExitStack()
+    held.enter_context(state.exclusive(tmp_path))
+    child = os.fork()
+    if not child:
+        if leaves:
+            held.close()
+            os._exit(0)
+        signal.pause()
+    try:
+        if leaves:
+            os.waitpid(child, 0)
+            with pytest.raises(UserError, match="is in use"), state.exclusive(tmp_path):
+                pass
+        held.close()
+        with state.exclusive(tmp_path):
+            pass
+    finally:
+        if not leaves:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_a_job_of_a_grid_waits_for_another_one_with_its_settings(tmp_path):
