@@ -388,9 +388,9 @@ class Tap(torch.autograd.Function):
             if torch.is_grad_enabled():
                 raise UserError(
                     "a loss that contains a gradient (create_graph=True: a gradient penalty, forces, an equation's residual) "
-                    "cannot be clipped: the derivative of a gradient passes no tap. torch.func gives the same and is clipped "
-                    "exactly, here or, where it is also looked at, within the model's forward: "
-                    "gradient = torch.func.grad(lambda x: model(x).sum())(x)"
+                    "cannot be clipped: the derivative of a gradient passes no tap. Let the model's forward compute it by "
+                    "torch.func, which is clipped exactly: torch.func.grad(lambda x: self.net(x).sum())(x). (In a loop it is "
+                    "clipped too, and not looked at for examples that meet)"
                 )
             raise RuntimeError(
                 "loss.backward() reached a model with a clipper attached: call engine.step(losses) of the PrivacyEngine, or "

@@ -315,6 +315,15 @@ def test_a_gradient_of_the_input_is_exact_by_torch_func_and_named_otherwise() ->
         model(rows(5)["x"])
     exact_in_company(Forces(by_func=True), [rows(5), rows(4)], "auto", positional, patient=True)
 
+    class Mixed(Forces):
+        def forward(self, x: Tensor) -> Tensor:
+            both = super().forward(x)
+            return both - both.detach().mean(0)
+
+    mixed = Mixed(by_func=True).double()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(mixed).backward(positional(mixed, rows(5)))
+
 
 class Hooked(nn.Module):
     """Hangs a hook on a weight, or on what is computed from it, in its forward."""
