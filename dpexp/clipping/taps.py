@@ -101,8 +101,8 @@ class Recorder:
         if watch:
             rows = self.current.rows
             in_list = self.current.batch < first_tensor
-            # what all examples share is no batch: a single row, where there are several; in a list each has its own
-            followed = [t for t in inputs if rows == 1 or in_list or t.dim() == 0 or t.shape[0] != 1]
+            # what all examples share is no batch: a single row, where there are several; in a list each may have its own
+            followed = [t for t in inputs if rows == 1 or first_tensor or t.dim() == 0 or t.shape[0] != 1]
             self.flow = DataFlow(followed, [t for t in followed if in_list or t.shape[:1] == (rows,)])
             self.flow.__enter__()
         else:
@@ -387,9 +387,10 @@ class Tap(torch.autograd.Function):
                 return (gy,) + (None,) * (4 + ctx.num_saved)
             if torch.is_grad_enabled():
                 raise UserError(
-                    "a loss that contains a gradient (create_graph=True: a gradient penalty, double back-propagation) cannot "
-                    "be clipped: the derivative of a gradient passes no tap. Leave the penalty out, or approximate it by "
-                    "differences of forward passes"
+                    "a loss that contains a gradient (create_graph=True: a gradient penalty, forces, an equation's residual) "
+                    "cannot be clipped: the derivative of a gradient passes no tap. Let the model's forward compute it by "
+                    "torch.func, which is clipped exactly: torch.func.grad(lambda x: self.net(x).sum())(x). (In a loop it is "
+                    "clipped too, and not looked at for examples that meet)"
                 )
             raise RuntimeError(
                 "loss.backward() reached a model with a clipper attached: call engine.step(losses) of the PrivacyEngine, or "

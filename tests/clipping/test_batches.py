@@ -506,16 +506,58 @@ def test_sets_are_cut_by_how_many_elements_each_has(each: bool) -> None:
 def test_sets_in_a_list_may_have_one_element_or_as_many_as_there_are_sets() -> None:
     class OneByOne(Mixing):
         def forward(self, xs: list[Tensor]) -> Tensor:
-            return self.out(torch.stack([torch.tanh(self.first(x)).mean(0) for x in xs]))
+            return self.out(self.mix(torch.stack([torch.tanh(self.first(x)).mean(0) for x in xs])))
 
     def losses(model: nn.Module, batch: Any) -> Tensor:
         return model(batch).square().sum(1)
 
+    def sets(sizes: tuple[int, ...]) -> list[Tensor]:
+        return [rows(size)["x"] for size in sizes]
+
     torch.manual_seed(0)
-    model = OneByOne(lambda h: h).double()
+    several = (1, 2, 2, 4, 3, 1), (4, 1, 3, 1), (1, 3, 3), (3, 3, 3)
+    for first, begun in enumerate(several):
+        model = OneByOne(lambda h: h).double()
+        clipper = attach(model)
+        for sizes in several[first:] + several[:first]:
+            clipper.backward(losses(model, sets(sizes)))
+        mixing = OneByOne(lambda h: h - h.detach().mean(0)).double()
+        with pytest.raises(UserError, match="mixes examples"):
+            attach(mixing).backward(losses(mixing, sets(begun)))
+
+
+def test_rows_that_several_examples_share_are_not_said_to_have_been_looked_at() -> None:
+    """Texts end to end in one row, in which examples could meet unseen."""
+
+    class InOneRow(Mixing):
+        def forward(self, x: Tensor, begins: Tensor) -> Tensor:
+            texts = torch.tanh(self.first(x))[0].tensor_split(begins[1:-1].tolist())
+            return self.out(self.mix(torch.stack([text.mean(0) for text in texts])))
+
+    model = InOneRow(lambda h: h - h.detach().mean(0)).double()
     clipper = attach(model)
-    for sizes in ((1, 2, 2, 4, 3, 1), (4, 1, 3, 1), (1, 3, 3)):
-        clipper.backward(losses(model, [rows(size)["x"] for size in sizes]))
+    clipper.backward(model(rows(1, 14)["x"], torch.tensor([0, 5, 7, 10, 14])).square().sum(1))
+    assert ["not looked at" in note for note in clipper.notes] == [True]
+
+
+def test_two_inputs_in_a_list_are_not_taken_for_two_examples() -> None:
+    """Also where there are two examples; mixed ones are refused, and others are not."""
+
+    class Both(Mixing):
+        def forward(self, xs: list[Tensor]) -> Tensor:
+            return self.out(self.mix(torch.tanh(self.first(xs[0]) + sum(xs[1:]))))
+
+    torch.manual_seed(0)
+    batches = [[rows(2)["x"], rows(size)["x"]] for size in (2, 2, 1)]
+    losses = lambda model, batch: model(batch).square().sum(1)  # noqa: E731
+    model = Both(lambda h: h).double()
+    clipper = attach(model)
+    for batch in batches:
+        clipper.backward(losses(model, batch))
+    for batch in batches:
+        mixing = Both(lambda h: h - h.detach().mean(0)).double()
+        with pytest.raises(UserError, match="mixes examples"):
+            attach(mixing).backward(losses(mixing, batch))
 
 
 class Tables(nn.Module):

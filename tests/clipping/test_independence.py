@@ -405,6 +405,17 @@ def test_innocent_models_are_looked_at_and_not_refused(name: str) -> None:
     assert step(build(), *batch, dim=dim).notes == []
 
 
+def test_a_part_in_32_bits_of_a_model_of_64_is_not_taken_for_mixing() -> None:
+    """A product rounds otherwise in a batch of another size; as routers of experts and scans have it in transformers."""
+
+    def in_32_bits(h: Tensor) -> Tensor:
+        return h + 0.1 * (h.float().repeat(1, 20) @ rounding).to(h)
+
+    torch.manual_seed(0)
+    rounding = torch.randn(20 * D, D) / 5
+    assert step(Net(in_32_bits).double(), x().double()).notes == []
+
+
 def test_rows_of_one_example_may_mix_with_one_another_but_not_with_others() -> None:
     def centred(rows: int) -> nn.Module:
         return Net(lambda h: h - h.unflatten(0, (-1, rows)).mean(1).repeat_interleave(rows, 0).detach())

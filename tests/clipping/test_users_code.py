@@ -289,6 +289,42 @@ def test_an_inner_loop_is_exact_by_torch_func_and_named_otherwise() -> None:
     exact_in_company(InnerLoop(by_func=True), [rows(5), rows(4)], "auto", positional, patient=True)
 
 
+class Forces(nn.Module):
+    """Energies of points and, of their places, the gradients of these."""
+
+    def __init__(self, by_func: bool) -> None:
+        super().__init__()
+        self.first, self.out, self.by_func = nn.Linear(D, D), nn.Linear(D, 1), by_func
+
+    def energies(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.first(x)))[:, 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_func:
+            forces = torch.func.grad(lambda x: self.energies(x).sum())(x)
+        else:
+            x = x.clone().requires_grad_()
+            (forces,) = torch.autograd.grad(self.energies(x).sum(), x, create_graph=True)
+        return torch.cat([self.energies(x)[:, None], forces], 1)
+
+
+def test_a_gradient_of_the_input_is_exact_by_torch_func_and_named_otherwise() -> None:
+    model = Forces(by_func=False).double()
+    attach(model)
+    with pytest.raises(UserError, match=r"a loss that contains a gradient .*torch\.func\.grad"):
+        model(rows(5)["x"])
+    exact_in_company(Forces(by_func=True), [rows(5), rows(4)], "auto", positional, patient=True)
+
+    class Mixed(Forces):
+        def forward(self, x: Tensor) -> Tensor:
+            both = super().forward(x)
+            return both - both.detach().mean(0)
+
+    mixed = Mixed(by_func=True).double()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(mixed).backward(positional(mixed, rows(5)))
+
+
 class Hooked(nn.Module):
     """Hangs a hook on a weight, or on what is computed from it, in its forward."""
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from dpexp.clipping.dataflow import tensors_in
+from dpexp.clipping.dataflow import entered
 from dpexp.clipping.independence.arguments import Inputs, changed
 from dpexp.clipping.independence.end_to_end import Ends, ends_of
 from dpexp.clipping.layouts import fixed_order
@@ -71,6 +72,8 @@ class Batches:
         self.inputs, self.arrangement, self.names = inputs, arrangement, names
         self.examples = arrangement.examples
         self.total = arrangement.examples * arrangement.times
+        # whether a list of as many tensors as there are examples, each with as many rows, has one of each example
+        self._one_each = False
         self.ends = ends_of(self._parts(), self.total)
 
     def variants(self) -> list[Variant]:
@@ -108,10 +111,11 @@ class Batches:
 
     def readings(self) -> Iterator[tuple[Reading, bool]]:
         """Yield readings of the inputs, the likeliest first, and whether the shapes themselves suggest them."""
-        parts = [self._options(part) for _, part in self._parts()]
-        readings = [list(r) for r in product(*parts) if any(axis is not None for axis in r)]
-        readings.sort(key=lambda r: sum(axes.index(a) for axes, a in zip(parts, r, strict=True)))
-        for sure in (True, False):
+        square = any(map(self._is_square, tree_leaves(self.inputs, is_leaf=self._is_square)))
+        for sure, self._one_each in product((True, False), (False, True) if square else (False,)):
+            parts = [self._options(part) for _, part in self._parts()]
+            readings = [list(r) for r in product(*parts) if any(axis is not None for axis in r)]
+            readings.sort(key=lambda r: sum(axes.index(a) for axes, a in zip(parts, r, strict=True)))
             for reading in readings[:READINGS]:
                 shared = any(axes == (0, None) and a is None for axes, a in zip(parts, reading, strict=True))
                 if shared != sure:
@@ -183,26 +187,43 @@ class Batches:
         if not isinstance(value, list | tuple) or len(value) != self.total:
             return False
         if all(isinstance(item, Tensor) for item in value):
-            return not all(item.dim() and item.shape[0] == len(value) for item in value)
+            return self._one_each or not self._is_square(value)
         # texts, numbers, or what is said of each picture
         return all(isinstance(item, str | int | float | Mapping) for item in value)
+
+    def _is_square(self, value: Any) -> bool:
+        """Whether a list has one tensor for each row, and each of them as many rows: either may be the batch."""
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == self.total
+            and all(isinstance(item, Tensor) and item.shape[:1] == (self.total,) for item in value)
+        )
 
 
 def arrangements(inputs: Inputs, usual: Arrangement) -> list[Arrangement]:
     """Return how the rows of examples may lie in inputs: as ``usual``, where any has as many rows; else there may be several of
     each, adjacent, strided, or of each as many as it has. Whoever keeps all rows apart keeps the examples apart."""
     rows = usual.examples * usual.times
-    tensors = [t for t in tensors_in(inputs) if t.dim()]
+    tensors, shapes, lists = entered(inputs)
+    tensors = [t for t in tensors if t.dim()]
     found = {len(t) for t in tensors}
     second = {t.shape[1] for t in tensors if t.dim() > 1}
     # the examples may stand in the second dimension: rows of the first are positions then, and say nothing
     behind = {t.shape[1] for t in tensors if t.dim() > 2 or (t.dim() == 2 and not t.is_floating_point())}
-    if rows in found | second or not found or (rows > 1 and any(n and n % rows == 0 for n in behind)):
+    # or be the tensors of a list
+    listed = {shape[0] for shape in shapes[:lists]}
+    if (
+        rows in found | second | listed
+        or not found
+        or (rows > 1 and any(n and n % rows == 0 for n in behind))
+    ):
         return [usual]
     several = min((n for n in found if n > rows and n % rows == 0), default=0)
     times = several // usual.examples
     blocks = [Arrangement(usual.examples, times, strided) for strided in (False, True)] if several else []
-    return [Arrangement(several or min(found)), *blocks, usual]
+    # in fewer rows than examples a row is that of several
+    apart = several or min((n for n in found if n > rows), default=0)
+    return [*([Arrangement(apart)] if apart else ()), *blocks, usual]
 
 
 def rows_of(part: Tensor, axis: int, chosen: Tensor, changes: Tensor, scale: float) -> Tensor:
