@@ -41,7 +41,7 @@ MISTAKES = {
     # values that can't be
     "optim.lr=abc": "optim.lr=abc is not a number: write it out, such as 0.004",
     "optim.lr=[1": "cannot read 'optim.lr=[1'",
-    "task.labels=[bad,": "cannot read 'task.labels=[bad,': a list or a mapping has no blanks",
+    "task.labels=[bad,": "cannot read 'task.labels=[bad,': its bracket is not closed; a list with blanks stands whole in quotes",
     'task.template="<S1> It was [MASK] .': "cannot read 'task.template=\"<S1> It was [MASK] .'",
     "task.labels=bad,good": "a list stands in brackets and in quotes: 'task.labels=[bad,good]'",
     "data.num_examples=60,000": "a number has no commas: data.num_examples=60000",
