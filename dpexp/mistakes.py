@@ -105,10 +105,11 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
         if x.startswith("experiment=") and x[11:] not in choices_of("experiment").split(", ")
     ]
     header = f" ({mine[0]}: does the file begin with the line '# @package _global_'?)" if mine else ""
-    if text.startswith("You must specify"):
+    # with -m Hydra looks for the files of a task first
+    if text.startswith(("You must specify", "Error resolving interpolation '${task}")):
         return UserError(_missing_groups(config_name, overrides) + header)
-    if text.startswith("Ambiguous value for argument"):
-        grid = next((override for override in overrides if "," in override), "")
+    if text.startswith(("Ambiguous value for argument", "Sweep parameters")):
+        grid = next((override for override in overrides if re.search(r",|=\w+\(", override)), "")
         name, _, value = grid.partition("=")
         if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
             return UserError(f"{grid}: a number has no commas: {grid.replace(',', '')}")

@@ -64,6 +64,7 @@ SETTINGS = [
     ([*DEMO, "clip.rule=abadi2"], "did you mean abadi?"),
     ([*DECLARED, "data.dev=https://x/d.csv"], "data.dev=https://x/d.csv is an address"),
     (["task=sst2", "scale=demo", "clip=flat,perlayer"], "needs -m"),
+    ([*DEMO, "seed=range(5)"], "seed=range(5): several values are a grid of runs, and that needs -m"),
     ([*OWN, "task.labels=[a,b]"], "give data.num_examples=N"),
     ([*OWN, "data.num_examples=100"], "task.labels=[a,b] (the classes"),
     ([*DECLARED, "data.label=t"], "name one column twice (t, t): "),

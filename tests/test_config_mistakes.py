@@ -389,6 +389,12 @@ def test_a_word_alone_and_options_that_do_not_go_together_get_a_sentence(tmp_pat
         assert says in done.stderr
 
 
+def test_a_grid_without_a_task_asks_for_it(tmp_path):
+    done = call(tmp_path, "clip=flat", "-m")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: not given: task=… (choices: ")
+
+
 def test_a_file_of_ones_own_is_told_where_the_scale_wins_and_where_its_header_lacks(tmp_path):
     """`clip=tight` trained with the task's own threshold, without a word."""
     (tmp_path / "clip").mkdir()
