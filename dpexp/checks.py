@@ -174,7 +174,9 @@ def _missing(run: RunConfig) -> Iterator[str]:
 
 def _words(run: RunConfig) -> Iterator[str]:
     for key, choices in CHOICES.items():
-        if (value := _get(run, key)) not in choices:
+        # a rule of one's own is named by where it stands
+        own = key == "clip.rule" and ":" in run.clip.rule
+        if (value := _get(run, key)) not in choices and not own:
             yield f"{key}={value} is not a choice{did_you_mean(str(value), choices)}"
     if not re.fullmatch(r"\w[\w.-]*", run.task.name):
         yield f"task.name={run.task.name} is a folder of the runs: give one word of letters, digits, _, - and dots"
@@ -450,6 +452,12 @@ def _data(run: RunConfig) -> Iterator[str]:
         yield f"task.labels={list(run.task.labels)} names a class twice: name each once"
     if own and run.data.source in ("hub", "demo"):
         yield f"data.train is given, and data.source={run.data.source} would not read it: drop one of the two"
+    for name, place in (("train", run.data.train), ("dev", run.data.dev)):
+        if place is not None and "://" in place:
+            yield (
+                f"data.{name}={place} is an address, and files are read from this machine: download it first. Of a data set of "
+                f'the hub datasets.load_dataset(NAME, split="...").save_to_disk("rows") makes a folder for data.{name}=rows'
+            )
     if own and published:
         yield (
             f"data.train is given, but task={run.task.name} reads its own files: use task=text_classification (or "

@@ -89,13 +89,13 @@ def dry_run(run: RunConfig, console: Console | None = None, in_grid: bool = Fals
     Raises:
         UserError: what the run itself would refuse.
     """
-    step = step_of_point if in_grid else one_step
-    answer = Answer(whereabouts(run), weights(run.model), plan(run), step(run))
-    elsewhere = ("missing", "the hub's")
-    if run.task.kind == "text_infilling" and not answer.weights.startswith(elsewhere):
+    data, network, elsewhere = whereabouts(run), weights(run.model), ("missing", "the hub's")
+    # a mistake in a table is said before the step, which takes longest
+    if run.task.kind == "text_infilling" and not network.startswith(elsewhere):
         read_prompt(run.task, run.data, run.scale.name, build_tokenizer(run.model, scale=run.scale.name))
-    if not answer.data.startswith(elsewhere):
+    if not data.startswith(elsewhere):
         read_tables(run)
+    answer = Answer(data, network, plan(run), (step_of_point if in_grid else one_step)(run))
     if console is not None:
         console.print("\n".join(answer.lines(in_grid)), markup=False)
     return answer

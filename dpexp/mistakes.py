@@ -20,7 +20,8 @@ ELSEWHERE = {
     "learning_rate": "optim.lr", "num_epochs": "optim.epochs", "num_train_epochs": "optim.epochs", "max_steps": "optim.steps",
     "train_batch_size": "optim.batch_size", "per_device_train_batch_size": "runtime.physical_batch_size",
     "micro_batch_size": "runtime.physical_batch_size", "max_grad_norm": "clip.clip_norm", "max_norm": "clip.clip_norm",
-    "target_epsilon": "privacy.epsilon", "target_delta": "privacy.delta", "sigma": "privacy.noise_multiplier",
+    "target_epsilon": "privacy.epsilon", "eps": "privacy.epsilon", "target_delta": "privacy.delta",
+    "sigma": "privacy.noise_multiplier", "noise": "privacy.noise_multiplier",
     "model_name_or_path": "model.id", "output_dir": "runtime.runs_dir", "num_examples": "data.num_examples",
     "dataset_size": "data.num_examples", "sample_size": "data.num_examples",
     "labels": "task.labels", "dtype": "runtime.precision", "bf16": "runtime.precision", "fp16": "runtime.precision",
@@ -64,7 +65,8 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
         name, _, given = str(error.override).partition("=")
         if given[:1] in ("[", "{") and given[-1:] not in ("]", "}"):
             return UserError(
-                f"cannot read {error.override!r}: a list or a mapping has no blanks, or stands whole in quotes: '{name}=[1, 2]'"
+                f"cannot read {error.override!r}: its bracket is not closed; a list with blanks stands whole in quotes: "
+                f"'{name}=[1, 2]'"
             )
         if not given:
             meant = [
@@ -103,10 +105,11 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
         if x.startswith("experiment=") and x[11:] not in choices_of("experiment").split(", ")
     ]
     header = f" ({mine[0]}: does the file begin with the line '# @package _global_'?)" if mine else ""
-    if text.startswith("You must specify"):
+    # with -m Hydra looks for the files of a task first
+    if text.startswith(("You must specify", "Error resolving interpolation '${task}")):
         return UserError(_missing_groups(config_name, overrides) + header)
-    if text.startswith("Ambiguous value for argument"):
-        grid = next((override for override in overrides if "," in override), "")
+    if text.startswith(("Ambiguous value for argument", "Sweep parameters")):
+        grid = next((override for override in overrides if re.search(r",|=\w+\(", override)), "")
         name, _, value = grid.partition("=")
         if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
             return UserError(f"{grid}: a number has no commas: {grid.replace(',', '')}")

@@ -41,7 +41,7 @@ MISTAKES = {
     # values that can't be
     "optim.lr=abc": "optim.lr=abc is not a number: write it out, such as 0.004",
     "optim.lr=[1": "cannot read 'optim.lr=[1'",
-    "task.labels=[bad,": "cannot read 'task.labels=[bad,': a list or a mapping has no blanks",
+    "task.labels=[bad,": "cannot read 'task.labels=[bad,': its bracket is not closed; a list with blanks stands whole in quotes",
     'task.template="<S1> It was [MASK] .': "cannot read 'task.template=\"<S1> It was [MASK] .'",
     "task.labels=bad,good": "a list stands in brackets and in quotes: 'task.labels=[bad,good]'",
     "data.num_examples=60,000": "a number has no commas: data.num_examples=60000",
@@ -387,6 +387,12 @@ def test_a_word_alone_and_options_that_do_not_go_together_get_a_sentence(tmp_pat
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1
         assert says in done.stderr
+
+
+def test_a_grid_without_a_task_asks_for_it(tmp_path):
+    done = call(tmp_path, "clip=flat", "-m")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: not given: task=… (choices: ")
 
 
 def test_a_file_of_ones_own_is_told_where_the_scale_wins_and_where_its_header_lacks(tmp_path):

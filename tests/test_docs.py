@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -100,6 +101,20 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
 def test_python_that_a_page_names_exists(page: Path) -> None:
     for name in set(re.findall(r"(?<![\w/.])dpexp(?:\.\w+)+", page.read_text(encoding="utf-8"))):
         assert pkgutil.resolve_name(name)
+
+
+def test_records_are_read_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = sorted((ROOT / "results/runs").glob("mnist*.json"))[:3]
+    for place, path in enumerate(kept):
+        folder = tmp_path / f"runs/mnist/{place}/seed0"
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_bytes(path.read_bytes())
+    (code,) = re.findall(r"```python\n(.+?)```", (DOCS / "sweeps.md").read_text(encoding="utf-8"), re.S)
+    exec(code, {})
+    assert "mnist paper" in re.sub(" +", " ", capsys.readouterr().out)
 
 
 def test_pages_that_code_names_exist() -> None:

@@ -63,7 +63,7 @@ def attach(
         rows_per_example: the model sees this many adjacent rows of each example; ``losses`` stays ``[B]``.
         choice: overrides how the norm method is chosen per layer: measured, rule, ghost, instantiate or loop.
         memory_cap_mib: most memory that one instantiated per-example gradient may take.
-        fixed_length: a promise, which is checked: all batches of tokens are padded to one length, so that the padding of an
+        fixed_length: a promise, which is checked: all batches of sequences are padded to one length, so that the padding of an
             example does not depend on the others. Without it, a model whose results depend on padding is refused.
 
     Raises:
@@ -324,8 +324,10 @@ class Clipper(AnyClipper):
         """Take over what `remember` gave, for a model of the same structure with the same engine; or ``{"choices": …}`` alone."""
         self._backend.load_state(state)
 
-    def pads_with(self, token: int | None) -> None:
-        """Take the id of padding, with which to look whether padding changes an example; None: the model may say it."""
+    def pads_with(self, token: int | float | None) -> None:
+        """Take the id of padding, or a float that series are padded with, with which to look whether padding changes an example;
+        None: the model may say it.
+        """
         self._independence.token = token
 
     def __str__(self) -> str:

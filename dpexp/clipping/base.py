@@ -14,7 +14,7 @@ from dpexp.clipping.given import initial_thresholds
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.refusals import refuse_couplings, refuse_devices, refuse_hooks
 from dpexp.clipping.reports import Report
-from dpexp.clipping.rules import RULES, known_rule
+from dpexp.clipping.rules import known_rule, none
 from dpexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,6 +123,5 @@ def refuse_scales(clip_scale: Tensor | None) -> None:
 
 def refuse_unbounded(rule: str) -> None:
     """Refuse a rule that clips nothing, for ways to clip that are made for clipping."""
-    if rule not in RULES or rule == "none":
+    if known_rule(rule) is none:
         raise UserError(f"rule={rule!r} bounds nothing here: choose abadi, automatic or normalized")
-    known_rule(rule)

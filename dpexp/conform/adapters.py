@@ -14,7 +14,7 @@ from dpexp.clipping.engines import ENGINES
 from dpexp.conform.case import Batch, LossFn
 from dpexp.conform.judge import Adapter, Step
 from dpexp.errors import UserError
-from dpexp.models.custom import imported
+from dpexp.importing import imported
 
 LIBRARIES = ("dpexp", "opacus")
 

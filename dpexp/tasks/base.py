@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.models.custom import imported
+from dpexp.importing import imported
 from dpexp.models.images import ImageInputs
 from dpexp.tasks.origins import rows_in_common
 

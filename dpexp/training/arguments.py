@@ -276,6 +276,13 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
                 f"{name}: this is of type {type(value).__name__} and no torch {kind.__name__}; "
                 "PrivacyEngine(model, optimizer, dataset, folder=...) is the order"
             )
+        wrappers = (type(part) for part in [value, *(value.modules() if value is model else ())])
+        for wrapper in wrappers:
+            if wrapper.__module__.startswith(("opacus.grad_sample", "opacus.optimizers")):
+                raise UserError(
+                    f"{name}: this is wrapped in Opacus' {wrapper.__name__}, whose work the engine does itself: give the plain "
+                    "module and the plain optimizer, as they were before Opacus had them (docs/from_opacus.md)"
+                )
     refuse_lazy(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.device.type == "meta":

@@ -249,33 +249,38 @@ def _leaving_one_out(make: Collate, unit: Sequence[int]) -> list[Any]:
     return found
 
 
-def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> int | None:
-    """Find the token with which examples are made equally long, by collating some of them alone.
+def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> int | float | None:
+    """Find with what examples are made equally long, by collating some of them alone.
 
-    Random generators are left as they were found. A batch without texts asks for nothing.
+    Random generators are left as they were found. A batch that holds no sequences asks for nothing.
 
     Args:
-        collate_fn: a list of examples -> a batch, of which tensors of whole numbers ``[b, T]`` are looked at.
+        collate_fn: a list of examples -> a batch, of which tensors of whole numbers ``[b, T]`` are looked at, then numbers
+            with a fraction ``[b, T, …]``.
         examples: of one batch; copies of a few are used.
         batch: what they were collated to.
 
     Returns:
-        A number that is not negative; None where nothing is padded, or not with one such number.
+        The id of a token, which is not negative; a float of other sequences; None where nothing is padded, or not with one
+        such number.
     """
-    together = _rows(batch, len(examples))
-    if not together:
-        return None
-    tried = [collated(collate_fn, [example]) for example in examples[:EXAMPLES]]
-    if any(other is None for other in tried):
-        return None
-    alone = [_rows(other, 1) for other in tried]
-    for place, rows in enumerate(together):
-        for i, single in enumerate(alone):
-            if len(single) != len(together) or single[place].shape[1] >= rows.shape[1]:
-                continue
-            added = rows[i, single[place].shape[1] :].unique()
-            if len(added) == 1 and added.item() >= 0:
-                return int(added.item())
+    tried: list[Any] | None = None
+    for rows_of in (_tokens, _numbers):
+        if not (together := rows_of(batch, len(examples))):
+            continue
+        if tried is None:
+            tried = [collated(collate_fn, [example]) for example in examples[:EXAMPLES]]
+        if any(other is None for other in tried):
+            return None
+        alone = [rows_of(other, 1) for other in tried]
+        for place, rows in enumerate(together):
+            for row, single in zip(rows, alone, strict=False):
+                if len(single) != len(together) or (own := single[place].shape[1]) >= len(row):
+                    continue
+                before = torch.equal(row[len(row) - own :], single[place][0])
+                added = (row[: len(row) - own] if before else row[own:]).unique()
+                if len(added) == 1 and (rows.is_floating_point() or added.item() >= 0):
+                    return added.item()
     return None
 
 
@@ -359,13 +364,18 @@ def leaves_of(batch: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _rows(batch: Any, count: int) -> list[Tensor]:
+def _tokens(batch: Any, count: int) -> list[Tensor]:
     """The tensors of whole numbers with two dimensions, one row for each example."""
-    return [
-        leaf
-        for leaf in leaves_of(batch)
-        if leaf.dim() == 2 and leaf.shape[0] == count and leaf.dtype == torch.int64
-    ]
+    return [leaf for leaf in _rows(batch, count) if leaf.dim() == 2 and leaf.dtype == torch.int64]
+
+
+def _numbers(batch: Any, count: int) -> list[Tensor]:
+    """The tensors of numbers with a fraction, one row for each example."""
+    return [leaf for leaf in _rows(batch, count) if leaf.is_floating_point()]
+
+
+def _rows(batch: Any, count: int) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(batch) if leaf.dim() > 1 and leaf.shape[0] == count]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from functools import partial
 from numbers import Number
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from dpexp import provenance
 from dpexp.clipping import attach
 from dpexp.clipping.distributed import reducers_in, refuse_reducer, silent
 from dpexp.durable import make_folder
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.replicas import made_same, ranks_of, unwrapped
 from dpexp.privacy.caveats import pointless
@@ -110,7 +110,7 @@ class PrivacyEngine:
         users: who gave each example of the data set, in its order: then whole users are the unit of privacy, and N and
             `batch_size` are of users. A batch holds M rows of every user that was drawn (others in each step where a user has
             more, repeated ones without weight where there are fewer); `step` takes a loss for each row.
-        fixed_length: the promise, which is checked, that all batches of tokens are padded to one length; for models to which
+        fixed_length: the promise, which is checked, that all batches of sequences are padded to one length; for models to which
             padding is not nothing (`dpexp.clipping.attach`).
         checkpoint_every: steps between checkpoints; 0: none besides the first and the last.
         secure: the exact form of the noise, some hundred times slower (`dpexp.privacy.noise`).
@@ -327,6 +327,16 @@ class PrivacyEngine:
         """
         with self._loop.alone:
             return self._loop.step(losses)
+
+    # type checkers know the names
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse what has another name in other libraries, and say where its counterpart stands."""
+            names = [known for known in dir(type(self)) if not known.startswith("_")]
+            raise AttributeError(
+                f"PrivacyEngine has no {name}{did_you_mean(name, names)}. The calls of Opacus and fastDP: docs/from_opacus.md"
+            )
 
     def public(self) -> AbstractContextManager[None]:
         """Give the model public rows that have a part in every loss: a rehearsal, prototypes, a regulariser.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,35 @@ def test_a_rule_of_ones_own_clips(monkeypatch: pytest.MonkeyPatch) -> None:
     """PSAC (Xia et al. 2023), C/(norm + r/(norm + r)), with r = 0.1."""
     monkeypatch.setitem(RULES, "psac", lambda sq, c: c / (sq.sqrt() + 0.1 / (sq.sqrt() + 0.1)))
     assert attach(mlp(), rule="psac").sensitivity == 1.0
+
+
+def test_a_rule_is_named_by_where_it_stands(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def half(sq_norms, threshold):\n    return (threshold / sq_norms.sqrt()).clamp(max=1.0) / 2\n"
+        "def sharp(sq_norms, threshold):\n    norms = sq_norms.sqrt()\n"
+        "    return (threshold / norms).clamp(max=1.0) * (1 + ((norms > 0.9) & (norms < 1)))\n"
+        "def wrong(norm):\n    return norm\n"
+    )
+    problem = ZOO["mlp"]()
+    sums = []
+    for rule in ("abadi", f"{own}:half"):
+        problem.model.zero_grad()
+        clipper = attach(problem.model, rule=rule)
+        clipper.backward(problem.losses(problem.model, problem.batch))
+        clipper.detach()
+        sums.append([p.grad.clone() for p in problem.model.parameters()])
+    for whole, part in zip(*sums, strict=True):
+        torch.testing.assert_close(part, whole / 2)
+    for name, says in (
+        ("sharp", "longer than their threshold"),
+        ("wrong", "takes 1 positional"),
+        ("absent", "has no absent"),
+    ):
+        with pytest.raises(UserError, match=says):
+            attach(mlp(), rule=f"{own}:{name}")
+    with pytest.raises(UserError, match=r"choose abadi, .* or file\.py:function, of your own"):
+        attach(mlp(), rule="mine")
 
 
 @pytest.mark.parametrize("rule", ["automatic", "none"])

@@ -13,8 +13,9 @@ from torch import nn
 
 from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
+from dpexp.importing import imported
 from dpexp.models import build_model
-from dpexp.models.custom import custom_network, imported
+from dpexp.models.custom import custom_network
 from dpexp.models.images import ImageInputs
 from dpexp.schemas import DataConfig, ModelConfig, PeftConfig, TaskConfig
 from dpexp.tasks import build_task

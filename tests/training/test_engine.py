@@ -3,6 +3,7 @@
 import contextlib
 import json
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -180,6 +181,68 @@ def test_padding_that_moves_an_example_is_seen_where_no_model_says_what_padding_
             engine.step(nn.functional.cross_entropy(engine.model(ids), labels, reduction="none"))
 
 
+SERIES = [(torch.rand(1 + i % 7, 2) + 0.1, i % 3) for i in range(60)]
+PACKED = {"batch_first": True, "enforce_sorted": False}
+
+
+def series(rows, left=False):
+    side = "left" if left else "right"
+    values = nn.utils.rnn.pad_sequence([own for own, _ in rows], True, padding_side=side)
+    return values, torch.tensor([len(own) for own, _ in rows]), torch.tensor([label for _, label in rows])
+
+
+class OfSeries(nn.Module):
+    """The last state of a recurrent layer, or the mean of its states; lengths have a name that says nothing."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer, self.head = kind, nn.GRU(2, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, values, n):
+        if "packed" in self.kind:
+            return self.head(self.layer(nn.utils.rnn.pack_padded_sequence(values, n, **PACKED))[1][-1])
+        states, last = self.layer(values)
+        if "mean" in self.kind:
+            own = (
+                torch.arange(values.shape[1]) < n[:, None]
+                if "own" in self.kind
+                else torch.ones_like(values[..., 0])
+            )
+            return self.head((states * own[..., None]).sum(1) / own.sum(1, keepdim=True))
+        return self.head(states[torch.arange(len(n)), n - 1] if "own" in self.kind else last[-1])
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("kind", ["last", "mean", "own last", "own mean", "packed"])
+def test_padding_of_series_that_moves_an_example_is_seen(tmp_path, kind, left):
+    """No model says what a series is padded with; the collate function shows it."""
+
+    def run(folder, dataset, **settings):
+        settings = {"batch_size": 30, "steps": 2} | settings
+        engine = make(tmp_path / folder, OfSeries(kind), dataset=dataset, **settings)
+        for values, lengths, labels in engine.batches(lambda rows: series(rows, left)):
+            engine.step(nn.functional.cross_entropy(engine.model(values, lengths), labels, reduction="none"))
+        return engine
+
+    refused = pytest.raises(
+        UserError, match="when its batch is padded further, as one longer example would do"
+    )
+    with contextlib.nullcontext() if kind.startswith(("own", "packed")) and not left else refused:
+        run("padded", SERIES)
+    assert run("of one length", [(own[:1].repeat(7, 1), label) for own, label in SERIES]).finished
+
+
+def test_the_promise_of_one_length_holds_of_series(tmp_path):
+    engine = make(tmp_path, OfSeries("mean"), dataset=SERIES, batch_size=3, steps=9, fixed_length=True)
+
+    def run():
+        for values, lengths, labels in engine.batches(series):
+            engine.step(nn.functional.cross_entropy(engine.model(values, lengths), labels, reduction="none"))
+
+    with pytest.raises(UserError, match="fixed_length=True promises batches of one length"):
+        run()
+
+
 def test_what_a_collate_function_pads_with():
     rows = [TEXTS[i] for i in (0, 3, 6)]
     before = torch.get_rng_state()
@@ -191,6 +254,9 @@ def test_what_a_collate_function_pads_with():
     nines = lambda rows: nn.utils.rnn.pad_sequence([text for text, _ in rows], True, padding_value=9)  # noqa: E731
     assert found(lambda rows: {"labels": -nines(rows), "input_ids": nines(rows), "n": len(rows)}) == 9
     assert found(padded, [TEXTS[3]] * 3) is None
+    assert [found(partial(series, left=left), [SERIES[i] for i in (0, 3, 6)]) for left in (False, True)] == [
+        0.0
+    ] * 2
     assert padding_token(lambda rows: 1 / 0, rows, padded(rows)) is None
     assert padding_token(lambda rows: 1 / 0, rows, torch.ones(3, 4)) is None
 

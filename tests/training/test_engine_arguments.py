@@ -8,6 +8,8 @@ import pandas
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
+from opacus.grad_sample import GradSampleModule
+from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
@@ -54,6 +56,23 @@ class SharpnessAware(torch.optim.SGD):
 def test_an_engine_of_another_library_is_not_made_here():
     with pytest.raises(UserError, match="missing a required argument: 'model'"):
         PrivacyEngine()
+
+
+def test_what_is_left_of_opacus_is_said(tmp_path):
+    """Its wrappers would clip, and add noise, a second time; its calls have other names."""
+    model = network()
+    with pytest.raises(UserError, match="model: this is wrapped in Opacus' GradSampleModule"):
+        make(tmp_path, GradSampleModule(network()))
+    optimizer = DPOptimizer(
+        adam_of(*model.parameters()), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=20
+    )
+    with pytest.raises(UserError, match="optimizer: this is wrapped in Opacus' DPOptimizer"):
+        make(tmp_path, model, optimizer)
+    engine = make(tmp_path, model)
+    with pytest.raises(AttributeError, match=r"no get_epsilon; did you mean epsilon.*docs/from_opacus.md"):
+        engine.get_epsilon(1e-5)
+    with pytest.raises(AttributeError, match=r"no make_private \(choices: batches, .*docs/from_opacus.md"):
+        engine.make_private(module=model)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,8 @@ SCALE = 3.0
 LONGEST = 200
 
 MIXES = (
-    "mixes examples: what an example gets out of it changes {when}, though no gradient shows it (a statistic under no_grad, one "
-    "quantisation scale for the whole batch, a running statistic, an expert's capacity, attention that goes by the batch). "
-    "This voids any guarantee. {way}"
+    "mixes examples: what an example gets out of it changes {when}, though no gradient shows it. This voids any guarantee. "
+    "{way}"
 )
 BACKWARDS = (
     "{name}: the gradient of what one example gets out of the model changes when others of its batch are gone, though what it "
@@ -35,8 +34,9 @@ BACKWARDS = (
     "This voids any guarantee. Write it for each example alone, or with a public number"
 )
 WAY = (
-    "Compute it for each example alone, or freeze it before training, on public data. (An input that all examples share, and "
-    "that has as many rows as the batch, looks like this too: use another batch size)"
+    "Look for a statistic under no_grad, one quantisation scale for the whole batch, a running statistic, an expert's capacity, "
+    "attention that goes by the batch. Compute it for each example alone, or freeze it before training, on public data. (An "
+    "input that all examples share, and that has as many rows as the batch, looks like this too: use another batch size)"
 )
 WRITTEN = (
     "its forward writes what depends on the batch into the {kind} {what!r} (running statistics, an observer's range, a cache). "
@@ -62,7 +62,7 @@ class Look:
         replay: the forward.
         arrangement: of the rows that enter.
         autocast: whether to compute in 16 bits where the forward did.
-        token: the id of padding, where it is known; None: the model may say it.
+        token: see `Padding.of`; None: the model may say it.
         most: at most so many other batches; None: all.
         places: of some outputs, see `places_of`.
 
@@ -78,7 +78,7 @@ class Look:
         replay: Replay,
         arrangement: Arrangement,
         autocast: bool,
-        token: int | None = None,
+        token: int | float | None = None,
         most: int | None = None,
         places: Mapping[int, Places] | None = None,
     ):
@@ -275,7 +275,14 @@ class Look:
                 # longer than the model can read, or a length that it does not take
                 continue
             if any(differs(a, results[1][leaf]) for leaf, a in results[0].items()):
-                return [Difference("when its batch is padded further", FIXED, ([short()], [long()]), differs)]
+                return [
+                    Difference(
+                        "when its batch is padded further, as one longer example would do",
+                        FIXED,
+                        ([short()], [long()]),
+                        differs,
+                    )
+                ]
         return []
 
     # -- naming -------------------------------------------------------------------------------------------------------

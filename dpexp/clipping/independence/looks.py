@@ -58,7 +58,7 @@ class Independence:
 
     Attributes:
         notes: what could not be looked at, in words.
-        token: the id of padding, where it is known; None: the model may say it.
+        token: see `Padding.of`; None: the model may say it.
         losses_seen: whether the caller has looked at what stands behind the outputs.
         looks: by mode, how many there were, and `PATIENCE` once they have told something. A mode is which modules train: a batch
             norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model. Beside
@@ -69,7 +69,7 @@ class Independence:
     rows_per_example: int = 1
     fixed_length: bool = False
     notes: list[str] = field(default_factory=list)
-    token: int | None = None
+    token: int | float | None = None
     losses_seen: bool = False
     backwards: int = 0
     looks: dict[tuple[int, bool], int] = field(default_factory=dict)
@@ -268,7 +268,7 @@ class Independence:
 
     def _check_lengths(self, args: tuple, kwargs: dict) -> None:
         def check(name: str, part: object) -> object:
-            if isinstance(part, Tensor) and part.dim() == 2 and not part.is_floating_point():
+            if isinstance(part, Tensor) and part.dim() > 1:
                 length = self.lengths.setdefault(name, part.shape[1])
                 if length != part.shape[1]:
                     raise UserError(

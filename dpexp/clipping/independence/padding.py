@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from dpexp.clipping.independence.arguments import Inputs, changed, positional_na
 from dpexp.clipping.independence.replay import Replay
 
 FIXED = (
-    "Leave padding out (a mean over each text's own tokens, a mask), or pad every batch to one length and say so: "
-    "task.pad_to in a configuration, fixed_length=True of PrivacyEngine or attach in code (every step then costs as much as "
-    "the longest allowed text)"
+    "Leave padding out (a mean over the tokens or the values that are an example's own, a mask, packed sequences), or pad every "
+    "batch to one length and say so: task.pad_to in a configuration, fixed_length=True of PrivacyEngine or attach in code (every "
+    "step then costs as much as the longest allowed example)"
 )
 
 # names under which models take what says where padding is
@@ -63,8 +64,10 @@ class Padding:
     named: int = -1
 
     @staticmethod
-    def of(replay: Replay, rows: int, token: int | None) -> Padding | None:
-        """None where the inputs do not say what padding is; ``token``: its id, where that is known from elsewhere."""
+    def of(replay: Replay, rows: int, token: int | float | None) -> Padding | None:
+        """None where the inputs do not say what padding is; ``token``: its id, or the float that stands in the padding of other
+        sequences, where that is known from elsewhere.
+        """
         names = positional_names(replay.model)
         entered: dict[str, Tensor] = {}
 
@@ -75,6 +78,7 @@ class Padding:
 
         changed(replay.inputs, note, names=names)
         found = {name: part for name, part in entered.items() if part.dim() == 2}
+        value, token = (token, None) if isinstance(token, float) else (None, token)
         token = _padding_token(replay.model) if token is None else token
         mask = next((found[name] for name in MASKS if name in found), None)
         if mask is not None and bool(((mask == 0) | (mask == 1)).all()):
@@ -94,7 +98,12 @@ class Padding:
             if bool(ends.any()) and not bool(ends.all()):
                 named = _last_named(entered, ids[0].shape[1])
                 return Padding(replay.inputs, names, rows, ids[0] != token, token, 0.0, False, named=named)
-        return Padding._by_lengths(replay.inputs, names, rows, entered) if mask is None else None
+        if mask is not None:
+            return None
+        by_lengths = Padding._by_lengths(replay.inputs, names, rows, entered)
+        if by_lengths is None and value is not None:
+            return Padding._by_value(replay.inputs, names, rows, entered, value)
+        return by_lengths
 
     @staticmethod
     def _by_lengths(
@@ -114,6 +123,23 @@ class Padding:
         if not behind or not all(bool((values == values[0]).all()) for values in behind):
             return None
         return Padding(inputs, names, rows, content, None, 0.0, False, int(lengths.argmin()))
+
+    @staticmethod
+    def _by_value(
+        inputs: Inputs, names: list[str], rows: int, entered: dict[str, Tensor], value: float
+    ) -> Padding | None:
+        """Of sequences of any numbers, ``[rows, T, …]``, some of which end in, or begin with, what they are padded with."""
+        numbers = [part for part in entered.values() if part.dim() > 1 and part.is_floating_point()]
+        # a table of features beside a series has fewer dimensions
+        for part, left in product(sorted(numbers, key=Tensor.dim, reverse=True), (False, True)):
+            there = (part != value).flatten(1).unflatten(1, (part.shape[1], -1)).any(2)
+            full = there[:, 0 if left else -1]
+            if bool(full.any()) and not bool(full.all()):
+                # what stands between two numbers is no padding
+                content = (there if left else there.flip(1)).cumsum(1) > 0
+                content = content if left else content.flip(1)
+                return Padding(inputs, names, rows, content, None, 0.0, left, int(full.int().argmin()))
+        return None
 
     def pairs(self, unequal: Unequal) -> Iterator[tuple[Made, Made, Comparison]]:
         """Pairs of a shorter and a longer batch with the same content, and how their outputs are compared."""
