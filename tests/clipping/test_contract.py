@@ -192,6 +192,7 @@ def test_a_rule_is_named_by_where_it_stands(tmp_path: Path) -> None:
         "def sharp(sq_norms, threshold):\n    norms = sq_norms.sqrt()\n"
         "    return (threshold / norms).clamp(max=1.0) * (1 + ((norms > 0.9) & (norms < 1)))\n"
         "def wrong(norm):\n    return norm\n"
+        "from dpexp.clipping.rules import none\n"
     )
     problem = ZOO["mlp"]()
     sums = []
@@ -207,6 +208,7 @@ def test_a_rule_is_named_by_where_it_stands(tmp_path: Path) -> None:
         ("sharp", "longer than their threshold"),
         ("wrong", "takes 1 positional"),
         ("absent", "has no absent"),
+        ("none", "longer than their threshold"),
     ):
         with pytest.raises(UserError, match=says):
             attach(mlp(), rule=f"{own}:{name}")
