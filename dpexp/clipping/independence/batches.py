@@ -200,9 +200,12 @@ class Batches:
         )
 
 
-def arrangements(inputs: Inputs, usual: Arrangement) -> list[Arrangement]:
+def arrangements(inputs: Inputs, usual: Arrangement, in_parts: bool = False) -> list[Arrangement]:
     """Return how the rows of examples may lie in inputs: as ``usual``, where any has as many rows; else there may be several of
-    each, adjacent, strided, or of each as many as it has. Whoever keeps all rows apart keeps the examples apart."""
+    each, adjacent, strided, or of each as many as it has. Whoever keeps all rows apart keeps the examples apart.
+
+    ``in_parts``: whether other forwards have other examples of the batch.
+    """
     rows = usual.examples * usual.times
     tensors, shapes, lists = entered(inputs)
     tensors = [t for t in tensors if t.dim()]
@@ -221,8 +224,8 @@ def arrangements(inputs: Inputs, usual: Arrangement) -> list[Arrangement]:
     several = min((n for n in found if n > rows and n % rows == 0), default=0)
     times = several // usual.examples
     blocks = [Arrangement(usual.examples, times, strided) for strided in (False, True)] if several else []
-    # in fewer rows than examples a row is that of several
-    apart = several or min((n for n in found if n > rows), default=0)
+    # in fewer rows than examples a row is that of several, unless they are a part of the batch
+    apart = several or min((n for n in found if in_parts or n > rows), default=0)
     return [*([Arrangement(apart)] if apart else ()), *blocks, usual]
 
 

@@ -195,7 +195,7 @@ class Independence:
         # what the last step left free is in pieces that a look does not fit into
         give_back_freed_memory()
         try:
-            looks = [self._look(replay, num_examples) for replay in replays]
+            looks = [self._look(replay, num_examples, len(replays) > 1) for replay in replays]
         except UserError:
             # who goes on is looked at again
             self.looks.pop((self.mode, self.alone), None)
@@ -219,15 +219,16 @@ class Independence:
     def _usual(self, num_examples: int) -> Arrangement:
         return Arrangement(num_examples, self.rows_per_example)
 
-    def _look(self, replay: Replay, num_examples: int) -> Look:
-        """Look at a forward, and refuse it where its rows, whosever they may be, are not kept apart.
+    def _look(self, replay: Replay, num_examples: int, in_parts: bool) -> Look:
+        """Look at a forward, and refuse it where its rows, whosever they may be, are not kept apart; ``in_parts``: see
+        `arrangements`.
 
         Raises:
             UserError: names the module.
         """
         usual = self._usual(num_examples)
         refused: dict[Arrangement, UserError] = {}
-        for arrangement in arrangements(replay.inputs, usual):
+        for arrangement in arrangements(replay.inputs, usual, in_parts):
             try:
                 look = self._look_at(replay, arrangement, replay.places if arrangement == usual else None)
             except UserError as error:
