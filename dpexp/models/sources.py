@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import constants
 
-from dpexp.errors import UserError
+from dpexp.durable import cache_folder
+from dpexp.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig
@@ -134,8 +135,8 @@ def minilm_folder() -> Path:
 
 def mpnet_place() -> Path:
     """Where MPNet lies: below the cache, or where DPEXP_MPNET says."""
-    cache = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp")
-    return Path(os.environ.get("DPEXP_MPNET") or cache / "models" / "all-mpnet-base-v2").expanduser()
+    place = os.environ.get("DPEXP_MPNET") or cache_folder() / "models" / "all-mpnet-base-v2"
+    return Path(place).expanduser()
 
 
 def mpnet_folder() -> Path:
@@ -233,13 +234,12 @@ def not_found(setting: str, location: str, reason: str | None, error: Exception)
         reason: why the hub can't be asked, see `hub`.
         error: what the library said.
     """
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(location).is_dir():
         return UserError(
-            f"{setting}={location}: the files in this folder can't be read: {first_line}. Put whole copies there (files of a "
-            "hundred bytes are pointers of Git LFS: `git lfs pull`)"
+            f"{setting}={location}: the files in this folder can't be read: {first_line(error)}. Put whole copies there (files "
+            "of a hundred bytes are pointers of Git LFS: `git lfs pull`)"
         )
-    why = f"it can't be reached ({reason}), and its cache has no copy" if reason else first_line
+    why = f"it can't be reached ({reason}), and its cache has no copy" if reason else first_line(error)
     return UserError(
         f"{setting}={location} could not be loaded. Tried: a local folder (there is none); the hub: {why}. "
         "Either go online; or copy the files with `hf download NAME --local-dir DIR` on a machine that is, and give "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpexp.durable import cache_folder
 from dpexp.errors import UserError
 from dpexp.metrics import METRICS, check_metric
 from dpexp.parallel.sharing import shared_out
@@ -132,7 +132,7 @@ class TextClassification(Task):
         max_length = min(data.max_length or task.max_length, tokenizer.model_max_length)
         self.pad_to = padded_length(task, tokenizer)
         self.longest = max_length
-        cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+        cache = cache_folder(data.cache)
         # "train", "dev", and perhaps more whose names begin with "dev"
         self.splits: dict[str, Examples] = {}
         for split, table in found.splits.items():

@@ -12,8 +12,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from dpexp.durable import cache_folder, keep_cached
 from dpexp.errors import UserError
 from dpexp.models.precision import autocast
 from dpexp.tasks.base import Progress, Task
@@ -153,7 +152,7 @@ def freeze(
         raise UserError("task.augmentations: features are computed once, of each image as it is; set it to 0")
     if not all(name.startswith("classifier.") for name in bundle.trainable):
         raise UserError("model.frozen_features=true trains the head alone: set model.trainable=head")
-    cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser() / "features"
+    cache = cache_folder(data.cache) / "features"
     model.to(device)
     weights = _weights_hash(model) + ("" if precision == "fp32" else f" {precision}")
     values = {
@@ -221,26 +220,8 @@ def _cached(
         pass
     log.info("computing the features of %d examples once, and keeping them in %s", len(rows), cache)
     values = features_of(model, task, rows, device, precision)
-    try:
-        _save(path, values)
-    except OSError as error:
-        log.warning("the cache of features could not be written: %s (%s)", path, error.strerror)
+    keep_cached(path, save({"features": values.contiguous()}), "features")
     return values
-
-
-def _save(path: Path, values: Tensor) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # mode 0600
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(save({"features": values.contiguous()}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _weights_hash(model: nn.Module) -> str:

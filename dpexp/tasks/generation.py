@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpexp.durable import cache_folder
 from dpexp.errors import UserError
 from dpexp.parallel.sharing import by_one, shared_out
 from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
@@ -71,7 +71,7 @@ class Generation(Task):
                 "demonstration, with task.generation.shots): set it to target"
             )
         frame = make_frame(tokenizer, self.settings, max_length)
-        cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+        cache = cache_folder(data.cache)
         dropped: list[str] = []
         if task.drop_over is not None:
             long = tokenize_pairs(cache, train, tokenizer, frame).longer_than(task.drop_over)

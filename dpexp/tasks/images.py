@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpexp.durable import cache_folder
 from dpexp.errors import UserError
 from dpexp.metrics import METRICS, check_metric
 from dpexp.models.images import ImageInputs
@@ -78,7 +77,7 @@ class ImageClassification(Task):
             )
         if task.channels not in (1, 3):
             raise UserError(f"task.channels={task.channels}: images are grey (1) or have colours (3)")
-        cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+        cache = cache_folder(data.cache)
         found = find_images(task, data, scale, cache)
         train = found.splits["train"]
         self.name, self.labels = task.name, found.labels

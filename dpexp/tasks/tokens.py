@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +13,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from dpexp.durable import keep_cached
+
 # texts per call of the tokenizer: large enough to be fast, small enough to bound memory
 CHUNK = 8192
 # of the cached files: count up when `tokenize` gives other rows
 FORMAT = 1
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,7 @@ def tokenize_cached(
     max_length: int,
     make: Callable[[Any, Sequence[str], Sequence[str] | None, int], TokenTable] | None = None,
 ) -> TokenTable:
-    """As `tokenize`, from the cache where it holds the same thing.
-
-    The file is for its owner alone, because it holds private text, and appears under its name only when complete. A
-    cache that can't be written costs time and nothing else: a warning.
+    """As `tokenize`, from the cache where it holds the same thing; see `keep_cached`.
 
     Args:
         cache: a folder.
@@ -117,10 +112,7 @@ def tokenize_cached(
     table = _load(path)
     if table is None or len(table) != len(texts):
         table = (make or tokenize)(tokenizer, texts, pairs, max_length)
-        try:
-            _save(path, table)
-        except OSError as error:
-            log.warning("the cache of tokens could not be written: %s (%s)", path, error.strerror)
+        keep_cached(path, _saved(table), "tokens")
     return table
 
 
@@ -168,19 +160,8 @@ def _load(path: Path) -> TokenTable | None:
     return TokenTable(arrays["tokens"], arrays["offsets"], arrays.get("segments"), truncated)
 
 
-def _save(path: Path, table: TokenTable) -> None:
+def _saved(table: TokenTable) -> bytes:
     arrays = {"tokens": table.tokens, "offsets": table.offsets}
     if table.segments is not None:
         arrays["segments"] = table.segments
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # mode 0600
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(save(arrays, metadata={"truncated": str(table.truncated)}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    return save(arrays, metadata={"truncated": str(table.truncated)})
