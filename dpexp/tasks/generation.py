@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dpexp.durable import cache_folder
 from dpexp.errors import UserError
+from dpexp.models.trainable import evaluation_mode
 from dpexp.parallel.sharing import by_one, shared_out
 from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
 from dpexp.tasks.decoding import Context, decode
@@ -233,7 +234,6 @@ class Generation(Task):
             from dpexp.metrics import text
 
             text.check(self.suite, self.settings.metric_models)
-        modes = {module: module.training for module in model.modules()}
         metrics: dict[str, float] = {}
         done = 0
 
@@ -241,8 +241,7 @@ class Generation(Task):
             if progress is not None:
                 progress(done + count, total)
 
-        model.eval()
-        try:
+        with evaluation_mode(model):
             for split in measured:
                 suffix = "" if split == "dev" else f"_{split}"
                 metrics |= {
@@ -268,9 +267,6 @@ class Generation(Task):
                 metrics |= {name + suffix: value for name, value in scores.items()}
                 metrics["generated" + suffix] = float(len(asked))
                 metrics["unended" + suffix] = float(sum(not written.ended for written in found))
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
         return metrics
 
     @torch.no_grad()

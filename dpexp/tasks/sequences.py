@@ -129,8 +129,8 @@ class Sequences(Sequence[Example]):
         return len(self.target_lengths)
 
     def __getitem__(self, i: Any) -> Any:
-        ended = _ended(_row(self.targets, i), self.frame)
-        return Example(self.frame.prompt(_row(self.sources, i), len(ended)), ended)
+        ended = _ended(self.targets.row(i)[0], self.frame)
+        return Example(self.frame.prompt(self.sources.row(i)[0], len(ended)), ended)
 
     def longer_than(self, most: int) -> np.ndarray:
         """`[rows]` bool: which rows have more tokens than `most`, before anything is cut."""
@@ -140,7 +140,7 @@ class Sequences(Sequence[Example]):
 
     def prompt(self, i: int) -> np.ndarray:
         """`[P]` int32: what a model is given to go on from, cut so that the longest target fits behind it."""
-        return self.frame.prompt(_row(self.sources, i), self.frame.longest_target)
+        return self.frame.prompt(self.sources.row(i)[0], self.frame.longest_target)
 
     def prompt_is_cut(self, i: int) -> bool:
         """Whether `prompt(i)` lost a part of its source."""
@@ -188,7 +188,3 @@ def _plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
         list(texts), add_special_tokens=False, split_special_tokens=True, padding=False, truncation=False,
         return_attention_mask=False, return_token_type_ids=False, verbose=False,
     )["input_ids"]  # fmt: skip
-
-
-def _row(table: TokenTable, i: int) -> np.ndarray:
-    return table.tokens[table.offsets[i] : table.offsets[i + 1]]

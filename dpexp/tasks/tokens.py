@@ -39,6 +39,11 @@ class TokenTable:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens and segments of a row."""
+        place = slice(self.offsets[i], self.offsets[i + 1])
+        return self.tokens[place], None if self.segments is None else self.segments[place]
+
     @property
     def lengths(self) -> np.ndarray:
         """`[rows]` int64, tokens per row."""

@@ -20,7 +20,7 @@ from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
 from dpexp.models import rgp
 from dpexp.models.precision import autocast
-from dpexp.models.trainable import train_mode
+from dpexp.models.trainable import evaluation_mode, train_mode
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.replicas import made_same
 from dpexp.parallel.sharded import filled, held_whole, shard, skeleton_of
@@ -34,7 +34,7 @@ from dpexp.training.averaging import Averages
 from dpexp.training.best import Best
 from dpexp.training.clippers import build_clipper
 from dpexp.training.decisions import Decisions, machine_file, machine_name
-from dpexp.training.evaluation import evaluate, evaluation_mode
+from dpexp.training.evaluation import evaluate
 from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.identity import facts_of
 from dpexp.training.interrupt import Interrupts
