@@ -24,6 +24,7 @@ from dpexp.durable import cache_folder
 from dpexp.errors import UserError
 from dpexp.models.trainable import evaluation_mode
 from dpexp.parallel.sharing import by_one, shared_out
+from dpexp.privacy.sampling import generator_from
 from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
 from dpexp.tasks.decoding import Context, decode
 from dpexp.tasks.files import Table
@@ -308,8 +309,7 @@ def with_shots(settings: GenerationConfig, train: Table) -> GenerationConfig:
     if settings.shots > len(train):
         raise UserError(f"task.generation.shots={settings.shots}: the training file has {len(train)} pairs")
     words = hashlib.sha256(f"demonstrations {settings.prompt_set}".encode()).digest()
-    rng = np.random.Generator(np.random.Philox(key=np.frombuffer(words, dtype=np.uint64)[:2]))
-    rows = rng.choice(len(train), size=settings.shots, replace=False)
+    rows = generator_from(words).choice(len(train), size=settings.shots, replace=False)
     sources, targets = train.columns[SOURCE], train.columns[TARGET]
     shown = "".join(f"{settings.prefix}{sources[r]}{settings.suffix} {targets[r]}{BETWEEN}" for r in rows)
     return replace(settings, prefix=shown + settings.prefix, stop=[*settings.stop, BETWEEN])
