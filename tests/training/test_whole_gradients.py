@@ -17,7 +17,7 @@ from dpexp.errors import UserError
 from dpexp.torch_versions import float32_settings
 from dpexp.training import release
 from dpexp.training.batching import microbatches
-from tests.training.tiny import make_trainer, run_to_end, tiny_model, tiny_run, train, weights
+from tests.training.tiny import cut_short, run_to_end, tiny_model, tiny_run, train, weights
 
 METHODS = ["adaclip", "scaled", "ellipsoid", "embedding", "microbatch"]
 
@@ -394,10 +394,7 @@ def test_a_run_charges_what_flat_clipping_does_and_goes_on_after_a_kill(name, tm
         for folder in ("whole", "flat")
     ]
     assert events[0] == events[1]
-    killed = make_trainer(tmp_path / "killed", whole_run(name))
-    killed.steps = 2
-    train(killed)
-    again = make_trainer(tmp_path / "killed", whole_run(name))
+    again = cut_short(tmp_path / "killed", whole_run(name), steps=2)
     train(again)
     np.testing.assert_array_equal(weights(again), weights(whole))
     assert again.ledger.steps_charged == 4
