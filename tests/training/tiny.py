@@ -17,9 +17,8 @@ from dpexp.privacy.keys import open_keys
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo, Task
 from dpexp.training import release
-from dpexp.training.batching import sampler_for
 from dpexp.training.loop import Trainer
-from dpexp.training.planning import budget_groups, build_plan
+from dpexp.training.planning import budget_groups, build_plan, build_sampler
 from dpexp.training.progress import Progress
 
 NUM_EXAMPLES = 60
@@ -86,20 +85,11 @@ def make_trainer(
     assert run.optim.steps is not None
     groups = budget_groups(run, task.num_examples)
     plan = build_plan(run, task.num_examples, run.optim.steps, groups)
-    rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
     keys = open_keys(folder, run.privacy.noise_seed)
     settings: dict[str, Any] = {
         "steps": run.optim.steps,
         "expected_batch": run.optim.batch_size,
-        "sampler": sampler_for(
-            run.privacy.sampling,
-            task.num_examples,
-            run.optim.batch_size,
-            keys.draws,
-            groups,
-            rates,
-            plan.rate if plan is not None and plan.grows else None,
-        ),
+        "sampler": build_sampler(run, plan, task.num_examples, keys.draws, groups),
         "keys": keys,
         "signature": "tiny",
         "folder": folder,
