@@ -135,8 +135,6 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
         written = write(record, out)
         console.print(overview(record))
         console.print(f"written: {', '.join(map(str, written))}", markup=False)
-        if not any(path.suffix == ".svg" for path in written):
-            console.print("no plot: matplotlib is not installed")
     return record
 
 

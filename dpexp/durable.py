@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import re
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, first_line
+
+log = logging.getLogger(__name__)
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 UNUSABLE = {
@@ -48,25 +51,48 @@ def memory_error(error: Exception) -> UserError | None:
         or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
     ):
         return None
-    said = (str(error).splitlines() or [type(error).__name__])[0]
     return UserError(
-        f"out of memory ({said}): lower runtime.physical_batch_size or runtime.eval_batch_size, or the size of what is trained"
+        f"out of memory ({first_line(error)}): lower runtime.physical_batch_size or runtime.eval_batch_size, or the size of what "
+        "is trained"
     )
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file as a whole: after a crash it holds the old text or the new one, never a part."""
+    _replace(path, text.encode(), 0o666)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """`write_atomic` for what its owner alone may read, at no moment anybody else; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _replace(path, content, 0o600)
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
     # of this call alone: jobs side by side write one file, that of their machine
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content)
             flush_file(file)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
+
+
+def cache_folder(given: str | None = None) -> Path:
+    """Where is kept what takes long to make: the folder that is given, else that of DPEXP_CACHE, else one in the home."""
+    return Path(given or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+
+
+def keep_cached(path: Path, content: bytes, what: str) -> None:
+    """Write a file of a cache, which may hold private data; one that can't be written costs time alone: a warning."""
+    try:
+        write_private(path, content)
+    except OSError as error:
+        log.warning("the cache of %s could not be written: %s (%s)", what, path, error.strerror)
 
 
 def write_json(path: Path, value: Any) -> None:

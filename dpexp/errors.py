@@ -20,6 +20,11 @@ class LateError(UserError):
     """A model used a layer in a way that it had not shown; now it is known, and the same step can be run again."""
 
 
+def first_line(error: object) -> str:
+    """What a library says, without what it says besides; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def did_you_mean(word: str, names: list[str] | tuple[str, ...]) -> str:
     """The end of an error message: the nearest of the names, and all of them while they are few enough to read."""
     near = get_close_matches(word, names, n=2, cutoff=0.6)

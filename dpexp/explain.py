@@ -18,7 +18,7 @@ from dpexp.complexity.architectures import Network, build
 from dpexp.complexity.formulas import Layer, costs, depth_threshold, norm_space, views
 from dpexp.complexity.shapes import coverage, layers_of
 from dpexp.config import hydra_entry
-from dpexp.errors import UserError, did_you_mean
+from dpexp.errors import UserError, did_you_mean, first_line
 from dpexp.schemas import EngineConfig, ModelConfig
 from dpexp.usage import print_out
 
@@ -238,7 +238,7 @@ def _check(arguments: ExplainArguments) -> None:
     try:
         torch.empty(0, device=arguments.device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device={arguments.device}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"device={arguments.device}: {first_line(error)}") from error
     if arguments.choice == "measured" and torch.device(arguments.device).type == "meta":
         raise UserError("device=meta computes nothing that could be measured: give cpu or cuda")
 

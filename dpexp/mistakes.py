@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dpexp.errors import UserError, did_you_mean
+from dpexp.errors import UserError, did_you_mean, first_line
 from dpexp.schemas import setting_names
 from dpexp.usage import choices_of, conf_dir, groups_of
 
@@ -128,7 +128,7 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
             return UserError(f"{where}: {unknown_key(name, schema, config_name)}")
         return UserError(f"{where}: {name}: {lines[1]}")
     if match := re.match(r"Error merging override (.+)", text):
-        reason, name = str(error.__cause__).splitlines()[0], match[1].partition("=")[0]
+        reason, name = first_line(error.__cause__), match[1].partition("=")[0]
         if reason.endswith("is not Optional"):
             return UserError(f"{match[1]}: this setting needs a value; leave it out for the usual one")
         if re.search(r"is not a ListConfig|with ListConfig$|to Dict\[", reason):

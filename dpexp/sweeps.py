@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dpexp.durable import finite, json_lines
-from dpexp.errors import UserError
+from dpexp.errors import UserError, first_line
 
 FILE = "jobs.jsonl"
 BEGUN = "begun"
@@ -77,7 +77,7 @@ class Jobs(Callback):
             raise left
         ended = {
             "status": "failed" if failed else "finished",
-            "error": _first_line(value, withheld=_is_strict(config)) if failed else None,
+            "error": _words_of(value, withheld=_is_strict(config)) if failed else None,
             "metrics": dict(value) if isinstance(value, dict) else None,
             "epsilon": getattr(value, "epsilon", None),
         }
@@ -136,11 +136,11 @@ def _is_strict(config: DictConfig) -> bool:
     return bool(strict and OmegaConf.select(config, "clip.private", default=True))
 
 
-def _first_line(error: object, *, withheld: bool) -> str:
+def _words_of(error: object, *, withheld: bool) -> str:
     if withheld:
         kind = type(getattr(error, "__cause__", None) or error).__name__
         return f"{kind}, and its words are withheld: privacy.release=strict"
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return first_line(error)
 
 
 def killed(error: Exception) -> UserError | None:

@@ -463,7 +463,6 @@ def test_csv_can_be_read_back():
 
 
 def test_the_plot_is_the_same_for_the_same_record():
-    pytest.importorskip("matplotlib")
     first = render.plot(MEASURED)
     assert first == render.plot(MEASURED)
     assert "auto/flat" in first

@@ -84,13 +84,9 @@ def _size(batch: Batch) -> int:
 def _gradients(
     parts: Parts, model: nn.Module, parameters: dict[str, Any], example: Batch
 ) -> dict[str, Tensor]:
-    found = torch.autograd.grad(
-        parts.losses(model, example).sum(), list(parameters.values()), allow_unused=True
-    )
-    return {
-        name: torch.zeros_like(parameters[name]) if g is None else g
-        for name, g in zip(parameters, found, strict=True)
-    }
+    loss = parts.losses(model, example).sum()
+    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    return dict(zip(parameters, found, strict=True))
 
 
 def _norms(gradients: dict[str, Tensor]) -> Tensor:

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from datasets import Dataset
+from rich.console import Console
 from torch import Tensor, nn
 
 from dpexp import PrivacyEngine, provenance, record
@@ -108,10 +108,7 @@ def by_train(folder: Path, model: nn.Module, steps: int, begin: Callable[[], Non
         signature="loops", folder=folder, device=torch.device("cpu"),
         metrics=record.Metrics(folder / "metrics.jsonl", False),
     )  # fmt: skip
-    with (
-        open("/dev/null", "w") as nowhere,
-        Progress(steps, 0, DELTA, trainer.device, _console(nowhere)) as progress,
-    ):
+    with Progress(steps, 0, DELTA, trainer.device, Console(quiet=True, force_terminal=False)) as progress:
         trainer.train(progress)
 
 
@@ -163,7 +160,10 @@ def measure(hidden: int, layers: int, steps: int, rounds: int) -> list[dict[str,
     for seed in range(rounds):
         for name, way in WAYS.items():
             stamps: list[float] = []
-            begin = partial(_stamp, stamps)
+
+            def begin(stamps: list[float] = stamps) -> None:
+                stamps.append(time.process_time())
+
             with tempfile.TemporaryDirectory() as place:
                 way(Path(place, "run"), network(hidden, layers), steps, begin, seed)
             # in the first steps the engine measures and looks
@@ -175,16 +175,6 @@ def measure(hidden: int, layers: int, steps: int, rounds: int) -> list[dict[str,
         }
         for name, times in spent.items()
     ]  # fmt: skip
-
-
-def _stamp(stamps: list[float]) -> None:
-    stamps.append(time.process_time())
-
-
-def _console(file: Any) -> Any:
-    from rich.console import Console
-
-    return Console(file=file)
 
 
 def main(arguments: Sequence[str], shape: Mapping[str, int] = SHAPE) -> int:

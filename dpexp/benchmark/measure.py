@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -102,7 +103,7 @@ def measure(workload: str, methods: list[str], protocol: Protocol, max_batch: bo
         for method, row in rows.items():
             say(f"{workload}: {method}: building, first steps")
             workers[method] = Worker(protocol.threads, protocol.patience)
-            with _noting(row):
+            with _noting(row, workers):
                 facts = workers[method].ask("start", **_job(workload, method, protocol))
                 row.batch_size, row.trainable = facts["batch_size"], facts["trainable"]
                 row.baseline_mib, hardware = facts["baseline_mib"], facts["hardware"]
@@ -110,24 +111,20 @@ def measure(workload: str, methods: list[str], protocol: Protocol, max_batch: bo
                 row.peak_mib, row.choices = warm["peak_mib"] - row.baseline_mib, warm["choices"]
                 if method == NONPRIVATE:
                     steps = max(steps, math.ceil(protocol.seconds / warm["seconds"]))
-            if row.status == "failed":
-                workers.pop(method).close()
         for number in range(protocol.rounds):
             for method in _rotated(list(workers), number):
                 say(f"{workload}: round {number + 1} of {protocol.rounds}: {method}")
                 row = rows[method]
-                with _noting(row):
+                with _noting(row, workers):
                     turn = workers[method].ask("turn", steps=steps, limit=_SLOWEST * protocol.seconds)
                     seconds[method].append(turn["seconds"])
                     used = turn["peak_mib"] - (row.baseline_mib or 0.0)
                     row.steady_mib = max(used, row.steady_mib or 0.0)
                     row.peak_mib = max(used, row.peak_mib or 0.0)
-                if row.status == "failed":
-                    workers.pop(method).close()
         if protocol.check != "none":
-            for method, worker in workers.items():
+            for method, worker in list(workers.items()):
                 say(f"{workload}: {method}: comparing with the naive loop")
-                with _noting(rows[method]):
+                with _noting(rows[method], workers):
                     rows[method].error = worker.ask("check", size=protocol.check)["error"]
     finally:
         for worker in workers.values():
@@ -178,21 +175,22 @@ def largest(fits: Callable[[int], bool], start: int, resolution: float) -> int:
 
 def _search(row: Row, protocol: Protocol, say: Say) -> None:
     """Fill in the largest physical batch. Processes that ran out of memory are replaced, since what they left is unknown."""
-    state: dict[str, Worker | None] = {"worker": None}
+    current: Worker | None = None
 
     def worker() -> Worker:
-        current = state["worker"]
+        nonlocal current
         if current is None:
-            current = state["worker"] = Worker(protocol.threads, protocol.patience)
+            current = Worker(protocol.threads, protocol.patience)
             job = _job(row.workload, row.method, protocol)
             job["cap_mib"] = None if protocol.memory_gib is None else protocol.memory_gib * 2**10
             current.ask("start", **job | {"batch": 1})
         return current
 
     def drop() -> None:
-        if (current := state["worker"]) is not None:
+        nonlocal current
+        if current is not None:
             current.close()
-        state["worker"] = None
+        current = None
 
     def fits(batch: int) -> bool:
         say(f"{row.workload}: {row.method}: does a batch of {batch} fit?")
@@ -231,20 +229,14 @@ def _job(workload: str, method: str, protocol: Protocol) -> dict[str, Any]:
     return {"workload": workload, "method": method, "cap_mib": None, **{key: values[key] for key in keys}}
 
 
-class _noting:
-    """Turns the failure of a worker into a failed row."""
-
-    def __init__(self, row: Row):
-        self.row = row
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Failed):
-            self.row.fail(str(error))
-            return True
-        return False
+@contextmanager
+def _noting(row: Row, workers: dict[str, Worker]) -> Iterator[None]:
+    """Turn the failure of a worker into a failed row, and end it."""
+    try:
+        yield
+    except Failed as failed:
+        row.fail(str(failed))
+        workers.pop(row.method).close()
 
 
 def _rotated(methods: list[str], by: int) -> list[str]:

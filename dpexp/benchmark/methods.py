@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,18 +50,18 @@ class Method(ABC):
         """Forward, backward, noise, update. `p.grad` stays until the next step."""
 
 
+@dataclass
 class Settings:
     """What every method needs: the model, its batch size, C, the noise multiplier and the learning rate."""
 
-    def __init__(self, model: nn.Module, batch_size: int, clip_norm: float, noise: float, lr: float):
-        self.model, self.batch_size, self.clip_norm, self.noise, self.lr = (
-            model,
-            batch_size,
-            clip_norm,
-            noise,
-            lr,
-        )
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+    model: nn.Module
+    batch_size: int
+    clip_norm: float
+    noise: float
+    lr: float
+
+    def __post_init__(self) -> None:
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def sgd(self, lr: float | None = None) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters, lr=self.lr if lr is None else lr)
@@ -69,9 +70,10 @@ class Settings:
 class NonPrivate(Method):
     """Ordinary training on the mean of the losses: what everything is compared with."""
 
-    groups, mean = None, True
+    groups: str | None = None
+    mean = True
 
-    def __init__(self, settings: Settings, variant: str = ""):
+    def __init__(self, settings: Settings):
         self.network = settings.model
         self.optimizer = settings.sgd()
 
@@ -153,18 +155,16 @@ class Opacus(Method):
         self.optimizer.step()
 
 
-class FastDP(Method):
+class FastDP(NonPrivate):
     """fastDP (Bu et al.): book-keeping with its hybrid of ghost norms and instantiation."""
 
     VARIANTS = ("flat", "layer")
-    mean = True
 
     def __init__(self, settings: Settings, variant: str):
         from fastDP import PrivacyEngine  # type: ignore[import-not-found]
 
+        super().__init__(settings)
         self.groups = variant
-        self.network = settings.model
-        self.optimizer = settings.sgd()
         engine = PrivacyEngine(
             settings.model,
             batch_size=settings.batch_size,
@@ -177,11 +177,6 @@ class FastDP(Method):
             clipping_style="all-layer" if variant == "flat" else "layer-wise",
         )
         engine.attach(self.optimizer)
-
-    def step(self, losses: Losses) -> None:
-        self.optimizer.zero_grad()
-        losses(self.network).mean().backward()
-        self.optimizer.step()
 
 
 # name -> class, module to import

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +137,7 @@ class Way:
             self.sums = self._pipeline(model, batch, size, groups)
         else:
             share = {name: rows[ranks.rank :: ranks.size] for name, rows in batch.items()}
-            self.sums = (
-                self._shards(model, share)
-                if runtime == "fsdp"
-                else self._replicas(model, share, alone=runtime == "alone")
-            )
+            self.sums = self._replicas_or_shards(model, share, runtime)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=RATE)
 
@@ -157,34 +153,24 @@ class Way:
         self.noise_s = time.perf_counter() - begun
         self.optimizer.step()
 
-    def _replicas(self, model: nn.Module, share: dict[str, Tensor], alone: bool) -> Callable[[], None]:
-        self.model = model
+    def _replicas_or_shards(
+        self, model: nn.Module, share: dict[str, Tensor], runtime: str
+    ) -> Callable[[], None]:
+        self.model = shard(model) if runtime == "fsdp" else model
         if self.method == "nonprivate":
-            if alone:
-                return lambda: _losses(model, share).sum().backward()
-            wrapped = DistributedDataParallel(model)
-
-            # the reducer calls all_reduce by itself otherwise, where nobody counts
-            wrapped.register_comm_hook(dist.group.WORLD, allreduce_hook)
-            return lambda: _losses(wrapped, share).sum().backward()
+            network = self.model
+            if runtime == "ddp":
+                network = DistributedDataParallel(model)
+                # the reducer calls all_reduce by itself otherwise, where nobody counts
+                network.register_comm_hook(dist.group.WORLD, allreduce_hook)
+            return lambda: _losses(network, share).sum().backward()
         clipper = attach(model, self.method, CLIP_NORM)
-        clipper.reduces = False
+        clipper.reduces = runtime == "fsdp"
 
         def sums() -> None:
             clipper.backward(_losses(model, share))
-            if not alone:
+            if runtime == "ddp":
                 self.ranks.sum_([p.grad for p in model.parameters() if p.grad is not None])
-
-        return sums
-
-    def _shards(self, model: nn.Module, share: dict[str, Tensor]) -> Callable[[], None]:
-        self.model = shard(model)
-        if self.method == "nonprivate":
-            return lambda: _losses(model, share).sum().backward()
-        clipper = attach(model, self.method, CLIP_NORM)
-
-        def sums() -> None:
-            clipper.backward(_losses(model, share))
 
         return sums
 
@@ -257,17 +243,12 @@ def _measure(
 def _bytes(way: Way, counted: bool) -> dict[str, int]:
     """What all processes hand to others in one step, by kind."""
     way.sent.clear()
-    with _collectives(way.sent) if counted else _nothing():
+    with _collectives(way.sent) if counted else nullcontext():
         way.step()
     together: Counter[str] = Counter()
     for own in way.ranks.gather(dict(way.sent)):
         together.update(own)
     return {kind: together[kind] for kind in sorted(together)}
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -20,18 +20,26 @@ _NOT_IN_CSV = ("choices",)
 # Okabe and Ito's colours, told apart by readers with any colour vision; then again with hatching
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#000000")
 
+# heading, field of a row, and form
+_SHOWN = (
+    ("fastest s", "fastest_s", ".4g"), ("median s", "median_s", ".4g"), ("examples/s", "examples_per_s", ".4g"),
+    ("× time", "time_ratio", ".2f"), ("median ×", "median_ratio", ".2f"), ("MiB", "peak_mib", ".0f"),
+    ("× memory", "memory_ratio", ".2f"), ("× steady", "steady_ratio", ".2f"),
+)  # fmt: skip
+_SEARCHED = (
+    ("max batch", "max_batch", "d"), ("examples/s at it", "max_batch_examples_per_s", ".4g"),
+    ("× at it", "max_batch_throughput_ratio", ".2f"),
+)  # fmt: skip
+
 Rows = Sequence[dict[str, Any]]
 
 
 def write(record: dict[str, Any], out: Path) -> list[Path]:
-    """`out`.csv, `out`.json and `out`.svg (where matplotlib is installed). Returns what was written."""
+    """`out`.csv, `out`.json and `out`.svg. Returns what was written."""
     paths = [out.with_name(out.name + ending) for ending in (".csv", ".json", ".svg")]
     write_atomic(paths[0], as_csv(record["rows"]))
     write_json(paths[1], record)
-    drawn = plot(record)
-    if drawn is None:
-        return paths[:2]
-    write_atomic(paths[2], drawn)
+    write_atomic(paths[2], plot(record))
     return paths
 
 
@@ -53,43 +61,12 @@ def _plain(value: Any) -> Any:
 def workload_table(rows: Rows, precision: str) -> Table:
     """All methods of one workload."""
     searched = any(row["max_batch"] is not None for row in rows)
-    extra = ("max batch", "examples/s at it", "× at it") if searched else ()
-    table = Table(
-        *(
-            "method",
-            "fastest s",
-            "median s",
-            "examples/s",
-            "× time",
-            "median ×",
-            "MiB",
-            "× memory",
-            "× steady",
-        ),
-        *extra,
-        *("error", "note"),
-        title=f"{rows[0]['workload']}, batch {rows[0]['batch_size']}",
-    )
+    shown = (*_SHOWN, *(_SEARCHED if searched else ()), ("error", "error", ".1e"))
+    title = f"{rows[0]['workload']}, batch {rows[0]['batch_size']}"
+    table = Table("method", *(heading for heading, _, _ in shown), "note", title=title)
     for row in rows:
-        search = (
-            _number(row["max_batch"], "d"),
-            _number(row["max_batch_examples_per_s"], ".4g"),
-            _number(row["max_batch_throughput_ratio"], ".2f"),
-        )
-        table.add_row(
-            row["method"],
-            _number(row["fastest_s"], ".4g"),
-            _number(row["median_s"], ".4g"),
-            _number(row["examples_per_s"], ".4g"),
-            _number(row["time_ratio"], ".2f"),
-            _number(row["median_ratio"], ".2f"),
-            _number(row["peak_mib"], ".0f"),
-            _number(row["memory_ratio"], ".2f"),
-            _number(row["steady_ratio"], ".2f"),
-            *(search if searched else ()),
-            _number(row["error"], ".1e"),
-            note(row, precision),
-        )
+        numbers = (_number(row[name], form) for _, name, form in shown)
+        table.add_row(row["method"], *numbers, note(row, precision))
     return table
 
 
@@ -140,16 +117,15 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def plot(record: dict[str, Any]) -> str | None:
-    """SVG text: throughput and memory relative to non-private, a bar for each method. None without matplotlib.
+def plot(record: dict[str, Any]) -> str:
+    """SVG text: throughput and memory relative to non-private, a bar for each method.
 
     The same record gives the same bytes (with the same matplotlib). A bar that is missing failed; a hollow one is wrong.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     rows = {(row["workload"], row["method"]): row for row in record["rows"]}
     workloads = list(dict.fromkeys(workload for workload, _ in rows))
     methods = [
@@ -161,13 +137,17 @@ def plot(record: dict[str, Any]) -> str | None:
         ("added memory / non-private", lambda row: row["memory_ratio"]),
     )
     settings = record["settings"]
+    hatches = (None, "//")
+    looks = [
+        (_COLOURS[number % len(_COLOURS)], hatches[number >= len(_COLOURS)]) for number in range(len(methods))
+    ]
     with matplotlib.rc_context({"svg.hashsalt": "dpexp", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(max(6.0, 1.2 + 1.3 * len(workloads)), 6.5), layout="constrained")
         axes = figure.subplots(2, 1, sharex=True)
         width = 0.85 / max(1, len(methods))
         for axis, (label, height) in zip(axes, panels, strict=True):
             for number, method in enumerate(methods):
-                colour = _COLOURS[number % len(_COLOURS)]
+                colour, hatch = looks[number]
                 for place, workload in enumerate(workloads):
                     row = rows[workload, method]
                     if row["time_ratio"] is None or row["memory_ratio"] is None:
@@ -179,7 +159,7 @@ def plot(record: dict[str, Any]) -> str | None:
                     axis.bar(
                         place + (number - (len(methods) - 1) / 2) * width, value, width,
                         facecolor="none" if hollow else colour, edgecolor=colour,
-                        hatch="//" if number >= len(_COLOURS) else None,
+                        hatch=hatch,
                     )  # fmt: skip
             axis.axhline(1.0, color="0.4", linewidth=0.8)
             axis.set_ylabel(label)
@@ -187,7 +167,7 @@ def plot(record: dict[str, Any]) -> str | None:
         axes[1].set_yscale("log", base=2)
         axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes[1].set_xticks(range(len(workloads)), workloads)
-        handles = [_patch(number) for number in range(len(methods))]
+        handles = [Patch(color=colour, hatch=hatch) for colour, hatch in looks]
         if handles:
             axes[0].legend(
                 handles, methods, ncols=3, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1)
@@ -195,9 +175,3 @@ def plot(record: dict[str, Any]) -> str | None:
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines())
-
-
-def _patch(number: int) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=_COLOURS[number % len(_COLOURS)], hatch="//" if number >= len(_COLOURS) else None)

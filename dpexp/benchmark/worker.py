@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dpexp.errors import UserError
+from dpexp.durable import memory_error
+from dpexp.errors import UserError, first_line
 
 # exit status of a process that stopped itself at its memory cap
 OVER_THE_CAP = 77
@@ -32,32 +33,24 @@ class Memory:
     """Resident memory of this process, or allocated memory of its GPU; in MiB."""
 
     def __init__(self, device: Any):
-        self.cuda = device.type == "cuda"
+        import torch
+
+        self.cuda = torch.cuda if device.type == "cuda" else None
 
     def reset(self) -> None:
         """Begin a new high-water mark (where the system lets a process do that: Linux, CUDA)."""
         if self.cuda:
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
+            self.cuda.reset_peak_memory_stats()
         else:
             # the mark then includes the building of the model
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
 
     def now(self) -> float:
-        if self.cuda:
-            import torch
-
-            return torch.cuda.memory_allocated() / 2**20
-        return resident_mib("VmRSS")
+        return self.cuda.memory_allocated() / 2**20 if self.cuda else resident_mib("VmRSS")
 
     def peak(self) -> float:
-        if self.cuda:
-            import torch
-
-            return torch.cuda.max_memory_allocated() / 2**20
-        return resident_mib("VmHWM")
+        return self.cuda.max_memory_allocated() / 2**20 if self.cuda else resident_mib("VmHWM")
 
 
 def resident_mib(field: str) -> float:
@@ -243,14 +236,6 @@ def _give_back_memory() -> None:
         trim(0)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
-
-
 def serve() -> None:
     """Answer commands until the input ends. What libraries print goes to the error output."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -267,11 +252,10 @@ def serve() -> None:
                 answer = getattr(bench, kind)(**command)
         except Exception as error:
             # a library may raise anything; the row says what
-            lines = str(error).strip().splitlines()
-            reason = lines[0] if lines else type(error).__name__
+            reason = first_line(error)
             if type(error).__name__ != "UserError":
                 reason = f"{type(error).__name__}: {reason}"
-            answer = {"failed": "out of memory" if _is_out_of_memory(error) else reason[:400]}
+            answer = {"failed": "out of memory" if memory_error(error) else reason[:400]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

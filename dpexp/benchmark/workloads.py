@@ -86,23 +86,29 @@ def gpt2(
         )  # fmt: skip
         return _with_lora(network, rank) if rank else network
 
-    def batch(size: int, generator: torch.Generator) -> Batch:
-        return {
-            "input_ids": torch.randint(vocabulary, (size, length), generator=generator),
-            "position_ids": torch.arange(length).repeat(size, 1),
-            "labels": torch.randint(vocabulary, (size, length), generator=generator),
-        }
-
-    def losses(network: Callable[..., Any], batch: Batch) -> Tensor:
-        logits = network(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-        per_token = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
-        return per_token.view(batch["labels"].shape).mean(1)
-
     def lean(network: Any, batch: Batch) -> Tensor:
         every = {"positions": batch["position_ids"], "targets": batch["labels"]}
         return example_losses(network, {k: x for k, x in batch.items() if k != "labels"} | every)
 
-    return Parts(model, batch, losses, lean)
+    return replace(_language(model, vocabulary, length, positions=True), lean=lean)
+
+
+def _language(model: Callable[[], nn.Module], vocabulary: int, length: int, positions: bool = False) -> Parts:
+    """Random texts with a loss on every token; ``positions``: their position ids are given, see above."""
+
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        return {
+            "input_ids": torch.randint(vocabulary, (size, length), generator=generator),
+            **({"position_ids": torch.arange(length).repeat(size, 1)} if positions else {}),
+            "labels": torch.randint(vocabulary, (size, length), generator=generator),
+        }
+
+    def losses(network: Callable[..., Any], batch: Batch) -> Tensor:
+        logits = network(**{name: rows for name, rows in batch.items() if name != "labels"}).logits
+        per_token = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return per_token.view(batch["labels"].shape).mean(1)
+
+    return Parts(model, batch, losses)
 
 
 def _with_lora(network: Any, rank: int) -> nn.Module:
@@ -134,18 +140,7 @@ def llama(*, layers: int, width: int, heads: int, vocabulary: int, length: int) 
             )
         )  # fmt: skip
 
-    def batch(size: int, generator: torch.Generator) -> Batch:
-        return {
-            "input_ids": torch.randint(vocabulary, (size, length), generator=generator),
-            "labels": torch.randint(vocabulary, (size, length), generator=generator),
-        }
-
-    def losses(network: Callable[..., Any], batch: Batch) -> Tensor:
-        logits = network(input_ids=batch["input_ids"]).logits
-        per_token = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
-        return per_token.view(batch["labels"].shape).mean(1)
-
-    return Parts(model, batch, losses)
+    return _language(model, vocabulary, length)
 
 
 def roberta(*, layers: int, width: int, heads: int, vocabulary: int, length: int) -> Parts:

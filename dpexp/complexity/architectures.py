@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, first_line
 from dpexp.models.custom import custom_network
 from dpexp.models.images import OWN_FAMILIES, build_own_network, sees_images
 from dpexp.models.images import PUBLISHED as PUBLISHED_FOR
@@ -83,7 +83,7 @@ class Network:
                 self.model(**self.inputs) if images is None else self.model(images)
             except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
                 size = ", ".join(f"{key}={value}" for key, value in self.size.items())
-                raise UserError(f"{self.source} does not run with {size}: {_first_line(error)}") from error
+                raise UserError(f"{self.source} does not run with {size}: {first_line(error)}") from error
 
 
 def build(
@@ -218,7 +218,7 @@ def _timm(name: str, config: dict[str, Any], image: int | None, tokens: int | No
             except TypeError:
                 model = timm.create_model(name, **config)
         except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-            raise UserError(f"timm cannot build {name}: {_first_line(error)}") from error
+            raise UserError(f"timm cannot build {name}: {first_line(error)}") from error
     channels, *sides = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
     sides = [image, image] if image is not None else sides
     images = torch.empty(1, channels, *sides, device="meta")
@@ -278,7 +278,7 @@ def _from_config(config: Any, source: str, image: int | None, tokens: int | None
         try:
             model = getattr(transformers, auto).from_config(config, attn_implementation="eager")
         except (ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
-            reason = _first_line(error)
+            reason = first_line(error)
             raise UserError(f"transformers cannot build {source} for this input: {reason}") from error
     if visual:
         channels = getattr(config, "num_channels", 3)
@@ -311,7 +311,3 @@ def _make_room(config: Any, tokens: int) -> list[str]:
     config.max_position_embeddings = tokens + reserved
     positions = f"the {have - reserved} positions published"
     return [f"{tokens} tokens are more than {positions}: the table was made longer"]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

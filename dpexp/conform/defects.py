@@ -84,7 +84,7 @@ def _(stack: ExitStack) -> None:
 
 @defect("noise reused in every step")
 def _(stack: ExitStack) -> None:
-    _around(stack, Release, "_generator", lambda f, self, name, step, attempt: f(self, name, 0, 0))
+    _around(stack, Release, "generator", lambda f, self, name, step, attempt: f(self, name, 0, 0))
 
 
 @defect("noise from the step number alone, the same for other sums")
@@ -241,11 +241,11 @@ def _(stack: ExitStack) -> None:
 @defect("a learning rate that follows the private loss")
 def _(stack: ExitStack) -> None:
     def follows(f: Any, self: Steps) -> bool:
-        rates = [group["lr"] for group in self.optimizer.param_groups]  # type: ignore[attr-defined]
-        for group in self.optimizer.param_groups:  # type: ignore[attr-defined]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
             group["lr"] *= 1 + float(self.sums.loss) / 1000
         taken = bool(f(self))
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):  # type: ignore[attr-defined]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         return taken
 
@@ -341,7 +341,7 @@ def _(stack: ExitStack) -> None:
     _around(
         stack,
         Release,
-        "_generator",
+        "generator",
         lambda f, self, name, s, a: torch.Generator().manual_seed(hash((name, s))),
     )
 

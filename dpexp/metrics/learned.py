@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, first_line
 
 MODELS = {"bertscore": "distilbert-base-uncased", "bleurt": "Elron/bleurt-base-128"}
 """The model that each metric means where nothing else is said, an id on the Hugging Face hub: those of GEM-metrics, with which
@@ -72,9 +72,9 @@ def bert_score(
         device: where the model runs.
         batch_size: texts per forward pass.
     """
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoTokenizer
 
-    tokenizer = _tokenizer("bertscore", folder, add_prefix_space=True)
+    tokenizer = _load("bertscore", AutoTokenizer, folder, "tokenizer", add_prefix_space=True)
     model = _load("bertscore", AutoModel, folder).to(device).eval()
     layers = model.config.num_hidden_layers
     layer = BERTSCORE_LAYERS.get((model.config.model_type, layers), layers)
@@ -132,9 +132,9 @@ def bleurt(
         device: where the model runs.
         batch_size: pairs per forward pass.
     """
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    tokenizer = _tokenizer("bleurt", folder)
+    tokenizer = _load("bleurt", AutoTokenizer, folder, "tokenizer")
     model = _load("bleurt", AutoModelForSequenceClassification, folder).to(device).eval()
     if model.config.num_labels != 1:
         raise UserError(
@@ -159,21 +159,8 @@ def _batches(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
         yield list(items[start : start + size])
 
 
-def _load(metric: str, kind: Any, folder: str | Path) -> Any:
+def _load(metric: str, kind: Any, folder: str | Path, what: str = "model", **options: Any) -> Any:
     try:
-        return kind.from_pretrained(str(folder), local_files_only=True)
+        return kind.from_pretrained(str(folder), local_files_only=True, **options)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{metric}: the model in {folder} can't be read: {str(error).splitlines()[0]}"
-        ) from None
-
-
-def _tokenizer(metric: str, folder: str | Path, **options: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{metric}: the tokenizer in {folder} can't be read: {str(error).splitlines()[0]}"
-        ) from None
+        raise UserError(f"{metric}: the {what} in {folder} can't be read: {first_line(error)}") from None

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
+from dpexp.models.trainable import evaluation_mode
 
 LENGTH = 6
 
@@ -19,14 +20,11 @@ def check_causal(network: nn.Module) -> None:
     Raises:
         UserError: an earlier position saw the last token.
     """
-    training = network.training
-    network.eval()
-    with torch.no_grad():
+    with evaluation_mode(network), torch.no_grad():
         tokens = torch.arange(1, LENGTH + 1)[None]
         other = tokens.clone()
         other[0, -1] += 1
         one, two = (network(input_ids=ids).logits[0, :-1] for ids in (tokens, other))
-    network.train(training)
     if not torch.equal(one, two) and not torch.allclose(one, two, rtol=1e-4, atol=1e-5):
         raise UserError(
             f"{type(network).__name__} is no causal language model: its earlier positions see later tokens, so it would be shown "

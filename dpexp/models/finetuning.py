@@ -103,34 +103,14 @@ def _by_peft(add: Callable[[nn.Module, PeftConfig, str, list[str]], nn.Module]) 
     return prepared
 
 
-def _rgp(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
-    return add_carriers(model, peft, new_head(model, head), seed)
-
-
-def _top(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
-    return model, set_top_blocks(model, peft.blocks)
-
-
-def _bitfit(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
-    return model, set_trainable(model, "bias", "peft=bitfit")
-
-
-def _head(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
-    return model, set_trainable(model, "head", "peft=head")
-
-
-def _adapters(model: nn.Module, peft: PeftConfig, head: str, seed: int) -> Prepared:
-    return add_adapters(model, peft, new_head(model, head))
-
-
 WAYS: dict[str, Way] = {
     "lora": _by_peft(add_lora),
     "prefix": _by_peft(add_prefix),
     "prompt": _by_peft(add_prompt),
     "p_tuning": _by_peft(add_prompt),
-    "rgp": _rgp,
-    "top2": _top,
-    "bitfit": _bitfit,
-    "head": _head,
-    "adapters": _adapters,
+    "rgp": lambda model, peft, head, seed: add_carriers(model, peft, new_head(model, head), seed),
+    "top2": lambda model, peft, head, seed: (model, set_top_blocks(model, peft.blocks)),
+    "bitfit": lambda model, peft, head, seed: (model, set_trainable(model, "bias", "peft=bitfit")),
+    "head": lambda model, peft, head, seed: (model, set_trainable(model, "head", "peft=head")),
+    "adapters": lambda model, peft, head, seed: add_adapters(model, peft, new_head(model, head)),
 }

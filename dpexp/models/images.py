@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dpexp.errors import UserError, did_you_mean
+from dpexp.errors import UserError, did_you_mean, first_line
 from dpexp.models.cnn import Shape, build_cnn, check_settings
 from dpexp.models.scattering import ScatteringClassifier
 from dpexp.models.sources import Source, hub, not_found
@@ -137,9 +137,7 @@ def build_image_network(
         try:
             network: nn.Module = _created(timm, name, pretrained, settings)
         except (TypeError, AssertionError) as error:
-            raise UserError(
-                f"model.config does not make a {name} of timm: {str(error).splitlines()[0]}"
-            ) from error
+            raise UserError(f"model.config does not make a {name} of timm: {first_line(error)}") from error
         except Exception as error:
             # the libraries for files, formats and the hub each raise their own
             raise not_found("model.id", name, reason, error) from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, first_line
 from dpexp.models.trainable import projections
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def add_lora(model: nn.Module, peft: PeftConfig, head: str, new_head: list[str])
     except ValueError as error:
         there = sorted({name.rsplit(".", 1)[-1] for name, _ in projections(model)})
         raise UserError(
-            f"peft.targets={targets}: {str(error).splitlines()[0]} Attention projections of this model: "
+            f"peft.targets={targets}: {first_line(error)} Attention projections of this model: "
             f"{', '.join(there)}"
         ) from error
 

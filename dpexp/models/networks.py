@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, first_line
 from dpexp.models.sources import Source, hub, not_found
 from dpexp.models.trainable import head_parameters
 
@@ -52,7 +52,7 @@ def load_config(model: ModelConfig, source: Source | None) -> Any:
             return AutoConfig.for_model(model.architecture, **overrides)
         except (ValueError, TypeError) as error:
             raise UserError(
-                f"model.config does not make a {model.architecture}: {_first_line(error)}"
+                f"model.config does not make a {model.architecture}: {first_line(error)}"
             ) from error
     with hub() as reason:
         try:
@@ -110,7 +110,7 @@ def random_network(config: Any, head: str = "classifier", **arguments: Any) -> n
         return auto_class(head).from_config(config, dtype=torch.float32, **arguments)
     except (ValueError, TypeError, KeyError, AssertionError, ZeroDivisionError, RuntimeError) as error:
         raise UserError(
-            f"no {head.replace('_', ' ')} can be made of this {config.model_type} config: {_first_line(error)}"
+            f"no {head.replace('_', ' ')} can be made of this {config.model_type} config: {first_line(error)}"
         ) from error
 
 
@@ -250,7 +250,3 @@ def _dropout_fields(config: Any) -> list[str]:
 def _close_matches(word: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(choices), n=3)
     return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

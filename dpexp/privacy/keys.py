@@ -20,7 +20,7 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dpexp.durable import flush_file, flush_folder, read_json, write_json
+from dpexp.durable import flush_folder, read_json, write_json, write_private
 from dpexp.errors import UserError
 
 KEY_BYTES = 32
@@ -103,7 +103,7 @@ def note_charged(folder: Path) -> None:
 def _load_or_make(file: Path) -> bytes:
     try:
         if not file.exists():
-            _write_secret(file, secrets.token_bytes(KEY_BYTES))
+            write_private(file, secrets.token_bytes(KEY_BYTES))
         key, mode = file.read_bytes(), file.stat().st_mode
     except OSError as error:
         raise UserError(f"cannot keep the noise key in {file}: {error.strerror}") from None
@@ -133,15 +133,3 @@ def _salt(folder: Path, charged: bool) -> str:
     salt = secrets.token_hex(16) if copied else ""
     write_json(folder / PLACE, {"key_file": here, "salt": salt, "charged": charged})
     return salt
-
-
-def _write_secret(file: Path, content: bytes) -> None:
-    """Complete or not at all, and never readable by others, not even for a moment."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as handle:
-        handle.write(content)
-        flush_file(handle)
-    os.replace(partial, file)
-    flush_folder(file.parent)

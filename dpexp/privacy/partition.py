@@ -74,17 +74,8 @@ def read_budgets(file: str | Path, num_examples: int) -> NDArray[np.float64]:
 
     Raises `UserError` with the line for what is no positive number, and for a file of another length.
     """
-    try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"individual.budgets={file} cannot be read: {error}") from None
-    if len(lines) != num_examples:
-        raise UserError(
-            f"{file} has {len(lines)} lines for {num_examples} training examples: it needs a budget for each, "
-            "in the order of the data"
-        )
     found = np.empty(num_examples)
-    for line, word in enumerate(lines, start=1):
+    for line, word in enumerate(read_lines("individual.budgets", file, num_examples, "a budget"), start=1):
         try:
             found[line - 1] = float(word)
         except ValueError:
@@ -92,6 +83,30 @@ def read_budgets(file: str | Path, num_examples: int) -> NDArray[np.float64]:
         if not (np.isfinite(found[line - 1]) and found[line - 1] > 0):
             raise UserError(f"{file}, line {line}: {word!r} is not a positive number")
     return found
+
+
+def read_lines(setting: str, file: str | Path, num_examples: int, each: str) -> list[str]:
+    """Read a text file that has a word in the line of each training example.
+
+    Args:
+        setting: that names the file, for messages.
+        file: to read.
+        num_examples: how many there are.
+        each: what a line holds, in words.
+
+    Raises:
+        UserError: it cannot be read, or has another length.
+    """
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{setting}={file} cannot be read: {error}") from None
+    if len(lines) != num_examples:
+        raise UserError(
+            f"{file} has {len(lines)} lines for {num_examples} training examples: it needs {each} for each, in the order of the "
+            "data"
+        )
+    return lines
 
 
 def sampling_mechanism(epsilons: Sequence[float], threshold: float) -> list[float]:

@@ -98,8 +98,12 @@ def stream(key: bytes, name: str, step: int, attempt: int = 0) -> int:
 
 
 def _generator(key: bytes, step: int, attempt: int) -> np.random.Generator:
-    words = np.frombuffer(_derive(key, "sampling", step, attempt), dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=words[:2]))
+    return generator_from(_derive(key, "sampling", step, attempt))
+
+
+def generator_from(digest: bytes) -> np.random.Generator:
+    """Philox under the first 16 bytes of a hash: counter based, and the same on every machine."""
+    return np.random.Generator(np.random.Philox(key=np.frombuffer(digest[:16], dtype=np.uint64)))
 
 
 def _derive(key: bytes, name: str, step: int, attempt: int) -> bytes:

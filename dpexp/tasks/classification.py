@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpexp.durable import cache_folder
 from dpexp.errors import UserError
 from dpexp.metrics import METRICS, check_metric
-from dpexp.parallel.sharing import shared_out
-from dpexp.tasks.base import Progress, Task, check_num_examples, logits_of, padded_length
+from dpexp.tasks.base import check_num_examples, logits_of, padded_length
+from dpexp.tasks.classes import Classification
 from dpexp.tasks.demo import DEMO_LABELS
 from dpexp.tasks.files import Table
 from dpexp.tasks.sources import Found
@@ -57,18 +56,15 @@ class Examples(Sequence[Example]):
         return len(self.labels)
 
     def __getitem__(self, i: Any) -> Any:
-        start, end = self.tokens.offsets[i], self.tokens.offsets[i + 1]
-        segments = self.tokens.segments
-        return Example(
-            self.tokens.tokens[start:end],
-            None if segments is None else segments[start:end],
-            int(self.labels[i]),
-        )
+        return Example(*self.tokens.row(i), int(self.labels[i]))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """`[rows]`, tokens of each."""
+        return self.tokens.lengths
 
 
-_NO_EXAMPLES = Examples(
-    TokenTable(np.empty(0, np.int32), np.zeros(1, np.int64), None, 0), np.empty(0, np.int64)
-)
+_NO_EXAMPLES = Examples(TokenTable.of([]), np.empty(0, np.int64))
 
 
 class Labelled(NamedTuple):
@@ -108,7 +104,7 @@ def read_labelled(task: TaskConfig, data: DataConfig, scale: str) -> Labelled:
     return Labelled(found, num_examples, labels, classes, notes)
 
 
-class TextClassification(Task):
+class TextClassification(Classification):
     """A task whose configuration says `kind: text_classification`.
 
     Without declared `task.labels` (own data alone), the classes are the sorted distinct labels of the training file;
@@ -132,9 +128,9 @@ class TextClassification(Task):
         max_length = min(data.max_length or task.max_length, tokenizer.model_max_length)
         self.pad_to = padded_length(task, tokenizer)
         self.longest = max_length
-        cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+        cache = cache_folder(data.cache)
         # "train", "dev", and perhaps more whose names begin with "dev"
-        self.splits: dict[str, Examples] = {}
+        self.splits = {}
         for split, table in found.splits.items():
             texts = table.columns[columns.text]
             pairs = table.columns[columns.text_pair] if columns.text_pair else None
@@ -224,64 +220,9 @@ class TextClassification(Task):
             batch["token_type_ids"] = self._padded(mask, segments, 0)
         return batch
 
-    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Cross-entropy of each example, `[B]`, in float32 or better."""
-        labels = batch["labels"]
-        if len(labels) == 0:
-            return torch.zeros(0, device=labels.device)
-        return _cross_entropy(logits_of(self.logits(model, batch), len(self.labels)), labels)
-
-    def evaluate(
-        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
-    ) -> dict[str, float]:
-        """The metric and the mean loss on dev, and those of further dev sets with their names behind.
-
-        Args:
-            model: its mode is restored.
-            device: where the model is.
-            batch_size: examples per forward pass; examples of similar length go together.
-            progress: called with (examples done, examples in all).
-        """
-        splits = {split: examples for split, examples in self.splits.items() if split.startswith("dev")}
-        total = sum(len(examples) for examples in splits.values())
-        modes = {module: module.training for module in model.modules()}
-        metrics: dict[str, float] = {}
-        done = 0
-        model.eval()
-        try:
-            for split, examples in splits.items():
-                predicted = np.empty(len(examples), np.int64)
-                losses = np.empty(len(examples), np.float64)
-                longest_first = np.argsort(-examples.tokens.lengths, kind="stable")
-                batches = [longest_first[at : at + batch_size] for at in range(0, len(examples), batch_size)]
-
-                def measure(chosen: np.ndarray, examples: Any = examples) -> tuple[np.ndarray, np.ndarray]:
-                    return self._measure(model, device, [examples[i] for i in chosen])
-
-                for chosen, measured in shared_out(batches, measure):
-                    predicted[chosen], losses[chosen] = measured
-                    done += len(chosen)
-                    if progress is not None:
-                        progress(done, total)
-                suffix = split.removeprefix("dev")
-                metrics[self.metric_name + suffix] = self.metric(predicted, examples.labels)
-                metrics["loss" + suffix] = float(losses.mean())
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        return metrics
-
     def length(self, i: int) -> int:
         """Tokens of training example i, special ones included."""
         return int(self.train.tokens.offsets[i + 1] - self.train.tokens.offsets[i])
-
-    @torch.no_grad()
-    def _measure(
-        self, model: nn.Module, device: torch.device, examples: list[Example]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        batch = {name: tensor.to(device) for name, tensor in self.collate(examples).items()}
-        logits = self.logits(model, batch)
-        return logits.argmax(-1).cpu().numpy(), _cross_entropy(logits, batch["labels"]).cpu().numpy()
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """`[B, K]` of a collated batch."""
@@ -292,11 +233,6 @@ class TextClassification(Task):
         if rows:
             padded[mask] = np.concatenate(rows)
         return torch.from_numpy(padded)
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    at_least_float32 = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(at_least_float32), labels, reduction="none")
 
 
 def _classes(task: TaskConfig, found: Found[Table], columns: Columns) -> tuple[list[str], list[str]]:

@@ -59,8 +59,7 @@ def demo_tables(
         raise UserError(
             f"the synthetic demo data has two or three classes, and the task has {len(names)}: take another scale"
         )
-    if not 1 <= rows <= MOST_ROWS:
-        raise UserError(f"the synthetic demo data has from 1 to {MOST_ROWS} rows, and {rows} are declared")
+    check_rows(rows)
     draw = random.Random(f"dpexp demo, {len(names)} classes, {'pairs' if text_pair else 'single'}")
     make = _pair if text_pair else _single
     devs = {split: [_row(make, len(names), draw) for _ in range(DEMO_DEV_ROWS)] for split in dev_sets}
@@ -74,6 +73,12 @@ def demo_tables(
         split: _table(split, made, names, text, text_pair, label)
         for split, made in (("train", train), *devs.items())
     }
+
+
+def check_rows(rows: int, most: int = MOST_ROWS) -> None:
+    """Raise `UserError` for no rows, and for so many that they would be mere repetition."""
+    if not 1 <= rows <= most:
+        raise UserError(f"the synthetic demo data has from 1 to {most} rows, and {rows} are declared")
 
 
 def _row(make: Maker, classes: int, draw: random.Random) -> Row:

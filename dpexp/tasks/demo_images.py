@@ -9,13 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from dpexp.errors import UserError
+from dpexp.tasks.demo import DEMO_TRAIN_ROWS, check_rows
 from dpexp.tasks.image_files import Images
 
 DEMO_IMAGES = "synthetic demo images (embedded), not a published data set"
-# where the configuration declares no N
-DEMO_TRAIN_ROWS = 2000
 DEMO_DEV_ROWS = 500
-MOST_ROWS = 100_000
 # images at a time
 CHUNK = 512
 
@@ -51,8 +49,7 @@ def demo_images(classes: int, shape: tuple[int, int, int], rows: int | None = No
         raise UserError(
             f"the synthetic demo images have from 2 to {most} classes, and the task has {classes}: take another scale"
         )
-    if not 1 <= rows <= MOST_ROWS:
-        raise UserError(f"the synthetic demo data has from 1 to {MOST_ROWS} rows, and {rows} are declared")
+    check_rows(rows)
     return {
         "train": _split(classes, shape, rows, 1, "the embedded train images"),
         "dev": _split(classes, shape, DEMO_DEV_ROWS, 2, "the embedded dev images"),

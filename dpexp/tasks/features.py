@@ -12,8 +12,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,9 +23,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from dpexp.durable import cache_folder, keep_cached
 from dpexp.errors import UserError
 from dpexp.models.precision import autocast
-from dpexp.tasks.base import Progress, Task
+from dpexp.models.trainable import evaluation_mode
+from dpexp.tasks.base import Progress, Task, logits_of
+from dpexp.tasks.classes import Classification
 from dpexp.tasks.classification import Examples, TextClassification
 from dpexp.tasks.images import Examples as Pictures
 from dpexp.tasks.images import ImageClassification
@@ -63,7 +64,7 @@ class FeatureRows(Sequence[Features]):
         return Features(self.values[i], int(self.labels[i]))
 
 
-class FrozenFeatures(Task):
+class FrozenFeatures(Classification):
     """A classification whose examples are features of a frozen encoder.
 
     Args:
@@ -77,7 +78,7 @@ class FrozenFeatures(Task):
         self.width = values["train"].shape[1]
         self.splits = {
             split: FeatureRows(values[split].reshape(-1, self.width), rows.labels)
-            for split, rows in splits_of(task).items()
+            for split, rows in task.splits.items()
         }
         self.train = self.splits["train"]
         self.dev = self.splits.get("dev", FeatureRows(torch.zeros(0, self.width), np.zeros(0, np.int64)))
@@ -90,13 +91,9 @@ class FrozenFeatures(Task):
             "labels": torch.tensor([e.label for e in examples], dtype=torch.int64),
         }
 
-    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Cross-entropy of each example, `[B]`."""
-        if len(batch["labels"]) == 0:
-            return torch.zeros(0, device=batch["labels"].device)
-        logits = model(batch["features"])
-        at_least_float32 = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.to(at_least_float32), batch["labels"], reduction="none")
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """`[B, K]` of a collated batch."""
+        return logits_of(model(batch["features"]))
 
     @torch.no_grad()
     def evaluate(
@@ -104,9 +101,7 @@ class FrozenFeatures(Task):
     ) -> dict[str, float]:
         """The metric and the mean loss on dev, and those of further dev sets with their names behind."""
         metrics: dict[str, float] = {}
-        training = model.training
-        model.eval()
-        try:
+        with evaluation_mode(model):
             for split, rows in self.splits.items():
                 if not split.startswith("dev") or not len(rows):
                     continue
@@ -115,8 +110,6 @@ class FrozenFeatures(Task):
                 suffix = split.removeprefix("dev")
                 metrics[self.metric_name + suffix] = self.metric(logits.argmax(-1).cpu().numpy(), rows.labels)
                 metrics["loss" + suffix] = F.cross_entropy(logits, labels).item()
-        finally:
-            model.train(training)
         return metrics
 
     def length(self, i: int) -> int:
@@ -153,21 +146,16 @@ def freeze(
         raise UserError("task.augmentations: features are computed once, of each image as it is; set it to 0")
     if not all(name.startswith("classifier.") for name in bundle.trainable):
         raise UserError("model.frozen_features=true trains the head alone: set model.trainable=head")
-    cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser() / "features"
+    cache = cache_folder(data.cache) / "features"
     model.to(device)
     weights = _weights_hash(model) + ("" if precision == "fp32" else f" {precision}")
     values = {
         split: _cached(cache, f"{weights} {_content_hash(task, rows)}", model, task, rows, device, precision)
-        for split, rows in splits_of(task).items()
+        for split, rows in task.splits.items()
     }
     head = nn.Sequential(model.get_submodule("dropout"), model.get_submodule("classifier"))
     names = [name for name, _ in head.named_parameters()]
     return FrozenFeatures(task, values), dataclasses.replace(bundle, model=head, trainable=names)
-
-
-def splits_of(task: TextClassification | ImageClassification) -> dict[str, Any]:
-    """Split -> its examples."""
-    return task.splits if isinstance(task, TextClassification) else {"train": task.train, "dev": task.dev}
 
 
 @torch.no_grad()
@@ -179,12 +167,9 @@ def features_of(
     precision: str = "fp32",
 ) -> Tensor:
     """What the head reads, `[rows, d]` float32 on the CPU. Texts of one length go together, so that none is padded."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     found: Tensor | None = None
-    try:
-        lengths = rows.tokens.lengths if isinstance(rows, Examples) else np.ones(len(rows))
-        size = BATCH if isinstance(rows, Examples) else IMAGES
+    lengths, size = rows.lengths, BATCH if isinstance(rows, Examples) else IMAGES
+    with evaluation_mode(model):
         for length in np.unique(lengths):
             alike = np.flatnonzero(lengths == length)
             for start in range(0, len(alike), size):
@@ -195,9 +180,6 @@ def features_of(
                     values = model.pooled(**inputs).float().cpu()  # type: ignore[operator]
                 found = torch.empty(len(rows), values.shape[1]) if found is None else found
                 found[torch.from_numpy(chosen)] = values
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return torch.zeros(0, 0) if found is None else found
 
 
@@ -221,26 +203,8 @@ def _cached(
         pass
     log.info("computing the features of %d examples once, and keeping them in %s", len(rows), cache)
     values = features_of(model, task, rows, device, precision)
-    try:
-        _save(path, values)
-    except OSError as error:
-        log.warning("the cache of features could not be written: %s (%s)", path, error.strerror)
+    keep_cached(path, save({"features": values.contiguous()}), "features")
     return values
-
-
-def _save(path: Path, values: Tensor) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # mode 0600
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(save({"features": values.contiguous()}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _weights_hash(model: nn.Module) -> str:

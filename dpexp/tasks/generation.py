@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpexp.durable import cache_folder
 from dpexp.errors import UserError
+from dpexp.models.trainable import evaluation_mode
 from dpexp.parallel.sharing import by_one, shared_out
+from dpexp.privacy.sampling import generator_from
 from dpexp.tasks.base import Progress, Task, check_num_examples, padded_length
 from dpexp.tasks.decoding import Context, decode
 from dpexp.tasks.files import Table
@@ -71,7 +73,7 @@ class Generation(Task):
                 "demonstration, with task.generation.shots): set it to target"
             )
         frame = make_frame(tokenizer, self.settings, max_length)
-        cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+        cache = cache_folder(data.cache)
         dropped: list[str] = []
         if task.drop_over is not None:
             long = tokenize_pairs(cache, train, tokenizer, frame).longer_than(task.drop_over)
@@ -233,7 +235,6 @@ class Generation(Task):
             from dpexp.metrics import text
 
             text.check(self.suite, self.settings.metric_models)
-        modes = {module: module.training for module in model.modules()}
         metrics: dict[str, float] = {}
         done = 0
 
@@ -241,8 +242,7 @@ class Generation(Task):
             if progress is not None:
                 progress(done + count, total)
 
-        model.eval()
-        try:
+        with evaluation_mode(model):
             for split in measured:
                 suffix = "" if split == "dev" else f"_{split}"
                 metrics |= {
@@ -268,9 +268,6 @@ class Generation(Task):
                 metrics |= {name + suffix: value for name, value in scores.items()}
                 metrics["generated" + suffix] = float(len(asked))
                 metrics["unended" + suffix] = float(sum(not written.ended for written in found))
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
         return metrics
 
     @torch.no_grad()
@@ -312,8 +309,7 @@ def with_shots(settings: GenerationConfig, train: Table) -> GenerationConfig:
     if settings.shots > len(train):
         raise UserError(f"task.generation.shots={settings.shots}: the training file has {len(train)} pairs")
     words = hashlib.sha256(f"demonstrations {settings.prompt_set}".encode()).digest()
-    rng = np.random.Generator(np.random.Philox(key=np.frombuffer(words, dtype=np.uint64)[:2]))
-    rows = rng.choice(len(train), size=settings.shots, replace=False)
+    rows = generator_from(words).choice(len(train), size=settings.shots, replace=False)
     sources, targets = train.columns[SOURCE], train.columns[TARGET]
     shown = "".join(f"{settings.prefix}{sources[r]}{settings.suffix} {targets[r]}{BETWEEN}" for r in rows)
     return replace(settings, prefix=shown + settings.prefix, stop=[*settings.stop, BETWEEN])

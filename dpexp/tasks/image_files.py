@@ -8,13 +8,10 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import logging
 import lzma
 import math
-import os
 import re
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,13 +22,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from dpexp.durable import keep_cached
 from dpexp.errors import UserError
 
 # of the cached files: count up when decoding gives other pixels
 FORMAT = 2
 IDX_UINT8 = 8
 OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -216,10 +213,7 @@ def file_sha256(paths: Iterable[Path]) -> str:
 
 
 def cached(cache: Path, content: str, where: str, make: Callable[[], Images]) -> Images:
-    """What `make` gives, from the cache where it holds the same thing.
-
-    The file is for its owner alone, because the images may be private, and appears under its name only when complete. A
-    cache that can't be written costs time and nothing else: a warning.
+    """What `make` gives, from the cache where it holds the same thing; see `keep_cached`.
 
     Args:
         cache: a folder.
@@ -234,26 +228,8 @@ def cached(cache: Path, content: str, where: str, make: Callable[[], Images]) ->
         # not there, or not readable: made anew
         pass
     images = make()
-    try:
-        _write(path, save({"pixels": images.pixels, "labels": images.labels}))
-    except OSError as error:
-        log.warning("the cache of images could not be written: %s (%s)", path, error.strerror)
+    keep_cached(path, save({"pixels": images.pixels, "labels": images.labels}), "images")
     return images
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # mode 0600
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _sized(pixels: np.ndarray) -> str:

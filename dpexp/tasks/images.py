@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpexp.durable import cache_folder
 from dpexp.errors import UserError
 from dpexp.metrics import METRICS, check_metric
 from dpexp.models.images import ImageInputs
-from dpexp.parallel.sharing import shared_out
 from dpexp.tasks.augmentation import AUGMENTATIONS, augment, choices
-from dpexp.tasks.base import Progress, Task, check_num_examples, logits_of
+from dpexp.tasks.base import check_num_examples, logits_of
+from dpexp.tasks.classes import Classification, cross_entropy
 from dpexp.tasks.image_files import Images
 from dpexp.tasks.image_sources import find_images
 
@@ -41,6 +40,9 @@ class Examples(Sequence[Example]):
     def __init__(self, images: Images) -> None:
         self.pixels, self.labels = images.pixels, images.labels
 
+        # all alike
+        self.lengths = np.ones(len(self.labels), np.int64)
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -48,7 +50,7 @@ class Examples(Sequence[Example]):
         return Example(self.pixels[i], int(self.labels[i]))
 
 
-class ImageClassification(Task):
+class ImageClassification(Classification):
     """A task whose configuration says `kind: image_classification`.
 
     Pixels in [0, 1] are normalised with public constants: the network's, where it was pretrained with some, else the task's
@@ -78,7 +80,7 @@ class ImageClassification(Task):
             )
         if task.channels not in (1, 3):
             raise UserError(f"task.channels={task.channels}: images are grey (1) or have colours (3)")
-        cache = Path(data.cache or os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+        cache = cache_folder(data.cache)
         found = find_images(task, data, scale, cache)
         train = found.splits["train"]
         self.name, self.labels = task.name, found.labels
@@ -94,8 +96,9 @@ class ImageClassification(Task):
         self.channels = self.inputs.channels or channels
         self.image_shape = (self.channels, size or height, size or width)
         self.mean, self.std = self._constants(task)
-        self.train: Examples = Examples(train)
-        self.dev: Examples = Examples(found.splits.get("dev") or _none_like(train))
+        self.splits = {split: Examples(images) for split, images in found.splits.items()}
+        self.train: Examples = self.splits["train"]
+        self.dev: Examples = self.splits.get("dev") or Examples(_none_like(train))
         self.data = found.info(task, data, scale, self._notes(found.source))
 
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
@@ -135,45 +138,8 @@ class ImageClassification(Task):
             return torch.zeros(0, device=labels.device)
         logits = logits_of(self.logits(model, batch), len(self.labels))
         copies = len(logits) // len(labels)
-        losses = _cross_entropy(logits, labels.repeat_interleave(copies))
+        losses = cross_entropy(logits, labels.repeat_interleave(copies))
         return losses.view(len(labels), copies).mean(1)
-
-    def evaluate(
-        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
-    ) -> dict[str, float]:
-        """The metric and the mean loss on dev, whose images are not augmented.
-
-        Args:
-            model: its mode is restored.
-            device: where the model is.
-            batch_size: examples per forward pass.
-            progress: called with (examples done, examples in all).
-        """
-        total = len(self.dev)
-        if not total:
-            return {}
-        predicted, losses = np.empty(total, np.int64), np.empty(total, np.float64)
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            with torch.no_grad():
-
-                def measure(where: slice) -> tuple[np.ndarray, np.ndarray]:
-                    batch = self.collate([self.dev[i] for i in range(where.start, where.stop)])
-                    batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                    logits = self.logits(model, batch)
-                    found = _cross_entropy(logits, batch["labels"])
-                    return logits.argmax(1).cpu().numpy(), found.cpu().numpy()
-
-                batches = [slice(at, min(at + batch_size, total)) for at in range(0, total, batch_size)]
-                for where, measured in shared_out(batches, measure):
-                    predicted[where], losses[where] = measured
-                    if progress is not None:
-                        progress(where.stop, total)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        return {self.metric_name: self.metric(predicted, self.dev.labels), "loss": float(losses.mean())}
 
     def length(self, i: int) -> int:
         """All images are of one size: 1."""
@@ -235,8 +201,3 @@ class ImageClassification(Task):
 
 def _none_like(images: Images) -> Images:
     return Images(images.pixels[:0], images.labels[:0], "no dev set")
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    at_least_float32 = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(at_least_float32), labels, reduction="none")

@@ -27,7 +27,7 @@ from dpexp.errors import UserError
 from dpexp.tasks.classification import Example, TextClassification
 from dpexp.tasks.demo import DEMO_WORDS
 from dpexp.tasks.sources import is_demo
-from dpexp.tasks.tokens import CHUNK, TokenTable, tokenize_cached
+from dpexp.tasks.tokens import CHUNK, TokenTable, plain_ids, tokenize_cached
 
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
@@ -123,7 +123,7 @@ def label_word_tokens(
     tokens: dict[int, str] = {}
     for label in labels:
         word = (" " if spaced else "") + words[label].strip()
-        ids = tokenizer(word, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        (ids,) = plain_ids(tokenizer, [word])
         if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
             pieces = ", ".join(tokenizer.convert_ids_to_tokens(ids)) or "nothing"
             raise UserError(
@@ -194,15 +194,16 @@ def tokenize_template(
             kept = {piece: text[:n] for piece, text, n in zip(filled, ids, lengths, strict=True)}
             parts = [before, *(fixed[piece] if piece in fixed else kept[piece] for piece in pieces), after]
             rows.append(np.fromiter(itertools.chain.from_iterable(parts), np.int32))
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)]).astype(np.int64)
-    tokens = np.concatenate([np.empty(0, np.int32), *rows])
-    if np.count_nonzero(tokens == mask) != len(rows):
+    segments = [np.zeros(len(row), np.uint8) for row in rows]
+    table = TokenTable.of(
+        rows, segments if "token_type_ids" in tokenizer.model_input_names else None, truncated
+    )
+    if np.count_nonzero(table.tokens == mask) != len(rows):
         raise UserError(
             f"{type(tokenizer).__name__} makes a mask token out of ordinary text, so that a row has several: take another "
             "model.tokenizer"
         )
-    with_segments = "token_type_ids" in tokenizer.model_input_names
-    return TokenTable(tokens, offsets, np.zeros(len(tokens), np.uint8) if with_segments else None, truncated)
+    return table
 
 
 def read_prompt(
@@ -327,17 +328,8 @@ def _base_model(model: nn.Module) -> nn.Module | None:
 
 def _encode(tokenizer: Any, texts: Sequence[Piece]) -> list[list[int]]:
     """Tokens of words that stand behind a space or not, without special ones."""
-    strings = [text.text for text in texts]
-    spaced = [(" " if text.spaced else "") + text.text for text in texts]
-    ids = tokenizer(
-        spaced,
-        add_special_tokens=False,
-        split_special_tokens=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )["input_ids"]
-    return [row if string else [] for row, string in zip(ids, strings, strict=True)]
+    ids = plain_ids(tokenizer, [(" " if text.spaced else "") + text.text for text in texts])
+    return [row if text.text else [] for row, text in zip(ids, texts, strict=True)]
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

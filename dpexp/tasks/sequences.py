@@ -13,7 +13,7 @@ import numpy as np
 from dpexp.errors import UserError
 from dpexp.tasks.files import Table
 from dpexp.tasks.formats import SOURCE, TARGET
-from dpexp.tasks.tokens import CHUNK, TokenTable, tokenize_cached
+from dpexp.tasks.tokens import CHUNK, TokenTable, plain_ids, tokenize_cached
 
 if TYPE_CHECKING:
     from dpexp.schemas import GenerationConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BEGIN = "{bos}"
 """In a prompt's prefix or suffix: the tokenizer's own token for a beginning."""
 
-NO_TOKENS = TokenTable(np.empty(0, np.int32), np.zeros(1, np.int64), None, 0)
+NO_TOKENS = TokenTable.of([])
 
 
 class Example(NamedTuple):
@@ -91,14 +91,14 @@ def make_frame(tokenizer: Any, settings: GenerationConfig, max_length: int) -> F
 def _affix(tokenizer: Any, text: str, begin: int) -> np.ndarray:
     pieces: list[int] = []
     for number, part in enumerate(text.split(BEGIN)):
-        pieces += [begin] * (number > 0) + (_plain_ids(tokenizer, [part])[0] if part else [])
+        pieces += [begin] * (number > 0) + (plain_ids(tokenizer, [part])[0] if part else [])
     return np.asarray(pieces, np.int32)
 
 
 def target_tokens(tokenizer: Any, frame: Frame, texts: Sequence[str]) -> list[np.ndarray]:
     """Texts as targets: `[L]` int32 each, the end token last unless it was cut."""
     return [
-        _ended(np.asarray(row, np.int32), frame) for row in _plain_ids(tokenizer, [f" {t}" for t in texts])
+        _ended(np.asarray(row, np.int32), frame) for row in plain_ids(tokenizer, [f" {t}" for t in texts])
     ]
 
 
@@ -129,8 +129,8 @@ class Sequences(Sequence[Example]):
         return len(self.target_lengths)
 
     def __getitem__(self, i: Any) -> Any:
-        ended = _ended(_row(self.targets, i), self.frame)
-        return Example(self.frame.prompt(_row(self.sources, i), len(ended)), ended)
+        ended = _ended(self.targets.row(i)[0], self.frame)
+        return Example(self.frame.prompt(self.sources.row(i)[0], len(ended)), ended)
 
     def longer_than(self, most: int) -> np.ndarray:
         """`[rows]` bool: which rows have more tokens than `most`, before anything is cut."""
@@ -140,7 +140,7 @@ class Sequences(Sequence[Example]):
 
     def prompt(self, i: int) -> np.ndarray:
         """`[P]` int32: what a model is given to go on from, cut so that the longest target fits behind it."""
-        return self.frame.prompt(_row(self.sources, i), self.frame.longest_target)
+        return self.frame.prompt(self.sources.row(i)[0], self.frame.longest_target)
 
     def prompt_is_cut(self, i: int) -> bool:
         """Whether `prompt(i)` lost a part of its source."""
@@ -173,22 +173,8 @@ def _content(texts: Sequence[str]) -> str:
 def _tokenize_plain(
     tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
 ) -> TokenTable:
-    """Without special tokens, uncut; text that spells a special token stays text."""
+    """See `plain_ids`."""
     rows: list[np.ndarray] = []
     for start in range(0, len(texts), CHUNK):
-        rows += [np.asarray(row, np.int32) for row in _plain_ids(tokenizer, texts[start : start + CHUNK])]
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)]).astype(np.int64)
-    return TokenTable(np.concatenate([np.empty(0, np.int32), *rows]), offsets, None, 0)
-
-
-def _plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    if not texts:
-        return []
-    return tokenizer(
-        list(texts), add_special_tokens=False, split_special_tokens=True, padding=False, truncation=False,
-        return_attention_mask=False, return_token_type_ids=False, verbose=False,
-    )["input_ids"]  # fmt: skip
-
-
-def _row(table: TokenTable, i: int) -> np.ndarray:
-    return table.tokens[table.offsets[i] : table.offsets[i + 1]]
+        rows += [np.asarray(row, np.int32) for row in plain_ids(tokenizer, texts[start : start + CHUNK])]
+    return TokenTable.of(rows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, first_line
 from dpexp.models.sources import hub
 from dpexp.tasks.base import COUNTED, DataInfo, declared_num_examples
 from dpexp.tasks.files import find_file
@@ -212,8 +212,9 @@ def _on_hub(reader: Reader[Split], tried: list[str]) -> Found[Split] | None:
                 break
             except Exception as error:
                 # the libraries for files, formats and the hub each raise their own
-                first_line = (str(error).splitlines() or [type(error).__name__])[0]
-                why = f"can't be reached ({reason}), and its cache has no copy" if reason else first_line
+                why = (
+                    f"can't be reached ({reason}), and its cache has no copy" if reason else first_line(error)
+                )
     if there is None:
         tried.append(f"hub, data set {name}: {why}")
         return None

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +13,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from dpexp.durable import keep_cached
+
 # texts per call of the tokenizer: large enough to be fast, small enough to bound memory
 CHUNK = 8192
 # of the cached files: count up when `tokenize` gives other rows
 FORMAT = 1
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,25 @@ class TokenTable:
     segments: np.ndarray | None
     truncated: int
 
+    @classmethod
+    def of(
+        cls, rows: Sequence[np.ndarray], segments: Sequence[np.ndarray] | None = None, truncated: int = 0
+    ) -> TokenTable:
+        """The table of some rows, `[T]` int32 each, and their segments, `[T]` uint8."""
+        return cls(
+            np.concatenate([np.empty(0, np.int32), *rows]),
+            np.cumsum([0, *map(len, rows)], dtype=np.int64),
+            None if segments is None else np.concatenate([np.empty(0, np.uint8), *segments]),
+            truncated,
+        )
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens and segments of a row."""
+        place = slice(self.offsets[i], self.offsets[i + 1])
+        return self.tokens[place], None if self.segments is None else self.segments[place]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -83,13 +98,17 @@ def tokenize(
         rows += [np.asarray(row or [tokenizer.pad_token_id], dtype=np.int32) for row in ids]
         if wants_segments:
             segments += [np.asarray(row or [0], dtype=np.uint8) for row in batch["token_type_ids"]]
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
-    return TokenTable(
-        np.concatenate([np.empty(0, np.int32), *rows]),
-        offsets.astype(np.int64),
-        np.concatenate([np.empty(0, np.uint8), *segments]) if wants_segments else None,
-        truncated,
-    )
+    return TokenTable.of(rows, segments if wants_segments else None, truncated)
+
+
+def plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of texts without special ones, uncut; text that spells a special token stays text."""
+    if not texts:
+        return []
+    return tokenizer(
+        list(texts), add_special_tokens=False, split_special_tokens=True, padding=False, truncation=False,
+        return_attention_mask=False, return_token_type_ids=False, verbose=False,
+    )["input_ids"]  # fmt: skip
 
 
 def tokenize_cached(
@@ -101,10 +120,7 @@ def tokenize_cached(
     max_length: int,
     make: Callable[[Any, Sequence[str], Sequence[str] | None, int], TokenTable] | None = None,
 ) -> TokenTable:
-    """As `tokenize`, from the cache where it holds the same thing.
-
-    The file is for its owner alone, because it holds private text, and appears under its name only when complete. A
-    cache that can't be written costs time and nothing else: a warning.
+    """As `tokenize`, from the cache where it holds the same thing; see `keep_cached`.
 
     Args:
         cache: a folder.
@@ -117,10 +133,7 @@ def tokenize_cached(
     table = _load(path)
     if table is None or len(table) != len(texts):
         table = (make or tokenize)(tokenizer, texts, pairs, max_length)
-        try:
-            _save(path, table)
-        except OSError as error:
-            log.warning("the cache of tokens could not be written: %s (%s)", path, error.strerror)
+        keep_cached(path, _saved(table), "tokens")
     return table
 
 
@@ -168,19 +181,8 @@ def _load(path: Path) -> TokenTable | None:
     return TokenTable(arrays["tokens"], arrays["offsets"], arrays.get("segments"), truncated)
 
 
-def _save(path: Path, table: TokenTable) -> None:
+def _saved(table: TokenTable) -> bytes:
     arrays = {"tokens": table.tokens, "offsets": table.offsets}
     if table.segments is not None:
         arrays["segments"] = table.segments
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # mode 0600
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(save(arrays, metadata={"truncated": str(table.truncated)}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    return save(arrays, metadata={"truncated": str(table.truncated)})

@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpexp.durable import make_folder, read_json, write_json
+from dpexp.durable import cache_folder, make_folder, read_json, write_json
 from dpexp.parallel import ALONE, Ranks
 from dpexp.provenance import device_name
 from dpexp.training.state import disk_errors
@@ -77,6 +76,6 @@ def machine_name(device: torch.device) -> str:
 
 def machine_file() -> Path:
     """Where this machine's measured choices are shared by its runs, so that the same run twice gives the same numbers."""
-    folder = Path(os.environ.get("DPEXP_CACHE") or "~/.cache/dpexp").expanduser()
+    folder = cache_folder()
     make_folder(folder, "DPEXP_CACHE")
     return folder / "choices.json"

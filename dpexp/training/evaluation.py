@@ -10,21 +10,10 @@ from torch import nn
 
 from dpexp.errors import UserError
 from dpexp.models.precision import autocast
+from dpexp.models.trainable import evaluation_mode
 
 if TYPE_CHECKING:
     from dpexp.tasks.base import Task
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode comes back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager

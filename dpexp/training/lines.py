@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.following import Followed
-from dpexp.clipping.independence.comparison import rows_apart
 
 # relative difference of numbers that are one, inverted or not
 SAME = 1e-9
@@ -42,25 +42,6 @@ PLAIN = (Tensor, nn.Parameter, Followed)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the rows of each example are in a tensor.
-
-    Attributes:
-        axis: the dimension that is the batch.
-        times: how many rows each example has there.
-        strided: whether they are as far apart as there are examples, and not adjacent.
-    """
-
-    axis: int
-    times: int
-    strided: bool = False
-
-    def rows(self, tensor: Tensor, examples: int) -> Tensor:
-        """Return ``[examples, …]``, what each example has."""
-        return rows_apart(tensor, self.axis, examples, self.strided).reshape(examples, -1)
-
-
-@dataclass(frozen=True)
 class Slot:
     """The place of a tensor among the arguments of a function."""
 
@@ -82,10 +63,15 @@ class Line:
     # whether it takes as many rows as there are examples, and some of them twice
     repeats: bool = False
 
+    @cached_property
+    def uses(self) -> list[int]:
+        """The numbers of the tensors among its arguments."""
+        return [leaf.number for leaf in tree_leaves(self.given) if isinstance(leaf, Slot)]
+
     @property
-    def writes(self) -> bool:
-        """Whether it has written to its first argument."""
-        return in_place(self.func, self.given[1])
+    def written(self) -> list[int]:
+        """The numbers of what it has returned, and of the first argument where it has written to that."""
+        return [*self.made, *(self.uses[:1] if in_place(self.func, self.given[1]) else ())]
 
 
 @dataclass(frozen=True)
@@ -102,11 +88,6 @@ class Number:
         return math.isclose(self.value, other, rel_tol=error) or math.isclose(
             self.value * other, 1, rel_tol=error
         )
-
-
-def slots_of(line: Line) -> list[Slot]:
-    """The slots among the arguments of a call."""
-    return [leaf for leaf in tree_leaves(line.given) if isinstance(leaf, Slot)]
 
 
 def name_of(func: Any) -> str:
@@ -136,10 +117,3 @@ def storage_of(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return 0
-
-
-def is_order(tensor: Tensor) -> bool:
-    """Whether it may say which row goes where."""
-    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        return False
-    return bool((tensor.sort().values == torch.arange(len(tensor), device=tensor.device)).all())

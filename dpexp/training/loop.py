@@ -20,7 +20,7 @@ from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
 from dpexp.models import rgp
 from dpexp.models.precision import autocast
-from dpexp.models.trainable import train_mode
+from dpexp.models.trainable import evaluation_mode, train_mode
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.replicas import made_same
 from dpexp.parallel.sharded import filled, held_whole, shard, skeleton_of
@@ -34,7 +34,7 @@ from dpexp.training.averaging import Averages
 from dpexp.training.best import Best
 from dpexp.training.clippers import build_clipper
 from dpexp.training.decisions import Decisions, machine_file, machine_name
-from dpexp.training.evaluation import evaluate, evaluation_mode
+from dpexp.training.evaluation import evaluate
 from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.identity import facts_of
 from dpexp.training.interrupt import Interrupts
@@ -168,7 +168,9 @@ class Trainer:
             )  # fmt: skip
             self.feedback = build_feedback(plan.schedule, release, run.task.metric)
             if plan.search is not None:
-                self._look_in_evaluation_mode()
+                # it asks for losses without dropout, in a mode that clipping never sees
+                with evaluation_mode(self.model):
+                    self._look_at_losses()
                 self.search = build_search(
                     run.search, release, self.model, self.losses_of,
                     expected_batch=expected_batch, largest=run.optim.lr,
@@ -232,15 +234,6 @@ class Trainer:
             self.notes.append(note)
             log.warning(note)
         return note is None
-
-    def _look_in_evaluation_mode(self) -> None:
-        """Look at the losses that a search asks for: without dropout, and so in a mode that clipping never sees.
-
-        Raises:
-            UserError: what an example loses there depends on the others.
-        """
-        with evaluation_mode(self.model):
-            self._look_at_losses()
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, where there is one."""

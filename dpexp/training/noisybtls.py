@@ -86,18 +86,13 @@ class NoisyBTLS(StepSearch):
     def _squared_norm(self, gradient: list[Tensor]) -> float:
         """‖ĝ‖² of the mean gradient."""
         squared = sum(float(g.double().square().sum()) for g in gradient)
-        weight = self.kept_weight + self._level() / self._squared_bound()
-        sizes = sum(g.numel() for g in gradient)
-        base = self.sigma**2 * self._level()
-        return max(0.0, squared - sizes * base / weight / self.expected_batch**2)
-
-    def _level(self) -> float:
         search = self.release.plan.search
         assert search is not None
-        return search.gradient_level
-
-    def _squared_bound(self) -> float:
-        return float(self.release.policy.values.double().square().sum())
+        level = search.gradient_level
+        weight = self.kept_weight + level / float(self.release.policy.values.double().square().sum())
+        sizes = sum(g.numel() for g in gradient)
+        base = self.sigma**2 * level
+        return max(0.0, squared - sizes * base / weight / self.expected_batch**2)
 
 
 def angle(first: list[Tensor], second: list[Tensor]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -87,7 +88,7 @@ def automatic_size(
     Raises:
         UserError: not even one example fits.
     """
-    ceiling = min(LARGEST, _power_of_two_at_least(max(1.0, expected_batch)))
+    ceiling = min(LARGEST, 1 << math.ceil(math.log2(max(1.0, expected_batch))))
     try:
         if device.type == "cuda":
             return _largest_on_gpu(forward, backward, parameters, ceiling)
@@ -146,7 +147,3 @@ def _estimate_on_cpu(
     budget = min(CPU_ACTIVATION_BYTES, memory // 8)
     fits = max(1, budget // per_example)
     return min(ceiling, 1 << (int(fits).bit_length() - 1))
-
-
-def _power_of_two_at_least(value: float) -> int:
-    return 1 << max(0, int(np.ceil(np.log2(value))))

@@ -69,6 +69,11 @@ def build_plan(
     """
     if not run.clip.private or steps == 0:
         return None
+    individual = None
+    if groups is not None:
+        own = run.individual
+        epsilons = own.epsilons if own.budgets is None else binned(run, num_examples)[0]
+        individual = own.name, epsilons, groups
     return make_plan(
         num_examples=num_examples,
         expected_batch_size=run.optim.batch_size,
@@ -82,7 +87,7 @@ def build_plan(
         allow_clt=run.accountant.allow_clt,
         schedule=asdict(run.schedule),
         batches=run.optim.batch_growth or "constant",
-        individual=None if groups is None else (run.individual.name, _epsilons(run, num_examples), groups),
+        individual=individual,
         search=None if run.search.name == "none" else SearchBudget(run.search.mechanism, run.search.share),
         unit=run.unit.name,
         projections=run.clip.projections if run.clip.method == "jl" else 0,
@@ -96,11 +101,6 @@ def build_sampler(
     rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
     rate_of = plan.rate if plan is not None and plan.grows else None
     return sampler_for(run.privacy.sampling, num_examples, run.optim.batch_size, key, groups, rates, rate_of)
-
-
-def _epsilons(run: RunConfig, num_examples: int) -> list[float]:
-    """ε of each group of examples."""
-    return run.individual.epsilons if run.individual.budgets is None else binned(run, num_examples)[0]
 
 
 def choose_device(name: str) -> torch.device:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from dpexp.errors import UserError
+from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.tradeoff import FPR, TPR
 from dpexp.provenance import peak_memory_mib
 from dpexp.statement import ACCOUNTANTS, with_choice
@@ -25,12 +26,6 @@ LINE_EVERY_S = 10.0
 STRICT_LINES = 20
 # the time left is their median times the steps left
 RECENT_STEPS = 101
-
-
-class Spent(Protocol):
-    """What can say how much has been spent: the ledger."""
-
-    def epsilon(self, delta: float, accountant: str) -> float: ...
 
 
 class Progress:
@@ -85,7 +80,7 @@ class Progress:
         """One line above the bar."""
         self.console.print(text, markup=False)
 
-    def step(self, step: int, loss: float | None, rate: float, ledger: Spent | None) -> None:
+    def step(self, step: int, loss: float | None, rate: float, ledger: Ledger | None) -> None:
         """A step is done.
 
         Args:

@@ -7,22 +7,21 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import chain, cycle, islice, product
+from itertools import chain, product
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dpexp.clipping.independence.batches import rows_of
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
-from dpexp.training.lines import ADDING, SHAPES, Place, Slot, name_of, slots_of
+from dpexp.training.lines import ADDING, SHAPES, Slot, name_of
 from dpexp.training.owned import WRITTEN
 from dpexp.training.padded import FACTORS, in_padding, padded_further
+from dpexp.training.places import Place, rows_changed
 from dpexp.training.trace import COUNTED, EARLIER, REPEATED, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
@@ -230,7 +229,7 @@ class Redone:
         try:
             whole = self._again(number)[0]
             others = [self._other(number, half) for half in self._halves]
-            places = self._places(whole)
+            places = self.trace.rows.possible(whole)
             rows = [[place.rows(t, self.examples) for t in (whole, *others)] for place in places]
         except Exception:
             # nothing that has rows, or that could be done again
@@ -243,7 +242,7 @@ class Redone:
             if not self._note_rows(number, whole, others):
                 raise UserError(UNTOLD.format(shape=list(whole.shape), examples=self.examples))
             return True
-        found, fits = [], self.trace.fits(whole)
+        found, fits = [], self.trace.rows.fits(whole)
         for place, (first, *rest) in zip(places, rows, strict=True):
             changed = [self._unlike(first, other) for other in rest]
             for row in first[changed[0] & changed[1]]:
@@ -279,15 +278,6 @@ class Redone:
             self._rows[number] = found
         return apart
 
-    def _places(self, whole: Tensor) -> list[Place]:
-        """Where the rows of each example may be in a tensor; none where it has rows that no size tells apart."""
-        # pictures may have as many lines as the batch has examples: these alone are apart in one of the places
-        found, several = self.trace.fits(whole), len(whole) // self.examples if whole.dim() else 0
-        if several and len(whole) % self.examples == 0 and not any(place.axis == 0 for place in found):
-            # several views of each example: one behind the other, or all of one kind and then all of the next
-            found += [Place(0, several), Place(0, several, strided=True)]
-        return found
-
     def _place_of(self, number: int) -> Place | None:
         """Where the rows of each example are in a tensor that was not computed by what is written down."""
         trace, tensor = self.trace, self.trace.held[number]
@@ -308,12 +298,10 @@ class Redone:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
         earlier, counted = set(self.trace.old), set[int]()
         for line in self.trace.lines:
-            slots = [slot.number for slot in slots_of(line)]
-            written = [*line.made, *(slots[:1] if line.writes else ())]
-            if earlier.intersection(slots[name_of(line.func) in SHAPES :]):
-                earlier.update(written)
-            if line.counted or counted.intersection(slots):
-                counted.update(written)
+            if earlier.intersection(line.uses[name_of(line.func) in SHAPES :]):
+                earlier.update(line.written)
+            if line.counted or counted.intersection(line.uses):
+                counted.update(line.written)
         if number in earlier:
             raise UserError(EARLIER.format(what=what))
         if number in counted:
@@ -326,9 +314,9 @@ class Redone:
         """
         taken = set[int]()
         for line in self.trace.lines:
-            slots = [slot.number for slot in slots_of(line)]
-            if line.repeats or (taken.intersection(slots) and name_of(line.func).rstrip("_") not in ADDING):
-                taken.update([*line.made, *(slots[:1] if line.writes else ())])
+            adds = name_of(line.func).rstrip("_") in ADDING
+            if line.repeats or (taken.intersection(line.uses) and not adds):
+                taken.update(line.written)
         reached = [*chain.from_iterable(self.trace.calls), self.trace.numbers.get(losses)]
         if taken and (None in reached or taken.intersection(reached)):
             raise UserError(REPEATED)
@@ -339,7 +327,7 @@ class Redone:
         if name != "mean" or source not in self.trace.sizes.times:
             return False
         needed = set[int]()
-        self._behind([slot.number for slot in slots_of(self.trace.lines[line])], needed)
+        self._behind(self.trace.lines[line].uses, needed)
         returned = needed.intersection(self.trace.returned)
         return bool(returned) and all(map(self._told_rows, returned))
 
@@ -348,9 +336,8 @@ class Redone:
         needed, found = set[int]() if needed is None else needed, set[int]()
         needed.update(numbers)
         for i, line in reversed(list(enumerate(self.trace.lines))):
-            slots = [slot.number for slot in slots_of(line)]
-            if needed.intersection([*line.made, *(slots[:1] if line.writes else ())]):
-                needed.update(slots)
+            if needed.intersection(line.written):
+                needed.update(line.uses)
                 found.add(i)
         return found
 
@@ -386,14 +373,14 @@ class Redone:
                 told = [] if half is None else self._told_rows(n)
                 if half is not None and told:
                     # rows that the model was given in another order come back in that order
-                    there[n] = self._changed_as(held, told, half, scale)
+                    there[n] = rows_changed(held, [rows[half] for rows in told], scale)
                 elif (place := self._place_of(n)) is not None:
                     left = self._rows_left(half) if half is not None and n in trace.returned else kept
-                    there[n] = self._replaced(held, place, left, scale)
+                    there[n] = place.replaced(held, self.examples, left, scale)
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
         there |= {n: there[n].clone() for n in trace.written if n in there}
-        last = {slot.number: i for i, line in enumerate(trace.lines) for slot in slots_of(line)}
+        last = {used: i for i, line in enumerate(trace.lines) for used in line.uses}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
         with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
             for i, line in enumerate(trace.lines):
@@ -406,9 +393,9 @@ class Redone:
                     result = line.func(*args, **kwargs)
                 made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
                 there.update(zip(line.made, made, strict=True))
-                for slot in slots_of(line):
-                    if last[slot.number] == i and slot.number != number:
-                        there.pop(slot.number, None)
+                for used in line.uses:
+                    if last[used] == i and used != number:
+                        there.pop(used, None)
             found = there[number]
             gradients: Sequence[Tensor] = ()
             if leaves:
@@ -417,30 +404,9 @@ class Redone:
                 )
         return found.detach(), gradients, chance.met
 
-    def _changed_as(self, tensor: Tensor, told: list[list[Tensor]], half: int, scale: float) -> Tensor:
-        """What the model returned, with other rows where such as it was given have changed; all of it where it has other rows."""
-        tensor = tensor if tensor.dim() else tensor[None]
-        changed = [rows[half] for rows in told if len(rows[half]) == len(tensor)]
-        everywhere = torch.full((len(tensor),), any(bool(rows[half].any()) for rows in told))
-        where = torch.stack(changed).any(0) if changed else everywhere
-        stay = (~where).nonzero().flatten().tolist()
-        rows = torch.arange(len(tensor))
-        if stay:
-            rows[where] = torch.tensor(list(islice(cycle(stay), int(where.sum()))), dtype=torch.long)
-        return rows_of(tensor, 0, rows, where, scale)
-
     def _rows_left(self, half: int) -> list[int]:
         """The examples of one half, as they stand where the model was given them."""
         return (~self._changed[half]).nonzero().flatten().tolist()
-
-    def _replaced(self, tensor: Tensor, place: Place, kept: Sequence[int], scale: float) -> Tensor:
-        """The rows ``kept`` in the place of all others."""
-        others = islice(cycle(kept), self.examples)
-        chosen = torch.tensor([i if i in kept else next(others) for i in range(self.examples)])
-        own = replace(place, axis=0).rows(torch.arange(self.examples * place.times), self.examples)
-        rows = torch.empty_like(own.flatten())
-        rows[own.flatten()] = own[chosen].flatten()
-        return rows_of(tensor, place.axis, rows, rows != torch.arange(len(rows)), scale)
 
     def _unlike(self, a: Tensor, b: Tensor) -> Tensor:
         """``[b]``: which rows are not equal, up to rounding."""

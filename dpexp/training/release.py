@@ -146,12 +146,12 @@ class Release:
         noise = self.noise(step)
         groups = zip(self.clipper.groups, noise["gradients"], strict=True)
         stds = [std for group, std in groups for _ in group.params]
-        add_gaussian_(self._gradients(), stds, generator=self._generator("gradients", step, attempt))
+        add_gaussian_(self._gradients(), stds, generator=self.generator("gradients", step, attempt))
         if noise["counts"] is None:
             return None
         each = isinstance(noise["counts"], list)
         tensors = list(counts.split(1)) if each else [counts]
-        add_gaussian_(tensors, noise["counts"], generator=self._generator("counts", step, attempt))
+        add_gaussian_(tensors, noise["counts"], generator=self.generator("counts", step, attempt))
         return counts
 
     def stds(self, step: int) -> dict[int, float]:
@@ -175,16 +175,14 @@ class Release:
         signal = sum(float(square.full_tensor() if is_sharded(square) else square) for square in squares)
         return signal, sum(stds[id(p)] ** 2 * p.numel() for p in self.parameters)
 
-    def generator(self, name: str, step: int, attempt: int) -> KeyedGenerator:
-        """The noise called `name` of a charged step; each name may be used once."""
-        return self._generator(name, step, attempt)
-
     def _gradients(self) -> list[Tensor]:
         """The clipper leaves a tensor for every parameter, zeros where nothing arrived."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def _generator(self, name: str, step: int, attempt: int) -> KeyedGenerator:
-        """Keyed with the fingerprint too: where the ledger cannot know of another sum that the key served (a copy of the
+    def generator(self, name: str, step: int, attempt: int) -> KeyedGenerator:
+        """The noise called `name` of a charged step; each name may be used once.
+
+        Keyed with the fingerprint too: where the ledger cannot know of another sum that the key served (a copy of the
         folder, a ledger that was put back or deleted, the same `noise_seed` elsewhere), the noise differs all the same."""
         use = f"noise of {name} {self.ledger.fingerprints(step)[attempt]} {step} {attempt}"
         kind = SecureGenerator if self.secure else KeyedGenerator

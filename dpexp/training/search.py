@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.privacy.noise import KeyedGenerator
+from dpexp.privacy.sampling import generator_from
 from dpexp.training.evaluation import evaluating
 from dpexp.training.release import Release
 
@@ -173,8 +174,7 @@ class StepSearch(ABC):
     @staticmethod
     def comparisons(noise: KeyedGenerator) -> np.random.Generator:
         """Noise for what is compared and not released: the rounding of floating-point numbers then shows in no answer."""
-        words = np.frombuffer(noise.next_key()[:16], dtype=np.uint64)
-        return np.random.Generator(np.random.Philox(key=words))
+        return generator_from(noise.next_key())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -91,10 +91,6 @@ class StageSteps(Steps):
         self._left -= 1
         return not self._left and self._take()
 
-    def scales_of(self, piece: np.ndarray) -> Tensor | None:
-        """`[b]` factors of the thresholds."""
-        return None if self.clip_scales is None else self.clip_scales[torch.from_numpy(piece)]
-
     def _whole(self, reports: list[Report]) -> Report | None:
         clipper: Any = self.clipper
         if clipper is None or not reports:

@@ -221,29 +221,31 @@ def load_checkpoint(folder: Path, signature: str) -> Checkpoint | None:
     pointer = folder / "latest.json"
     if not pointer.exists():
         return None
-    way_out = (
-        f"Put a copy of the folder back, or delete {folder} to train again from the start (the ledger stays: "
-        "what was released so far is charged again)"
-    )
     try:
         latest = json.loads(pointer.read_text(encoding="utf-8"))
         path, expected = folder / latest["file"], latest["sha256"]
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"corrupt checkpoint: {pointer} is no valid pointer. {way_out}") from None
+        raise _unusable(folder, f"corrupt checkpoint: {pointer} is no valid pointer") from None
     if not path.exists():
-        raise UserError(f"corrupt checkpoint: {path}, named by {pointer.name}, is gone. {way_out}")
+        raise _unusable(folder, f"corrupt checkpoint: {path}, named by {pointer.name}, is gone")
     with open(path, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-            raise UserError(
-                f"corrupt checkpoint: {path} does not have the checksum in {pointer.name}. {way_out}"
+            raise _unusable(
+                folder, f"corrupt checkpoint: {path} does not have the checksum in {pointer.name}"
             )
     with torch.serialization.safe_globals(_numpys()):
         checkpoint = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
     if checkpoint.signature != signature:
-        raise UserError(
-            f"{path} belongs to another configuration ({checkpoint.signature}, not {signature}). {way_out}"
-        )
+        other = f"{checkpoint.signature}, not {signature}"
+        raise _unusable(folder, f"{path} belongs to another configuration ({other})")
     return checkpoint
+
+
+def _unusable(folder: Path, why: str) -> UserError:
+    return UserError(
+        f"{why}. Put a copy of the folder back, or delete {folder} to train again from the start (the ledger stays: what was "
+        "released so far is charged again)"
+    )
 
 
 def resting_on(policy: FixedThresholds, ledger: Ledger | None, parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,8 +358,8 @@ def _tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[int, di
     tensors = {f"model/{name}": tensor for name, tensor in checkpoint.model.items()}
     states: dict[int, dict[str, Any]] = {}
     for number, values in checkpoint.optimizer.get("state", {}).items():
-        states[number] = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
         named = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        states[number] = {name: value for name, value in values.items() if name not in named}
         tensors |= {f"optimizer/{number}/{name}": value for name, value in named.items()}
     return tensors, states
 
@@ -370,23 +372,18 @@ def _read_parts(
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(str(parts))
+    reader, numbered = FileSystemReader(str(parts)), dict(enumerate(owners))
+    targets: dict[str, Any] = {}
     try:
-        known = reader.read_metadata().state_dict_metadata
-        targets: dict[str, Any] = {}
-        for name, about in known.items():
+        for name, about in reader.read_metadata().state_dict_metadata.items():
             kind, _, rest = name.partition("/")
-            numbered = dict(enumerate(owners))
             owner: Any = current.get(rest) if kind == "model" else numbered.get(int(rest.partition("/")[0]))
             size, dtype = cast("Any", about).size, cast("Any", about).properties.dtype
             alike = owner is not None and owner.shape == size
             targets[name] = torch.empty_like(owner, dtype=dtype) if alike else torch.empty(size, dtype=dtype)
         load(targets, storage_reader=reader, process_group=ranks.control, no_dist=not ranks.several)
     except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
-        raise UserError(
-            f"corrupt checkpoint: cannot read {parts} ({error}). Put a copy of the folder back, or delete {parts.parent} to "
-            "train again from the start (the ledger stays: what was released so far is charged again)"
-        ) from None
+        raise _unusable(parts.parent, f"corrupt checkpoint: cannot read {parts} ({error})") from None
     for name, tensor in targets.items():
         kind, _, rest = name.partition("/")
         if kind == "model":

@@ -45,14 +45,6 @@ from dpexp.training.release import Release
 from dpexp.training.sums import Sums
 
 
-class Steppable(Protocol):
-    """An optimiser, or what guards one."""
-
-    def step(self) -> Any:
-        """Move the weights by what is in `p.grad`."""
-        ...
-
-
 class Search(Protocol):
     """Moves the weights by the noisy mean gradient, and may release more of the same sample, as the plan says."""
 
@@ -93,7 +85,7 @@ class Steps:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: "Steppable",
+        optimizer: Any,
         *,
         sampler: Sampler,
         key: bytes,
@@ -289,9 +281,7 @@ class Steps:
         Returns:
             Whether the step is taken.
         """
-        scales = None
-        if self.clip_scales is not None and self.piece is not None:
-            scales = self.clip_scales[torch.from_numpy(self.piece)]
+        scales = self.scales_of(self.piece)
         if self._lent:
             scales = torch.zeros(len(losses), device=losses.device)
         try:
@@ -307,6 +297,12 @@ class Steps:
         self.piece = None
         self._left -= 1
         return not self._left and self._take()
+
+    def scales_of(self, piece: np.ndarray | None) -> Tensor | None:
+        """`[b]` factors of the thresholds; None where they are 1."""
+        if self.clip_scales is None or piece is None:
+            return None
+        return self.clip_scales[torch.from_numpy(piece)]
 
     def backward(self, losses: Tensor, clip_scales: Tensor | None = None) -> Report | None:
         """Add the sum of the gradients, clipped or plain, to `p.grad`; plain ones still carry the loss scale."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dpexp.errors import UserError
 from dpexp.models.trainable import train_mode
+from dpexp.privacy.sampling import generator_from
 
 if TYPE_CHECKING:
     from dpexp.tasks.base import Task
@@ -38,9 +39,7 @@ class VotesConfig:
 
 def shuffled(number: int, seed: int, name: str) -> np.ndarray:
     """``[number]``, a public random order."""
-    words = hashlib.sha256(f"{name} {seed}".encode()).digest()
-    rng = np.random.Generator(np.random.Philox(key=np.frombuffer(words, dtype=np.uint64)[:2]))
-    return rng.permutation(number)
+    return generator_from(hashlib.sha256(f"{name} {seed}".encode()).digest()).permutation(number)
 
 
 def share_out(

@@ -28,10 +28,8 @@ from dpexp.training.lines import (
     READING_SHAPES,
     Line,
     Number,
-    Place,
     Slot,
     address_of,
-    is_order,
     name_of,
     storage_of,
     values_of,
@@ -40,6 +38,7 @@ from dpexp.training.lines import (
 from dpexp.training.listening import listening
 from dpexp.training.owned import Owned
 from dpexp.training.padded import Padding
+from dpexp.training.places import Place, Places, is_order
 from dpexp.training.sizes import Sizes
 
 # functions that are written down for one batch
@@ -129,10 +128,9 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.padding = padding or {}
         self.felt: set[int] = set()
-        self._axes = WeakIdKeyDictionary() if axes is None else axes
-        # where the examples stand in all that has several dimensions, as far as is known
-        self._usual = {axis for tensor, axis in self._axes.items() if tensor.dim() > 1}
-        self.model, self.examples, self._times = model, examples, {1, rows_per_example}
+        self.model, self.examples = model, examples
+        # which dimensions may be the batch
+        self.rows = Places(examples, rows_per_example, WeakIdKeyDictionary() if axes is None else axes)
         self.sizes = Sizes(examples, rows_per_example, fractions)
         self.failure = ""
         self.sure, self.watching, self.opaque, self.public = True, False, False, False
@@ -232,7 +230,7 @@ class Trace(TorchFunctionMode):
             if tensor in self.numbers:
                 self.calls[-1].append(self.numbers[tensor])
             elif tensor in self.rowed:
-                self.as_it_came |= len(self.fits(tensor)) == 1
+                self.as_it_came |= len(self.rows.fits(tensor)) == 1
             elif self._is_old(tensor):
                 if torch.is_grad_enabled():
                     raise UserError(EARLIER.format(what="what enters the model depends"))
@@ -270,7 +268,7 @@ class Trace(TorchFunctionMode):
         if func in DIFFERENTIATING:
             self._own.refuse_differentiated(given)
             roots = [t.grad_fn for t in given] if any(t in self.private for t in given) else []
-            self._own.look_at_leaves(roots, self._invented, self.private, self.fits)
+            self._own.look_at_leaves(roots, self._invented, self.private, self.rows.fits)
         self.used |= (
             any(t in self._batch for t in values_of(func, given)) and name_of(func) not in READING_SHAPES
         )
@@ -361,7 +359,7 @@ class Trace(TorchFunctionMode):
         asked = kwargs["inputs"] if "inputs" in kwargs else args[1]
         for gradient, tensor in zip(tree_leaves(gradients), tree_leaves(asked), strict=False):
             own = tensor in self.private or self.examples == 1
-            if isinstance(gradient, Tensor) and not own and not self.fits(gradient):
+            if isinstance(gradient, Tensor) and not own and not self.rows.fits(gradient):
                 self._told[gradient] = None
                 self._mark(gradient)
 
@@ -468,15 +466,8 @@ class Trace(TorchFunctionMode):
         if self.examples == 1:
             # no other could stand in its place
             return
-        fits = self.fits(tensor)
-        usual = [place for place in fits if self._usual == {place.axis}]
-        front = any(place.axis == 0 for place in fits)
-        # of several rows that the model was given of each example
-        several = (
-            not front and tensor in self._given_back and tensor.dim() > 0 and len(tensor) % self.examples == 0
-        )
-        self.sure &= tensor.dim() == 0 or tensor in self._axes or bool(usual) or front or several
-        fits = usual if len(usual) == 1 else fits
+        fits, sure = self.rows.likely(tensor, tensor in self._given_back)
+        self.sure &= sure
         if len(fits) > 1:
             why = f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
             if tensor not in self._given_back:
@@ -491,15 +482,6 @@ class Trace(TorchFunctionMode):
                 raise ValueError(f"{tensor.tolist()} may be labels or an order")
         elif len(fits) == 1:
             self.places[number] = fits[0]
-
-    def fits(self, tensor: Tensor) -> list[Place]:
-        """Dimensions that may be the batch, with the rows that each example would have there."""
-        return [
-            Place(axis, times)
-            for axis, size in enumerate(tensor.shape)
-            for times in self._times
-            if size == self.examples * times and self._axes.get(tensor, axis) == axis
-        ]
 
     def _stop(self, why: str) -> None:
         if any(line.repeats for line in self.lines):

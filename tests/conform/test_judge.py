@@ -22,10 +22,8 @@ def by_hand(change=lambda gradients, norm, limit: min(1.0, limit / norm), after=
             for piece in pieces:
                 for i in range(len(piece["x"])):
                     losses = loss_fn(model, {name: value[i : i + 1] for name, value in piece.items()})
-                    grads = torch.autograd.grad(losses.sum(), list(params.values()), allow_unused=True)
-                    found = {
-                        n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(params.items(), grads)
-                    }
+                    grads = torch.autograd.grad(losses.sum(), list(params.values()), materialize_grads=True)
+                    found = dict(zip(params, grads))
                     norm = torch.stack([g.norm() for g in found.values()]).norm()
                     for name, gradient in found.items():
                         total[name] += change(name, norm, clip_norm) * gradient

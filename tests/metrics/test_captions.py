@@ -17,14 +17,6 @@ needs_java = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def no_java(monkeypatch):
-    monkeypatch.setattr(captions, "java", lambda: None)
-    captions._split.cache_clear()
-    yield
-    captions._split.cache_clear()
-
-
 def test_tokens_without_java(no_java):
     assert captions.tokenize(HARD[:3]) == [
         "the mill -lrb- near café rouge -rrb- is n't cheap # 20-25 or # 20 # 25",

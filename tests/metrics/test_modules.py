@@ -11,12 +11,7 @@ REFERENCES = [["The Mill is a cheap pub."], ["Zizzi by a river", "By the river i
 TEXT = [modules.Bleu, modules.Nist, modules.CocoRougeL, modules.Cider, modules.Rouge, modules.TokenF1]
 
 
-@pytest.fixture(autouse=True)
-def no_java(monkeypatch):
-    monkeypatch.setattr(modules.captions, "java", lambda: None)
-    modules.captions._split.cache_clear()
-    yield
-    modules.captions._split.cache_clear()
+pytestmark = pytest.mark.usefixtures("no_java")
 
 
 @pytest.mark.parametrize("made", [*TEXT, modules.Meteor])

@@ -25,14 +25,6 @@ corpus = st.lists(
 )
 
 
-@pytest.fixture
-def no_java(monkeypatch):
-    monkeypatch.setattr(captions, "java", lambda: None)
-    captions._split.cache_clear()
-    yield
-    captions._split.cache_clear()
-
-
 def e2e_siblings(folder, texts):
     """The first reference of each meaning in E2E's test set, and the others."""
     with lzma.open(folder / "e2e/testset_w_refs.csv.xz", "rt", encoding="utf-8", newline="") as file:

@@ -193,6 +193,7 @@ def test_a_model_that_the_hub_can_not_give_is_one_clear_error() -> None:
         (ModelConfig(family="wide_resnet", config={"groups": 3}), "groups=3: must divide the 16 channels"),
         (ModelConfig(family="random_timm", id="vit_bas_patch16_224"), "timm has no such model; did you mean vit_base"),
         (ModelConfig(family="random_timm", id="vit_base_patch16_224", config={"patches": 3}), "model.config does not make"),
+        (ModelConfig(family="random_timm", id="vit_base_patch16_224", config={"pos_embed": "all"}), "of timm: AssertionError"),
     ],
 )  # fmt: skip
 def test_wrong_settings_name_the_way_out(model: ModelConfig, says: str) -> None:

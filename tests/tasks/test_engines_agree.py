@@ -126,10 +126,7 @@ def alone(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     for i in case.chosen:
         loss = losses_of(case, [i])
         assert loss.shape == (1,)
-        grads = torch.autograd.grad(loss.sum(), list(params.values()), allow_unused=True)
-        rows.append(
-            [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads, strict=True)]
-        )
+        rows.append(torch.autograd.grad(loss.sum(), list(params.values()), materialize_grads=True))
         losses.append(loss.detach())
     return torch.cat(losses), {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(params)}
 

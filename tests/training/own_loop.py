@@ -2,14 +2,13 @@
 
 import itertools
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpexp import PrivacyEngine
 from dpexp.training import release
-from tests.training.tiny import TinyTask
+from tests.training.tiny import TinyTask, crashing
 
 TASK = TinyTask()
 
@@ -69,22 +68,9 @@ def noise_by_number(monkeypatch):
     return reset
 
 
-class Crash(Exception):
-    """Stands for kill -9 where one process is enough."""
-
-
 def crash_at(monkeypatch, engine, number):
-    real, calls = release.add_gaussian_, itertools.count()
-
-    def crashing(*arguments, **named):
-        if next(calls) == number:
-            raise Crash
-        real(*arguments, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(release, "add_gaussian_", crashing)
-        with pytest.raises(Crash):
-            train(engine)
+    with crashing(monkeypatch, number):
+        train(engine)
     engine.close()
 
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from dpexp.errors import UserError
-from dpexp.training import release
 from dpexp.training.averaging import Averages, decay_at
 from dpexp.training.optim import learning_rate
-from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import TinyTask, crash_in_step, make_trainer, run_to_end, tiny_run, train, weights
 
 
 def averaged_run(decay: float = 0.8, **settings):
@@ -83,22 +82,7 @@ def test_the_privacy_of_an_averaged_run_is_that_of_the_plain_one(tmp_path):
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_killed_a_run_ends_with_the_same_averages_bit_for_bit(tmp_path, monkeypatch, step):
-    class Crash(Exception):
-        pass
-
-    real, calls = release.add_gaussian_, 0
-
-    def crashing(tensors, std, generator=None):
-        nonlocal calls
-        calls += 1
-        if calls == 2 * step + 1:  # gradients and counts of every step
-            raise Crash
-        real(tensors, std, generator=generator)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(release, "add_gaussian_", crashing)
-        with pytest.raises(Crash):
-            train(make_trainer(tmp_path / "cut", averaged_run()))
+    crash_in_step(monkeypatch, make_trainer(tmp_path / "cut", averaged_run()), step)
     resumed = make_trainer(tmp_path / "cut", averaged_run())
     assert resumed.step == step - step % 2
     train(resumed)

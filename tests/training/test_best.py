@@ -8,10 +8,9 @@ import torch
 
 from dpexp.config import compose
 from dpexp.errors import UserError
-from dpexp.training import release
 from dpexp.training.best import Best
 
-from .tiny import TinyTask, make_trainer, run_to_end, tiny_run, train, weights
+from .tiny import TinyTask, crash_in_step, make_trainer, run_to_end, tiny_run, train, weights
 
 
 class SpyingTask(TinyTask):
@@ -66,22 +65,7 @@ def test_an_average_is_what_is_kept_where_averages_are_measured(tmp_path):
 
 
 def test_killed_a_run_keeps_the_same_weights_bit_for_bit(tmp_path, monkeypatch):
-    class Crash(Exception):
-        pass
-
-    real, calls = release.add_gaussian_, 0
-
-    def crashing(tensors, std, generator=None):
-        nonlocal calls
-        calls += 1
-        if calls == 2 * 4 + 1:  # gradients and counts of every step
-            raise Crash
-        real(tensors, std, generator=generator)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(release, "add_gaussian_", crashing)
-        with pytest.raises(Crash):
-            train(make_trainer(tmp_path / "cut", best_run(), task=SpyingTask([0.9, 0.5])))
+    crash_in_step(monkeypatch, make_trainer(tmp_path / "cut", best_run(), task=SpyingTask([0.9, 0.5])), 4)
     resumed = make_trainer(tmp_path / "cut", best_run(), task=SpyingTask([0.4, 0.9]))
     assert (resumed.step, resumed.best.step, resumed.best.score) == (4, 2, 0.9)
     train(resumed)

@@ -12,13 +12,9 @@ import torch
 from dpexp import provenance
 from dpexp.training import release
 from tests.commands import called
-from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import TinyTask, crash_in_step, make_trainer, run_to_end, tiny_run, train, weights
 
 ROOT = Path(__file__).parents[2]
-
-
-class Crash(Exception):
-    """Stands for kill -9 where one process is enough."""
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +38,6 @@ def test_killed_at_any_instant_it_ends_with_the_same_weights_bit_for_bit(killed_
 def test_killed_at_any_instant_every_step_is_charged_once(killed_runs):
     for name, result in killed_runs.items():
         assert sorted(map(tuple, result["charged"])) == [(step, 0) for step in range(6)], name
-
-
-def crash_in_step(monkeypatch, trainer, step):
-    """Train until the noise of this step is about to be drawn, then crash."""
-    real, calls = release.add_gaussian_, 0
-
-    def crashing(tensors, std, generator=None):
-        nonlocal calls
-        calls += 1
-        if calls == 2 * step + 1:
-            raise Crash
-        real(tensors, std, generator=generator)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(release, "add_gaussian_", crashing)
-        with pytest.raises(Crash):
-            train(trainer)
 
 
 def crashed(folder, monkeypatch, step=4):

@@ -20,7 +20,7 @@ from dpexp.privacy.searches import ORDERS, filter_orders
 from dpexp.schemas import ScheduleConfig
 from dpexp.training import release
 from dpexp.training.feedback import ReleasedNorm, Validation
-from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import cut_short, make_trainer, run_to_end, tiny_run, train, weights
 
 VALIDATION = {
     "name": "validation",
@@ -119,10 +119,7 @@ def test_a_run_ends_where_no_step_fits_and_the_target_holds(schedule, tmp_path):
     spent = plan.guaranteed(trainer.ledger.epsilons(plan.delta))
     assert 0.99 * target < spent["rdp"] <= target
     assert spent["pld"] is spent["prv"] is spent["gdp"] is None
-    killed = make_trainer(tmp_path / "killed", run_of(schedule))
-    killed.steps = 2
-    train(killed)
-    again = make_trainer(tmp_path / "killed", run_of(schedule))
+    again = cut_short(tmp_path / "killed", run_of(schedule), steps=2)
     train(again)
     np.testing.assert_array_equal(weights(again), weights(trainer))
     assert again.feedback.level == trainer.feedback.level

@@ -14,7 +14,7 @@ from dpexp.privacy.caveats import caveats
 from dpexp.privacy.plan import Plan, make_plan
 from dpexp.privacy.sampling import PoissonSampler
 from dpexp.training.steps import Steps
-from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import cut_short, make_trainer, run_to_end, tiny_run, train, weights
 
 GROWTH = {"name": "step", "decay_rate": 0.5, "period": 1}  # doubled after each epoch of 1/q first batches
 SMALL = {"num_examples": 1000, "expected_batch_size": 50, "delta": 1e-5, "steps": 60}  # an epoch is 20 steps
@@ -67,10 +67,7 @@ def test_training_divides_by_the_batch_of_the_step_and_goes_on_after_a_kill(tmp_
         json.loads(line)["event"] for line in (tmp_path / "whole" / "ledger.jsonl").read_text().splitlines()
     ]
     assert [event["sampling_probability"] for event in events] == pytest.approx([0.2] * 5 + [0.4])
-    killed = make_trainer(tmp_path / "killed", growing_run())
-    killed.steps = 3
-    train(killed)
-    again = make_trainer(tmp_path / "killed", growing_run())
+    again = cut_short(tmp_path / "killed", growing_run(), steps=3)
     train(again)
     np.testing.assert_array_equal(weights(again), weights(whole))
 

@@ -17,7 +17,7 @@ from dpexp.privacy.searches import SearchBudget
 from dpexp.schemas import SearchConfig
 from dpexp.training import hyfreedp
 from dpexp.training.hyfreedp import HyFreeDP
-from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import cut_short, run_to_end, tiny_run, train, weights
 
 SHARE = 0.1
 
@@ -106,10 +106,7 @@ def test_a_run_goes_on_after_a_kill_and_the_learning_rate_moves(tmp_path):
         return made
 
     whole = run_to_end(tmp_path / "whole", run())
-    killed = make_trainer(tmp_path / "killed", run())
-    killed.steps = 2
-    train(killed)
-    again = make_trainer(tmp_path / "killed", run())
+    again = cut_short(tmp_path / "killed", run(), steps=2)
     train(again)
     np.testing.assert_array_equal(weights(again), weights(whole))
     assert again.search.size == whole.search.size

@@ -8,7 +8,7 @@ from dpexp import statement
 from dpexp.config import compose, signature
 from dpexp.errors import UserError
 from dpexp.schemas import IndividualConfig
-from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import cut_short, make_trainer, run_to_end, tiny_run, train, weights
 
 EPSILONS = [1.0, 4.0]
 
@@ -68,10 +68,7 @@ def test_a_run_spends_what_it_promised_to_each_group(tmp_path, method):
 
 def test_resumed_it_ends_the_same(tmp_path):
     whole = run_to_end(tmp_path / "whole", individual_run("scaling"))
-    cut = make_trainer(tmp_path / "cut", individual_run("scaling"))
-    cut.steps = 4
-    train(cut)
-    resumed = make_trainer(tmp_path / "cut", individual_run("scaling"))
+    resumed = cut_short(tmp_path / "cut", individual_run("scaling"), steps=4)
     assert resumed.step == 4
     train(resumed)
     assert np.array_equal(weights(resumed), weights(whole))
@@ -138,10 +135,7 @@ def test_what_the_outputs_told_about_each_example_is_an_analysis(tmp_path):
     run.analysis.output_specific_every, run.analysis.rounding = 2, 0.1
     whole = run_to_end(tmp_path / "whole", run)
     assert np.array_equal(weights(plain), weights(whole))
-    cut = make_trainer(tmp_path / "cut", run)
-    cut.steps = 4
-    train(cut)
-    resumed = make_trainer(tmp_path / "cut", run)
+    resumed = cut_short(tmp_path / "cut", run, steps=4)
     train(resumed)
     found = resumed.analysis.specific.epsilons(1e-3)
     assert np.array_equal(found, whole.analysis.specific.epsilons(1e-3))

@@ -13,7 +13,7 @@ from dpexp.training.adam_bc import AdamBC
 from dpexp.training.averaging import Averages
 from dpexp.training.filters import DiSK, Doppler
 from dpexp.training.optim import build_optimizer
-from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import cut_short, run_to_end, tiny_run, train, weights
 
 GRADIENTS = np.random.default_rng(0).standard_normal((12, 5))
 
@@ -178,10 +178,7 @@ def test_it_releases_nothing_and_a_killed_run_ends_with_the_same_weights(name, t
         for folder in ("whole", "plain")
     ]
     assert events[0] == events[1]
-    killed = make_trainer(tmp_path / "killed", run())
-    killed.steps = 3
-    train(killed)
-    again = make_trainer(tmp_path / "killed", run())
+    again = cut_short(tmp_path / "killed", run(), steps=3)
     train(again)
     np.testing.assert_array_equal(weights(again), weights(whole))
     assert again.ledger.steps_charged == 5

@@ -11,7 +11,7 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import encode
 from dpexp.schemas import ScheduleConfig
 from dpexp.training import release
-from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import crash_in_step, make_trainer, run_to_end, tiny_run, train, weights
 
 SIGMAS = [1.0 / (1 + 0.5 * t) for t in (0, 1 / 3, 2 / 3, 1, 4 / 3, 5 / 3)]  # an epoch is three steps
 
@@ -21,27 +21,6 @@ def decaying_run(adaptive=True):
     run.schedule = ScheduleConfig(name="time", decay_rate=0.5, updates_per_epoch=3)
     run.runtime.checkpoint_every = 3
     return run
-
-
-class Crash(Exception):
-    """Stands for kill -9."""
-
-
-def crash_in_step(monkeypatch, trainer, step):
-    """Train until the noise of this step is about to be drawn (gradients and counts in every step), then crash."""
-    real, calls = release.add_gaussian_, 0
-
-    def crashing(tensors, std, generator=None):
-        nonlocal calls
-        calls += 1
-        if calls == 2 * step + 1:
-            raise Crash
-        real(tensors, std, generator=generator)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(release, "add_gaussian_", crashing)
-        with pytest.raises(Crash):
-            train(trainer)
 
 
 def charged(folder):

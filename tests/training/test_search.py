@@ -10,7 +10,7 @@ from torch import nn
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.training.noisybtls import angle
-from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import TinyTask, cut_short, make_trainer, run_to_end, tiny_run, train, weights
 
 
 def searching(name="noisymax", steps=12, **changes):
@@ -59,10 +59,7 @@ def test_one_example_moves_each_sum_by_at_most_its_bound(tmp_path, name):
 )
 def test_killed_in_the_middle_it_ends_the_same(tmp_path, name, mechanism):
     whole = run_to_end(tmp_path / "whole", searching(name, mechanism=mechanism))
-    cut = make_trainer(tmp_path / "cut", searching(name, mechanism=mechanism))
-    cut.steps = 5
-    train(cut)
-    resumed = make_trainer(tmp_path / "cut", searching(name, mechanism=mechanism))
+    resumed = cut_short(tmp_path / "cut", searching(name, mechanism=mechanism), steps=5)
     assert resumed.step == 5
     train(resumed)
     assert np.array_equal(weights(resumed), weights(whole))

@@ -16,7 +16,7 @@ from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.training import release
 from dpexp.training.steps import Steps
-from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
+from tests.training.tiny import cut_short, run_to_end, tiny_run, train, weights
 
 
 def norm_run(steps=6):
@@ -92,10 +92,7 @@ def test_the_event_is_that_of_the_two_gaussians_and_the_noise_is_what_it_says(tm
 
 def test_a_killed_run_ends_with_the_same_thresholds(tmp_path):
     whole = run_to_end(tmp_path / "whole", norm_run())
-    killed = make_trainer(tmp_path / "killed", norm_run())
-    killed.steps = 3
-    train(killed)
-    again = make_trainer(tmp_path / "killed", norm_run())
+    again = cut_short(tmp_path / "killed", norm_run(), steps=3)
     train(again)
     np.testing.assert_array_equal(weights(again), weights(whole))
     assert again.policy.values.tolist() == whole.policy.values.tolist() != [1 / math.sqrt(2)] * 2

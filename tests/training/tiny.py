@@ -1,11 +1,13 @@
 """A task and a model so small that a training run takes milliseconds; everything else is the real thing."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +17,8 @@ from dpexp.privacy.keys import open_keys
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo, Task
 from dpexp.training import release
-from dpexp.training.batching import sampler_for
 from dpexp.training.loop import Trainer
-from dpexp.training.planning import budget_groups, build_plan
+from dpexp.training.planning import budget_groups, build_plan, build_sampler
 from dpexp.training.progress import Progress
 
 NUM_EXAMPLES = 60
@@ -84,20 +85,11 @@ def make_trainer(
     assert run.optim.steps is not None
     groups = budget_groups(run, task.num_examples)
     plan = build_plan(run, task.num_examples, run.optim.steps, groups)
-    rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
     keys = open_keys(folder, run.privacy.noise_seed)
     settings: dict[str, Any] = {
         "steps": run.optim.steps,
         "expected_batch": run.optim.batch_size,
-        "sampler": sampler_for(
-            run.privacy.sampling,
-            task.num_examples,
-            run.optim.batch_size,
-            keys.draws,
-            groups,
-            rates,
-            plan.rate if plan is not None and plan.grows else None,
-        ),
+        "sampler": build_sampler(run, plan, task.num_examples, keys.draws, groups),
         "keys": keys,
         "signature": "tiny",
         "folder": folder,
@@ -116,10 +108,44 @@ def run_to_end(folder: Path, run: RunConfig, **changes: Any) -> Trainer:
     return trainer
 
 
+def cut_short(folder: Path, run: RunConfig, steps: int, **changes: Any) -> Trainer:
+    """A trainer that goes on where another one of the same run stopped, after so many steps."""
+    stopped = make_trainer(folder, run, **changes)
+    stopped.steps = steps
+    train(stopped)
+    return make_trainer(folder, run, **changes)
+
+
 def train(trainer: Trainer) -> Any:
     delta = trainer.plan.delta if trainer.plan else None
     with Progress(trainer.steps, trainer.step, delta, torch.device("cpu")) as progress:
         return trainer.train(progress)
+
+
+class Crash(Exception):
+    """Stands for kill -9 where one process is enough."""
+
+
+@contextmanager
+def crashing(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
+    """What stands under it trains until noise is about to be drawn for this time, counted from zero; then it crashes."""
+    real, calls = release.add_gaussian_, itertools.count()
+
+    def drawn(*arguments: Any, **named: Any) -> None:
+        if next(calls) == number:
+            raise Crash
+        real(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(release, "add_gaussian_", drawn)
+        with pytest.raises(Crash):
+            yield
+
+
+def crash_in_step(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, step: int) -> None:
+    """Train until the noise of this step is about to be drawn (for gradients and for counts in every step), then crash."""
+    with crashing(monkeypatch, 2 * step):
+        train(trainer)
 
 
 def weights(trainer: Trainer) -> np.ndarray:

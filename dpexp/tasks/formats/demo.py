@@ -29,6 +29,7 @@ from dpexp.demo_words import (
     TOWNS,
 )
 from dpexp.errors import UserError
+from dpexp.tasks.demo import check_rows
 
 MOST_ROWS = 20_000
 # texts of every split but train
@@ -49,8 +50,7 @@ def write_demo(folder: Path, layout: str, files: dict[str, str], rows: int) -> N
     Raises:
         UserError: so many rows would be mere repetition, or there is no such grammar.
     """
-    if not 1 <= rows <= MOST_ROWS:
-        raise UserError(f"the synthetic demo data has from 1 to {MOST_ROWS} rows, and {rows} are declared")
+    check_rows(rows, MOST_ROWS)
     if layout not in WRITERS:
         raise UserError(
             f"there is no synthetic demo data in the layout {layout}: choose one of {', '.join(WRITERS)}"

@@ -1,0 +1,118 @@
+"""Where the rows of each example are in a tensor of a person's own loop: the one rule by which `trace` and `redone` find them.
+
+A dimension may be the batch where it is as long as there are examples, or as all the rows that these may have. Where several are,
+what the collate function has told decides; else nothing does, and another batch, or what has entered the model, has to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dpexp.clipping.independence.batches import rows_of
+from dpexp.clipping.independence.comparison import rows_apart
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of each example are in a tensor.
+
+    Attributes:
+        axis: the dimension that is the batch.
+        times: how many rows each example has there.
+        strided: whether they are as far apart as there are examples, and not adjacent.
+    """
+
+    axis: int
+    times: int
+    strided: bool = False
+
+    def rows(self, tensor: Tensor, examples: int) -> Tensor:
+        """Return ``[examples, …]``, what each example has."""
+        return rows_apart(tensor, self.axis, examples, self.strided).reshape(examples, -1)
+
+    def replaced(self, tensor: Tensor, examples: int, kept: Sequence[int], scale: float) -> Tensor:
+        """Put the rows of the examples ``kept`` in the place of all others; ``scale``: factor of floating-point numbers there."""
+        others = islice(cycle(kept), examples)
+        chosen = torch.tensor([i if i in kept else next(others) for i in range(examples)])
+        own = replace(self, axis=0).rows(torch.arange(examples * self.times), examples)
+        rows = torch.empty_like(own.flatten())
+        rows[own.flatten()] = own[chosen].flatten()
+        return rows_of(tensor, self.axis, rows, rows != torch.arange(len(rows)), scale)
+
+
+class Places:
+    """The places that sizes allow in the tensors of one batch.
+
+    Args:
+        examples: how many it has.
+        rows_per_example: rows that it may have of each.
+        axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
+    """
+
+    def __init__(self, examples: int, rows_per_example: int, axes: WeakIdKeyDictionary):
+        self.examples, self._times, self._axes = examples, {1, rows_per_example}, axes
+        # where the examples stand in all that has several dimensions, as far as is known
+        self._usual = {axis for tensor, axis in axes.items() if tensor.dim() > 1}
+
+    def fits(self, tensor: Tensor) -> list[Place]:
+        """Dimensions that may be the batch, with the rows that each example would have there."""
+        return [
+            Place(axis, times)
+            for axis, size in enumerate(tensor.shape)
+            for times in self._times
+            if size == self.examples * times and self._axes.get(tensor, axis) == axis
+        ]
+
+    def likely(self, tensor: Tensor, returned: bool) -> tuple[list[Place], bool]:
+        """Find where the rows are, and whether that is sure: in front, or where the collate function has told.
+
+        Args:
+            tensor: of the batch, or what the model has ``returned``, which may have several rows of each example.
+        """
+        fits = self.fits(tensor)
+        usual = [place for place in fits if self._usual == {place.axis}]
+        front = any(place.axis == 0 for place in fits)
+        several = not front and returned and tensor.dim() > 0 and len(tensor) % self.examples == 0
+        sure = tensor.dim() == 0 or tensor in self._axes or bool(usual) or front or several
+        return usual if len(usual) == 1 else fits, sure
+
+    def possible(self, tensor: Tensor) -> list[Place]:
+        """As `fits`, with several views of each example; none where there are rows that no size tells apart."""
+        # pictures may have as many lines as the batch has examples: these alone are apart in one of the places
+        found, several = self.fits(tensor), len(tensor) // self.examples if tensor.dim() else 0
+        if several and len(tensor) % self.examples == 0 and not any(place.axis == 0 for place in found):
+            # one behind the other, or all of one kind and then all of the next
+            found += [Place(0, several), Place(0, several, strided=True)]
+        return found
+
+
+def rows_changed(tensor: Tensor, told: Sequence[Tensor], scale: float) -> Tensor:
+    """Put rows of a tensor in the place of those that are told to change: all of them where it has other rows than all that tell.
+
+    Args:
+        tensor: what the model has returned.
+        told: which rows of what it was given have changed, ``[n]``.
+        scale: factor of floating-point numbers in rows that change.
+    """
+    tensor = tensor if tensor.dim() else tensor[None]
+    changed = [rows for rows in told if len(rows) == len(tensor)]
+    everywhere = torch.full((len(tensor),), any(bool(rows.any()) for rows in told))
+    where = torch.stack(changed).any(0) if changed else everywhere
+    stay = (~where).nonzero().flatten().tolist()
+    rows = torch.arange(len(tensor))
+    if stay:
+        rows[where] = torch.tensor(list(islice(cycle(stay), int(where.sum()))), dtype=torch.long)
+    return rows_of(tensor, 0, rows, where, scale)
+
+
+def is_order(tensor: Tensor) -> bool:
+    """Whether it may say which row goes where."""
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return False
+    return bool((tensor.sort().values == torch.arange(len(tensor), device=tensor.device)).all())
