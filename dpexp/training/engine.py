@@ -47,6 +47,7 @@ from dpexp.training.arguments import (
     named,
 )
 from dpexp.training.decisions import Decisions
+from dpexp.training.earlier import learnt_before, remember
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.guards import Batches, GuardedOptimizer
 from dpexp.training.identity import (
@@ -210,8 +211,10 @@ class PrivacyEngine:
             key = self._keys.draws
             self._open.enter_context(silent(self._wrappers))
             made_same(ranks, model)
-            data = data_identity(dataset, data_name) + self._units.identity
-            settings = settings_of(self.plan, self._run.clip, model, optimizer, data, self._keys.run)
+            data = data_identity(dataset, data_name)
+            settings = settings_of(
+                self.plan, self._run.clip, model, optimizer, data + self._units.identity, self._keys.run
+            )
             ranks.agree("what is trained on what", settings)
             check_optimizers(ranks, optimizer, model)
             if data_name is not None:
@@ -244,12 +247,18 @@ class PrivacyEngine:
                 release=Release(self.plan, self.clipper, self.policy, self.ledger, key=key, allocation=allocation, secure=secure),
                 decisions=decisions, loss_scale=given.loss_scale, on_taken=_weakly(self._taken), ranks=ranks,
             )  # fmt: skip
+            if (
+                note := learnt_before(model, getattr(model, "name_or_path", ""), data, self.folder)
+            ) is not None:
+                warnings.warn(f"not proven: {note}", stacklevel=2)
+                self.clipper.notes.append(note)
             self._loop = OwnLoop(
                 model, self._optimizer, dataset, self._units, self._steps, self.clipper,
                 wrappers=self._wrappers, rows_per_example=given.rows_per_example, planned=self.plan.steps, folder=self.folder,
                 facts=partial(facts_of, self.device, run=self._identity, code=provenance.code_hash(), engine=engine),
             )  # fmt: skip
             self._open.callback(self._loop.close)
+            self._open.callback(self._remember, self._steps.parameters, self.ledger, data, self.folder)
             if ranks.once((self.folder / "checkpoint" / "latest.json").exists):
                 self.load()
             else:
@@ -504,6 +513,12 @@ class PrivacyEngine:
         self._held.close()
         if not self.finished:
             self._held.enter_context(state.exclusive(self.folder))
+
+    @staticmethod
+    def _remember(parameters: Sequence[Tensor], ledger: Ledger, data: str, folder: Path) -> None:
+        """Nothing here keeps the engine alive, which closes itself when it is dropped."""
+        if ledger.steps_charged:
+            remember(parameters, data, folder)
 
     def _take_folder(self, noise_seed: int | None) -> Keys:
         self._held.enter_context(state.exclusive(self.folder))

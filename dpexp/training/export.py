@@ -14,6 +14,7 @@ from dpexp.models import adapters, rgp
 from dpexp.privacy.caveats import MEANINGLESS
 from dpexp.privacy.plan_checks import UNITS
 from dpexp.privacy.tradeoff import FPR, TPR
+from dpexp.training.earlier import CARD
 
 if TYPE_CHECKING:
     from dpexp.clipping import Clipper
@@ -69,7 +70,7 @@ def write_card(summary: dict[str, Any], folder: Path) -> None:
     if folder.is_dir():
         loading = how_to_load(folder)
         write_atomic(
-            folder / "PRIVACY.md", privacy_card(summary) + (f"\n## Loading\n\n{loading}\n" if loading else "")
+            folder / CARD, privacy_card(summary) + (f"\n## Loading\n\n{loading}\n" if loading else "")
         )
 
 

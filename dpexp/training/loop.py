@@ -34,6 +34,7 @@ from dpexp.training.averaging import Averages
 from dpexp.training.best import Best
 from dpexp.training.clippers import build_clipper
 from dpexp.training.decisions import Decisions, machine_file, machine_name
+from dpexp.training.earlier import learnt_before
 from dpexp.training.evaluation import evaluate
 from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.identity import facts_of
@@ -126,6 +127,8 @@ class Trainer:
         made_same(ranks, self.model)
         # what could not be proven, in words
         self.notes: list[str] = []
+        if plan is not None:
+            self._note(learnt_before(self.model, bundle.source, None, folder))
         # while every process has a whole model, and may ask it as often as it likes
         self._losses_seen = plan is not None and run.task.kind in LOOKED_AT and self._look_at_losses()
         self.sharded = run.runtime.parallel == "fsdp" and ranks.several
@@ -230,10 +233,13 @@ class Trainer:
             UserError: what an example loses depends on the others.
         """
         note = look_at_task(self.task, self.model, self.run.seed, self.steps)
+        self._note(note)
+        return note is None
+
+    def _note(self, note: str | None) -> None:
         if note is not None and note not in self.notes:
             self.notes.append(note)
-            log.warning(note)
-        return note is None
+            log.warning("not proven: %s", note)
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, where there is one."""

@@ -1,0 +1,64 @@
+"""What a model has learnt from private data before a run: the run's own ε says nothing of that."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+CARD = "PRIVACY.md"
+
+
+class _Run(NamedTuple):
+    folder: Path
+    data: str
+    # of the parameter when the run let go of it: whoever puts other weights in its place changes it
+    version: int
+
+
+_runs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def remember(parameters: Iterable[Tensor], data: str, folder: Path) -> None:
+    """Keep in mind what these parameters have learnt, for as long as they live in this process.
+
+    Args:
+        parameters: as a run leaves them.
+        data: of `dpexp.training.identity.data_identity`.
+        folder: of the run.
+    """
+    for parameter in parameters:
+        _runs[parameter] = _Run(folder.resolve(), data, parameter._version)
+
+
+def learnt_before(model: nn.Module, source: str, data: str | None, folder: Path) -> str | None:
+    """Say what another run has taught a model, in words that go with what could not be proven; None where nothing is known.
+
+    Only a run in this process that was on the same data is known, and weights that lie beside a PRIVACY.md.
+
+    Args:
+        model: with the weights that a run begins with.
+        source: where the weights were read from, if that is a folder.
+        data: of `dpexp.training.identity.data_identity`; None: nothing to compare.
+        folder: of the run that begins: one that goes on adds up its own steps.
+    """
+    for parameter in model.parameters():
+        run = _runs.get(parameter)
+        if (
+            run is not None
+            and run.data == data
+            and run.version == parameter._version
+            and run.folder != folder.resolve()
+        ):
+            return (
+                f"that this epsilon is all that the weights tell of the data: the run in {run.folder} has trained them on "
+                "the same data, and epsilon and delta of both runs add up. For a run of its own, begin with the weights "
+                "before that one; to train for longer, plan all steps in one run"
+            )
+    if source and (Path(source) / CARD).is_file():
+        return (
+            f"that this epsilon is all that the weights tell of the data: {source} holds a {CARD}, so that they have learnt from "
+            "private data before. Of somebody who is in both data sets they tell what both epsilons and deltas allow together"
+        )
+    return None

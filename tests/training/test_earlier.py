@@ -1,0 +1,87 @@
+"""A second run on a model that has learnt from the same rows: its own ε is not all that the weights tell of them."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from dpexp import PrivacyEngine
+from tests.training.own_loop import data, make, network, train
+
+ADD_UP = "epsilon and delta of both runs add up"
+
+
+def second(folder, model, dataset=None):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine = make(folder, model, dataset=dataset)
+    return engine, [str(warning.message) for warning in told if "not proven" in str(warning.message)]
+
+
+@pytest.fixture
+def trained(tmp_path):
+    model = network()
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    with make(tmp_path / "first", model) as engine:
+        train(engine)
+    return model, first
+
+
+def test_a_second_run_on_the_same_rows_is_told_and_its_card_says_so(tmp_path, trained):
+    model, _ = trained
+    engine, told = second(tmp_path / "second", model)
+    assert len(told) == 1
+    assert ADD_UP in told[0]
+    assert str(tmp_path / "first") in told[0]
+    train(engine)
+    engine.write_card(tmp_path / "model")
+    assert ADD_UP in (tmp_path / "model" / "PRIVACY.md").read_text()
+    engine.close()
+    # another process goes on with it, and knows the model from its checkpoint alone
+    with make(tmp_path / "second") as engine:
+        engine.write_card(tmp_path / "again")
+    assert ADD_UP in (tmp_path / "again" / "PRIVACY.md").read_text()
+
+
+def test_what_adds_nothing_to_the_first_run_is_not_told(tmp_path, trained):
+    model, first = trained
+    # the run itself goes on, or is looked at again
+    engine, told = second(tmp_path / "first", model)
+    engine.close()
+    assert not told
+    engine, told = second(tmp_path / "other_rows", model, dataset=torch.utils.data.Subset(data(), range(24)))
+    engine.close()
+    assert not told
+    model.load_state_dict(first)
+    engine, told = second(tmp_path / "first_weights", model)
+    engine.close()
+    assert not told
+
+
+def test_a_run_without_a_step_has_taught_nothing(tmp_path):
+    model = network()
+    make(tmp_path / "first", model).close()
+    engine, told = second(tmp_path / "second", model)
+    engine.close()
+    assert not told
+
+
+def test_weights_beside_a_card_have_learnt_from_private_data(tmp_path):
+    config = transformers.BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=20,
+        max_position_embeddings=16,
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "PRIVACY.md").write_text("# Privacy of this model")
+    model = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "model")
+    settings = {"batch_size": 8, "steps": 2, "noise_multiplier": 1.0, "delta": 1e-3}
+    with pytest.warns(UserWarning, match=r"model holds a PRIVACY.md"):
+        engine = PrivacyEngine(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), data(), folder=tmp_path / "run", **settings
+        )
+    engine.close()
