@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 import dpexp
-from dpexp import completion
+from dpexp.config import completion
+from dpexp.config.usage import COMMANDS, print_out, print_what_can_be
 from dpexp.errors import INTERRUPTED, did_you_mean
-from dpexp.usage import COMMANDS, print_out, print_what_can_be
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from dp_accounting import DpEvent
 
 from dpexp.config import hydra_entry
+from dpexp.config.usage import print_out
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon, epsilons
 from dpexp.privacy.calibration import calibrate, longest
@@ -23,7 +24,6 @@ from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
 from dpexp.privacy.tuning import tuned_epsilons
 from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
-from dpexp.usage import print_out
 
 _FORMATS = ("text", "json")
 # accountants whose ε holds, whatever the others find

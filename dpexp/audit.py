@@ -15,12 +15,12 @@ from dpexp.auditing.config import AuditConfig
 from dpexp.auditing.methods import METHODS
 from dpexp.auditing.verdict import sentences
 from dpexp.config import hydra_entry, signature, to_dict
+from dpexp.config.sweeps import Result
 from dpexp.durable import write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError, did_you_mean
 from dpexp.metrics import exposure
 from dpexp.models import build_model, build_tokenizer
 from dpexp.privacy.keys import delete_key, open_keys
-from dpexp.sweeps import Result
 from dpexp.tasks import build_task
 from dpexp.tasks.users import by_user
 from dpexp.train import dry_start, how_to_resume

@@ -18,8 +18,7 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 
-from dpexp.config import RunConfig, compose, signature
-from dpexp.declared import declared_num_examples, declared_units
+from dpexp.config import compose, signature
 from dpexp.errors import UserError
 from dpexp.models import build_model, build_tokenizer
 from dpexp.models.images import FAMILIES, OWN_FAMILIES
@@ -28,7 +27,8 @@ from dpexp.models.sources import hub_unreachable, locate
 from dpexp.privacy.caveats import noise_that_follows, pointless
 from dpexp.privacy.keys import open_keys
 from dpexp.record import Metrics
-from dpexp.schemas import DataConfig, ModelConfig, UnitConfig
+from dpexp.schemas import DataConfig, ModelConfig, RunConfig, UnitConfig
+from dpexp.schemas.declared import declared_num_examples, declared_units
 from dpexp.tasks import build_task
 from dpexp.tasks.base import check_num_examples
 from dpexp.tasks.classification import read_labelled

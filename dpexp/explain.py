@@ -18,9 +18,9 @@ from dpexp.complexity.architectures import Network, build
 from dpexp.complexity.formulas import Layer, costs, depth_threshold, norm_space, views
 from dpexp.complexity.shapes import coverage, layers_of
 from dpexp.config import hydra_entry
+from dpexp.config.usage import print_out
 from dpexp.errors import UserError, did_you_mean, first_line
 from dpexp.schemas import EngineConfig, ModelConfig
-from dpexp.usage import print_out
 
 _FORMATS = ("text", "json")
 _CHOICES = ("rule", "measured")

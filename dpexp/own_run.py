@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from dpexp.config.usage import shipped
 from dpexp.durable import json_lines, kept_beside, read_json
 from dpexp.errors import UserError
 from dpexp.own_comparison import HEAD, comparison, repeated
@@ -29,7 +30,6 @@ from dpexp.privacy.schedules import ADAPTIVE
 from dpexp.record import KNOWN
 from dpexp.reproduce.drawing import draw, lines
 from dpexp.statement import UNPROTECTED, with_choice
-from dpexp.usage import shipped
 
 # moments of a run at which ε is computed
 POINTS = 12

@@ -15,8 +15,9 @@ from rich.console import Console
 from torch import nn
 
 from dpexp import provenance, record
-from dpexp.checks import task_problems, value_problems
 from dpexp.config import hydra_entry
+from dpexp.config.checks import task_problems, value_problems
+from dpexp.config.sweeps import Result
 from dpexp.durable import flattened, read_json, write_json
 from dpexp.errors import UserError, did_you_mean
 from dpexp.models import build_model, build_tokenizer
@@ -42,7 +43,6 @@ from dpexp.schemas import (
     ScaleConfig,
     TaskConfig,
 )
-from dpexp.sweeps import Result
 from dpexp.tasks import build_task
 from dpexp.tasks.generation import Generation
 from dpexp.tasks.images import ImageClassification

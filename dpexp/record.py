@@ -15,7 +15,7 @@ from dpexp.provenance import command_line, git_state, versions
 from dpexp.statement import ACCOUNTANTS, COUNTED_WITHOUT_NOISE
 
 if TYPE_CHECKING:
-    from dpexp.config import RunConfig
+    from dpexp.schemas import RunConfig
     from dpexp.tasks.base import Task
 
 SUMMARY_KEYS = (

@@ -17,12 +17,12 @@ from typing import Any
 
 import dpexp
 from dpexp import own_run
+from dpexp.config.usage import print_out, print_what_can_be, shipped
 from dpexp.durable import disk_error
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.documents import ARITHMETIC, Document
-from dpexp.usage import print_out, print_what_can_be, shipped
 
 RESULTS = Path("results")
 _KEEP = Path(__file__).resolve().parent.parent / "scripts" / "keep_record.py"

@@ -10,8 +10,8 @@ import yaml
 from dpexp.durable import flattened, read_json
 
 if TYPE_CHECKING:
-    from dpexp.config import RunConfig
     from dpexp.privacy.plan import Plan
+    from dpexp.schemas import RunConfig
 
 # settings that change no result in exact arithmetic
 RUNTIME = ("engine.", "runtime.", "tracker.")

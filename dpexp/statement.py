@@ -17,9 +17,9 @@ from dpexp.privacy.tradeoff import NO_BOUND, attack
 from dpexp.privacy.tuning import tuned_epsilons
 
 if TYPE_CHECKING:
-    from dpexp.config import RunConfig
     from dpexp.privacy.individual import Budgets
     from dpexp.privacy.plan import Plan
+    from dpexp.schemas import RunConfig
 
 ACCOUNTANTS = ("rdp", "gdp", "prv", "pld")
 # what a run without privacy has released

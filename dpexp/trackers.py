@@ -14,7 +14,7 @@ from dpexp.errors import UserError
 from dpexp.record import withheld
 
 if TYPE_CHECKING:
-    from dpexp.config import RunConfig
+    from dpexp.schemas import RunConfig
 
 
 class Tracker(Protocol):

@@ -14,15 +14,16 @@ import yaml
 from rich.console import Console
 
 from dpexp import provenance, record, siblings, statement
-from dpexp.config import RunConfig, hydra_entry, run_folder, signature, to_dict
-from dpexp.declared import declared_units
+from dpexp.config import hydra_entry, run_folder, signature, to_dict
+from dpexp.config.sweeps import Result, in_multirun
 from dpexp.durable import flattened, write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.caveats import noise_that_follows, pointless
 from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
-from dpexp.sweeps import Result, in_multirun
+from dpexp.schemas import RunConfig
+from dpexp.schemas.declared import declared_units
 from dpexp.tasks import build_task
 from dpexp.tasks.features import freeze
 from dpexp.tasks.users import by_user

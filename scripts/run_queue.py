@@ -36,12 +36,12 @@ sys.path.insert(0, str(ROOT))
 
 from dpexp.audit import AuditConfig, audit_folder  # noqa: E402
 from dpexp.config import RunConfig, compose, run_folder, to_dict  # noqa: E402
-from dpexp.declared import declared_units  # noqa: E402
+from dpexp.config.sweeps import expanded  # noqa: E402
 from dpexp.durable import json_lines, read_json  # noqa: E402
 from dpexp.errors import UserError  # noqa: E402
 from dpexp.provenance import git_state  # noqa: E402
 from dpexp.reproduce.records import Record  # noqa: E402
-from dpexp.sweeps import expanded  # noqa: E402
+from dpexp.schemas.declared import declared_units  # noqa: E402
 
 PROGRAMS: dict[str, Any] = {"train": (RunConfig, run_folder), "audit": (AuditConfig, audit_folder)}
 INTERRUPTED = 130

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dpexp import usage
-from dpexp.config import compose
+from dpexp.config import compose, usage
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.schemas import DataConfig, TaskConfig
@@ -252,7 +251,7 @@ def test_help_whose_reader_leaves_ends_quietly() -> None:
 
 def test_a_terminal_without_greek_letters_has_a_mark_in_their_place() -> None:
     """As LC_ALL of Latin-1 has none, and a pipe under Windows: a run died of its first line with an ε."""
-    code = "from dpexp.usage import print_what_can_be; print_what_can_be(); print('ε = 3')"
+    code = "from dpexp.config.usage import print_what_can_be; print_what_can_be(); print('ε = 3')"
     environment = dict(os.environ, PYTHONIOENCODING="latin-1")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True

@@ -10,7 +10,7 @@ import pytest
 
 import dpexp
 from dpexp.__main__ import COMMANDS, main
-from dpexp.completion import SHELLS, candidates
+from dpexp.config.completion import SHELLS, candidates
 from dpexp.errors import INTERRUPTED
 from tests.commands import called
 
@@ -87,7 +87,7 @@ def test_the_tab_key(line: str, expected: list[str]) -> None:
 
 def test_completion_is_quick_to_start() -> None:
     """No heavy library is imported between the key and the answer."""
-    code = "import sys; from dpexp.completion import candidates; candidates('dpexp train t'); print(*sys.modules)"
+    code = "import sys; from dpexp.config.completion import candidates; candidates('dpexp train t'); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "hydra", "transformers", "numpy"} & set(done.stdout.split())
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from dpexp.config import RunConfig
+from dpexp.config.usage import conf_dir, groups_of
 from dpexp.schemas import CHOICES, setting_names
-from dpexp.usage import conf_dir, groups_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -6,9 +6,9 @@ import sys
 import pytest
 from torch import nn
 
+from dpexp.config.usage import conf_dir
 from dpexp.errors import UserError
 from dpexp.explain import ExplainArguments, as_text, explain, main, short
-from dpexp.usage import conf_dir
 
 
 @pytest.fixture

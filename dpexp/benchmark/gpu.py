@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpexp.config.usage import shipped
 from dpexp.durable import read_json, write_json
-from dpexp.usage import shipped
 
 # of all parts; starting and writing take the rest of nine minutes
 LIMIT_S = 525.0

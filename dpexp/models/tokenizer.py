@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dpexp.demo_words import DEMO_PHRASES, DEMO_TEXT_WORDS
 from dpexp.errors import UserError
+from dpexp.models.demo_words import DEMO_PHRASES, DEMO_TEXT_WORDS
 from dpexp.models.networks import random_network
 from dpexp.models.sources import Source, hub, minilm_folder, not_found, smollm2_file
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from dpexp.config.usage import shipped
 from dpexp.errors import UserError, did_you_mean
-from dpexp.usage import shipped
 
 FOLDER = shipped("results/paper")
 PAPERS = {

@@ -12,8 +12,8 @@ import json
 import random
 from collections.abc import Callable, Sequence
 
-from dpexp.demo_words import ADVERBS, BLAME, EVEN, PRAISE, SUBJECTS
 from dpexp.errors import UserError
+from dpexp.models.demo_words import ADVERBS, BLAME, EVEN, PRAISE, SUBJECTS
 from dpexp.tasks.files import Table
 
 DEMO_NAME = "synthetic demo data (embedded), not a published data set"

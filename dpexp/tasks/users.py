@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp.declared import declared_users
 from dpexp.errors import UserError
 from dpexp.privacy.users import Users, of_users
+from dpexp.schemas.declared import declared_users
 from dpexp.tasks.base import Task, WrappedTask
 from dpexp.tasks.files import read_table
 

@@ -51,9 +51,9 @@ from dpexp.training.steps import Steps
 from dpexp.training.sums import Sums, not_finite
 
 if TYPE_CHECKING:
-    from dpexp.config import RunConfig
     from dpexp.models import ModelBundle
     from dpexp.privacy.plan import Plan
+    from dpexp.schemas import RunConfig
     from dpexp.tasks.base import Task
 
 log = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from dpexp.training.release import Release
 from dpexp.training.steps import Steps
 
 if TYPE_CHECKING:
-    from dpexp.config import RunConfig
     from dpexp.models import ModelBundle
+    from dpexp.schemas import RunConfig
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "adagrad")
 PEFT = ("full", "lora", "bitfit")

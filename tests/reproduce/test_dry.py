@@ -57,7 +57,7 @@ def test_every_kind_of_run_that_a_table_asks_for_takes_a_step():
 
 @pytest.mark.slow
 def test_every_preset_of_the_review_takes_a_step():
-    """Figures ask for no cell, so that these are in no table's commands. Their plans: tests/test_config.py."""
+    """Figures ask for no cell, so that these are in no table's commands. Their plans: tests/config/test_compositions.py."""
     names = sorted(path.stem for path in (conf_dir() / "experiment").glob("monir2023_*.yaml"))
     assert len(names) >= 15
     runs = [compose([f"experiment={name}"]) for name in names]

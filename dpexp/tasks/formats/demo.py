@@ -1,7 +1,7 @@
 """Synthetic data in the published layouts: files that the same readers read, for trying things out without files or a network.
 
 They are no data set of anybody's, and no number measured on them says anything about one. Sentences come from small grammars over
-`dpexp.demo_words`; no source of dev or test is in train.
+`dpexp.models.demo_words`; no source of dev or test is in train.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from dpexp.demo_words import (
+from dpexp.errors import UserError
+from dpexp.models.demo_words import (
     AREAS,
     DAYS,
     FOODS,
@@ -28,7 +29,6 @@ from dpexp.demo_words import (
     THINGS,
     TOWNS,
 )
-from dpexp.errors import UserError
 from dpexp.tasks.demo import check_rows
 
 MOST_ROWS = 20_000

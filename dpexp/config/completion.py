@@ -52,7 +52,7 @@ def candidates(line: str) -> list[str]:
     words = line.split(" ")
     last, given = words[-1], [word for word in words[1:-1] if word]
     if not given:
-        from dpexp.usage import COMMANDS
+        from dpexp.config.usage import COMMANDS
 
         return _starting(last, [*COMMANDS, "completion"])
     command = given[0]
@@ -60,7 +60,7 @@ def candidates(line: str) -> list[str]:
         return _starting(last, _targets())
     if command not in FILES:
         return []
-    from dpexp.usage import conf_dir, groups_of
+    from dpexp.config.usage import conf_dir, groups_of
 
     groups = [*groups_of(command), *(["model", "optim"] if command == "train" else [])]
     name, sets, value = last.partition("=")

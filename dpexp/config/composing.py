@@ -1,4 +1,4 @@
-"""Compositions by Hydra in a fraction of its time: with `dpexp.config` and `dpexp.sweeps`, all that knows Hydra.
+"""Compositions by Hydra in a fraction of its time.
 
 Files are parsed by libyaml, and what the choices of groups make of them is kept: the values that a command sets besides are put
 on a copy, in Hydra's own way. A grid, a report or a notebook composes the same choices hundreds of times.
@@ -17,19 +17,24 @@ from typing import Any
 import hydra
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, _utils
+from omegaconf import DictConfig, OmegaConf, _utils
 
-from dpexp.usage import conf_dir
+from dpexp.config import presets
+from dpexp.config.usage import conf_dir
+from dpexp.schemas import setting_names
 
 VERSION_BASE = "1.3"
 # what Hydra's grammar has no place for outside of quotes
 _STRANGE = re.compile(r"[^\x20-\x7e]|[()<>;!#&~`']")
 # a setting of a group, which chooses none; Hydra's own settings may name further folders of choices
 _VALUE = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
+# config name -> its schema as Hydra knows it: making a node of one takes a fifth of a composition
+_registered: dict[str, type] = {}
 
 
 def spelled(word: str) -> str:
@@ -48,6 +53,21 @@ def _reads(word: str) -> bool:
     except HydraException:
         return False
     return True
+
+
+def register(config_name: str, schema: type) -> None:
+    """Tell Hydra the types of a primary configuration, whose defaults list names them ``<config_name>_schema``."""
+    if _registered.get(config_name) is schema:
+        return
+    _registered[config_name] = schema
+    for name, function in presets.RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+    node = OmegaConf.structured(schema)
+    # mappings such as model.config take new entries without Hydra's "+"
+    for key in setting_names(schema):
+        if isinstance(mapping := OmegaConf.select(node, key), DictConfig):
+            OmegaConf.set_struct(mapping, False)
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=node, provider="dpexp")
 
 
 def composed(config_name: str, overrides: Sequence[str], schema: type) -> DictConfig:

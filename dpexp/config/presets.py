@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dpexp.declared import declared_units
+from dpexp.schemas.declared import declared_units
 
 STEPS = 300
 # units in a batch: examples, or users with unit=user

@@ -11,9 +11,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dpexp.config.usage import choices_of, conf_dir, groups_of
 from dpexp.errors import UserError, did_you_mean, first_line
 from dpexp.schemas import setting_names
-from dpexp.usage import choices_of, conf_dir, groups_of
 
 # what other libraries call our settings
 ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""Do the settings of a method make sense together: clipping, schedules, searches, budgets of groups? See `dpexp.checks`."""
+"""Do the settings of a method make sense together: clipping, schedules, searches, budgets of groups? `checks` asks it."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from dpexp.declared import declared_units
+from dpexp.config.method_checks import method_problems
+from dpexp.config.unread import given_for_nothing
 from dpexp.durable import flattened
 from dpexp.errors import UserError, did_you_mean
-from dpexp.method_checks import method_problems
 from dpexp.privacy.schedules import ADAPTIVE
 from dpexp.schemas import CHOICES, RunConfig
+from dpexp.schemas.declared import declared_units
 from dpexp.training.low_pass import check_low_pass
-from dpexp.unread import given_for_nothing
 
 TRIALS_LAWS = ("geometric", "logarithmic", "poisson")
 DELTA_RULES = ("half_over_n", "n_pow_-1.1")

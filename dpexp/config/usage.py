@@ -73,7 +73,7 @@ def conf_dir() -> Path:
 
 def shipped(name: str) -> Path:
     """A file or folder that travels with the code: inside the installed wheel, or at the top of a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     return package / name if (package / name).exists() else package.parent / name
 
 

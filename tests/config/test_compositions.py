@@ -9,15 +9,14 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from dpexp import composing, config
-from dpexp.config import compose, conf_dir, signature, to_dict
-from dpexp.declared import declared_num_examples
+from dpexp.config import compose, composing, conf_dir, signature, to_dict
 from dpexp.privacy.accountants import epsilon
 from dpexp.schemas import CHOICES, RunConfig
+from dpexp.schemas.declared import declared_num_examples
 from dpexp.training.planning import budget_groups, build_plan, number_of_steps
 
 JOB = ("task=sst2", "clip=adaptive_perlayer")
-OWN_PAGE = Path(__file__).parents[1] / "docs" / "own_data.md"
+OWN_PAGE = Path(__file__).parents[2] / "docs" / "own_data.md"
 SCALES = ("paper", "small", "demo")
 OWN_DATA = (
     "data.train=rows.csv",
@@ -136,7 +135,7 @@ def test_the_header_of_a_preset_is_complete_and_its_command_is_its_own(preset):
 
 @pytest.mark.parametrize("sweep", SWEEPS)
 def test_every_corner_of_every_sweep_composes(sweep):
-    config._register("train", RunConfig)
+    composing.register("train", RunConfig)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = hydra.compose("train", [*JOB, f"sweep={sweep}"], return_hydra_config=True)
     assert OmegaConf.select(cfg, "hydra.mode").name == "MULTIRUN"

@@ -15,20 +15,20 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from dpexp import provenance, record, sweeps
-from dpexp.config import compose, run_folder
+from dpexp import provenance, record
+from dpexp.config import compose, run_folder, sweeps
 from dpexp.durable import read_json, write_json
 from dpexp.errors import UserError
 from dpexp.training import release
 from tests.commands import called
 from tests.parallel import slurm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, time
 from dpexp.config import RunConfig, hydra_entry
 from dpexp.errors import UserError
-from dpexp.sweeps import Result
+from dpexp.config.sweeps import Result
 
 @hydra_entry("train")
 def main(run: RunConfig) -> dict[str, float]:

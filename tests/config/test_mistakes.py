@@ -7,15 +7,15 @@ import typing
 import pytest
 from hydra.errors import MissingConfigException
 
-from dpexp.checks import TRIALS_LAWS, check
-from dpexp.composing import spelled
 from dpexp.config import RunConfig, compose, run_folder, to_dict
+from dpexp.config.checks import TRIALS_LAWS, check
+from dpexp.config.composing import spelled
+from dpexp.config.mistakes import explain
+from dpexp.config.unread import READ
 from dpexp.durable import flattened
 from dpexp.errors import INTERRUPTED, UserError
-from dpexp.mistakes import explain
 from dpexp.privacy.tuning import LAWS
 from dpexp.schemas import CHOICES
-from dpexp.unread import READ
 from tests.commands import called
 
 JOB = ("task=sst2", "clip=adaptive_perlayer")

@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 
-from dpexp import config
-from dpexp.config import compose, run_folder, signature, to_dict
+from dpexp.config import compose, naming, run_folder, signature, to_dict
+from dpexp.config.unread import neutralise
 from dpexp.durable import flattened
 from dpexp.schemas import RunConfig
-from dpexp.unread import neutralise
 
 JOB = ("task=sst2", "clip=adaptive_perlayer")
 SAME_RUN = (
@@ -55,14 +54,14 @@ def test_a_new_field_with_a_default_keeps_old_signatures():
         "RunConfig", [("clip", larger, dataclasses.field(default_factory=larger))], bases=(RunConfig,)
     )
     changed = schema(**{**vars(run), "clip": larger(**vars(run.clip))})
-    neutral = config.RunConfig
+    neutral = naming.RunConfig
     try:
-        config.RunConfig = schema
+        naming.RunConfig = schema
         assert signature(changed) == before
         changed.clip.novelty = 0.6
         assert signature(changed) != before
     finally:
-        config.RunConfig = neutral
+        naming.RunConfig = neutral
 
 
 DEFAULTS = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dpexp.audit import AuditConfig
+from dpexp.config.group_help import group_help, groups_asked, settings
 from dpexp.errors import UserError
 from dpexp.schemas import CHOICES, RunConfig
-from dpexp.settings import group_help, groups_asked, settings
 from tests.commands import called
 
 GROUPS = [field.name for field in dataclasses.fields(RunConfig) if field.default is dataclasses.MISSING]

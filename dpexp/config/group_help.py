@@ -11,9 +11,9 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dpexp.config.usage import TAKE_A_WORD
 from dpexp.errors import UserError, did_you_mean
 from dpexp.schemas import CHOICES
-from dpexp.usage import TAKE_A_WORD
 
 
 def group_help(config_name: str, schema: type, groups: Sequence[str]) -> str:
