@@ -75,6 +75,7 @@ def test_a_command_is_run_as_by_python_m(tmp_path: Path) -> None:
         ("dpexp train clip=flat,perb", ["clip=flat,perblock"]),
         ("dpexp train clip.clip_", ["clip.clip_norm="]),
         ("dpexp train mod", ["model=", "model.name=", "model.family="]),
+        ("dpexp audit mod", ["model="]),
         ("dpexp account noise", ["noise_multiplier="]),
         ("dpexp train optim.lr=", []),
         ("dpexp report ru", ["run", "runs"]),

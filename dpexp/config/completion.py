@@ -60,15 +60,14 @@ def candidates(line: str) -> list[str]:
         return _starting(last, _targets())
     if command not in FILES:
         return []
-    from dpexp.config.usage import conf_dir, groups_of
+    from dpexp.config.usage import choices_of, conf_dir, groups_of
 
-    groups = [*groups_of(command), *(["model", "optim"] if command == "train" else [])]
+    groups = groups_of(command)
     name, sets, value = last.partition("=")
     if sets and name in groups:
         # a grid: task=sst2,mn
         before, comma, begun = value.rpartition(",")
-        choices = sorted(path.stem for path in (conf_dir() / name).glob("*.yaml"))
-        return [f"{name}={before}{comma}{choice}" for choice in _starting(begun, choices)]
+        return [f"{name}={before}{comma}{choice}" for choice in _starting(begun, choices_of(name))]
     if sets:
         return []
     return _starting(last, [f"{key}=" for key in dict.fromkeys([*groups, *_settings(command, conf_dir())])])

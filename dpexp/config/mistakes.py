@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dpexp.config.usage import choices_of, conf_dir, groups_of
+from dpexp.config.usage import choices_of, groups_of
 from dpexp.errors import UserError, did_you_mean, first_line
 from dpexp.schemas import setting_names
 
@@ -46,15 +46,13 @@ def check_choices(words: Sequence[str], config_name: str) -> None:
     Raises:
         UserError: the word.
     """
-    groups = set(groups_of(config_name))
-    # those that a task chooses at its scale
-    groups |= {"model", "optim"} if "task" in groups else set()
+    groups = groups_of(config_name)
     for word in words:
         group, equals, choice = word.partition("=")
         if equals and not group:
             raise UserError(f"cannot read {word!r}: write GROUP=CHOICE or KEY=VALUE")
         if group in groups and _NO_NAME.fullmatch(choice):
-            raise UserError(f"{word} is not a choice: choose {choices_of(group)}")
+            raise UserError(f"{word} is not a choice: choose {', '.join(choices_of(group))}")
 
 
 def explain(error: Exception, config_name: str, schema: type, overrides: Sequence[str]) -> UserError:
@@ -69,9 +67,7 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
                 f"'{name}=[1, 2]'"
             )
         if not given:
-            meant = [
-                f"{group}={name}" for group in groups_of(config_name) if name in choices_of(group).split(", ")
-            ]
+            meant = [f"{group}={name}" for group in groups_of(config_name) if name in choices_of(group)]
             return UserError(
                 f"cannot read {name!r}: write KEY=VALUE{f'; did you mean {meant[0]}?' if meant else ''}"
             )
@@ -91,19 +87,16 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
         group, _, choice = missing.rpartition("/")
         if group.startswith("task_at_scale/"):
             task = group.removeprefix("task_at_scale/")
-            scales = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-            return UserError(f"task={task} has no settings for scale={choice}{did_you_mean(choice, scales)}")
+            return UserError(
+                f"task={task} has no settings for scale={choice}{did_you_mean(choice, choices_of(group))}"
+            )
         if group.startswith("hydra/") and (extra := PLUGINS.get(choice.partition("_")[0])):
             return UserError(f"{group}={choice} is not installed: pip install 'dpexp[{extra}]'")
         options = [option for option in error.options or () if "/" not in option]
         other = "; any other epsilon is privacy.epsilon=NUMBER" if group == "privacy" else ""
         return UserError(f"{group}={choice} is not a choice{did_you_mean(choice, options)}{other}")
     # what an experiment chooses would else be choices within the experiment
-    mine = [
-        x
-        for x in overrides
-        if x.startswith("experiment=") and x[11:] not in choices_of("experiment").split(", ")
-    ]
+    mine = [x for x in overrides if x.startswith("experiment=") and x[11:] not in choices_of("experiment")]
     header = f" ({mine[0]}: does the file begin with the line '# @package _global_'?)" if mine else ""
     # with -m Hydra looks for the files of a task first
     if text.startswith(("You must specify", "Error resolving interpolation '${task}")):
@@ -166,10 +159,13 @@ def _missing_groups(config_name: str, overrides: Sequence[str]) -> str:
     missing = [
         group for group, choice in groups_of(config_name).items() if choice == "???" and group not in given
     ]
-    return "not given: " + "; ".join(f"{group}=… (choices: {choices_of(group)})" for group in missing)
+    return "not given: " + "; ".join(
+        f"{group}=… (choices: {', '.join(choices_of(group))})" for group in missing
+    )
 
 
 def unknown_key(key: str, schema: type, config_name: str) -> str:
+    """Say that there is no such setting, and which one may be meant."""
     settings = sorted(setting_names(schema))
     ours = ELSEWHERE.get(key.rpartition(".")[2], "")
     # `account` has the same settings, in no groups

@@ -51,14 +51,14 @@ GROUPS = {
     "sweep": "grids of the papers",
     "bench": "measurements of the papers",
 }
+# the default of a group whose choice a task brings
+AT_SCALE = "the task's at its scale: conf/task_at_scale"
 # choices of a group in the help
 MOST_LISTED = 40
 # Hydra's own options
 TAKE_A_WORD = frozenset(
     ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p")
 )
-
-
 # Hydra's own, in full; it takes a beginning of one too
 OPTIONS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
@@ -127,9 +127,6 @@ def help_text(config_name: str, purpose: str) -> str:
     header, groups = _header(config_name), groups_of(config_name)
     if header:
         lines += [*header, ""]
-    if "task" in groups:
-        of_task = "the task's at its scale: conf/task_at_scale"
-        groups = {"task": groups["task"], "model": of_task, "optim": of_task} | groups
     if groups:
         lines.append("Groups [and their defaults]:")
     for group, choice in groups.items():
@@ -159,7 +156,7 @@ def _header(config_name: str) -> list[str]:
 
 def _summary(group: str) -> str:
     """The choices of a group; where there are very many, families and how many there are of each."""
-    names = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    names = choices_of(group)
     if len(names) <= MOST_LISTED:
         return ", ".join(names)
     families = Counter(name.partition("_")[0] for name in names)
@@ -181,19 +178,22 @@ def _own_settings(config_name: str) -> Iterator[str]:
 
 
 def groups_of(config_name: str) -> dict[str, str | None]:
-    """The groups that a primary configuration composes, each with its default ("???" where one must be chosen)."""
+    """The groups that a command may choose of, each with its default ("???" where one must be chosen)."""
     defaults = cast(
         "list[Any]", OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{config_name}.yaml").defaults)
     )
-    return {
+    groups = {
         group.removeprefix("optional "): choice
         for entry in defaults
         if isinstance(entry, dict)
         for group, choice in entry.items()
         if group != "task_at_scale" and not group.startswith(("hydra", "override "))
     }
+    if "task" not in groups:
+        return groups
+    return {"task": groups["task"], "model": AT_SCALE, "optim": AT_SCALE} | groups
 
 
-def choices_of(group: str) -> str:
-    """The choices of a group, in words."""
-    return ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+def choices_of(group: str) -> list[str]:
+    """The choices of a group."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))

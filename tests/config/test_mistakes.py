@@ -378,6 +378,7 @@ def test_a_run_leaves_nothing_of_hydras_behind(tmp_path):
 def test_a_word_alone_and_options_that_do_not_go_together_get_a_sentence(tmp_path):
     for words, says in (
         (["sst2"], "cannot read 'sst2': write KEY=VALUE; did you mean task=sst2?"),
+        (["bert_tiny"], "cannot read 'bert_tiny': write KEY=VALUE; did you mean model=bert_tiny?"),
         (["nonsense"], "cannot read 'nonsense': write KEY=VALUE"),
         (["--resolve"], "The --resolve flag can only be used in conjunction with --cfg or --help"),
         (["--config-name", "mine"], "settings of your own come by --config-dir FOLDER"),
@@ -416,6 +417,7 @@ def test_a_file_of_ones_own_is_told_where_the_scale_wins_and_where_its_header_la
     [
         ("--privacy.epsilon=8", "privacy.epsilon=…"),
         ("--task", "task=…"),
+        ("--model=bert_tiny", "model=…"),
         ("--epsilon", "did you mean privacy.epsilon?"),
         ("-task=sst2", "task=…"),
     ],
