@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 
 from dpexp.config import compose, signature
@@ -275,13 +274,7 @@ def miniature(run: RunConfig) -> RunConfig:
 
 @cache
 def _demo(task: str, model: str = "") -> RunConfig:
-    # the command line has one already
-    held = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        run: RunConfig = compose([f"task={task}", "scale=demo", *([f"model={model}"] if model else [])])
-    finally:
-        GlobalHydra.instance().hydra = held
+    run: RunConfig = compose([f"task={task}", "scale=demo", *([f"model={model}"] if model else [])])
     return run
 
 

@@ -6,15 +6,18 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from dpexp.config.data_checks import data_problems, prompt_problems, unit_problems
 from dpexp.config.method_checks import method_problems
 from dpexp.config.unread import given_for_nothing
 from dpexp.durable import flattened
 from dpexp.errors import UserError, did_you_mean
 from dpexp.privacy.schedules import ADAPTIVE
 from dpexp.schemas import CHOICES, RunConfig
+from dpexp.schemas.choices import HUGGING_FACE
 from dpexp.schemas.declared import declared_units
 from dpexp.training.low_pass import check_low_pass
 
@@ -83,10 +86,10 @@ def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> No
     problems = list(value_problems(run)) or [
         *_missing(run),
         *task_problems(run),
-        *_unit(run),
+        *unit_problems(run),
         *method_problems(run),
         *_length(run),
-        *_in_prompts(run),
+        *prompt_problems(run),
         *_parallel(run),
         *given_for_nothing(run, given),
     ]
@@ -98,19 +101,12 @@ def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> No
 
 def task_problems(run: RunConfig) -> Iterator[str]:
     """Name every problem of data, model and privacy, whatever they are used for: a training, or teachers."""
-    for part in (_words, _numbers, _privacy, _model, _data, _dev, _generation, _images):
+    for part in (_words, _numbers, _privacy, _model, data_problems):
         yield from part(run)
 
 
-def _get(run: RunConfig, key: str) -> Any:
-    value: Any = run
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _parallel(run: RunConfig) -> Iterator[str]:
-    """What several processes cannot share, or what would have to see a whole tensor where each has a part."""
+    """Name what several processes cannot share, or what would have to see a whole tensor where each has a part."""
     kind = run.runtime.parallel
     if kind == "none":
         return
@@ -176,7 +172,7 @@ def _words(run: RunConfig) -> Iterator[str]:
     for key, choices in CHOICES.items():
         # a rule of one's own is named by where it stands
         own = key == "clip.rule" and ":" in run.clip.rule
-        if (value := _get(run, key)) not in choices and not own:
+        if (value := attrgetter(key)(run)) not in choices and not own:
             yield f"{key}={value} is not a choice{did_you_mean(str(value), choices)}"
     if not re.fullmatch(r"\w[\w.-]*", run.task.name):
         yield f"task.name={run.task.name} is a folder of the runs: give one word of letters, digits, _, - and dots"
@@ -208,17 +204,17 @@ def _numbers(run: RunConfig) -> Iterator[str]:
     )
     for keys, words, holds in ranges:
         for key in keys:
-            value = _get(run, key)
+            value = attrgetter(key)(run)
             if value is not None and not holds(value):
                 yield f"{key}={value} must be {words}"
     for key in ("clip.clip_norm", "clip.init_threshold", "clip.threshold_floor"):
-        value = _get(run, key)
+        value = attrgetter(key)(run)
         if value is not None and value > 0 and not _LEAST <= value <= _MOST:
             yield f"{key}={value:g} must be between {_LEAST:g} and {_MOST:g}: it is squared in 32-bit numbers"
     if 0 < run.optim.batch_size < 1:
         yield f"optim.batch_size={run.optim.batch_size:g} must be 1 or more: it is a number of {run.unit.name}s"
     for key, most in _AT_MOST.items():
-        if (value := _get(run, key)) is not None and value > most:
+        if (value := attrgetter(key)(run)) is not None and value > most:
             yield f"{key}={value} must be at most {most}"
     if len(run.optim.betas) != 2 or not all(0 <= beta < 1 for beta in run.optim.betas):
         yield f"optim.betas={run.optim.betas} must be two numbers in [0, 1)"
@@ -272,42 +268,6 @@ def _privacy(run: RunConfig) -> Iterator[str]:
         yield f"trials_law={run.trials_law} is not a choice{did_you_mean(run.trials_law, TRIALS_LAWS)}"
 
 
-def _unit(run: RunConfig) -> Iterator[str]:
-    """Users as the unit of privacy."""
-    unit, data = run.unit, run.data
-    sources = [f"unit.{name}" for name in ("column", "file", "size") if getattr(unit, name)]
-    if unit.name == "example":
-        if sources:
-            yield f"{sources[0]} says who the users are, and unit=example protects single examples: choose unit=user"
-        return
-    if len(sources) != 1:
-        given = f"{' and '.join(sources)} are given" if sources else "nothing says who they are"
-        yield (
-            f"unit=user, and {given}: give one of unit.column=NAME (a column of data.train), unit.file=FILE (a name in the line "
-            "of each training row) and unit.size=K (made-up users of K rows each)"
-        )
-    if unit.column and data.train is None:
-        yield f"unit.column={unit.column} is a column of data.train, which is not given: give it, or unit.file=FILE"
-    if unit.column and run.task.kind == "image_classification":
-        yield f"unit.column={unit.column}: images have no columns; give unit.file=FILE, a name in the line of each image"
-    if unit.file and run.task.held_out:
-        yield (
-            f"unit.file says nothing of the {run.task.held_out} rows that task.held_out measures on: they may be of users who "
-            "are trained on, too, and nothing protects them. Use unit.column, or give a file of other users as data.dev"
-        )
-    if run.clip.private and sources and not unit.size and unit.num_users is None:
-        yield (
-            "unit.num_users is not given: the number of users is public and fixes the guarantee, so declare it as you know it "
-            "without looking at the rows (clip=nonprivate counts it)"
-        )
-    if run.task.augmentations:
-        yield f"unit=user and task.augmentations={run.task.augmentations} both say what rows one loss is the mean of: set it to 0"
-    if run.runtime.parallel == "pipeline":
-        yield "unit=user needs all rows of a user in one place: choose another runtime than pipeline"
-    if run.clip.method == "microbatch":
-        yield f"clip={run.clip.name} clips means of several users together: use clip=flat, perlayer or fedavg"
-
-
 def _length(run: RunConfig) -> Iterator[str]:
     optim = run.optim
     if optim.epochs is not None and optim.steps is not None:
@@ -344,8 +304,7 @@ def _model(run: RunConfig) -> Iterator[str]:
     if model.pooling != "own" and run.task.kind != "text_classification":
         yield f"model.pooling={model.pooling}: task={run.task.name} is no classification of text; leave it at own"
     if model.untied and (
-        run.task.kind not in ("generation", "text_infilling", "custom")
-        or model.family not in ("hf", "minilm", "mpnet", "smollm2", "random_hf")
+        run.task.kind not in ("generation", "text_infilling", "custom") or model.family not in HUGGING_FACE
     ):
         yield (
             f"model.untied=true is about the head of a language model of Hugging Face, and task={run.task.name} "
@@ -365,104 +324,3 @@ def _model(run: RunConfig) -> Iterator[str]:
     sizes |= dict.fromkeys(("prompt", "p_tuning"), "prefix_length")
     if (size := sizes.get(peft.name)) is not None and getattr(peft, size) < 1:
         yield f"peft.{size}={getattr(peft, size)} must be 1 or more: nothing would train"
-
-
-def _generation(run: RunConfig) -> Iterator[str]:
-    settings = run.task.generation
-    if settings.top_p is not None and not 0 < settings.top_p <= 1:
-        yield f"task.generation.top_p={settings.top_p} must be above 0 and at most 1"
-    if unknown := [split for split in settings.splits if split not in ("dev", "test")]:
-        yield f"task.generation.splits={list(settings.splits)} has {unknown[0]}: text is generated for dev and test alone"
-    if not -100 <= settings.length_penalty <= 100:
-        yield f"task.generation.length_penalty={settings.length_penalty:g} must be a power between -100 and 100"
-    if settings.candidates == 1:
-        yield "task.generation.candidates=1 leaves nothing to choose from: give 2 or more (ConvAI2 has 20), or 0"
-
-
-def _in_prompts(run: RunConfig) -> Iterator[str]:
-    """Pairs of the private training data that stand in every prompt."""
-    shots = run.task.generation.shots
-    if shots and run.optim.steps != 0:
-        yield (
-            f"task.generation.shots={shots} puts training pairs into the prompt as they are, which is not private "
-            "and no training: set optim.epochs=null optim.steps=0"
-        )
-    if shots and run.privacy.release == "strict":
-        yield (
-            f"task.generation.shots={shots} makes texts and metrics of private pairs, without noise, and privacy.release=strict "
-            "is for what may be shown to anybody: leave one of them out"
-        )
-
-
-def _images(run: RunConfig) -> Iterator[str]:
-    for name in ("mean", "std"):
-        values = list(getattr(run.task, name))
-        if run.task.kind == "image_classification" and len(values) not in (0, 1, run.task.channels):
-            yield f"task.{name}={values} must be {run.task.channels} numbers, one for each of task.channels, or one for all"
-
-
-def _undeclared(run: RunConfig) -> Iterator[str]:
-    """What the task would have to read from the private training file: settings that declare it."""
-    if run.data.num_examples is None:
-        yield "data.num_examples=N (the number of rows)"
-    if run.task.kind not in ("generation", "custom") and not run.task.labels and not run.task.label_words:
-        yield "task.labels=[a,b] (the classes, as they stand in the file)"
-
-
-def _dev(run: RunConfig) -> Iterator[str]:
-    """Whether there is a dev set where something goes by it, and not two of them."""
-    data, held_out = run.data, run.task.held_out
-    there = data.dev or run.task.files.get("dev")
-    if held_out and there:
-        yield f"task.held_out={held_out} makes rows of the training file the dev set, and there is one ({there}): set it to 0"
-    if data.train is None or there or held_out or run.task.kind == "custom":
-        return
-    uses = {
-        "optim.keep_best_every": run.optim.keep_best_every > 0,
-        f"schedule={run.schedule.name}": run.schedule.name == "validation",
-        f"clip={run.clip.name}": run.clip.method in ("ellipsoid", "embedding"),
-    }
-    for what in [name for name, used in uses.items() if used]:
-        yield f"{what} goes by the dev set, which is public, and none is given: give data.dev, or leave it out"
-
-
-def _data(run: RunConfig) -> Iterator[str]:
-    own = run.data.train is not None
-    published = bool(run.task.files or run.task.hub_id)
-    if own and not published and run.clip.private and (undeclared := list(_undeclared(run))):
-        yield (
-            f"data.train is private, so what is public about it is declared and not read from it: give "
-            f"{' and '.join(undeclared)} as you know them without looking at the rows (clip=nonprivate reads them from the file)"
-        )
-    for name in ("train", "dev", "root"):
-        if getattr(run.data, name) == "":
-            yield f"data.{name}= is empty: give a file or a folder, or leave it out"
-    own_rows = own and run.task.kind not in ("image_classification", "custom")
-    columns = [
-        run.data.text or run.task.text,
-        run.data.text_pair or run.task.text_pair,
-        run.data.label or run.task.label,
-    ]
-    if own_rows and len(set(columns)) < len(columns):
-        named = ", ".join(filter(None, columns))
-        yield f"data.text, data.text_pair and data.label name one column twice ({named}): give each its own"
-    if blank := [label for label in run.task.labels if not label.strip()]:
-        yield f"task.labels={list(run.task.labels)} has {len(blank)} empty names: every class needs one"
-    if len(set(run.task.labels)) < len(run.task.labels):
-        yield f"task.labels={list(run.task.labels)} names a class twice: name each once"
-    if own and run.data.source in ("hub", "demo"):
-        yield f"data.train is given, and data.source={run.data.source} would not read it: drop one of the two"
-    for name, place in (("train", run.data.train), ("dev", run.data.dev)):
-        if place is not None and "://" in place:
-            yield (
-                f"data.{name}={place} is an address, and files are read from this machine: download it first. Of a data set of "
-                f'the hub datasets.load_dataset(NAME, split="...").save_to_disk("rows") makes a folder for data.{name}=rows'
-            )
-    if own and published:
-        yield (
-            f"data.train is given, but task={run.task.name} reads its own files: use task=text_classification (or "
-            "another task that has no files), or point data.root at a folder in the published layout"
-        )
-    if run.scale.name not in run.task.num_examples:
-        scales = ", ".join(sorted(run.task.num_examples))
-        yield f"task={run.task.name} declares no number of examples for scale={run.scale.name} (it does for: {scales})"

@@ -32,7 +32,7 @@ FILES = ("account", "audit", "bench", "conform", "explain", "pate", "predict", "
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``dpexp completion SHELL`` prints what the shell must evaluate; ``dpexp completion words LINE`` prints candidates."""
+    """Print what a shell must evaluate (``dpexp completion SHELL``), or candidates (``dpexp completion words LINE``)."""
     if len(arguments) == 2 and arguments[0] == "words":
         print("\n".join(candidates(arguments[1])))
         return 0
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """The whole words that the last word of a command line may become.
+    """List the whole words that the last word of a command line may become.
 
     Args:
         line: all up to the cursor, the name of the program first.
@@ -78,7 +78,7 @@ def _starting(word: str, choices: Sequence[str]) -> list[str]:
 
 
 def _targets() -> list[str]:
-    """Names of ``dpexp report``, as far as files tell."""
+    """List the names of ``dpexp report``, as far as files tell."""
     found = {"run", "list", "tables", "figures", "all", "report"}
     for file in Path("results").glob("*/*.md"):
         if file.parent.name in ("tables", "figures"):
@@ -87,7 +87,7 @@ def _targets() -> list[str]:
 
 
 def _settings(command: str, folder: Path) -> Iterator[str]:
-    """Dotted names: from the schemas for what trains, and from the primary file for the others."""
+    """Yield dotted names: from the schemas for what trains, and from the primary file for the others."""
     if command == "train":
         from dpexp.schemas import RunConfig, setting_names
 

@@ -38,7 +38,7 @@ _registered: dict[str, type] = {}
 
 
 def spelled(word: str) -> str:
-    """A word of a command as Hydra can read it: what its grammar cannot (``é.csv``, ``~/a.csv``, ``a (1).csv``) in quotes."""
+    """Spell a word of a command for Hydra: what its grammar cannot read (``é.csv``, ``~/a.csv``, ``a (1).csv``) in quotes."""
     name, equals, value = word.partition("=")
     if not equals or '"' in value or not _STRANGE.search(value) or _reads(word):
         return word
@@ -71,7 +71,7 @@ def register(config_name: str, schema: type) -> None:
 
 
 def composed(config_name: str, overrides: Sequence[str], schema: type) -> DictConfig:
-    """What Hydra composes from a primary configuration, whose schema is registered, without Hydra's own settings."""
+    """Let Hydra compose a primary configuration, whose schema is registered; without Hydra's own settings."""
     values = [override for override in overrides if _is_a_value(override, schema)]
     choices = tuple(override for override in overrides if not _is_a_value(override, schema))
     own_folder = any(choice.startswith("hydra.") for choice in choices)
@@ -109,7 +109,7 @@ _in_python = _utils.get_yaml_loader
 
 @cache
 def yaml_loader() -> Any:
-    """OmegaConf's loader with the parser of libyaml, where PyYAML was built with it.
+    """Make OmegaConf's loader with the parser of libyaml, where PyYAML was built with it.
 
     What the words of a file mean (numbers, keys that stand there twice) is decided by the same code as before.
     """

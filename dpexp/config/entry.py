@@ -20,6 +20,7 @@ from dpexp.config.composing import VERSION_BASE, composed, register, spelled
 from dpexp.config.group_help import group_help, groups_asked
 from dpexp.config.mistakes import MISTAKES, check_choices, explain, unknown_key
 from dpexp.config.resolving import resolve
+from dpexp.config.unread import moves_weights
 from dpexp.config.usage import (
     conf_dir,
     dashed,
@@ -35,7 +36,7 @@ from dpexp.schemas import RunConfig, setting_names
 
 
 def _borrowed_rate(settings: Any, overrides: Sequence[str], config_name: str, schema: type) -> str:
-    """A sentence where the command chooses an optimiser and leaves it the learning rate of another one; else nothing."""
+    """Say where the command chooses an optimiser and leaves it the learning rate of another one; else nothing."""
     keys = {override.partition("=")[0] for override in overrides}
     if "optim" not in keys or "optim.lr" in keys or not isinstance(settings, RunConfig):
         return ""
@@ -50,7 +51,7 @@ def _borrowed_rate(settings: Any, overrides: Sequence[str], config_name: str, sc
 
 
 def _overruled(settings: Any, overrides: Sequence[str]) -> str:
-    """A sentence where a person's own file of a choice sets what the task at its scale sets otherwise; else nothing."""
+    """Say where a person's own file of a choice sets what the task at its scale sets otherwise; else nothing."""
     given = dict(override.partition("=")[::2] for override in overrides)
     folders = [
         Path(source.path)
@@ -74,8 +75,8 @@ def _overruled(settings: Any, overrides: Sequence[str]) -> str:
 
 
 def _length_of_steps(optim: Any) -> str:
-    """The optimiser whose steps are as long as those of this one."""
-    name = optim.base if optim.name in ("disk", "doppler") else optim.name
+    """Name the optimiser whose steps are as long as those of this one."""
+    name = moves_weights(optim)
     return "adam" if name in ("adamw", "adam_bc", "adamw_bc") else name
 
 

@@ -66,13 +66,13 @@ def settings(schema: type, prefix: str) -> Iterator[tuple[str, Any, list[str]]]:
 
 
 def _group(field: dataclasses.Field[Any]) -> type | None:
-    """The class of a field that is a group of settings."""
+    """Find the class of a field that is a group of settings."""
     made: Any = field.default_factory
     return made if isinstance(made, type) and dataclasses.is_dataclass(made) else None
 
 
 def _comments(schema: type) -> dict[str, list[str]]:
-    """The comments of each field: those on its lines, and those on the lines right above."""
+    """Collect the comments of each field: those on its lines, and those on the lines right above."""
     source = inspect.getsource(schema)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     found = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from dpexp.errors import UserError
 from dpexp.privacy.schedules import ADAPTIVE, SCHEDULES, Schedule
 from dpexp.schemas import RunConfig
+from dpexp.schemas.choices import FILTERS
 
 # by the last word of a method's name
 GROUPS = {"flat": "flat", "perlayer": "layer", "perblock": "block", "perdevice": "device"}
@@ -34,7 +35,7 @@ def _schedule(run: RunConfig) -> Iterator[str]:
             yield f"{name} moves its noise under a Rényi filter, and accountant={run.accountant.name} knows none: use rdp"
         if run.search.name != "none" or run.individual.name != "none":
             yield f"{name} moves one budget by itself: set search=none and individual=none"
-        if name.endswith("released") and (run.clip.method != "norm" or run.optim.name in ("doppler", "disk")):
+        if name.endswith("released") and (run.clip.method != "norm" or run.optim.name in FILTERS):
             yield f"{name} reads the noisy gradients as they are released: use clip=flat or the like, and no filter as optim="
         if name.endswith("released") and run.peft.name == "rgp":
             yield f"{name} reads the noisy gradients after a step, which peft=rgp drops: choose another peft"
@@ -158,7 +159,7 @@ def _clipping(run: RunConfig) -> Iterator[str]:
 
 
 def _whole_gradients(run: RunConfig) -> Iterator[str]:
-    """Of the methods that clip something else than the gradients of groups."""
+    """Ask it of the methods that clip something else than the gradients of groups."""
     clip, name = run.clip, f"clip={run.clip.name}"
     if clip.method == "norm":
         return

@@ -56,7 +56,7 @@ def check_choices(words: Sequence[str], config_name: str) -> None:
 
 
 def explain(error: Exception, config_name: str, schema: type, overrides: Sequence[str]) -> UserError:
-    """One message for one mistake: what is wrong, where, and the nearest thing that exists."""
+    """Say what one mistake is: what is wrong, where, and the nearest thing that exists."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return UserError(f"{mark.name}, line {mark.line + 1}: this is no YAML: {error.problem}")
     if isinstance(error, OverrideParseException):
@@ -142,7 +142,7 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
 
 
 def _written_out(value: str, whole: bool) -> str | None:
-    """A fraction, or a power of ten, as a setting takes it; None: it is neither, or not whole."""
+    """Write a fraction, or a power of ten, as a setting takes it; None: it is neither, or not whole."""
     try:
         number = Fraction(value)
         return f"{float(number):.6g}" if not whole else str(number) if number.denominator == 1 else None

@@ -24,12 +24,12 @@ _NOT_IN_SIGNATURE = frozenset(
 
 
 def to_dict(run: RunConfig) -> dict[str, Any]:
-    """The settings as plain nested dicts, ready for YAML or JSON."""
+    """Give the settings as plain nested dicts, ready for YAML or JSON."""
     return dataclasses.asdict(run)
 
 
 def signature(run: RunConfig) -> str:
-    """Ten hex characters that name a run up to its seed: the science, the engine and the runtime.
+    """Name a run up to its seed, in ten hex characters: the science, the engine and the runtime.
 
     Left out is what can't change a result: the seed (it names the folder below), the tracker, where data lies, and how
     often a run evaluates, logs and saves. Values equal to the schema's defaults are left out too, so that a new setting
@@ -51,5 +51,5 @@ def signature(run: RunConfig) -> str:
 
 
 def run_folder(run: RunConfig) -> Path:
-    """``runs_dir/<task>/<signature>/seed<k>``: the same settings are the same run and the same folder."""
+    """Name ``runs_dir/<task>/<signature>/seed<k>``: the same settings are the same run and the same folder."""
     return Path(run.runtime.runs_dir) / run.task.name / signature(run) / f"seed{run.seed}"

@@ -20,7 +20,7 @@ UNKNOWN = 10_000
 
 
 def own_batch(num_units: int | None) -> int:
-    """B for a person's own data: the power of two nearest to 8√N, at most N/2: 256 of 1,000, 2,048 of 100,000."""
+    """Choose B for a person's own data: the power of two nearest to 8√N, at most N/2: 256 of 1,000, 2,048 of 100,000."""
     total = num_units or UNKNOWN
     near = 2 ** round(math.log2(8 * math.sqrt(max(total, 1))))
     largest = 2 ** int(math.log2(max(total / 2, 1)))
@@ -28,17 +28,17 @@ def own_batch(num_units: int | None) -> int:
 
 
 def own_epochs(num_units: int | None, batch_size: float) -> float:
-    """Epochs that make `STEPS` steps, in two digits."""
+    """Choose the epochs that make `STEPS` steps, in two digits."""
     return float(f"{STEPS * batch_size / max(num_units or UNKNOWN, 1):.2g}")
 
 
 def own_rate(num_units: int | None) -> float:
-    """η of SGD on fixed features, N/10,000: the noise of such a run, and so the length of step that it bears, goes with 1/N."""
+    """Choose η of SGD on fixed features, N/10,000: the noise of such a run, and so the step that it bears, goes with 1/N."""
     return (num_units or UNKNOWN) / 10_000
 
 
 def if_equal(value: Any, wanted: Any, then: Any, otherwise: Any) -> Any:
-    """What suits one choice, or what suits all others: `${if_equal:${peft.name},full,head,all}`."""
+    """Choose what suits one choice, or what suits all others: `${if_equal:${peft.name},full,head,all}`."""
     return then if value == wanted else otherwise
 
 

@@ -22,7 +22,7 @@ from dpexp.schemas import RunConfig, setting_names
 def compose(
     overrides: Sequence[str] = (), config_name: str = "train", schema: type = RunConfig, of_grid: bool = False
 ) -> Any:
-    """What ``python -m dpexp.<config_name> <overrides>`` would run, as an instance of the schema; or one job of a grid.
+    """Compose what ``python -m dpexp.<config_name> <overrides>`` would run, as an instance of the schema; or one job of a grid.
 
     For tests, reports and notebooks. Raises `UserError` for every mistake that the command line would print.
     """
@@ -43,7 +43,7 @@ def resolve(
     config_name: str = "train",
     of_grid: bool = False,
 ) -> Any:
-    """A composed configuration as an instance of the schema (a checked `RunConfig` unless another one is given).
+    """Make a composed configuration an instance of the schema (a checked `RunConfig` unless another one is given).
 
     Refuses keys that the schema doesn't have, lists everything that is missing in one message, resolves every
     interpolation, and sets what cannot matter (the quantile settings of a fixed threshold) to its neutral value. A command

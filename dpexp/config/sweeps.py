@@ -85,7 +85,7 @@ class Jobs(Callback):
 
 
 def _tells(config: DictConfig) -> bool:
-    """Whether this is a job of a multirun; of one of several processes, whether this is rank 0, whose the lines are."""
+    """Tell whether this is a job of a multirun; of one of several processes, whether this is rank 0, whose the lines are."""
     return config.hydra.job.get("num") is not None and os.environ.get("RANK", "0") == "0"
 
 
@@ -101,7 +101,7 @@ def _append(config: DictConfig, overrides: list[str], line: dict[str, Any]) -> N
 
 
 def _exit_behind(error: BaseException | None) -> SystemExit | None:
-    """The exit that an error came of.
+    """Find the exit that an error came of.
 
     At the end of its time submitit queues a job again and exits from within a signal's handler, wherever the program is. A
     library that was writing, or another process that waits, then fails, and only the exit keeps submitit from noting an end.
@@ -112,12 +112,12 @@ def _exit_behind(error: BaseException | None) -> SystemExit | None:
 
 
 def in_multirun() -> bool:
-    """Whether what runs here now is a job of a multirun."""
+    """Tell whether what runs here now is a job of a multirun."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def expanded(override: str) -> list[str]:
-    """The values that ``-m`` gives to a setting, as an override each: of ``a,b``, ``choice``, ``range``, ``glob``.
+    """List the values that ``-m`` gives to a setting, as an override each: of ``a,b``, ``choice``, ``range``, ``glob``.
 
     What Hydra cannot read, or leaves to a search (``interval``), stays as it is: who composes it is told.
     """
@@ -131,7 +131,7 @@ def expanded(override: str) -> list[str]:
 
 
 def _is_strict(config: DictConfig) -> bool:
-    """Whether nothing that an error may say of private rows is kept; see `dpexp.record.withheld`."""
+    """Tell whether nothing that an error may say of private rows is kept; see `dpexp.record.withheld`."""
     strict = OmegaConf.select(config, "privacy.release") == "strict"
     return bool(strict and OmegaConf.select(config, "clip.private", default=True))
 
@@ -155,7 +155,7 @@ def killed(error: Exception) -> UserError | None:
 
 
 def jobs(folder: Path) -> list[dict[str, Any]]:
-    """The last line of each job in ``folder``, in the order of the grid.
+    """Read the last line of each job in ``folder``, in the order of the grid.
 
     A job is its settings: several grids may share a folder, each with numbers of its own.
     """
@@ -207,7 +207,7 @@ def report(program: str = "train", console: Console | None = None) -> None:
 
 
 def _varied(rows: list[dict[str, Any]]) -> list[str]:
-    """The settings that differ between jobs, in the order of the command."""
+    """List the settings that differ between jobs, in the order of the command."""
     keys = dict.fromkeys(override.partition("=")[0] for row in rows for override in row["overrides"])
     return [
         key

@@ -7,16 +7,16 @@ the one that runs: that is no mistake. What a person types is meant to do someth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from dpexp.privacy.schedules import SCHEDULES
 from dpexp.schemas import CHOICES, RunConfig
+from dpexp.schemas.choices import FILTERS, HUGGING_FACE
 
 # any value but null, 0 and []
 GIVEN = ("…",)
 
-_FILTERS = ("doppler", "disk")
-_HUGGING_FACE = ("hf", "minilm", "mpnet", "smollm2", "random_hf")
 _TEXTS = ("text_classification", "text_infilling", "custom")
 _ALL_TEXTS = (*_TEXTS, "generation")
 _ONE = {name: takes for name, (_, takes) in SCHEDULES.items()}
@@ -72,7 +72,7 @@ READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("optim", ("adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "lamb", "sgd"), "optim.weight_decay"),
     ("optim", ("adam_bc", "adamw_bc"), "optim.floor"),
     ("optim", ("adadp",), "optim.tolerance optim.ratios"),
-    ("optim.name", _FILTERS, "optim.base"),
+    ("optim.name", FILTERS, "optim.base"),
     ("optim.name", ("doppler",), "optim.filter_a optim.filter_b"),
     ("optim.name", ("disk",), "optim.kappa"),
     ("peft.name", ("lora", "rgp", "adapters"), "peft.rank"),
@@ -86,9 +86,9 @@ READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("model.family", ("random_hf", "cnn"), "model.architecture"),
     ("model.family", ("hf", "timm", "random_timm"), "model.id"),
     ("model.family", ("custom",), "model.factory"),
-    ("model.family", _HUGGING_FACE, "model.retrain"),
-    ("model.family", (*_HUGGING_FACE, "custom"), "model.tokenizer"),
-    ("model.family", (*_HUGGING_FACE, "timm", "random_timm"), "model.dropout model.attention_dropout"),
+    ("model.family", HUGGING_FACE, "model.retrain"),
+    ("model.family", (*HUGGING_FACE, "custom"), "model.tokenizer"),
+    ("model.family", (*HUGGING_FACE, "timm", "random_timm"), "model.dropout model.attention_dropout"),
     # the head that trains on them has dropout of its own, and no attention
     ("model.frozen_features", (False,), "model.attention_dropout"),
     # the definition, which chooses nothing
@@ -170,16 +170,16 @@ def given_for_nothing(run: RunConfig, given: Mapping[str, str]) -> Iterator[str]
 
 
 def _value(run: RunConfig, chooser: str) -> Any:
-    if chooser == "optim":
-        return run.optim.base if run.optim.name in _FILTERS else run.optim.name
-    value: Any = run
-    for part in chooser.split("."):
-        value = getattr(value, part)
-    return value
+    return moves_weights(run.optim) if chooser == "optim" else attrgetter(chooser)(run)
+
+
+def moves_weights(optim: Any) -> str:
+    """Name the optimiser that moves the weights: of a filter, the one behind it."""
+    return str(optim.base if optim.name in FILTERS else optim.name)
 
 
 def _present(run: RunConfig, chooser: str) -> str:
-    """What stands in the way, by the choice that a person made."""
+    """Name what stands in the way, by the choice that a person made."""
     group = chooser.partition(".")[0]
     name = getattr(getattr(run, group), "name", "")
     return (

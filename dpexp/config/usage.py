@@ -67,18 +67,18 @@ OPTIONS = (
 
 
 def conf_dir() -> Path:
-    """The folder of configuration files."""
+    """Find the folder of configuration files."""
     return shipped("conf")
 
 
 def shipped(name: str) -> Path:
-    """A file or folder that travels with the code: inside the installed wheel, or at the top of a checkout."""
+    """Find a file or folder that travels with the code: inside the installed wheel, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     return package / name if (package / name).exists() else package.parent / name
 
 
 def options_last(words: list[str]) -> list[str]:
-    """The words of a command with what sets a value first: the parser takes those from one place alone."""
+    """Put what sets a value first among the words of a command: the parser takes those from one place alone."""
     settings = [
         not word.startswith("-") and before not in TAKE_A_WORD and ("=" in word or word.startswith("~"))
         for before, word in zip(["", *words], words, strict=False)
@@ -88,7 +88,7 @@ def options_last(words: list[str]) -> list[str]:
 
 
 def dashed(words: list[str]) -> str | None:
-    """The first word that looks like an option and is none, without its dashes and its value; None: there is none."""
+    """Find the first word that looks like an option and is none, without its dashes and its value; None: there is none."""
     names = [
         word.partition("=")[0] for word in words if word.startswith("--") or (word[:1] == "-" and "=" in word)
     ]
@@ -108,7 +108,7 @@ def print_what_can_be() -> None:
 
 
 def print_out(text: str) -> None:
-    """To standard output, whose reader may have left (``| head``)."""
+    """Print to standard output, whose reader may have left (``| head``)."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -117,7 +117,7 @@ def print_out(text: str) -> None:
 
 
 def help_text(config_name: str, purpose: str) -> str:
-    """What ``--help`` prints of a command whose function says its `purpose`."""
+    """Write the ``--help`` of a command whose function says its `purpose`."""
     lines = [
         f"python -m dpexp.{config_name} [GROUP=CHOICE ...] [KEY=VALUE ...]",
         "",
@@ -146,7 +146,7 @@ def help_text(config_name: str, purpose: str) -> str:
 
 
 def _header(config_name: str) -> list[str]:
-    """The comment that a primary configuration begins with: examples, and the settings used most."""
+    """Read the comment that a primary configuration begins with: examples, and the settings used most."""
     lines = (conf_dir() / f"{config_name}.yaml").read_text(encoding="utf-8").splitlines()
     return [
         line.removeprefix("#").removeprefix(" ")
@@ -155,7 +155,7 @@ def _header(config_name: str) -> list[str]:
 
 
 def _summary(group: str) -> str:
-    """The choices of a group; where there are very many, families and how many there are of each."""
+    """List the choices of a group; where there are very many, families and how many there are of each."""
     names = choices_of(group)
     if len(names) <= MOST_LISTED:
         return ", ".join(names)
@@ -168,7 +168,7 @@ def _summary(group: str) -> str:
 
 
 def _own_settings(config_name: str) -> Iterator[str]:
-    """The lines of a primary configuration that set values, with their comments."""
+    """Yield the lines of a primary configuration that set values, with their comments."""
     shown = False
     for line in (conf_dir() / f"{config_name}.yaml").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith((" ", "#")):
@@ -178,7 +178,7 @@ def _own_settings(config_name: str) -> Iterator[str]:
 
 
 def groups_of(config_name: str) -> dict[str, str | None]:
-    """The groups that a command may choose of, each with its default ("???" where one must be chosen)."""
+    """Find the groups that a command may choose of, each with its default ("???" where one must be chosen)."""
     defaults = cast(
         "list[Any]", OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{config_name}.yaml").defaults)
     )
@@ -195,5 +195,5 @@ def groups_of(config_name: str) -> dict[str, str | None]:
 
 
 def choices_of(group: str) -> list[str]:
-    """The choices of a group."""
+    """List the choices of a group."""
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))

@@ -32,6 +32,7 @@ from dpexp.models.networks import (
 )
 from dpexp.models.sources import Source, locate
 from dpexp.models.tokenizer import fit_together, load_tokenizer
+from dpexp.schemas.choices import HUGGING_FACE
 
 if TYPE_CHECKING:
     from dpexp.schemas import ModelConfig, PeftConfig
@@ -182,10 +183,8 @@ def _locate(model: ModelConfig, scale: str) -> Source | None:
     """Where the weights are; None for a random network."""
     if model.family == "random_hf":
         return None
-    if model.family not in ("hf", "minilm", "mpnet", "smollm2"):
-        raise UserError(
-            f"model.family={model.family} is unknown: choose hf, minilm, mpnet, smollm2 or random_hf"
-        )
+    if model.family not in HUGGING_FACE:
+        raise UserError(f"model.family={model.family} is unknown: choose one of {', '.join(HUGGING_FACE)}")
     source = locate(model)
     if scale == "demo" and source.is_remote:
         raise UserError(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# optimisers that filter what another one, optim.base, moves the weights by
+FILTERS = ("disk", "doppler")
+# of `model.family`: made by Hugging Face's transformers
+HUGGING_FACE = ("hf", "minilm", "mpnet", "smollm2", "random_hf")
 CHOICES: dict[str, tuple[str, ...]] = {
     "task.malformed": ("error", "skip"),
     "task.overlong": ("cut", "error"),
@@ -11,7 +15,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "task.generation.beam_length": ("target", "whole"),
     "task.generation.when": ("end", "always", "never"),
     "model.family": (
-        "hf", "minilm", "mpnet", "smollm2", "random_hf", "cnn", "wide_resnet", "scattering", "timm", "random_timm", "custom",
+        *HUGGING_FACE, "cnn", "wide_resnet", "scattering", "timm", "random_timm", "custom",
     ),
     "model.pooling": ("own", "cls", "mean", "layers"),
     "model.head": ("linear", "unbiased", "dense"),
@@ -35,7 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "search.name": ("none", "noisymax", "noisybtls", "hyfreedp"),
     "search.mechanism": ("laplace", "exponential", "above_threshold", "gaussian"),
     "optim.name": (
-        "adadp", "adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "disk", "doppler", "lamb", "sgd",
+        "adadp", "adagrad", "adam", "adam_bc", "adamw", "adamw_bc", *FILTERS, "lamb", "sgd",
     ),
     "optim.base": ("adagrad", "adam", "adamw", "lamb", "sgd"),
     "optim.lr_schedule": ("constant", "linear", "cosine"),

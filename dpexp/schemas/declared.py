@@ -6,14 +6,14 @@ from dpexp.schemas import RunConfig
 
 
 def declared_num_examples(run: RunConfig) -> int | None:
-    """N as the configuration declares it, or None where only the data can tell (a person's own file)."""
+    """Read N as the configuration declares it; None where only the data can tell (a person's own file)."""
     if run.data.num_examples is not None or run.data.train is not None:
         return run.data.num_examples
     return run.task.num_examples.get(run.scale.name)
 
 
 def declared_users(run: RunConfig) -> int | None:
-    """The number of users that the configuration declares; None where only the data can tell."""
+    """Read the number of users that the configuration declares; None where only the data can tell."""
     rows = declared_num_examples(run)
     if run.unit.size > 0:
         return None if rows is None else -(-rows // run.unit.size)
@@ -21,5 +21,5 @@ def declared_users(run: RunConfig) -> int | None:
 
 
 def declared_units(run: RunConfig) -> int | None:
-    """N of the guarantee as the configuration declares it: of examples, or of users (``unit=user``)."""
+    """Read N of the guarantee as the configuration declares it: of examples, or of users (``unit=user``)."""
     return declared_num_examples(run) if run.unit.name == "example" else declared_users(run)

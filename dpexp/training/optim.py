@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 
 from dpexp.errors import UserError
+from dpexp.schemas.choices import CHOICES, FILTERS
 from dpexp.training.adadp import ADADP
 from dpexp.training.adam_bc import AdamBC
 from dpexp.training.filters import DiSK, Doppler
 
 if TYPE_CHECKING:
     from dpexp.schemas import OptimConfig
-
-FILTERS = ("doppler", "disk")
-OPTIMIZERS = (
-    "adadp", "adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "disk", "doppler", "lamb", "sgd",
-)  # fmt: skip
 
 
 def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -69,7 +65,9 @@ def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch
         )
     if optim.name == "adadp":
         return ADADP(parameters, optim.lr, optim.tolerance, (float(optim.ratios[0]), float(optim.ratios[1])))
-    raise UserError(f"optim.name={optim.name!r} is not known: choose one of {', '.join(OPTIMIZERS)}")
+    raise UserError(
+        f"optim.name={optim.name!r} is not known: choose one of {', '.join(CHOICES['optim.name'])}"
+    )
 
 
 def _lamb() -> Any:

@@ -16,6 +16,7 @@ from dpexp.config import RunConfig, compose, conf_dir
 from dpexp.errors import UserError
 from dpexp.reproduce import tables
 from dpexp.training.planning import build_plan, number_of_steps
+from tests.commands import called
 
 # Their values change how long a run takes and how well it ends, not whether it begins.
 VALUES = re.compile(
@@ -74,6 +75,19 @@ def test_what_is_there_is_found_and_what_is_missing_is_named(tmp_path: Path):
     (tmp_path / "sst2" / "dev.tsv").touch()
     assert dry.whereabouts(run) == f"files below {tmp_path}"
     assert dry.whereabouts(compose(["task=sst2", "scale=demo"])) == "embedded"
+
+
+def test_a_task_of_ones_own_folder_is_found_there_too(tmp_path: Path):
+    for file in (conf_dir() / "task_at_scale" / "sst2").iterdir():
+        own = tmp_path / "presets" / "task_at_scale" / "mine" / file.name
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "presets" / "task").mkdir()
+    (tmp_path / "presets" / "task" / "mine.yaml").write_text("defaults: [sst2, _self_]\nname: mine\n")
+    words = ["--config-dir", "presets", "task=mine", "scale=demo", "clip=flat", "runtime.dry_run=true"]
+    done = called("dpexp.train", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was trained; this run would start" in done.stdout
 
 
 def test_the_plan_is_that_of_the_run():
