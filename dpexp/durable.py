@@ -140,6 +140,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read the YAML mapping in a file; empty where there is no file, or something else in it."""
+    # takes longer to import than all the rest here
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file that are complete; a torn last one is what a crash leaves."""
     if not path.is_file():

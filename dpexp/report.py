@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import dpexp
-from dpexp import own_run
 from dpexp.config.usage import print_out, print_what_can_be, shipped
 from dpexp.durable import disk_error
 from dpexp.errors import INTERRUPTED, UserError
+from dpexp.own_runs import page
 from dpexp.reproduce import catalogue, site
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.documents import ARITHMETIC, Document
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     print_what_can_be()
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["run"]:
-        return _guarded(own_run.main, words[1:])
+        return _guarded(page.main, words[1:])
     parser = argparse.ArgumentParser(prog="python -m dpexp.report", description=__doc__)
     parser.add_argument("name", nargs="*", help="table-he-2, figure-li-3, tables, figures, all, report, list")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from dpexp.durable import flattened, read_json
+from dpexp.durable import flattened, read_json, read_yaml
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan
@@ -34,10 +32,10 @@ def unfinished(settings: dict[str, Any], folder: Path) -> tuple[Path, dict[str, 
         if other == folder or read_json(other / "summary.json").get("status") == "finished":
             continue
         try:
-            theirs = dict(flattened(yaml.safe_load((other / "config.yaml").read_text(encoding="utf-8"))))
             charges = ledger.read_bytes().count(b"\n")
-        except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        except OSError:
             continue
+        theirs = dict(flattened(read_yaml(other / "config.yaml")))
         different = {key: value for key, value in theirs.items() if ours.get(key) != value}
         if charges and different and all(key.startswith(RUNTIME) for key in different):
             found.append((other, different, charges))

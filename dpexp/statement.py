@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from dp_accounting import DpEvent
 
+from dpexp.durable import read_yaml
 from dpexp.privacy.caveats import MEANINGLESS, caveats
 from dpexp.privacy.events import decode, encode
 from dpexp.privacy.keys import COPIED
@@ -299,10 +299,10 @@ def trials_of(run: "RunConfig", earlier: Path) -> tuple[int, str | None]:
         run: its settings now.
         earlier: the settings of the earlier session, as YAML; there may be none.
     """
+    told = read_yaml(earlier)
     try:
-        told = yaml.safe_load(earlier.read_text(encoding="utf-8"))
         before = int(told["trials"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    except (ValueError, KeyError, TypeError):
         return run.trials, run.trials_law
     return (run.trials, run.trials_law) if run.trials >= before else (before, told.get("trials_law"))
 

@@ -14,10 +14,11 @@ import transformers
 from datasets import Dataset
 from torch import nn
 
-from dpexp import PrivacyEngine, own_run
+from dpexp import PrivacyEngine
 from dpexp.clipping.engines import ENGINES, Engine
 from dpexp.errors import UserError
 from dpexp.models.adapters import add_adapters
+from dpexp.own_runs.reading import read
 from dpexp.schemas import PeftConfig
 from dpexp.training import release
 from tests.integrations.hugging_face import (
@@ -380,7 +381,7 @@ def test_the_key_lies_beside_an_output_folder_that_is_the_one_of_the_script(tmp_
     make(".", max_steps=1, privacy=privacy).train()
     assert (tmp_path / "mine.privacy" / "secret.key").exists()
     assert not list((tmp_path / "mine").rglob("secret.key"))
-    assert own_run.read(Path()).folder == tmp_path / "mine.privacy"
+    assert read(Path()).folder == tmp_path / "mine.privacy"
 
 
 def test_epochs_of_users_are_counted_in_users(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from scipy import stats
 
-from dpexp.own_comparison import HEAD, by_configuration, comparison
+from dpexp.own_runs.comparison import HEAD, by_configuration, comparison
 from dpexp.report import main as report
 
 FLAT, LAYER = [0.81, 0.83, 0.82], [0.84, 0.86, 0.88]

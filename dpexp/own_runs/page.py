@@ -1,6 +1,6 @@
 """``python -m dpexp.report run FOLDER [FOLDER ...]``: runs of one's own beside each other, as a page and pictures.
 
-Finished runs of one task are compared by configuration, over their seeds (`dpexp.own_comparison`).
+Finished runs of one task are compared by configuration, over their seeds.
 A folder of `dpexp.train` shows everything below. One of `PrivacyEngine` or of the Trainer has a ledger and no log of losses or
 norms: it shows ε and the speed.
 """
@@ -9,119 +9,26 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dpexp.config.usage import shipped
-from dpexp.durable import json_lines, kept_beside, read_json
 from dpexp.errors import UserError
-from dpexp.own_comparison import HEAD, comparison, repeated
+from dpexp.own_runs.comparison import HEAD, comparison, repeated
+from dpexp.own_runs.reading import OwnRun, of_groups, read
 from dpexp.privacy import accountants
-from dpexp.privacy.events import composed, decode, decode_groups
-from dpexp.privacy.schedules import ADAPTIVE
+from dpexp.privacy.events import composed
 from dpexp.record import KNOWN
 from dpexp.reproduce.drawing import draw, lines
 from dpexp.statement import UNPROTECTED, with_choice
 
-# moments of a run at which ε is computed
-POINTS = 12
 # of thresholds and norms that are drawn, spread over the model
 MOST_GROUPS = 12
 NOT_PRIVATE = "not private: computed from the training data without noise"
-
-
-@dataclass
-class OwnRun:
-    """What the files of a run say.
-
-    Attributes:
-        name: short, of its folder.
-        summary: of a finished run, else empty.
-        settings: what was asked for.
-        released, private: lines of `metrics.jsonl`, without and with data that no noise covers.
-        events: of the ledger's lines, as JSON, in order, with the time of each.
-        delta: None where it is not known.
-    """
-
-    name: str
-    folder: Path
-    summary: dict[str, Any]
-    settings: dict[str, Any]
-    released: list[dict[str, Any]] = field(default_factory=list)
-    private: list[dict[str, Any]] = field(default_factory=list)
-    events: list[tuple[str, float]] = field(default_factory=list)
-    delta: float | None = None
-
-    @property
-    def accountant(self) -> str:
-        """The one that decided the noise."""
-        chosen = self.summary.get("privacy", {}).get("accountant") or self.settings.get("accountant") or "rdp"
-        return str(chosen.get("name", "rdp") if isinstance(chosen, dict) else chosen)
-
-    @property
-    def filtered(self) -> bool:
-        """Whether a Rényi filter ends the run, by its record or its settings: ε is then that of its budget, which the record of a
-        finished run holds."""
-        search, schedule = (_part(self.settings, name) for name in ("search", "schedule"))
-        raised = search.get("name", "none") != "none" and search.get("mechanism") != "gaussian"
-        told = self.summary.get("privacy", {}).get("filtered")
-        return bool(told or raised or schedule.get("name") in ADAPTIVE)
-
-    @property
-    def unit(self) -> str:
-        """Whom the run protects: examples, or the users of one source of names."""
-        unit = _part(self.settings, "unit")
-        source = [f"{name}={unit[name]}" for name in ("column", "file", "size") if unit.get(name)]
-        return " ".join([unit.get("name", "example"), *source])
-
-    def named(self, accountant: str) -> str:
-        """An accountant as the page calls it: by shuffled batches none of them gives a guarantee, and gdp never does."""
-        parts = (self.summary.get("privacy"), self.settings.get("privacy"))
-        shuffled = "shuffle" in [part.get("sampling") for part in parts if isinstance(part, dict)]
-        return f"{accountant} (not a guarantee)" if shuffled or accountant == "gdp" else accountant
-
-    @cached_property
-    def epsilons(self) -> tuple[list[int], dict[str, list[float]]]:
-        """ε under each accountant after some of the charges, evenly spread, the last one included.
-
-        Returns:
-            Numbers of charges, and for each accountant as many values; of the least protected group, where groups differ. None
-            where the noise followed the run: no accountant speaks of the course that it took.
-        """
-        total = 0 if self.filtered else len(self.events)
-        moments = sorted({max(1, round(total * (i + 1) / POINTS)) for i in range(POINTS)}) if total else []
-        found: dict[str, list[float]] = {}
-        if self.delta is None:
-            return [], found
-        for moment in moments:
-            counts = Counter(event for event, _ in self.events[:moment])
-            spent = [
-                accountants.epsilons(composed((event, count) for event, count in each), self.delta)
-                for each in zip(
-                    *(_of_groups(encoded, count) for encoded, count in counts.items()), strict=True
-                )
-            ]
-            for name in spent[0]:
-                values = [group[name] for group in spent]
-                found.setdefault(name, []).append(max(float("nan") if v is None else v for v in values))
-        return moments, found
-
-    def series(self, name: str, private: bool = False) -> tuple[list[int], list[Any]]:
-        """Steps and values of the lines that have a value of this name."""
-        found = [
-            (line["step"], line[name])
-            for line in (self.private if private else self.released)
-            if name in line
-        ]
-        return [step for step, _ in found], [value for _, value in found]
 
 
 def main(arguments: list[str]) -> int:
@@ -142,38 +49,6 @@ def main(arguments: list[str]) -> int:
     out = given.out or (runs[0].folder / "report" if len(runs) == 1 else Path("report"))
     print(f"written to {write(runs, out, released=given.released)}")
     return 0
-
-
-def read(folder: Path) -> OwnRun:
-    """Read the folder of a run, unfinished ones too.
-
-    Raises:
-        UserError: it is no folder of a run.
-    """
-    # of Hugging Face's Trainer
-    beside = kept_beside(folder)
-    if not (folder / "ledger.jsonl").exists() and (beside / "ledger.jsonl").exists():
-        folder = beside
-    summary = read_json(folder / "summary.json") or {}
-    settings = _settings(folder) or read_json(folder / "run.json") or {}
-    events = list(_charges(folder / "ledger.jsonl"))
-    if not (summary or events or settings):
-        raise UserError(
-            f"{folder} is no folder of a run: give one that holds ledger.jsonl or summary.json, "
-            "runs/TASK/SIGNATURE/seed0 for example"
-        )
-    logged = list(json_lines(folder / "metrics.jsonl"))
-    delta = summary.get("privacy", {}).get("delta") or settings.get("delta")
-    return OwnRun(
-        name="/".join(folder.resolve().parts[-3:]),
-        folder=folder,
-        summary=summary,
-        settings=settings,
-        released=[line for line in logged if not line.get("not_private")],
-        private=[line for line in logged if line.get("not_private")],
-        events=events,
-        delta=delta if isinstance(delta, float | int) and delta > 0 else None,
-    )
 
 
 def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
@@ -208,34 +83,6 @@ def write(runs: list[OwnRun], out: Path, *, released: bool = False) -> Path:
         encoding="utf-8",
     )
     return page
-
-
-def _of_groups(encoded: str, count: int) -> list[tuple[Any, int]]:
-    """An event for each group of examples with a budget of its own, each with its count."""
-    record = json.loads(encoded)
-    groups = decode_groups(record)
-    return [(event, count) for event in (groups.events if groups is not None else [decode(record)])]
-
-
-def _charges(path: Path) -> Iterator[tuple[str, float]]:
-    """Events and times of a ledger, 0 in a strict release. Its signature is not checked: a finished run has deleted the key."""
-    for line in json_lines(path):
-        if "event" in line:
-            yield json.dumps(line["event"], sort_keys=True), float(line.get("time") or 0.0)
-
-
-def _part(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """A part of the settings; a loop of one's own may have its name alone."""
-    part = settings.get(name) or {}
-    return part if isinstance(part, dict) else {"name": part}
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load((folder / "config.yaml").read_bytes())
-    except (OSError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 PRIVATE = {"loss": f"training loss ({NOT_PRIVATE})", "norms": f"mean norm of each group ({NOT_PRIVATE})"}
@@ -373,7 +220,7 @@ def _together(runs: list[OwnRun]) -> Iterator[str]:
         what = f"is not told here: they protect different units ({'; '.join(sorted(units))})"
     else:
         counts = Counter(event for run in charged for event, _ in run.events)
-        event = composed(pair for encoded, count in counts.items() for pair in _of_groups(encoded, count))
+        event = composed(pair for encoded, count in counts.items() for pair in of_groups(encoded, count))
         try:
             spent = accountants.epsilon(event, min(known), "rdp")
             what = f"is {spent:.4f} at δ = {min(known):.3g} by {max((run.named('rdp') for run in charged), key=len)}"
@@ -388,7 +235,7 @@ def _together(runs: list[OwnRun]) -> Iterator[str]:
 
 def _budgets(run: OwnRun) -> int:
     """How many groups of examples have an ε of their own."""
-    return max(len(_of_groups(encoded, 1)) for encoded in {encoded for encoded, _ in run.events})
+    return max(len(of_groups(encoded, 1)) for encoded in {encoded for encoded, _ in run.events})
 
 
 def _conditions(runs: list[OwnRun]) -> Iterator[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
-from dpexp.own_run import WITHHELD, main, read
+from dpexp.own_runs.page import WITHHELD, main
+from dpexp.own_runs.reading import read
 from dpexp.privacy.ledger import Ledger
 from dpexp.report import main as report
 
