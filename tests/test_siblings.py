@@ -10,6 +10,7 @@ import yaml
 
 from dpexp import siblings
 from dpexp.config import compose, run_folder, to_dict
+from dpexp.statement import trials_of
 from dpexp.training.planning import build_plan
 from tests.commands import called
 
@@ -50,6 +51,15 @@ def test_a_finished_run_is_not_left_behind(tmp_path: Path) -> None:
     (folder / "summary.json").write_text('{"status": "finished"}')
     run = compose([*COMMAND, f"runtime.runs_dir={tmp_path}"])
     assert siblings.unfinished(to_dict(run), run_folder(run)) is None
+
+
+@pytest.mark.parametrize("settings", [b"", b"[1]", b"seed: {0", b"\xff\xfe"])
+def test_settings_that_are_damaged_are_those_of_no_run(tmp_path: Path, settings: bytes) -> None:
+    folder = _begun(tmp_path, "runtime.physical_batch_size=16")
+    (folder / "config.yaml").write_bytes(settings)
+    run = compose([*COMMAND, f"runtime.runs_dir={tmp_path}", "trials=3"])
+    assert siblings.unfinished(to_dict(run), run_folder(run)) is None
+    assert trials_of(run, folder / "config.yaml") == (3, None)
 
 
 def test_presets_of_one_s_own(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Pages about a person's own runs: what their files say (`reading`), configurations compared (`comparison`), with pictures (`page`)."""
+"""Pages about a person's own runs: what their files say (`reading`), configurations compared (`comparison`), the `page`."""
