@@ -93,6 +93,16 @@ def test_completion_is_quick_to_start() -> None:
     assert not {"torch", "hydra", "transformers", "numpy"} & set(done.stdout.split())
 
 
+def test_the_door_of_the_configuration_opens_what_is_asked_for() -> None:
+    code = (
+        "import sys, dpexp.config as c; print(len([n for n in sys.modules if n.startswith(('hydra', 'omegaconf', 'dpexp.'))])); "
+        "print(*(getattr(c, n).__name__ for n in c.__all__)); print(set(c.__all__) <= set(dir(c)), hasattr(c, 'nothing'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = "RunConfig compose conf_dir hydra_entry resolve run_folder signature to_dict"
+    assert done.stdout.splitlines() == ["1", names, "True False"]
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_completion_prints_what_a_shell_evaluates(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
