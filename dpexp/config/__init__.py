@@ -3,10 +3,10 @@
 ``conf/`` holds the values, `dpexp.schemas` the types. Who wins is the order of the defaults list in ``conf/train.yaml``:
 command line > experiment > scale > task.
 
-`entry` takes a command, `resolving` makes the settings of its words, `naming` says which run they are. `composing` asks Hydra, and
-`presets` computes what follows from other settings. `checks`, with `data_checks`, `method_checks` and `unread`, asks whether they
-make sense together; `mistakes` says what Hydra does not. `usage`, `group_help` and `completion` are what a command tells of itself,
-and `sweeps` is a grid of jobs.
+`entry` takes a command, `resolving` makes the settings of its words, `naming` says which run they are. `composing` asks Hydra,
+and `presets` computes what follows from other settings. `checks`, with `data_checks`, `method_checks` and `unread`, asks whether
+they make sense together; `mistakes` says what is wrong with words that Hydra refuses. `usage`, `group_help` and `completion` are
+what a command tells of itself, and `sweeps` is a grid of jobs.
 """
 
 from importlib import import_module
