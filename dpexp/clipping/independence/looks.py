@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections import Counter, deque
@@ -88,6 +89,12 @@ class Independence:
     def __post_init__(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.model.module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Independence:
+        """Look at a copied model alone; forwards that wait for their backward stay with the original."""
+        memo[id(self)] = twin = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy({**vars(self), "waiting": deque(), "running": None}, memo))
+        return twin
 
     @property
     def due(self) -> bool:
