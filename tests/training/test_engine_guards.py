@@ -70,7 +70,8 @@ def test_a_checkpoint_that_is_loaded_in_the_middle_of_a_batch_begins_the_step_ag
                     engine.step(losses)
         else:
             engine.step(losses)
-    assert loaded == 2 and engine.ledger.steps_charged == engine.steps
+    assert loaded == 2
+    assert engine.ledger.steps_charged == engine.steps
     assert np.array_equal(flat(engine), flat(train(make(tmp_path / "whole"), 4)))
 
 
@@ -83,6 +84,13 @@ def test_a_copy_of_the_model_may_be_made_at_any_place_of_the_loop(tmp_path):
         engine.step(losses)
         assert torch.equal(*(twin(batch[0]) for twin in copies))
     assert np.array_equal(flat(engine), flat(train(make(tmp_path / "whole"))))
+
+
+def test_noise_that_cannot_be_added_is_refused_before_it_is_charged(tmp_path):
+    engine = make(tmp_path, noise_multiplier=1e-300)
+    with pytest.raises(UserError, match="choose another noise multiplier"):
+        train(engine)
+    assert engine.ledger.steps_charged == 0
 
 
 def test_two_loops_at_once_are_noticed(tmp_path):
