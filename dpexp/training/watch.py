@@ -176,11 +176,11 @@ class LossWatch:
         # what equals a number of the batch may be a constant: another batch tells
         sure = self._told >= TOLD and told and not trace.sizes.scaled and not trace.felt
         self._tried = PATIENCE if sure else tried + 1
-        if self._tried == PATIENCE and not told:
-            self.notes.append(
-                NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch")
-            )
-            log.warning(self.notes[-1])
+        if not told and (trace.lasting or self._tried == PATIENCE):
+            note = NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch")
+            if note not in self.notes:
+                self.notes.append(note)
+                log.warning(note)
 
     def _told_by(self, trace: Trace, losses: Tensor) -> bool | None:
         """Whether a batch has told that its examples are kept apart; None where a batch of another size is to say so.
