@@ -2,6 +2,7 @@
 
 import copy
 import random
+import shutil
 import threading
 
 import numpy as np
@@ -84,6 +85,30 @@ def test_a_copy_of_the_model_may_be_made_at_any_place_of_the_loop(tmp_path):
         engine.step(losses)
         assert torch.equal(*(twin(batch[0]) for twin in copies))
     assert np.array_equal(flat(engine), flat(train(make(tmp_path / "whole"))))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("what", ["folder", "ledger", "replaced"])
+def test_nothing_is_charged_or_released_in_a_folder_that_is_gone(tmp_path, what, steps):
+    engine = make(tmp_path / "run")
+    if steps:
+        train(engine, steps=steps)
+    before = flat(engine)
+    if what == "ledger":
+        engine.ledger.path.unlink(missing_ok=True)
+    else:
+        shutil.move(engine.folder, tmp_path / "elsewhere")
+    if what == "replaced":
+        shutil.copytree(tmp_path / "elsewhere", engine.folder)
+    if what == "ledger" and not steps:
+        # as it was
+        assert train(engine).finished
+        return
+    with pytest.raises(UserError, match="deleted, moved or replaced while its run was going on"):
+        train(engine)
+    assert np.array_equal(flat(engine), before)
+    assert engine.ledger.steps_charged == steps
+    assert engine.folder.exists() == (what != "folder")
 
 
 def test_noise_that_cannot_be_added_is_refused_before_it_is_charged(tmp_path):
