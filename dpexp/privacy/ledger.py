@@ -54,6 +54,10 @@ _FIELDS: dict[str, Any] = {
 }  # fmt: skip
 _DIGITS = 32
 _UNKEYED_DIGITS = 16
+GONE = (
+    "{what} was deleted, moved or replaced while its run was going on; the step was not taken. Put it back and start again, or "
+    "begin a new run in another folder, whose epsilon is added to what this one has released"
+)
 _WAY_OUT = "restore the file from a copy: without it nobody can say what was released"
 
 
@@ -91,6 +95,8 @@ class Ledger:
     ) -> None:
         self.path, self.ranks, self.times = Path(path), ranks, times
         self._key = hmac.digest(key, b"ledger", "sha256")
+        # a folder of the same name may be another one later
+        self._folder = _place(self.path.parent)
         self._begin()
 
     def _begin(self) -> None:
@@ -310,9 +316,13 @@ class Ledger:
         return signed
 
     def _write(self, line: bytes) -> None:
-        new = not self.path.exists()
+        new, folder = not self.path.exists(), self.path.parent
+        if self._folder not in (None, _place(folder)):
+            raise UserError(GONE.format(what=folder))
+        if new and self._size:
+            raise UserError(GONE.format(what=self.path))
         if new:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         # without a buffer: what a full disk has not taken would be written again by what drops it, and in vain
         with open(self.path, "ab", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -333,8 +343,17 @@ class Ledger:
                 raise
         if new:
             # a new file's name is on the disk only when its folder is
-            flush_folder(self.path.parent)
-            note_charged(self.path.parent)
+            flush_folder(folder)
+            note_charged(folder)
+
+
+def _place(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one of its name; None where there is none."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _event_of(encoded: str, budget: int) -> DpEvent:

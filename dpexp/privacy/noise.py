@@ -161,6 +161,20 @@ def check_multiplier(noise_multiplier: float, elements: int) -> None:
         )
 
 
+def check_stds(stds: Sequence[float]) -> None:
+    """Refuse standard deviations whose grid is no number of 64 bits.
+
+    Raises:
+        UserError: one is negative, infinite, NaN or beyond 1e±250.
+    """
+    for index, std in enumerate(stds):
+        if std != 0 and not _STDS[0] <= std <= _STDS[1]:
+            raise UserError(
+                f"the standard deviation of tensor {index} is {std}; it must be 0, or a number from {_STDS[0]} to {_STDS[1]}: "
+                "choose another noise multiplier (or clip norm)"
+            )
+
+
 def describe(secure: bool) -> str:
     """Say in one sentence which noise a run had and what it rests on, for its record and its privacy card."""
     how, cipher = (
@@ -316,11 +330,7 @@ def _standard_deviations(std: float | Sequence[float] | Tensor, number: int) -> 
         raise UserError(
             f"{len(stds)} standard deviations for {number} tensors: give one for all, or one for each"
         )
-    for index, value in enumerate(stds):
-        if value != 0 and not _STDS[0] <= value <= _STDS[1]:
-            raise UserError(
-                f"the standard deviation of tensor {index} is {value}; it must be 0, or a number from {_STDS[0]} to {_STDS[1]}"
-            )
+    check_stds(stds)
     return stds
 
 

@@ -137,7 +137,8 @@ class OwnLoop:
         self._watch.end()
         if self.steps.piece is None:
             raise UserError(
-                "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches()"
+                "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches(). After "
+                "engine.load() the next batch is the first one of the step that was loaded"
             )
         check_losses(losses)
         if len(losses) != self.units.due:

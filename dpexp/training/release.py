@@ -16,7 +16,7 @@ from dpexp.errors import UserError
 from dpexp.parallel.shards import is_sharded
 from dpexp.privacy.fingerprint import fingerprint, fingerprint_of_facts
 from dpexp.privacy.ledger import Ledger
-from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, check_multiplier
+from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, check_multiplier, check_stds
 from dpexp.privacy.sensitivity import noise_stds, sensitivity
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Release:
         norms are summed, one per group.
 
         Raises:
-            UserError: more noise than its grid is fine enough for.
+            UserError: more noise than its grid is fine enough for, or hardly any.
         """
         check_multiplier(self.plan.sigma_new(step), sum(self.sizes) + len(self.sizes))
         stds = (
@@ -77,6 +77,7 @@ class Release:
             counts = self.plan.sigma_b(step, len(self.sizes))
             if (bounds := self.policy.bounds) is not None:
                 counts = (counts * bounds.double().cpu()).tolist()
+        check_stds([*stds.tolist(), *(counts if isinstance(counts, list) else [counts or 0.0])])
         return {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
 
     def likely_attempt(self, step: int, facts: dict[str, Any], tried: int | None = None) -> int:

@@ -30,10 +30,12 @@ class Sizes:
         fractions: numbers of Python that were made of the whole batch.
         scaled: where a whole number that goes by the batch stood in arithmetic, or was averaged over: (line, function, which of
             them, how many times) -> its value.
+        unlike: the same without how many times -> the whole numbers that stood there and were another one.
     """
 
     def __init__(self, examples: int, rows_per_example: int, earlier: Sequence[float] = ()):
         self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
+        self.unlike: dict[tuple[int, str, Hashable], set[float]] = {}
         self._examples, self.times = examples, {1, rows_per_example}
         self._whole: dict[Hashable, int] = {times: examples * times for times in sorted(self.times)}
         self.fractions: list[float] = []
@@ -75,3 +77,5 @@ class Sizes:
                 self.scaled[line, name, source, 1] = size
             elif averaged and size > 1 and number.value % size == 0:
                 self.scaled[line, name, source, int(number.value) // size] = size
+            elif number.value > 1 and float(number.value).is_integer():
+                self.unlike.setdefault((line, name, source), set()).add(number.value)

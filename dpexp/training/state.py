@@ -10,6 +10,7 @@ depend on t alone, and the learning rate is a function of t.
 
 import _codecs
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -34,7 +35,7 @@ from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.parallel.sharded import like, write_into
 from dpexp.parallel.shards import is_sharded
-from dpexp.privacy.ledger import Ledger, Seal
+from dpexp.privacy.ledger import GONE, Ledger, Seal
 
 FOLDER_SETTING = "runtime.runs_dir, or folder= of PrivacyEngine"
 
@@ -51,7 +52,10 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 f"the disk is full: could not write to {folder}. The last checkpoint there is still good: "
                 "free some space and run the same command again to go on"
             ) from error
-        if number in UNUSABLE and Path(name).is_relative_to(folder):
+        within = Path(name).is_relative_to(folder)
+        if number == errno.ENOENT and name != folder and within and not folder.exists():
+            raise UserError(GONE.format(what=folder)) from error
+        if number in UNUSABLE and within:
             raise UserError(
                 f"cannot use {name} ({os.strerror(number)}): choose another folder with {FOLDER_SETTING}"
             ) from error

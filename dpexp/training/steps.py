@@ -323,8 +323,8 @@ class Steps:
         return None
 
     def clear(self) -> None:
-        """Drop the gradients, and with them a step that is not taken yet."""
-        self.piece, self._thresholds = None, None
+        """Drop the gradients, and with them a step that is not taken yet: who still goes through its pieces begins again."""
+        self.piece, self._thresholds, self._left = None, None, 0
         if hasattr(self._mover, "back"):
             self._mover.back()
         for parameter in self.parameters:

@@ -104,6 +104,7 @@ class Trace(TorchFunctionMode):
         used: whether anything has read values of the batch, as far as that can be seen.
         sizes: numbers that go by the batch.
         failure: why nothing can be said, in words.
+        lasting: whether it goes by what the loop does, and no other batch would tell more.
         opaque: whether the loop has made something of the batch of which nobody says in which order its rows are.
         sure: whether all that has rows has them in front, or where `axes` say. A number of features may equal that of the
             examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
@@ -132,7 +133,7 @@ class Trace(TorchFunctionMode):
         # which dimensions may be the batch
         self.rows = Places(examples, rows_per_example, WeakIdKeyDictionary() if axes is None else axes)
         self.sizes = Sizes(examples, rows_per_example, fractions)
-        self.failure = ""
+        self.failure, self.lasting = "", False
         self.sure, self.watching, self.opaque, self.public = True, False, False, False
         self.private = WeakIdKeyDictionary()
         self.before, self._own = before, Owned(model, outside)
@@ -288,7 +289,7 @@ class Trace(TorchFunctionMode):
         if any(t is not wrapped for t, wrapped in zip(inner, given, strict=True)) and any(
             t in tensors for t in inner for tensors in known
         ):
-            self._stop("torch.func (vmap, grad) is not looked into")
+            self._stop("torch.func (vmap, grad) is not looked into", lasting=True)
             return self._followed(func, args, kwargs, given)
         if not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
@@ -314,7 +315,8 @@ class Trace(TorchFunctionMode):
         elif line is not None:
             self._tried(self._add, line, made)
         elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
-            self._stop(f"{name_of(func)} writes to what it is given, or makes numbers of Python of it")
+            why = f"{name_of(func)} writes to what it is given, or makes numbers of Python of it"
+            self._stop(why, lasting=True)
         elif made and not self.failure:
             line = self._tried(self._noted, func, args, kwargs, given)
             if line is not None and name_of(func) == "mean" and made[0].numel():
@@ -483,10 +485,11 @@ class Trace(TorchFunctionMode):
         elif len(fits) == 1:
             self.places[number] = fits[0]
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, why: str, lasting: bool = False) -> None:
         if any(line.repeats for line in self.lines):
             # what becomes of them is not seen any more
             raise UserError(REPEATED)
+        self.lasting = lasting
         self._forget(why)
 
     def _forget(self, why: str) -> None:

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 # physical batches that are watched until so many have told something: what is counted in one may stay what it was with a half of
 # the examples in the place of the others
 PATIENCE, TOLD = 16, 4
+# as many other numbers have stood in a place where one equals the size of its batch now and then, if it is drawn by chance (a
+# timestep for a whole batch); a size that is held between two bounds is two others
+DRAWN = 3
 
 SIZED = (
     "{name} scales losses by a number that goes by their batch ({first}, then {second}): how many examples it has, how long its "
@@ -69,6 +72,8 @@ class LossWatch:
         self._batches = self._tried = self._told = self._alone = 0
         # see `Sizes.scaled`
         self._scaled: dict[tuple[int, str, Hashable, int], int] = {}
+        # see `Sizes.unlike`
+        self._unlike: dict[tuple[int, str, Hashable], set[float]] = {}
         # see `Trace.felt`; as many classes as a batch has columns look like it
         self._felt: set[int] = set()
         self._trace: Trace | None = None
@@ -160,8 +165,11 @@ class LossWatch:
             if not trace.used and (losses in trace.numbers or losses in trace.rowed):
                 raise UserError(UNUSED)
             told = self._told_by(trace, losses)
+            for spot, others in trace.sizes.unlike.items():
+                self._unlike[spot] = self._unlike.get(spot, set()) | others
             for place, size in trace.sizes.scaled.items():
-                if (first := self._scaled.setdefault(place, size)) != size:
+                drawn = len(self._unlike.get(place[:3], ())) >= DRAWN
+                if (first := self._scaled.setdefault(place, size)) != size and not drawn:
                     raise UserError(SIZED.format(name=place[1], first=first, second=size))
             self._felt |= trace.felt
             if len(self._felt) > 1:
@@ -176,11 +184,11 @@ class LossWatch:
         # what equals a number of the batch may be a constant: another batch tells
         sure = self._told >= TOLD and told and not trace.sizes.scaled and not trace.felt
         self._tried = PATIENCE if sure else tried + 1
-        if self._tried == PATIENCE and not told:
-            self.notes.append(
-                NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch")
-            )
-            log.warning(self.notes[-1])
+        if not told and (trace.lasting or self._tried == PATIENCE):
+            note = NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch")
+            if note not in self.notes:
+                self.notes.append(note)
+                log.warning(note)
 
     def _told_by(self, trace: Trace, losses: Tensor) -> bool | None:
         """Whether a batch has told that its examples are kept apart; None where a batch of another size is to say so.

@@ -293,6 +293,15 @@ def test_one_of_many_forwards_of_a_step_is_looked_at_where_it_differs(by: str, f
         clipper.backward(losses)
 
 
+@pytest.mark.parametrize("texts", [1, 2])
+def test_several_texts_in_one_row_are_not_looked_at_though_their_rows_are(texts: int) -> None:
+    model = Net(lambda h: h + h.detach().mean(1, keepdim=True))
+    clipper = attach(model)
+    tokens = [model(torch.randn(1, T, D)) for _ in range(3)]
+    clipper.backward(torch.cat([y.square().sum(2).view(texts, -1).sum(1) for y in tokens]))
+    assert bool(clipper.notes) == (texts == 2)
+
+
 class Gated(Net):
     """A factor that no training moves stands where a look sees nothing."""
 

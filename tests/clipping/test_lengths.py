@@ -56,3 +56,31 @@ def test_padding_of_sequences_that_are_said_to_be_shorter_is_varied(kind: str) -
 def test_sequences_whose_padding_is_nothing_are_not_refused(kind: str) -> None:
     torch.manual_seed(0)
     assert step(OfLengths(kind), *sequences()).notes == []
+
+
+class Windowed(nn.Module):
+    """Two layers of attention to the neighbours."""
+
+    def __init__(self, masked: float):
+        super().__init__()
+        self.masked, self.layers = masked, nn.ModuleList([nn.Linear(D, D) for _ in range(2)])
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        near = (places[:, None] - places).abs() <= 1
+        hidden = ~(near & attention_mask[:, None].bool())
+        for layer in self.layers:
+            x = x + (x @ x.mT).masked_fill(hidden, self.masked).softmax(-1) @ layer(x)
+        return (x * attention_mask[..., None]).sum(1)
+
+
+def test_a_window_in_padding_that_gives_nan_is_named() -> None:
+    padded, lengths = sequences()
+    content = (torch.arange(7) < lengths[:, None]).long()
+    # one column of padding: all windows hold a token, as those of a longer batch would not
+    content[:, :6] = 1
+    with pytest.raises(
+        UserError, match="NaN or infinity of padding: where all that a position may attend to"
+    ):
+        step(Windowed(-torch.inf), padded, content)
+    assert step(Windowed(torch.finfo(torch.float32).min), padded, content).notes == []

@@ -1,6 +1,8 @@
 """`PrivacyEngine`: mistakes in the loop are noticed, and nothing of them is released."""
 
+import copy
 import random
+import shutil
 import threading
 
 import numpy as np
@@ -51,6 +53,69 @@ def test_a_step_without_a_batch_is_noticed(tmp_path):
     with pytest.raises(UserError, match="no batch to go with"):
         engine.step(losses_of(engine, batch))
     loop.close()
+
+
+def test_a_checkpoint_that_is_loaded_in_the_middle_of_a_batch_begins_the_step_again(tmp_path):
+    engine, loaded = make(tmp_path / "loaded"), 0
+    for batch in engine.batches(physical_batch_size=4):
+        losses = losses_of(engine, batch)
+        if loaded < 2 and engine.steps_taken == 3:
+            # the checkpoint is of step 2; once before a step and once behind one
+            loaded += 1
+            if loaded == 2:
+                engine.step(losses)
+            engine.load()
+            assert engine.steps_taken == 2
+            if loaded == 1:
+                with pytest.raises(UserError, match=r"After engine.load\(\) the next batch"):
+                    engine.step(losses)
+        else:
+            engine.step(losses)
+    assert loaded == 2
+    assert engine.ledger.steps_charged == engine.steps
+    assert np.array_equal(flat(engine), flat(train(make(tmp_path / "whole"), 4)))
+
+
+def test_a_copy_of_the_model_may_be_made_at_any_place_of_the_loop(tmp_path):
+    engine = make(tmp_path / "copied")
+    for batch in engine.batches(physical_batch_size=8):
+        copies = [copy.deepcopy(engine.model)]
+        losses = losses_of(engine, batch)
+        copies += [copy.deepcopy(engine.model)]
+        engine.step(losses)
+        assert torch.equal(*(twin(batch[0]) for twin in copies))
+    assert np.array_equal(flat(engine), flat(train(make(tmp_path / "whole"))))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("what", ["folder", "ledger", "replaced"])
+def test_nothing_is_charged_or_released_in_a_folder_that_is_gone(tmp_path, what, steps):
+    engine = make(tmp_path / "run")
+    if steps:
+        train(engine, steps=steps)
+    before = flat(engine)
+    if what == "ledger":
+        engine.ledger.path.unlink(missing_ok=True)
+    else:
+        shutil.move(engine.folder, tmp_path / "elsewhere")
+    if what == "replaced":
+        shutil.copytree(tmp_path / "elsewhere", engine.folder)
+    if what == "ledger" and not steps:
+        # as it was
+        assert train(engine).finished
+        return
+    with pytest.raises(UserError, match="deleted, moved or replaced while its run was going on"):
+        train(engine)
+    assert np.array_equal(flat(engine), before)
+    assert engine.ledger.steps_charged == steps
+    assert engine.folder.exists() == (what != "folder")
+
+
+def test_noise_that_cannot_be_added_is_refused_before_it_is_charged(tmp_path):
+    engine = make(tmp_path, noise_multiplier=1e-300)
+    with pytest.raises(UserError, match="choose another noise multiplier"):
+        train(engine)
+    assert engine.ledger.steps_charged == 0
 
 
 def test_two_loops_at_once_are_noticed(tmp_path):

@@ -314,9 +314,9 @@ class Many(TinyTask):
         return torch.where(found.detach().isfinite(), found, 0 * found) + norm
 
 
-def own_loop(folder: Path, task: TinyTask, model: nn.Module) -> PrivacyEngine:
+def own_loop(folder: Path, task: TinyTask, model: nn.Module, steps: int = 2) -> PrivacyEngine:
     engine = PrivacyEngine(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), task.train, folder=folder, batch_size=20, steps=2,
+        model, torch.optim.SGD(model.parameters(), lr=0.1), task.train, folder=folder, batch_size=20, steps=steps,
         noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, noise_seed=3,
     )  # fmt: skip
     for batch in engine.batches(task.collate, physical_batch_size=9):
@@ -392,6 +392,18 @@ def test_losses_may_be_divided_by_constants_and_by_lengths_that_are_alike(tmp_pa
             return tokens.sum(1) / own / torch.tensor(9.0) * torch.full((len(own),), 0.1)
 
     assert own_loop(tmp_path, Alike(), tiny_model()).finished
+
+
+def test_a_number_that_is_drawn_for_a_batch_may_be_its_size_by_chance(tmp_path) -> None:
+    class Timestep(TinyTask):
+        calls = 0
+
+        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            self.calls += 1
+            found = super().losses(model, batch)
+            return found * (100 + self.calls if self.calls < 5 else len(found)) / 1000
+
+    assert own_loop(tmp_path, Timestep(), tiny_model(), steps=8).finished
 
 
 BY_THE_BATCH = {

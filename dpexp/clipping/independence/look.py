@@ -15,7 +15,7 @@ from dpexp.clipping.independence.batches import Arrangement, Batches, Reading, V
 from dpexp.clipping.independence.blame import first_module
 from dpexp.clipping.independence.comparison import Comparison, Places, bits_of, outputs, same_buffer, thin
 from dpexp.clipping.independence.end_to_end import Ends
-from dpexp.clipping.independence.padding import FIXED, Padding
+from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding
 from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
 from dpexp.errors import UserError
 
@@ -275,10 +275,11 @@ class Look:
                 # longer than the model can read, or a length that it does not take
                 continue
             if any(differs(a, results[1][leaf]) for leaf, a in results[0].items()):
+                finite = all(bool(leaf.isfinite().all()) for leaf in results[1].values())
                 return [
                     Difference(
                         "when its batch is padded further, as one longer example would do",
-                        FIXED,
+                        FIXED if finite else BROKEN + FIXED,
                         ([short()], [long()]),
                         differs,
                     )

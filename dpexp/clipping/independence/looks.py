@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections import Counter, deque
@@ -74,8 +75,9 @@ class Independence:
     backwards: int = 0
     looks: dict[tuple[int, bool], int] = field(default_factory=dict)
     mode: int = 0
-    # whether one example entered, as far as the shapes tell
+    # whether one example entered, as far as the shapes tell; and how many rows since the last backward pass
     alone: bool = False
+    entered: int = 0
     # whether a look is late: its backward pass came to a forward that was entered before the look was due
     owed: bool = False
     looking: bool = False
@@ -88,6 +90,12 @@ class Independence:
     def __post_init__(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.model.module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Independence:
+        """Look at a copied model alone; forwards that wait for their backward stay with the original."""
+        memo[id(self)] = twin = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy({**vars(self), "waiting": deque(), "running": None}, memo))
+        return twin
 
     @property
     def due(self) -> bool:
@@ -109,7 +117,7 @@ class Independence:
         if self.fixed_length:
             self._check_lengths(args, kwargs)
         training = tuple([(id(module), module.training) for module in modules_of(self.model)])
-        self.alone = rows == self.rows_per_example
+        self.alone, self.entered = rows == self.rows_per_example, self.entered + rows
         self.mode = hash(training)
         self.running = Replay(self.model, args, kwargs) if self.due else None
         if self.running is not None:
@@ -183,7 +191,10 @@ class Independence:
             UserError: what one example gets depends on others, or a buffer does. Names the module.
         """
         due, replays = self.due, list(self.waiting)
+        # fewer rows than examples, whichever forward they are in: some of them are of several
+        in_parts = len(replays) > 1 and self.entered >= num_examples * self.rows_per_example
         self.waiting.clear()
+        self.entered = 0
         if not num_examples:
             return
         self.backwards += 1
@@ -195,7 +206,7 @@ class Independence:
         # what the last step left free is in pieces that a look does not fit into
         give_back_freed_memory()
         try:
-            looks = [self._look(replay, num_examples, len(replays) > 1) for replay in replays]
+            looks = [self._look(replay, num_examples, in_parts) for replay in replays]
         except UserError:
             # who goes on is looked at again
             self.looks.pop((self.mode, self.alone), None)

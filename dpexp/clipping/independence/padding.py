@@ -20,6 +20,11 @@ FIXED = (
     "step then costs as much as the longest allowed example)"
 )
 
+BROKEN = (
+    "The model makes NaN or infinity of padding: where all that a position may attend to is masked by -inf, as in a window that "
+    "lies in padding, its softmax is NaN, and spreads to the tokens in the next layer. Mask with torch.finfo(dtype).min. Else: "
+)
+
 # names under which models take what says where padding is
 MASKS = (
     "attention_mask",
