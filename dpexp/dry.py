@@ -25,7 +25,6 @@ from dpexp.models.networks import check_config
 from dpexp.models.sources import hub_unreachable, locate
 from dpexp.privacy.caveats import noise_that_follows, pointless
 from dpexp.privacy.keys import open_keys
-from dpexp.record import Metrics
 from dpexp.schemas import DataConfig, ModelConfig, RunConfig, UnitConfig
 from dpexp.schemas.declared import declared_num_examples, declared_units
 from dpexp.tasks import build_task
@@ -39,7 +38,7 @@ from dpexp.tasks.sources import Reader, is_demo
 from dpexp.tasks.tables import TableReader
 from dpexp.tasks.users import by_user, read_users
 from dpexp.training.interrupt import Interrupts
-from dpexp.training.loop import Trainer
+from dpexp.training.learner import Learner
 from dpexp.training.planning import budget_groups, build_plan, build_sampler, choose_device, number_of_steps
 
 # of the step
@@ -224,15 +223,15 @@ def one_step(run: RunConfig) -> str:
         made = build_plan(small, task.num_examples, 1, groups)
         keys = open_keys(folder, small.privacy.noise_seed, signature(small))
         sampler = build_sampler(small, made, task.num_examples, keys.draws, groups)
-        trainer = Trainer(
+        learner = Learner(
             small, task, bundle, made,
             steps=1, expected_batch=BATCH, sampler=sampler, keys=keys, signature=signature(small),
-            folder=folder, device=device, metrics=Metrics(folder / "metrics.jsonl", False), groups=groups,
+            folder=folder, device=device, groups=groups,
         )  # fmt: skip
         with Interrupts() as interrupts:
-            trainer.take_step(interrupts)
-        trainer.detach()
-    kinds = f"clipping groups: {trainer.num_groups}" if made is not None else "no clipping"
+            learner.take_step(interrupts)
+        learner.detach()
+    kinds = f"clipping groups: {learner.num_groups}" if made is not None else "no clipping"
     return f"taken with {small.model.name} on embedded data (tensors that train: {len(bundle.trainable)}, {kinds})"
 
 

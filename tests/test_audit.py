@@ -13,7 +13,7 @@ from dpexp.audit import AuditConfig, audit, audit_folder, check, table_of
 from dpexp.config import compose, to_dict
 from dpexp.errors import UserError
 from dpexp.privacy.events import ADD_OR_REMOVE_ONE
-from dpexp.training import loop, release
+from dpexp.training import learner, release
 from tests.training.tiny import counted_noise
 
 TINY = [
@@ -200,7 +200,7 @@ INDIVIDUAL = [
 @pytest.mark.parametrize("defect", [False, True])
 def test_each_budget_is_audited_by_its_own_canaries(tmp_path, monkeypatch, defect):
     """Where everybody is clipped as the most generous group may be, the claim of the strict group falls, and only that one."""
-    scales = loop.clip_scales_of
+    scales = learner.clip_scales_of
 
     def most(plan, groups):
         found = scales(plan, groups)
@@ -208,7 +208,7 @@ def test_each_budget_is_audited_by_its_own_canaries(tmp_path, monkeypatch, defec
 
     monkeypatch.setattr(release, "add_gaussian_", counted_noise())
     if defect:
-        monkeypatch.setattr(loop, "clip_scales_of", most)
+        monkeypatch.setattr(learner, "clip_scales_of", most)
     summary, _, printed = audited(tmp_path, *INDIVIDUAL)
     found = summary["audit"]
     strict, generous = found["groups"]

@@ -17,7 +17,7 @@ from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
 from dpexp.pipeline.clipper import WholeModel
-from dpexp.training import loop, release, stages
+from dpexp.training import learner, release, stages
 from dpexp.training.stages import refuse_unstaged
 from tests.parallel.pool import run_ranks
 from tests.pipeline.models import language_model
@@ -167,7 +167,7 @@ def test_the_device_is_given_the_stage_alone(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(stages, "keep_stage", kept)
     monkeypatch.setattr(stages, "refuse_unstaged", lambda *arguments: None)
     monkeypatch.setattr(stages, "_groups", lambda *arguments: (None, None, ALONE))
-    monkeypatch.setattr(loop, "build_optimizer", made)
+    monkeypatch.setattr(learner, "build_optimizer", made)
     bundle: Any = SimpleNamespace(model=model)
     others: dict[str, Any] = {
         "keys": SimpleNamespace(draws=b""),
