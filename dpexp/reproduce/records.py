@@ -192,10 +192,18 @@ def code_problems(record: Mapping[str, Any]) -> list[str]:
 
 
 def by_configuration(records: Iterable[Record]) -> list[list[Record]]:
-    """Records of one configuration together, sorted by seed; a seed that was run twice counts once (the first file)."""
+    """Records of one configuration together, sorted by seed.
+
+    Raises:
+        UserError: a seed has two records, of which a reader could choose the better one.
+    """
     groups: dict[str, dict[Any, Record]] = {}
     for record in records:
-        groups.setdefault(record.configuration, {}).setdefault(record.facts["seed"], record)
+        first = groups.setdefault(record.configuration, {}).setdefault(record.facts["seed"], record)
+        if first is not record:
+            raise UserError(
+                f"{first.path} and {record.path} are one run with one seed: keep the one of the later commit, whatever it found"
+            )
     return [[seeds[seed] for seed in sorted(seeds)] for _, seeds in sorted(groups.items())]
 
 

@@ -71,10 +71,10 @@ def test_prompts_and_decoding_are_settings_of_a_configuration(setting: dict[str,
     assert len(records.by_configuration(records.load(tmp_path))) == 2
 
 
-def test_a_seed_that_was_run_twice_counts_once(tmp_path: Path):
+def test_a_seed_that_was_run_twice_is_refused_since_a_reader_could_choose(tmp_path: Path):
     write(tmp_path, summary(accuracy=0.9), summary(accuracy=0.8))
-    ((only,),) = records.by_configuration(records.load(tmp_path))
-    assert only.metric("accuracy") == 0.9
+    with pytest.raises(UserError, match=r"one run with one seed: keep the one of the later commit"):
+        records.by_configuration(records.load(tmp_path))
 
 
 def test_other_data_is_another_configuration(tmp_path: Path):
