@@ -55,7 +55,7 @@ _FIELDS: dict[str, Any] = {
 _DIGITS = 32
 _UNKEYED_DIGITS = 16
 GONE = (
-    "{what} was deleted, moved or replaced while its run was going on; the step was not taken. Put it back and start again, or "
+    "{what} was deleted or moved while its run was going on; the step was not taken. Put it back and start again, or "
     "begin a new run in another folder, whose epsilon is added to what this one has released"
 )
 _WAY_OUT = "restore the file from a copy: without it nobody can say what was released"
@@ -95,8 +95,7 @@ class Ledger:
     ) -> None:
         self.path, self.ranks, self.times = Path(path), ranks, times
         self._key = hmac.digest(key, b"ledger", "sha256")
-        # a folder of the same name may be another one later
-        self._folder = _place(self.path.parent)
+        self._in_folder = self.path.parent.is_dir()
         self._begin()
 
     def _begin(self) -> None:
@@ -317,7 +316,8 @@ class Ledger:
 
     def _write(self, line: bytes) -> None:
         new, folder = not self.path.exists(), self.path.parent
-        if self._folder not in (None, _place(folder)):
+        # by its name alone: some file systems give a folder another number later
+        if self._in_folder and not folder.is_dir():
             raise UserError(GONE.format(what=folder))
         if new and self._size:
             raise UserError(GONE.format(what=self.path))
@@ -345,15 +345,6 @@ class Ledger:
             # a new file's name is on the disk only when its folder is
             flush_folder(folder)
             note_charged(folder)
-
-
-def _place(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from another one of its name; None where there is none."""
-    try:
-        found = os.stat(folder)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _event_of(encoded: str, budget: int) -> DpEvent:
