@@ -280,15 +280,15 @@ def test_a_job_of_slurm_goes_on_where_it_was_when_its_time_is_over(tmp_path):
     """Two tasks, and programs in the place of Slurm's: SIGTERM ends nothing, SIGUSR2 asks for another turn."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     settings = [
-        "task=mnist", "scale=demo", "model=cnn_small", "clip=perlayer", "optim.steps=120", "optim.epochs=null",
+        "task=mnist", "scale=demo", "model=cnn_small", "clip=perlayer", "optim.steps=45", "optim.epochs=null",
         "optim.batch_size=24", "runtime=ddp", "runtime.threads=1", "runtime.physical_batch_size=16", "runtime.runs_dir=runs",
-        "runtime.checkpoint_every=20", "hydra.sweep.dir=grid", "hydra/launcher=slurm_nodes", "hydra.launcher.partition=any",
+        "runtime.checkpoint_every=10", "hydra.sweep.dir=grid", "hydra/launcher=slurm_nodes", "hydra.launcher.partition=any",
         "hydra.launcher.tasks_per_node=2", "hydra.launcher.gpus_per_node=null", "-m",
     ]  # fmt: skip
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     given = os.environ | slurm.install(tmp_path / "slurm") | paths
     sweep = subprocess.Popen([sys.executable, "-m", "dpexp.train", *settings], cwd=tmp_path, env=given)
-    for number, least in ((signal.SIGTERM, 25), (signal.SIGUSR2, 60)):
+    for number, least in ((signal.SIGTERM, 8), (signal.SIGUSR2, 20)):
         while sum(map(charged, (tmp_path / "runs").glob("*/*/seed0"))) < least:
             assert sweep.poll() is None
             time.sleep(0.05)
@@ -299,7 +299,7 @@ def test_a_job_of_slurm_goes_on_where_it_was_when_its_time_is_over(tmp_path):
     assert "'requeue': ''" in (tmp_path / "slurm" / "101.job").read_text()
     (folder,) = (tmp_path / "runs").glob("*/*/seed0")
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["details"]["processes"], charged(folder)) == ("finished", 2, 120)
+    assert (summary["status"], summary["details"]["processes"], charged(folder)) == ("finished", 2, 45)
 
 
 def test_an_exit_that_a_library_turned_into_an_error_is_an_exit(tmp_path):
