@@ -408,7 +408,7 @@ def test_the_command_trains_on_the_embedded_images(tmp_path: Path, overrides: li
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["mnist", "cifar10"])
 def test_the_embedded_images_can_be_learnt_privately(tmp_path: Path, task: str) -> None:
-    quick = ["engine.choice=rule", "optim.epochs=5"]
+    quick = ["engine.choice=rule", "optim.epochs=3"]
     run = compose(
         [f"task={task}", "scale=demo", "clip=adaptive_perlayer", "runtime=cpu", f"runtime.runs_dir={tmp_path}", *quick]
     )  # fmt: skip
