@@ -273,7 +273,14 @@ def miniature(run: RunConfig) -> RunConfig:
 
 @cache
 def _demo(task: str, model: str = "") -> RunConfig:
-    run: RunConfig = compose([f"task={task}", "scale=demo", *([f"model={model}"] if model else [])])
+    try:
+        run: RunConfig = compose([f"task={task}", "scale=demo", *([f"model={model}"] if model else [])])
+    except UserError as error:
+        # a person's own task, whose run asks for another scale
+        raise UserError(
+            f"runtime.dry_run=true takes its step at scale=demo, and {error}. Write task_at_scale/{task}/demo.yaml beside the "
+            "files for other scales, or leave runtime.dry_run=true out"
+        ) from None
     return run
 
 

@@ -90,6 +90,14 @@ def test_a_task_of_ones_own_folder_is_found_there_too(tmp_path: Path):
     assert "nothing was trained; this run would start" in done.stdout
 
 
+def test_a_task_without_settings_for_the_step_is_told_which_file_to_write():
+    run = compose(["task=sst2", "scale=small", "clip=flat"])
+    with pytest.raises(
+        UserError, match=r"takes its step at scale=demo, and task=mine .* Write task_at_scale/mine/demo\.yaml"
+    ):
+        dry.miniature(replace(run, task=replace(run.task, name="mine")))
+
+
 def test_the_plan_is_that_of_the_run():
     run = compose(["task=mnist", "clip=flat", "privacy=eps3"])
     plan = build_plan(run, 60000, number_of_steps(run, 60000))
