@@ -55,7 +55,9 @@ class Filling:
 
     @property
     def merit(self) -> float:
-        """The larger, the better: of perplexities the smallest."""
+        """The larger, the better: of perplexities the smallest; the worst is a mean that is no number."""
+        if math.isnan(self.mean):
+            return -math.inf
         return -self.mean if self.metric.removesuffix("_test") == "perplexity" else self.mean
 
     @property

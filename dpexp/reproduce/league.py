@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
-from statistics import fmean
 
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode
@@ -136,13 +135,13 @@ def commands(task: str, records: Sequence[Record]) -> list[str]:
 
 def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[float, dict[float, int]]:
     """The rate with the best mean of the tuning seeds, 0 before the list has been tried; and how often each was tried."""
-    scores: dict[float, list[float]] = {}
-    for (rate, seed), record in sorted(runs.items()):
-        if seed in entry.tuning:
-            scores.setdefault(rate, []).append(record.metric(listed(NAME)["metric"]) or 0.0)
-    means = {rate: fmean(own) for rate, own in scores.items() if len(own) == len(entry.tuning)}
-    best = max(means, key=lambda rate: means[rate]) if set(entry.rates) <= means.keys() else 0.0
-    return best, {rate: len(own) for rate, own in scores.items()}
+    own = grouped((at for at in sorted(runs) if at[1] in entry.tuning), itemgetter(0))
+    fillings = {
+        rate: Filling.of(map(runs.__getitem__, tried), listed(NAME)["metric"]) for rate, tried in own.items()
+    }
+    merits = {rate: f.merit for rate, f in fillings.items() if f and len(f.values) == len(entry.tuning)}
+    best = max(merits, key=merits.__getitem__) if set(entry.rates) <= merits.keys() else 0.0
+    return best, {rate: len(tried) for rate, tried in own.items()}
 
 
 def standings(task: str, records: Sequence[Record]) -> list[Standing]:

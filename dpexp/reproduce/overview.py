@@ -232,8 +232,8 @@ def runs(records: Sequence[Record]) -> Document:
 def _of_run(record: Record) -> dict[str, object]:
     summary, config = record.summary, record.summary["details"]["config"]
     privacy, metrics, epsilon = summary["privacy"], summary["metrics"], summary["privacy"]["epsilon"]
-    accuracy = metrics.get("accuracy")
-    others = (f"{name} {value:.4g}" for name, value in sorted(metrics.items()) if name != "accuracy")
+    accuracy = record.metric("accuracy")
+    others = (f"{name} {record.metric(name):.4g}" for name in sorted(metrics) if name != "accuracy")
     return {
         "task": summary["task"], "scale": summary["scale"], "model": summary["model"],
         "trainable": config["model"]["trainable"], "clip": summary["clip"],

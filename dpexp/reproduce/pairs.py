@@ -198,6 +198,8 @@ class Finding:
             return f"{CANNOT_TELL}: no two of our runs differ in this alone"
         tested = [pair for pair in pairs if pair.judged.tested]
         if not tested:
+            if any(math.isnan(pair.result.difference) for pair in pairs):
+                return f"{CANNOT_TELL}: a run ended without a number"
             return f"{CANNOT_TELL}: fewer than two seeds on a side, or a search that is not finished, in every pair"
         word = overall([pair.judged for pair in pairs])
         test = " and ".join(dict.fromkeys(pair.test for pair in tested))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
@@ -21,6 +22,8 @@ ELSEWHERE = (
 )  # fmt: skip
 # but what a prompt shows, and how text is written and for how much of the data
 _TEXT = ("task.max_length", "task.label_words.", "task.generation.")
+# parts of a summary that are groups of values
+_GROUPS = ("details", "data", "privacy", "metrics", "performance", "versions", "git", "curves")
 VARIANTS = (("individual.name", "sampling"), ("individual.name", "scaling"), ("optim.name", "adadp"))
 
 
@@ -100,9 +103,9 @@ class Record:
         return json.dumps(kept, sort_keys=True, default=str)
 
     def metric(self, name: str) -> float | None:
-        """A metric by its name, None where the run did not measure it."""
-        value = self.summary.get("metrics", {}).get(name)
-        return None if value is None else float(value)
+        """A metric by its name: NaN where a run that diverged came to no number, None where it was not measured."""
+        found = self.summary.get("metrics", {})
+        return float(math.nan if found[name] is None else found[name]) if name in found else None
 
     def logged(self, what: str) -> Any:
         """What it kept of its way: "dev", a list of points, "norms" or "signal_to_noise"; {} where it kept none."""
@@ -158,7 +161,9 @@ def believed(
 
 def provenance_problems(summary: Mapping[str, Any], *, audits: bool = False) -> list[str]:
     """What a reader needs to believe a record and does not find in it, in words."""
-    details, data = summary.get("details") or {}, summary.get("data") or {}
+    if odd := [name for name in _GROUPS if not isinstance(summary.get(name) or {}, Mapping)]:
+        return [f"its {name} is no group of values" for name in odd]
+    details, data, metrics = (summary.get(name) or {} for name in ("details", "data", "metrics"))
     needed = {
         "its configuration": details.get("config"),
         "the versions of its libraries": summary.get("versions"),
@@ -166,10 +171,12 @@ def provenance_problems(summary: Mapping[str, Any], *, audits: bool = False) -> 
         "its seed": summary.get("seed"),
         "the source of its data": data.get("source"),
         "its privacy": summary.get("privacy"),
-        "its metrics": summary.get("metrics"),
+        "its metrics": metrics,
         "its command": summary.get("command"),
     }
     found = [f"lacks {name}" for name, value in needed.items() if value in (None, "", {}, [])]
+    numbers = (int, float, type(None))
+    found += [f"its {name} is {value!r}" for name, value in metrics.items() if type(value) not in numbers]
     if "audit" in summary and not audits:
         found.append("it is an audit, whose data hold canaries")
     if "audit" not in summary and audits:

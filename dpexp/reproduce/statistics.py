@@ -20,8 +20,9 @@ SUPPORTS, CONTRADICTS, CANNOT_TELL = "supports", "contradicts", "cannot tell"
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and sample standard deviation (n - 1), None for a single value."""
-    return stats.fmean(values), stats.stdev(values) if len(values) > 1 else None
+    """Mean and sample standard deviation (n - 1), None for a single value; NaN where one of them is."""
+    mean = stats.fmean(values)
+    return mean, None if len(values) < 2 else mean if math.isnan(mean) else stats.stdev(values)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -171,3 +171,16 @@ def test_a_row_is_priced_with_all_that_was_tried_for_it(tmp_path: Path) -> None:
     (row,) = (row for row in page.rows if row["method"] == "disk" and row["ε"] == "8")
     rdp = tuned_epsilons(event, 1e-5, 3 * len(BEST) + 1)["rdp"]
     assert row["ε with tuning"] == f"{rdp:.2f}"
+
+
+def test_a_rate_at_which_a_run_diverged_is_not_the_best(tmp_path: Path) -> None:
+    entry = _first("flat")
+    diverged = {"metrics": {"accuracy": None}}
+    runs = (
+        _run(entry, rate, seed, 0.5) | (diverged if (number, seed) == (0, entry.tuning[0]) else {})
+        for number, rate in enumerate(entry.rates)
+        for seed in entry.tuning
+    )
+    best, tried = league._best_rate(entry, entry.runs(_records(tmp_path, runs)))
+    assert best == entry.rates[1]
+    assert tried == dict.fromkeys(entry.rates, len(entry.tuning))

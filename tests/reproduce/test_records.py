@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from dpexp.errors import UserError
-from dpexp.reproduce import records
+from dpexp.reproduce import fillings, records
 from dpexp.reproduce.catalogue import Context
+from dpexp.reproduce.pairs import Finding, choose, compared
 from dpexp.reproduce.records import load
 from tests.reproduce.samples import summary, write
 
@@ -47,6 +48,41 @@ def test_code_that_differed_from_its_commit_is_refused(tmp_path: Path):
 def test_a_checksum_that_is_empty_is_none(tmp_path: Path):
     data = summary()["data"] | {"sha256": {"train": None}}
     assert "lacks a checksum of its data" in records.provenance_problems(summary() | {"data": data})
+
+
+@pytest.mark.parametrize("value", ["0.9", True, [0.9]])
+def test_a_metric_that_is_no_number_is_refused(value: Any, tmp_path: Path):
+    write(tmp_path, summary() | {"metrics": {"accuracy": value}})
+    with pytest.raises(UserError, match=r"record0\.json.*its accuracy is"):
+        records.load(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["details", "privacy", "metrics", "performance", "git"])
+def test_a_part_of_another_kind_is_refused_by_name(part: str, tmp_path: Path):
+    write(tmp_path, summary() | {part: "text"})
+    with pytest.raises(UserError, match=rf"record0\.json.*its {part} is no group of values"):
+        records.load(tmp_path)
+
+
+def test_a_run_that_diverged_is_shown_and_is_never_the_best(tmp_path: Path):
+    diverged = summary(seed=1) | {"metrics": {"accuracy": None}}
+    write(
+        tmp_path,
+        summary(seed=0),
+        diverged,
+        summary(seed=0, lr=2e-3, accuracy=0.5),
+        summary(seed=1, lr=2e-3, accuracy=0.5),
+    )
+    found = fillings.measured(records.load(tmp_path), "accuracy")
+    assert [filling.said() for filling in found if len(filling.values) == 2] == ["nan ± nan", "50.00 ± 0.00"]
+    assert choose(found).filling.mean == 50.0
+    one, two = (("a side", choose([filling])) for filling in found)
+    finding = Finding([compared("both", one, two, "greater")])
+    assert finding.said == "cannot tell: a run ended without a number"
+    assert (
+        "nan"
+        in Context(tmp_path.parent, kept={"runs": records.load(tmp_path)}).document("runs").as_markdown()
+    )
 
 
 def test_a_file_that_is_no_record_is_named(tmp_path: Path):
