@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpexp.training.engine import PrivacyEngine
+    from dpexp.training.own_loop.engine import PrivacyEngine
 
 __all__ = ["PrivacyEngine", "__version__"]
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     """Import `PrivacyEngine` when it is asked for: commands that do without torch stay quick."""
     if name != "PrivacyEngine":
         raise AttributeError(f"module 'dpexp' has no attribute {name!r}")
-    from dpexp.training.engine import PrivacyEngine
+    from dpexp.training.own_loop.engine import PrivacyEngine
 
     return PrivacyEngine
 

@@ -46,10 +46,10 @@ from dpexp.schemas import (
 from dpexp.tasks import build_task
 from dpexp.tasks.generation import Generation
 from dpexp.tasks.images import ImageClassification
+from dpexp.training.pate.questions import Classes, NextTokens
+from dpexp.training.pate.teachers import VotesConfig, learn, share_out, summed_answers
 from dpexp.training.planning import choose_device
-from dpexp.training.questions import Classes, NextTokens
 from dpexp.training.state import disk_errors, exclusive
-from dpexp.training.teachers import VotesConfig, learn, share_out, summed_answers
 
 NEIGHBOURS = "add or remove one example; N is public and stays: its slot in the teachers' data is empty"
 # settings of `dpexp.train` that nothing here reads

@@ -19,7 +19,7 @@ from dpexp.privacy.schedules import ADAPTIVE
 from dpexp.schemas import CHOICES, RunConfig
 from dpexp.schemas.choices import HUGGING_FACE
 from dpexp.schemas.declared import declared_units
-from dpexp.training.low_pass import check_low_pass
+from dpexp.training.optimizers.low_pass import check_low_pass
 
 TRIALS_LAWS = ("geometric", "logarithmic", "poisson")
 DELTA_RULES = ("half_over_n", "n_pow_-1.1")

@@ -9,7 +9,7 @@ from torch import Tensor
 from dpexp.errors import UserError, did_you_mean
 from dpexp.tasks.origins import rows_in_common
 from dpexp.tasks.target_loss import IGNORED
-from dpexp.training.arguments import ELSEWHERE
+from dpexp.training.own_loop.arguments import ELSEWHERE
 
 _WHOLE = (
     "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "

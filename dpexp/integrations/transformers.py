@@ -47,8 +47,8 @@ from dpexp.integrations.refusals import (
     refuse_private_rows,
 )
 from dpexp.tasks.target_loss import IGNORED
-from dpexp.training.engine import PrivacyEngine
-from dpexp.training.units import units_of
+from dpexp.training.own_loop.engine import PrivacyEngine
+from dpexp.training.own_loop.units import units_of
 
 # computed from private rows without noise, or measured of steps that take as long as they have rows
 NOT_PRIVATE = (

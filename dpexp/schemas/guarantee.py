@@ -169,7 +169,7 @@ class IndividualConfig:
 
 @dataclass
 class SearchConfig:
-    """Step sizes found within the budget (`dpexp.training.search`); `optim.lr` is the largest one at first."""
+    """Step sizes found within the budget (`dpexp.training.searches.base`); `optim.lr` is the largest one at first."""
 
     name: str = "none"
     # noisymax: laplace | exponential; noisybtls: above_threshold

@@ -19,7 +19,7 @@ from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.keys import LEDGER
-from dpexp.training.collating import generators_kept
+from dpexp.training.watching.collating import generators_kept
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan

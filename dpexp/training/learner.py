@@ -23,21 +23,21 @@ from dpexp.parallel.replicas import made_same
 from dpexp.parallel.sharded import filled, shard, skeleton_of
 from dpexp.privacy.keys import LEDGER, Keys
 from dpexp.privacy.ledger import Ledger
-from dpexp.training.averaging import Averages
 from dpexp.training.clippers import build_clipper
 from dpexp.training.decisions import Decisions, machine_file, machine_name
 from dpexp.training.earlier import learnt_before
 from dpexp.training.feedback import Feedback, build_feedback
 from dpexp.training.identity import facts_of
 from dpexp.training.interrupt import Interrupts
-from dpexp.training.optim import build_optimizer, learning_rate
-from dpexp.training.own_losses import look_at_task
+from dpexp.training.optimizers.averaging import Averages
+from dpexp.training.optimizers.choice import build_optimizer, learning_rate
 from dpexp.training.physical import UNTRIED, size_for_task
 from dpexp.training.release import BudgetSpentError, Release, build_policy
-from dpexp.training.search import StepSearch
-from dpexp.training.searches import build_search
+from dpexp.training.searches.base import StepSearch
+from dpexp.training.searches.choice import build_search
 from dpexp.training.steps import Steps
 from dpexp.training.sums import Sums
+from dpexp.training.watching.functions import look_at_task
 
 if TYPE_CHECKING:
     from dpexp.models import ModelBundle

@@ -40,9 +40,9 @@ from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
 from dpexp.torch_versions import check_wide_gradients
 from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
-from dpexp.training.guards import SeedGuard
 from dpexp.training.release import Release
 from dpexp.training.sums import Sums
+from dpexp.training.watching.guards import SeedGuard
 
 
 class Search(Protocol):
@@ -71,7 +71,7 @@ class Steps:
         decisions: where what the engine measured is kept before the first release; a resumed run need not measure again.
         loss_scale: static, for fp16: a scale that reacted to an overflow would release, unnoised, that there was one.
         clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
-        search: moves the weights in the place of the optimiser (`dpexp.training.search`).
+        search: moves the weights in the place of the optimiser (`dpexp.training.searches.base`).
         public: per-example gradients of public examples, for the methods that ask for them (`dpexp.clipping.methods.whole`).
         on_taken: called after each step.
         ranks: the processes that take the steps together. Each computes its share of every logical batch; the sums are added

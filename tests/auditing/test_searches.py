@@ -15,7 +15,7 @@ from dpexp.privacy.noise import KeyedGenerator
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.searches import SearchBudget
 from dpexp.schemas import SearchConfig
-from dpexp.training.searches import build_search
+from dpexp.training.searches.choice import build_search
 
 TRIALS, ERROR, DELTA, BOUND = 1500, 1e-6, 1e-5, 1.0
 KINDS = [

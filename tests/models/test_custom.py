@@ -21,7 +21,7 @@ from dpexp.schemas import DataConfig, ModelConfig, PeftConfig, TaskConfig
 from dpexp.tasks import build_task
 from dpexp.tasks.base import SHARED, logits_of
 from dpexp.training.evaluation import evaluate
-from dpexp.training.own_losses import look_at_task
+from dpexp.training.watching.functions import look_at_task
 from tests.training.tiny import TinyTask
 
 MINE = """

@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 import dpexp.pate
-import dpexp.training.questions
+import dpexp.training.pate.questions
 from dpexp.auditing.gaussian import pair_lower_bound
 from dpexp.config import compose
 from dpexp.errors import UserError
@@ -23,7 +23,7 @@ from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.noise import KeyedGenerator, SecureGenerator
 from dpexp.privacy.pate import plan_votes, upsampling, weights
 from dpexp.reproduce.records import provenance_problems
-from dpexp.training.teachers import neighbour_votes, share_out
+from dpexp.training.pate.teachers import neighbour_votes, share_out
 
 KEY = b"k" * 32
 
@@ -192,7 +192,7 @@ def test_a_run_that_was_cut_off_behind_its_charge_gives_the_same_answers_and_pay
         "pate",
         PateConfig,
     )  # fmt: skip
-    answers, learned = [], dpexp.training.questions.learn
+    answers, learned = [], dpexp.training.pate.questions.learn
 
     def watched(network, task, examples, labels=None, **settings):
         if labels is not None:
@@ -201,7 +201,7 @@ def test_a_run_that_was_cut_off_behind_its_charge_gives_the_same_answers_and_pay
                 raise KeyboardInterrupt
         return learned(network, task, examples, labels=labels, **settings)
 
-    monkeypatch.setattr("dpexp.training.questions.learn", watched)
+    monkeypatch.setattr("dpexp.training.pate.questions.learn", watched)
     with pytest.raises(KeyboardInterrupt):
         pate(asked, tmp_path / "run", Console(quiet=True))
     summary = pate(asked, tmp_path / "run", Console(quiet=True))

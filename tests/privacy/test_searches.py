@@ -24,7 +24,7 @@ from dpexp.privacy.mechanisms import (
 )
 from dpexp.privacy.plan import Plan, make_plan
 from dpexp.privacy.searches import MECHANISMS, ORDERS, SearchBudget, filter_orders
-from dpexp.training.noisybtls import THRESHOLD_SHARE
+from dpexp.training.searches.noisybtls import THRESHOLD_SHARE
 
 SETTINGS = {"num_examples": 1000, "expected_batch_size": 50, "steps": 40, "delta": 1e-5}
 

@@ -6,7 +6,7 @@ import torch
 
 from dpexp.config import compose
 from dpexp.errors import UserError
-from dpexp.training.adadp import ADADP
+from dpexp.training.optimizers.adadp import ADADP
 from tests.training.tiny import make_trainer, run_to_end, tiny_run, train, weights
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from dpexp.errors import UserError
-from dpexp.training.averaging import Averages, decay_at
-from dpexp.training.optim import learning_rate
+from dpexp.training.optimizers.averaging import Averages, decay_at
+from dpexp.training.optimizers.choice import learning_rate
 from tests.training.tiny import TinyTask, crash_in_step, make_trainer, run_to_end, tiny_run, train, weights
 
 

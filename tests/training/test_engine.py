@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
-from dpexp.training.collating import padding_token
+from dpexp.training.watching.collating import padding_token
 from tests.training.own_loop import (
     adam_of,
     flat,

@@ -15,8 +15,8 @@ from dpexp.privacy.noise import KeyedGenerator
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.searches import SearchBudget
 from dpexp.schemas import SearchConfig
-from dpexp.training import hyfreedp
-from dpexp.training.hyfreedp import HyFreeDP
+from dpexp.training.searches import hyfreedp
+from dpexp.training.searches.hyfreedp import HyFreeDP
 from tests.training.tiny import cut_short, run_to_end, tiny_run, train, weights
 
 SHARE = 0.1

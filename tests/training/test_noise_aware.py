@@ -9,10 +9,10 @@ import torch
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.schemas import OptimConfig
-from dpexp.training.adam_bc import AdamBC
-from dpexp.training.averaging import Averages
-from dpexp.training.filters import DiSK, Doppler
-from dpexp.training.optim import build_optimizer
+from dpexp.training.optimizers.adam_bc import AdamBC
+from dpexp.training.optimizers.averaging import Averages
+from dpexp.training.optimizers.choice import build_optimizer
+from dpexp.training.optimizers.filters import DiSK, Doppler
 from tests.training.tiny import cut_short, run_to_end, tiny_run, train, weights
 
 GRADIENTS = np.random.default_rng(0).standard_normal((12, 5))

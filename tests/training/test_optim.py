@@ -5,7 +5,7 @@ import torch
 
 from dpexp.errors import UserError
 from dpexp.schemas import OptimConfig
-from dpexp.training.optim import build_optimizer, learning_rate
+from dpexp.training.optimizers.choice import build_optimizer, learning_rate
 
 
 def test_linear_decay_after_a_warm_up():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
 from dpexp.errors import UserError
-from dpexp.training.collating import refuse_company, refuse_mixing
+from dpexp.training.watching.collating import refuse_company, refuse_mixing
 from tests.training.own_loop import data, first_batch, losses_of, make, network, train
 
 cross_entropy = nn.functional.cross_entropy

@@ -15,8 +15,8 @@ from dpexp import PrivacyEngine
 from dpexp.errors import UserError
 from dpexp.privacy.keys import LEDGER
 from dpexp.statement import privacy_block
-from dpexp.training import watch
-from dpexp.training.own_losses import look_at_task
+from dpexp.training.watching import watch
+from dpexp.training.watching.functions import look_at_task
 from tests.training.tiny import TinyTask, make_trainer, tiny_model, tiny_run
 
 

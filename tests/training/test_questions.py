@@ -16,7 +16,7 @@ from dpexp.models import build_model, build_tokenizer
 from dpexp.pate import PateConfig, check, pate
 from dpexp.schemas import PeftConfig
 from dpexp.tasks import build_task
-from dpexp.training.questions import NextTokens, on_the_simplex
+from dpexp.training.pate.questions import NextTokens, on_the_simplex
 
 DEVICE = torch.device("cpu")
 # E2E, whose texts are asked about, has metrics of text

@@ -9,7 +9,7 @@ from torch import nn
 
 from dpexp.config import compose
 from dpexp.errors import UserError
-from dpexp.training.noisybtls import angle
+from dpexp.training.searches.noisybtls import angle
 from tests.training.tiny import TinyTask, cut_short, make_trainer, run_to_end, tiny_run, train, weights
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpexp.errors import UserError
-from dpexp.training.low_pass import check_low_pass
+from dpexp.training.optimizers.low_pass import check_low_pass
 
 
 class Filtered(torch.optim.Optimizer):

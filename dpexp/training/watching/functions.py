@@ -20,7 +20,7 @@ from dpexp.clipping.independence.replay import Replay
 from dpexp.clipping.layouts import due
 from dpexp.errors import UserError
 from dpexp.tasks.base import Task
-from dpexp.training.collating import refuse_company, refuse_mixing
+from dpexp.training.watching.collating import refuse_company, refuse_mixing
 
 # examples that are looked at
 EXAMPLES = 8

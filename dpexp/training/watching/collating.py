@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping import Clipper
 from dpexp.errors import UserError
-from dpexp.training.collated import Part, Parts
+from dpexp.training.watching.collated import Part, Parts
 
 # examples that are collated, and how often: chance may decide whether anything is mixed
 EXAMPLES, TIMES = 8, 4

@@ -16,8 +16,8 @@ from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.roots import nodes_behind
 from dpexp.clipping.taps import BY_TAP
 from dpexp.errors import UserError
-from dpexp.training.guards import TOUCHED
-from dpexp.training.lines import PLAIN, name_of, storage_of
+from dpexp.training.watching.guards import TOUCHED
+from dpexp.training.watching.lines import PLAIN, name_of, storage_of
 
 WRITTEN = (
     "the loop writes values of its batch to {name} of the model, without noise. This voids any guarantee: leave it out, or make "

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dpexp.errors import UserError
 from dpexp.schemas.choices import CHOICES, FILTERS
-from dpexp.training.adadp import ADADP
-from dpexp.training.adam_bc import AdamBC
-from dpexp.training.filters import DiSK, Doppler
+from dpexp.training.optimizers.adadp import ADADP
+from dpexp.training.optimizers.adam_bc import AdamBC
+from dpexp.training.optimizers.filters import DiSK, Doppler
 
 if TYPE_CHECKING:
     from dpexp.schemas import OptimConfig

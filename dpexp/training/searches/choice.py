@@ -3,11 +3,11 @@
 from torch import nn
 
 from dpexp.schemas import SearchConfig
-from dpexp.training.hyfreedp import HyFreeDP
-from dpexp.training.noisybtls import NoisyBTLS
-from dpexp.training.noisymax import NoisyMax
 from dpexp.training.release import Release
-from dpexp.training.search import Losses, StepSearch
+from dpexp.training.searches.base import Losses, StepSearch
+from dpexp.training.searches.hyfreedp import HyFreeDP
+from dpexp.training.searches.noisybtls import NoisyBTLS
+from dpexp.training.searches.noisymax import NoisyMax
 
 
 def build_search(

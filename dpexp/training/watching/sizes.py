@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dpexp.training.lines import Number
+from dpexp.training.watching.lines import Number
 
 # longer than numbers that somebody writes down: those that a loop has made of its batch are known by their digits
 DIGITS = 12

@@ -4,7 +4,7 @@ import numpy as np
 from torch import Tensor
 
 from dpexp.privacy.noise import KeyedGenerator
-from dpexp.training.search import StepSearch
+from dpexp.training.searches.base import StepSearch
 
 
 class NoisyMax(StepSearch):

@@ -18,13 +18,13 @@ from dpexp.clipping import Clipper
 from dpexp.clipping.distributed import refuse_reducer
 from dpexp.clipping.given import check_losses
 from dpexp.errors import UserError
-from dpexp.training.arguments import check_numbers
-from dpexp.training.collating import Collation, Read, example_axes
-from dpexp.training.guards import GradientGuard, GuardedOptimizer, OneAtATime
-from dpexp.training.padded import padding_of
+from dpexp.training.own_loop.arguments import check_numbers
+from dpexp.training.own_loop.units import Units
 from dpexp.training.steps import Steps
-from dpexp.training.units import Units
-from dpexp.training.watch import LossWatch
+from dpexp.training.watching.collating import Collation, Read, example_axes
+from dpexp.training.watching.guards import GradientGuard, GuardedOptimizer, OneAtATime
+from dpexp.training.watching.padded import padding_of
+from dpexp.training.watching.watch import LossWatch
 
 Collate = Callable[[list[Any]], Any]
 Length = Callable[[int], int]

@@ -17,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.layouts import due
 from dpexp.errors import UserError
-from dpexp.training.padded import Padding
-from dpexp.training.redone import Mixture, told_by
-from dpexp.training.trace import UNUSED, Trace
+from dpexp.training.watching.padded import Padding
+from dpexp.training.watching.redone import Mixture, told_by
+from dpexp.training.watching.trace import UNUSED, Trace
 
 log = logging.getLogger(__name__)
 

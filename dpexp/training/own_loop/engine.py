@@ -34,7 +34,19 @@ from dpexp.privacy.plan_checks import check_accountant
 from dpexp.privacy.sampling import PoissonSampler
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
 from dpexp.training import state
-from dpexp.training.arguments import (
+from dpexp.training.decisions import Decisions
+from dpexp.training.earlier import learnt_before, remember
+from dpexp.training.export import summary_of, write_card
+from dpexp.training.identity import (
+    check_examples,
+    check_optimizers,
+    data_identity,
+    facts_of,
+    recognise,
+    refuse_other_ledgers,
+    settings_of,
+)
+from dpexp.training.own_loop.arguments import (
     QUANTILE_BUDGET,
     QUANTILE_LR,
     Numbers,
@@ -46,25 +58,13 @@ from dpexp.training.arguments import (
     checked_schedule,
     named,
 )
-from dpexp.training.decisions import Decisions
-from dpexp.training.earlier import learnt_before, remember
-from dpexp.training.export import summary_of, write_card
-from dpexp.training.guards import Batches, GuardedOptimizer
-from dpexp.training.identity import (
-    check_examples,
-    check_optimizers,
-    data_identity,
-    facts_of,
-    recognise,
-    refuse_other_ledgers,
-    settings_of,
-)
-from dpexp.training.own_loop import OwnLoop
-from dpexp.training.own_losses import Losses, look_at_losses
+from dpexp.training.own_loop.loop import OwnLoop
+from dpexp.training.own_loop.units import units_of
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
 from dpexp.training.sums import not_finite
-from dpexp.training.units import units_of
+from dpexp.training.watching.functions import Losses, look_at_losses
+from dpexp.training.watching.guards import Batches, GuardedOptimizer
 
 
 class PrivacyEngine:
@@ -332,7 +332,7 @@ class PrivacyEngine:
 
         Raises:
             UserError: no batch is waiting for its losses, there are more or fewer losses than examples, what an example loses
-                depends on the others (see `watch`), the loop has written to the gradients, or another thread takes the step.
+                depends on the others (`dpexp.training.watching`), the loop has written to the gradients, or another thread takes the step.
         """
         with self._loop.alone:
             return self._loop.step(losses)
@@ -377,7 +377,7 @@ class PrivacyEngine:
             raise UserError(note)
 
     def _look_at_losses(self, losses: Losses, batch: Any, name: str) -> str | None:
-        """See `own_losses.look_at_losses`: what is computed on other batches is not the loop's."""
+        """See `functions.look_at_losses`: what is computed on other batches is not the loop's."""
         with self._loop.unwatched():
             return look_at_losses(losses, self.model, batch, name, padding=not self._fixed_length)
 

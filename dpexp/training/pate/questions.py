@@ -22,7 +22,7 @@ from dpexp.tasks.formats import GROUP, SOURCE, TARGET
 from dpexp.tasks.images import ImageClassification
 from dpexp.tasks.sequences import Example, target_tokens
 from dpexp.tasks.target_loss import IGNORED, target_logits, token_losses
-from dpexp.training.teachers import VotesConfig, learn, neighbour_votes, predictions, shuffled
+from dpexp.training.pate.teachers import VotesConfig, learn, neighbour_votes, predictions, shuffled
 
 if TYPE_CHECKING:
     from dpexp.tasks.generation import Generation

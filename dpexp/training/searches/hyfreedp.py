@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
-from dpexp.training.search import StepSearch
+from dpexp.training.searches.base import StepSearch
 
 LARGEST_CHANGE = 2.0
 """By what factor η and the bound may move in one step: the noise of three losses must not be a runaway."""

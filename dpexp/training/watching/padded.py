@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpexp.training.collating import EXAMPLES, Collate, collated, leaves_of
+from dpexp.training.watching.collating import EXAMPLES, Collate, collated, leaves_of
 
 # of what stands in padding; a maximum sees one of them
 FACTORS = (3.0, -3.0)

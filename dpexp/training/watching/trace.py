@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpexp.clipping.dataflow import FEW, in_place, tensors_in
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.errors import UserError
-from dpexp.training.lines import (
+from dpexp.training.watching.lines import (
     PLAIN,
     READING_SHAPES,
     Line,
@@ -35,11 +35,11 @@ from dpexp.training.lines import (
     values_of,
     version_of,
 )
-from dpexp.training.listening import listening
-from dpexp.training.owned import Owned
-from dpexp.training.padded import Padding
-from dpexp.training.places import Place, Places, is_order
-from dpexp.training.sizes import Sizes
+from dpexp.training.watching.listening import listening
+from dpexp.training.watching.owned import Owned
+from dpexp.training.watching.padded import Padding
+from dpexp.training.watching.places import Place, Places, is_order
+from dpexp.training.watching.sizes import Sizes
 
 # functions that are written down for one batch
 LONGEST = 5000

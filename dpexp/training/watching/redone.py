@@ -18,11 +18,11 @@ from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.layouts import fixed_order
 from dpexp.errors import UserError
-from dpexp.training.lines import ADDING, SHAPES, Slot, name_of
-from dpexp.training.owned import WRITTEN
-from dpexp.training.padded import FACTORS, in_padding, padded_further
-from dpexp.training.places import Place, rows_changed
-from dpexp.training.trace import COUNTED, EARLIER, REPEATED, Trace
+from dpexp.training.watching.lines import ADDING, SHAPES, Slot, name_of
+from dpexp.training.watching.owned import WRITTEN
+from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
+from dpexp.training.watching.places import Place, rows_changed
+from dpexp.training.watching.trace import COUNTED, EARLIER, REPEATED, Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
 SCALE = 3.0

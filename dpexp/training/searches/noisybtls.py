@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.noise import KeyedGenerator
-from dpexp.training.search import StepSearch
+from dpexp.training.searches.base import StepSearch
 
 # Of ε, what the threshold of AboveThreshold gets: 1 : 2^(2/3) between it and the queries is best (Lyu, Su & Li 2017).
 THRESHOLD_SHARE = 1 / (1 + 2 ** (2 / 3))

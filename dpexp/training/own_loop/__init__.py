@@ -1,0 +1,1 @@
+"""`PrivacyEngine`, and what its loop goes through: its arguments, its batches, whose rows they are."""

@@ -1,0 +1,7 @@
+"""What is proven of the losses of a loop of one's own: no example's loss may depend on the others of its batch, which no
+gradient shows.
+
+Read `watch` (when it is looked) → `trace` (what the loop does with a batch, written down) → `redone` (done again with other
+examples in it). `collating` calls the collate function for other batches of the same rows, `functions` asks a function that
+computes losses, and `guards` notice what a loop does beside the engine.
+"""
