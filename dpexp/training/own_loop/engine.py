@@ -332,7 +332,7 @@ class PrivacyEngine:
 
         Raises:
             UserError: no batch is waiting for its losses, there are more or fewer losses than examples, what an example loses
-                depends on the others (`dpexp.training.watching`), the loop has written to the gradients, or another thread takes the step.
+                depends on the others (`watching`), the loop has written to the gradients, or another thread takes the step.
         """
         with self._loop.alone:
             return self._loop.step(losses)

@@ -63,7 +63,7 @@ def told_by(trace: Trace, losses: Tensor) -> bool:
         told = [Redone(trace, split).check(losses) for split in splits]
         return all(told)
     finally:
-        trace.held.clear()
+        trace.tape.held.clear()
 
 
 class Redone:
@@ -97,23 +97,23 @@ class Redone:
         """Compute again what enters the model, and the losses; see `told_by`."""
         trace = self.trace
         for name, buffer in trace.model.named_buffers():
-            if buffer in trace.private or buffer in trace.before:
+            if buffer in trace.known.private or buffer in trace.known.before:
                 raise UserError(WRITTEN.format(name=name))
         self._refuse_repeated(losses)
         try:
             trace.failure = trace.failure or self._failure(losses)
-            behind = self._behind([*chain.from_iterable(trace.calls), trace.numbers.get(losses, 0)])
+            behind = self._behind([*chain.from_iterable(trace.calls), trace.tape.numbers.get(losses, 0)])
             scaled = trace.sizes.scaled.items()
             trace.sizes.scaled = {
                 place: size for place, size in scaled if place[0] in behind and not self._is_chance(place)
             }
-            if losses in trace.rowed:
+            if losses in trace.known.rowed:
                 return True
-            return not trace.failure and self._look(trace.numbers[losses], losses.detach())
+            return not trace.failure and self._look(trace.tape.numbers[losses], losses.detach())
         except UserError:
             raise
         except Exception as error:
-            if any(line.repeats for line in trace.lines):
+            if any(line.repeats for line in trace.tape.lines):
                 raise UserError(REPEATED) from error
             trace.failure = f"{type(error).__name__}: {error}"
             return False
@@ -124,21 +124,21 @@ class Redone:
             self._enters_apart(number) for number in dict.fromkeys(chain.from_iterable(self.trace.calls))
         ):
             return "rows enter the model in an order that goes by the batch"
-        if losses in self.trace.rowed:
+        if losses in self.trace.known.rowed:
             return ""
-        number = self.trace.numbers.get(losses)
+        number = self.trace.tape.numbers.get(losses)
         if number is None:
             return "they are made by something else than torch's functions"
         self._refuse_others(number, "losses depend")
-        for n in self.trace.returned:
-            held, told = self.trace.held[n], self._told_rows(n)
+        for n in self.trace.tape.returned:
+            held, told = self.trace.tape.held[n], self._told_rows(n)
             if told and not (held.dim() and len(told[0][0]) == len(held)):
                 if all(any(bool(rows[half].any()) for rows in told) for half in (0, 1)):
                     raise UserError(UNTOLD.format(shape=list(held.shape), examples=self.examples))
-            elif not told and n in self.trace.untold and self._place_of(n) is None:
-                return self.trace.untold[n]
-        returned = [n for n in self.trace.returned if self.trace.held[n].is_floating_point()]
-        self._by = returned if sum(self.trace.held[n].nbytes for n in returned) <= SMALL else []
+            elif not told and n in self.trace.tape.untold and self._place_of(n) is None:
+                return self.trace.tape.untold[n]
+        returned = [n for n in self.trace.tape.returned if self.trace.tape.held[n].is_floating_point()]
+        self._by = returned if sum(self.trace.tape.held[n].nbytes for n in returned) <= SMALL else []
         return ""
 
     def _look(self, number: int, losses: Tensor) -> bool:
@@ -153,7 +153,7 @@ class Redone:
         if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
             raise ValueError("computed again they are others")
         if mixed:
-            raise Mixture(MIXED.format(where=self.trace.table))
+            raise Mixture(MIXED.format(where=self.trace.tape.table))
         if self._first:
             self._feel_padding(number, whole[0])
         return bool((changed[0][0] | changed[1][0]).any())
@@ -199,7 +199,7 @@ class Redone:
         """Note for which lengths the losses are others where the model returns something else for padding."""
         trace = self.trace
         for (length, there), factor in product(trace.padding.items(), FACTORS):
-            made = {n: in_padding(trace.held[n], {length: there}, factor) for n in trace.returned}
+            made = {n: in_padding(trace.tape.held[n], {length: there}, factor) for n in trace.tape.returned}
             instead = {n: tensor for n, tensor in made.items() if tensor is not None}
             if instead and bool(self._unlike(whole, self._again(number, instead=instead)[0]).any()):
                 trace.felt.add(length)
@@ -208,8 +208,8 @@ class Redone:
         """Note for which lengths what enters the model, and has no length, is something else where rows are padded further."""
         trace = self.trace
         for length, there in trace.padding.items():
-            held = [n for n in trace.places if n not in trace.returned]
-            made = {n: padded_further(trace.held[n], {length: there}) for n in held}
+            held = [n for n in trace.tape.places if n not in trace.tape.returned]
+            made = {n: padded_further(trace.tape.held[n], {length: there}) for n in held}
             instead = {n: tensor for n, tensor in made.items() if tensor is not None}
             try:
                 longer = self._again(number, instead=instead)[0] if instead else whole
@@ -280,24 +280,24 @@ class Redone:
 
     def _place_of(self, number: int) -> Place | None:
         """Where the rows of each example are in a tensor that was not computed by what is written down."""
-        trace, tensor = self.trace, self.trace.held[number]
-        if number in trace.returned and tensor.dim() and len(tensor) in self._several:
+        trace, tensor = self.trace, self.trace.tape.held[number]
+        if number in trace.tape.returned and tensor.dim() and len(tensor) in self._several:
             return self._several[len(tensor)]
-        return trace.places.get(number)
+        return trace.tape.places.get(number)
 
     def _told_rows(self, number: int) -> list[list[Tensor]]:
         """Which rows of what the model was given, before it returned a tensor, change with each half; none where sizes tell."""
-        if number not in self.trace.returned:
+        if number not in self.trace.tape.returned:
             return []
-        held, call = self.trace.held[number], self.trace.calls[self.trace.returned[number]]
+        held, call = self.trace.tape.held[number], self.trace.calls[self.trace.tape.returned[number]]
         found = {n: self._rows[n] for n in call if n in self._rows}
         alike = [rows for rows in found.values() if held.dim() and len(rows[0]) == len(held)]
         return alike or (list(found.values()) if self._unplaced.issuperset(call) else [])
 
     def _refuse_others(self, number: int, what: str) -> None:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
-        earlier, counted = set(self.trace.old), set[int]()
-        for line in self.trace.lines:
+        earlier, counted = set(self.trace.tape.old), set[int]()
+        for line in self.trace.tape.lines:
             if earlier.intersection(line.uses[name_of(line.func) in SHAPES :]):
                 earlier.update(line.written)
             if line.counted or counted.intersection(line.uses):
@@ -313,11 +313,11 @@ class Redone:
         What belongs to examples, several to one and none to another, may by chance be as many: it is added up by whose it is.
         """
         taken = set[int]()
-        for line in self.trace.lines:
+        for line in self.trace.tape.lines:
             adds = name_of(line.func).rstrip("_") in ADDING
             if line.repeats or (taken.intersection(line.uses) and not adds):
                 taken.update(line.written)
-        reached = [*chain.from_iterable(self.trace.calls), self.trace.numbers.get(losses)]
+        reached = [*chain.from_iterable(self.trace.calls), self.trace.tape.numbers.get(losses)]
         if taken and (None in reached or taken.intersection(reached)):
             raise UserError(REPEATED)
 
@@ -327,15 +327,15 @@ class Redone:
         if name != "mean" or source not in self.trace.sizes.times:
             return False
         needed = set[int]()
-        self._behind(self.trace.lines[line].uses, needed)
-        returned = needed.intersection(self.trace.returned)
+        self._behind(self.trace.tape.lines[line].uses, needed)
+        returned = needed.intersection(self.trace.tape.returned)
         return bool(returned) and all(map(self._told_rows, returned))
 
     def _behind(self, numbers: Sequence[int], needed: set[int] | None = None) -> set[int]:
         """Which lines tensors were computed by; ``needed`` is given the numbers of all that these use."""
         needed, found = set[int]() if needed is None else needed, set[int]()
         needed.update(numbers)
-        for i, line in reversed(list(enumerate(self.trace.lines))):
+        for i, line in reversed(list(enumerate(self.trace.tape.lines))):
             if needed.intersection(line.written):
                 needed.update(line.uses)
                 found.add(i)
@@ -366,24 +366,24 @@ class Redone:
             by: numbers of the tensors that it is differentiated by.
         """
         trace = self.trace
-        there = dict(trace.held) | dict(instead or {})
+        there = dict(trace.tape.held) | dict(instead or {})
         if kept is not None:
             half = self._halves.index(list(kept)) if list(kept) in self._halves else None
-            for n, held in trace.held.items():
+            for n, held in trace.tape.held.items():
                 told = [] if half is None else self._told_rows(n)
                 if half is not None and told:
                     # rows that the model was given in another order come back in that order
                     there[n] = rows_changed(held, [rows[half] for rows in told], scale)
                 elif (place := self._place_of(n)) is not None:
-                    left = self._rows_left(half) if half is not None and n in trace.returned else kept
+                    left = self._rows_left(half) if half is not None and n in trace.tape.returned else kept
                     there[n] = place.replaced(held, self.examples, left, scale)
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
-        there |= {n: there[n].clone() for n in trace.written if n in there}
-        last = {used: i for i, line in enumerate(trace.lines) for used in line.uses}
+        there |= {n: there[n].clone() for n in trace.tape.written if n in there}
+        last = {used: i for i, line in enumerate(trace.tape.lines) for used in line.uses}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
         with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
-            for i, line in enumerate(trace.lines):
+            for i, line in enumerate(trace.tape.lines):
                 args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
                 kind, dtype = line.autocast or ("cpu", torch.bfloat16)
                 with (
@@ -412,5 +412,7 @@ class Redone:
         """``[b]``: which rows are not equal, up to rounding."""
         a, b = a.double().reshape(len(a), -1), b.double().reshape(len(a), -1)
         size = a.abs().nan_to_num(posinf=0.0)
-        allowed = ROUNDING[bits_of(self.trace.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
+        allowed = ROUNDING[bits_of(self.trace.tape.held.values())][1] * torch.maximum(
+            size, 1e-3 * size.amax(0)
+        )
         return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1)

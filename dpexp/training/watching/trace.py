@@ -1,7 +1,7 @@
 """What a loop of one's own does with one batch, written down: every torch function that its tensors go through.
 
-The model's own forward is left out, into which the clipper looks. What is noted is enough to do it all again (`redone`), and to
-tell what holds values of the batch when a later one begins.
+The model's own forward is left out, into which the clipper looks. What is written down (`tape`) is enough to do it all again
+(`redone`), and to tell what holds values of the batch when a later one begins.
 """
 
 from __future__ import annotations
@@ -17,34 +17,27 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.dataflow import FEW, in_place, tensors_in
-from dpexp.clipping.operations.others import BROADCASTING
+from dpexp.clipping.dataflow import in_place, tensors_in
 from dpexp.errors import UserError
 from dpexp.training.watching.lines import (
     PLAIN,
     READING_SHAPES,
     Line,
     Number,
-    Slot,
-    address_of,
     name_of,
-    storage_of,
     values_of,
     version_of,
 )
 from dpexp.training.watching.listening import listening
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.padded import Padding
-from dpexp.training.watching.places import Place, Places, is_order
+from dpexp.training.watching.places import Places
 from dpexp.training.watching.sizes import Sizes
+from dpexp.training.watching.tape import Known, Tape
 
-# functions that are written down for one batch
-LONGEST = 5000
-# bytes that are held for it
-LARGEST = 1 << 28
 # from here on what the loop does is not written down: it goes by numbers of Python
 ESCAPES = {"tolist"}
 # as many numbers as somebody counts; shards of a model have more
@@ -92,7 +85,7 @@ class Trace(TorchFunctionMode):
         batch: what the collate function has made.
         examples: how many it has.
         rows_per_example: rows that it may have of each.
-        before: `private` of an earlier trace.
+        before: `Known.private` of an earlier trace.
         outside: parameters are added to it that the batch goes through and that are not the model's.
         axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
         data: the tensors that the rows of the data set stand in, where it has some.
@@ -106,9 +99,8 @@ class Trace(TorchFunctionMode):
         failure: why nothing can be said, in words.
         lasting: whether it goes by what the loop does, and no other batch would tell more.
         opaque: whether the loop has made something of the batch of which nobody says in which order its rows are.
-        sure: whether all that has rows has them in front, or where `axes` say. A number of features may equal that of the
-            examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
-        private: the tensors of the batch, and what was made of their values.
+        known: what its tensors hold.
+        tape: what was written down.
         watching: whether it does so now.
         public: whether the loop says of what enters the model now that it is public.
     """
@@ -134,37 +126,20 @@ class Trace(TorchFunctionMode):
         self.rows = Places(examples, rows_per_example, WeakIdKeyDictionary() if axes is None else axes)
         self.sizes = Sizes(examples, rows_per_example, fractions)
         self.failure, self.lasting = "", False
-        self.sure, self.watching, self.opaque, self.public = True, False, False, False
-        self.private = WeakIdKeyDictionary()
-        self.before, self._own = before, Owned(model, outside)
-        self.numbers = WeakIdKeyDictionary()
-        # what has the rows of the batch and was made by nothing that is written down
-        self.rowed = WeakIdKeyDictionary()
-        self.held: dict[int, Tensor] = {}
-        self.places: dict[int, Place] = {}
-        self.written: set[int] = set()
-        # what the model has returned, and in which of its calls
-        self.returned: dict[int, int] = {}
-        self._given_back = WeakIdKeyDictionary()
-        # of what has rows in a dimension that no size tells, why
-        self.untold: dict[int, str] = {}
-        # what the loop has made and gives to the model, by its calls; and what earlier batches have left behind
+        self.watching, self.opaque, self.public = False, False, False
+        self._own = Owned(model, outside)
+        self.known = Known(before, self._own, data)
+        self.tape = Tape(self.known, self.rows, self.sizes, examples)
+        # what the loop has made and gives to the model, by its calls
         self.calls: list[list[int]] = []
         # whether rows of the batch enter the model in the order in which they came
         self.as_it_came = False
-        self.old: set[int] = set()
-        self.lines: list[Line] = []
-        # what the model's own forward has made of the batch
-        self._within = WeakIdKeyDictionary()
-        # what ranks have told each other, which other examples are in
-        self._told = WeakIdKeyDictionary()
         # nodes of the graphs of what a generator gives to the model, which private examples have not gone through
         self._invented: list[Any] = []
-        self._count = self._inside = self._bytes = 0
+        # calls of the model that are not over
+        self._inside = 0
         self._of_batch, self._old_inside = True, False
-        self.table = ""
         self._open = ExitStack()
-        self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
         self._have_rows(tensors_in(batch))
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
         # of what else a batch may hold, nobody sees what is read
@@ -172,7 +147,7 @@ class Trace(TorchFunctionMode):
         for tensor in tensors_in(batch):
             if not tensor.dim():
                 # a constant of the collate function; or what it has counted
-                self.private.pop(tensor, None)
+                self.known.private.pop(tensor, None)
                 if tensor.dtype in WHOLE:
                     self.sizes.add_count(int(tensor))
 
@@ -215,24 +190,26 @@ class Trace(TorchFunctionMode):
             return
         entering = list(tensors_in((args, kwargs)))
         self.used |= any(tensor in self._batch for tensor in entering)
-        self._invented += [t.grad_fn for t in entering if t.grad_fn is not None and t not in self.private]
+        self._invented += [
+            t.grad_fn for t in entering if t.grad_fn is not None and t not in self.known.private
+        ]
         self._old_inside = False
         # before the losses all that comes out counts as the batch's, behind them what it was made of: a generator is trained on
         # what the model says of its own pictures
-        self._of_batch = not self.failure or any(tensor in self.private for tensor in entering)
+        self._of_batch = not self.failure or any(tensor in self.known.private for tensor in entering)
         if self.public:
             self._of_batch = False
-            if any(tensor in self.private or self._is_old(tensor) for tensor in entering):
+            if any(tensor in self.known.private or self.known.is_old(tensor) for tensor in entering):
                 raise UserError(NOT_PUBLIC)
         self.calls.append([])
         if self.failure:
             return
         for tensor in entering:
-            if tensor in self.numbers:
-                self.calls[-1].append(self.numbers[tensor])
-            elif tensor in self.rowed:
+            if tensor in self.tape.numbers:
+                self.calls[-1].append(self.tape.numbers[tensor])
+            elif tensor in self.known.rowed:
                 self.as_it_came |= len(self.rows.fits(tensor)) == 1
-            elif self._is_old(tensor):
+            elif self.known.is_old(tensor):
                 if torch.is_grad_enabled():
                     raise UserError(EARLIER.format(what="what enters the model depends"))
                 # evaluated: what comes of it may not enter losses
@@ -245,31 +222,26 @@ class Trace(TorchFunctionMode):
                 self._have_rows(tensors_in(output, depth=1))
                 if self._inside == 1:
                     call = len(self.calls) - 1
-                    self._given_back.update(dict.fromkeys(tensors_in(output, depth=1), call))
+                    self.known.returned.update(dict.fromkeys(tensors_in(output, depth=1), call))
             elif self._old_inside and self._inside == 1:
-                self.before.update(dict.fromkeys(tensors_in(output, depth=1)))
+                self.known.before.update(dict.fromkeys(tensors_in(output, depth=1)))
             self._inside -= 1
 
     def _have_rows(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if type(tensor) in PLAIN and tensor not in self.numbers:
-                if tensor not in self.rowed:
+            if type(tensor) in PLAIN and tensor not in self.tape.numbers:
+                if tensor not in self.known.rowed:
                     self.sizes.add_shape(tensor.shape)
-                self.rowed[tensor] = None
-                self._mark(tensor)
-
-    def _mark(self, tensor: Any) -> None:
-        """Remember that a tensor holds values of the batch."""
-        if type(tensor) in PLAIN and tensor not in self._own:
-            self.private[tensor] = None
+                self.known.rowed[tensor] = None
+                self.known.mark(tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func in DIFFERENTIATING:
             self._own.refuse_differentiated(given)
-            roots = [t.grad_fn for t in given] if any(t in self.private for t in given) else []
-            self._own.look_at_leaves(roots, self._invented, self.private, self.rows.fits)
+            roots = [t.grad_fn for t in given] if any(t in self.known.private for t in given) else []
+            self._own.look_at_leaves(roots, self._invented, self.known.private, self.rows.fits)
         self.used |= (
             any(t in self._batch for t in values_of(func, given)) and name_of(func) not in READING_SHAPES
         )
@@ -284,7 +256,7 @@ class Trace(TorchFunctionMode):
             return result
         if self.failure:
             return self._followed(func, args, kwargs, given)
-        known = (self.numbers, self.rowed, self._within, self._told)
+        known = (self.tape.numbers, self.known.rowed, self.known.within, self.known.told)
         inner = [_unwrapped(t) for t in given]
         if any(t is not wrapped for t, wrapped in zip(inner, given, strict=True)) and any(
             t in tensors for t in inner for tensors in known
@@ -296,14 +268,14 @@ class Trace(TorchFunctionMode):
         self._refuse_scaled(given)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
         opaque = func is torch.autograd.grad or any(
-            type(t) not in PLAIN and t not in self._told for t in given
+            type(t) not in PLAIN and t not in self.known.told for t in given
         )
         before = [version_of(t) for t in given]
         # what is written to is noted as it was
         line = (
             None
             if opaque or not in_place(func, kwargs)
-            else self._tried(self._noted, func, args, kwargs, given)
+            else self._tried(self.tape.line_of, func, args, kwargs, given)
         )
         result = self._followed(func, args, kwargs, given)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -311,82 +283,66 @@ class Trace(TorchFunctionMode):
             self.opaque = True
             if func is torch.autograd.grad:
                 self._hear_of_all(result, args, kwargs)
-            self._have_rows(t for t in made if t not in self._told)
+            self._have_rows(t for t in made if t not in self.known.told)
         elif line is not None:
-            self._tried(self._add, line, made)
+            self._tried(self.tape.add, line, made)
         elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
             why = f"{name_of(func)} writes to what it is given, or makes numbers of Python of it"
             self._stop(why, lasting=True)
         elif made and not self.failure:
-            line = self._tried(self._noted, func, args, kwargs, given)
+            line = self._tried(self.tape.line_of, func, args, kwargs, given)
             if line is not None and name_of(func) == "mean" and made[0].numel():
                 elements = Number(given[0].numel() // made[0].numel())
-                self.sizes.note(len(self.lines), "mean", elements, averaged=True)
-            self._tried(self._add, line, made)
+                self.sizes.note(len(self.tape.lines), "mean", elements, averaged=True)
+            self._tried(self.tape.add, line, made)
         return result
 
     def _followed(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function, and remember which tensors and numbers hold values of the batch."""
-        private = any(t in self.private for t in values_of(func, given))
+        private = any(t in self.known.private for t in values_of(func, given))
         if private:
-            self._own.look_at_parameters(func, given, self.private)
+            self._own.look_at_parameters(func, given, self.known.private)
         result = func(*args, **kwargs)
         if private:
             self.sizes.add_count(result)
             written = [given[0], given[0]._base] if in_place(func, kwargs) else []
             for tensor in (*tree_leaves(result), *written):
-                self._mark(tensor)
+                self.known.mark(tensor)
         return result
 
     def _made_within(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function inside of the model's own forward, which is not written down."""
         result = func(*args, **kwargs)
-        if any(t in self.private or t in self._within for t in values_of(func, given)):
+        if any(t in self.known.private or t in self.known.within for t in values_of(func, given)):
             self.sizes.add_count(result)
             made = [*tree_leaves(result), *(given[:1] if in_place(func, kwargs) else ())]
-            self._within.update({t: None for t in made if type(t) in PLAIN})
+            self.known.within.update({t: None for t in made if type(t) in PLAIN})
         return result
 
     def _hear(self, said: list[Tensor], heard: list[Tensor]) -> None:
         """Note what ranks have told each other, of their batches or as a few numbers: these may be counts."""
-        of_batch = any(t in self.private for t in said) or all(t.numel() <= HANDFUL for t in said)
+        of_batch = any(t in self.known.private for t in said) or all(t.numel() <= HANDFUL for t in said)
         if self._inside or not of_batch or all(t in self._own for t in said):
             return
         for tensor in heard:
-            self._told[tensor] = None
-            self._mark(tensor)
+            self.known.told[tensor] = None
+            self.known.mark(tensor)
 
     def _hear_of_all(self, gradients: Any, args: Any, kwargs: Any) -> None:
         """Note gradients of what no row of the batch is added to, or stands in: they are sums over all examples."""
         asked = kwargs["inputs"] if "inputs" in kwargs else args[1]
         for gradient, tensor in zip(tree_leaves(gradients), tree_leaves(asked), strict=False):
-            own = tensor in self.private or self.examples == 1
+            own = tensor in self.known.private or self.examples == 1
             if isinstance(gradient, Tensor) and not own and not self.rows.fits(gradient):
-                self._told[gradient] = None
-                self._mark(gradient)
+                self.known.told[gradient] = None
+                self.known.mark(gradient)
 
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
         result = func(*args, **kwargs)
-        if any(self._is_old(t) for t in values_of(func, given)):
-            self.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
+        if any(self.known.is_old(t) for t in values_of(func, given)):
+            self.known.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
         return result
-
-    def _is_old(self, tensor: Tensor) -> bool:
-        """Whether a tensor that is not of this batch holds what an earlier one has left behind, or rows of the data set."""
-        if tensor in self.before:
-            return True
-        return bool(self._data) and any(first <= address_of(tensor) < last for first, last in self._data)
-
-    def _repeats(self, func: Any, args: Any) -> bool:
-        """Whether as many rows as there are examples are taken, and some of them twice."""
-        if name_of(func) not in ("__getitem__", "index_select") or args[0] not in self.private:
-            return False
-        rows, index = len(args[0]) if args[0].dim() else 0, args[-1]
-        index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        along = name_of(func) == "__getitem__" or args[1] == 0
-        takes = along and rows == self.examples and isinstance(index, Tensor) and index.shape == (rows,)
-        return takes and index.dtype != torch.bool and len(index.unique()) < rows
 
     def _refuse_scaled(self, given: list[Tensor]) -> None:
         """Refuse what a scaler does with a loss for each example; other losses are not the engine's."""
@@ -401,92 +357,8 @@ class Trace(TorchFunctionMode):
             self._stop(str(error))
             return None
 
-    def _noted(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
-        """A call and what it is given."""
-        name = name_of(func)
-        slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
-        if in_place(func, kwargs):
-            for number, held in self.held.items():
-                if storage_of(held) == storage_of(given[0]):
-                    self.held[number] = held.clone()
-                    self.written.add(number)
-        kind = given[0].device.type
-        on = torch.is_autocast_enabled(kind)
-        numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
-        numbers += [n for t in given for n in self._constant(t)]
-        counted = self.sizes.made(numbers) or any(t in self._told for t in given)
-        counted |= self.examples > 1 and any(t.numel() == 1 and t in self._within for t in given)
-        if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
-            for n in numbers:
-                self.sizes.note(len(self.lines), name, n)
-        autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
-        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, self._repeats(func, args))
-
-    def _constant(self, tensor: Tensor) -> list[Number]:
-        """The number that a tensor holds in all its places, where it is not made of values of the batch."""
-        if type(tensor) not in PLAIN or tensor in self.private or tensor in self._within:
-            return []
-        if not tensor.numel() or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_meta:
-            return []
-        with torch._C.DisableTorchFunction():
-            value = tensor.detach().reshape(-1)
-            if not bool((value == value[0]).all()):
-                return []
-            error = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
-            # rows that the loop has made in Python, as of lengths, may be alike in one batch
-            return [Number(value[0].item(), error, tensor.numel() > 1 and tensor not in self.numbers)]
-
-    def _add(self, line: Line, made: list[Tensor]) -> None:
-        """A call that was made, and what it returned."""
-        for tensor in made:
-            if tensor not in self.numbers:
-                self.numbers[tensor] = self._count = self._count + 1
-            line.made.append(self.numbers[tensor])
-            if not self.table and sum(size == self.examples for size in tensor.shape) > 1:
-                self.table = f" ({name_of(line.func)} makes a table {list(tensor.shape)})"
-        self.lines.append(line)
-        if len(self.lines) > LONGEST:
-            raise ValueError(f"the loop calls more than {LONGEST} functions")
-
-    def _number(self, tensor: Tensor) -> int:
-        """The number of a tensor; what was made elsewhere is held."""
-        if tensor not in self.numbers:
-            self.numbers[tensor] = self._count = self._count + 1
-            with torch._C.DisableTorchFunctionSubclass():
-                self.held[self._count] = tensor.detach()
-            if tensor in self.rowed:
-                self._bytes += tensor.nbytes
-                self._place(self._count, tensor)
-                if tensor in self._given_back:
-                    self.returned[self._count] = self._given_back[tensor]
-            elif self._is_old(tensor):
-                self.old.add(self._count)
-        return self.numbers[tensor]
-
-    def _place(self, number: int, tensor: Tensor) -> None:
-        """Find the dimension that is the batch, and how many rows each example has there."""
-        if self.examples == 1:
-            # no other could stand in its place
-            return
-        fits, sure = self.rows.likely(tensor, tensor in self._given_back)
-        self.sure &= sure
-        if len(fits) > 1:
-            why = f"{list(tensor.shape)} may have its {self.examples} examples in several dimensions"
-            if tensor not in self._given_back:
-                raise ValueError(why)
-            # what has entered may tell
-            self.untold[number] = why
-        if self._bytes > LARGEST:
-            raise ValueError(f"they are computed from more than {LARGEST >> 20} MiB")
-        if is_order(tensor):
-            # rows that are replaced still go where they went; of few examples, labels may look like an order
-            if fits and self.examples < FEW:
-                raise ValueError(f"{tensor.tolist()} may be labels or an order")
-        elif len(fits) == 1:
-            self.places[number] = fits[0]
-
     def _stop(self, why: str, lasting: bool = False) -> None:
-        if any(line.repeats for line in self.lines):
+        if any(line.repeats for line in self.tape.lines):
             # what becomes of them is not seen any more
             raise UserError(REPEATED)
         self.lasting = lasting
@@ -494,8 +366,7 @@ class Trace(TorchFunctionMode):
 
     def _forget(self, why: str) -> None:
         self.failure = self.failure or why
-        self.held.clear()
-        self.lines.clear()
+        self.tape.forget()
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:

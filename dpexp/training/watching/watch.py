@@ -111,7 +111,7 @@ class LossWatch:
                 padding(),
                 fractions,
             )
-            self._before = self._trace.private
+            self._before = self._trace.known.private
             self._trace.begin()
 
     def end(self) -> None:
@@ -162,7 +162,7 @@ class LossWatch:
         tried, self._tried = self._tried, 0
         try:
             # losses that were made while nobody watched, as after a refusal, tell nothing
-            if not trace.used and (losses in trace.numbers or losses in trace.rowed):
+            if not trace.used and (losses in trace.tape.numbers or losses in trace.known.rowed):
                 raise UserError(UNUSED)
             told = self._told_by(trace, losses)
             for spot, others in trace.sizes.unlike.items():
@@ -200,6 +200,6 @@ class LossWatch:
             return told_by(trace, losses)
         except Mixture:
             self._doubted.add(trace.examples)
-            if trace.sure or len(self._doubted) > 1:
+            if trace.tape.sure or len(self._doubted) > 1:
                 raise
             return None

@@ -1,0 +1,203 @@
+"""What is known of the tensors of a loop of one's own, and the functions that those of its batch went through, written down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dpexp.clipping.dataflow import FEW, in_place
+from dpexp.clipping.operations.others import BROADCASTING
+from dpexp.training.watching.lines import PLAIN, Line, Number, Slot, address_of, name_of, storage_of
+from dpexp.training.watching.owned import Owned
+from dpexp.training.watching.places import Place, Places, is_order
+from dpexp.training.watching.sizes import Sizes
+
+# functions that are written down for one batch
+LONGEST = 5000
+# bytes that are held for it
+LARGEST = 1 << 28
+
+
+class Known:
+    """What each tensor holds, as far as that is known; a tensor may be in several of these.
+
+    Args:
+        before: `private` of an earlier batch.
+        own: the tensors of the model.
+        data: the tensors that the rows of the data set stand in, where it has some.
+
+    Attributes:
+        private: the tensors of the batch, and what was made of their values.
+        before: what earlier batches have left behind.
+        rowed: what has the rows of the batch and was made by nothing that is written down.
+        returned: what the model has returned -> in which of its calls.
+        within: what the model's own forward has made of the batch.
+        told: what ranks have told each other, which other examples are in.
+    """
+
+    def __init__(self, before: WeakIdKeyDictionary, own: Owned, data: Iterable[Tensor] = ()):
+        self.private, self.before = WeakIdKeyDictionary(), before
+        self.rowed, self.returned = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.within, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._own = own
+        self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
+
+    def mark(self, tensor: Any) -> None:
+        """Remember that a tensor holds values of the batch."""
+        if type(tensor) in PLAIN and tensor not in self._own:
+            self.private[tensor] = None
+
+    def is_old(self, tensor: Tensor) -> bool:
+        """Whether a tensor that is not of this batch holds what an earlier one has left behind, or rows of the data set."""
+        if tensor in self.before:
+            return True
+        return bool(self._data) and any(first <= address_of(tensor) < last for first, last in self._data)
+
+
+class Tape:
+    """What was done with one batch, in order: enough to do it again (`redone`).
+
+    Args:
+        known: of its tensors.
+        rows: where examples may stand in them.
+        sizes: numbers that go by the batch.
+        examples: how many it has.
+
+    Attributes:
+        lines: the calls.
+        numbers: tensor -> its number in them.
+        held: number -> the tensor, where it was made by nothing that is written down; its value before it was written to.
+        places: number -> where the examples stand in what is held.
+        written: numbers of what is held and was written to later.
+        returned: number -> in which of its calls the model has returned it.
+        untold: number -> why nobody can say which dimension is the batch.
+        old: numbers of what earlier batches have left behind.
+        table: which function has made a table of examples by examples, in words.
+        sure: whether all that has rows has them in front, or where somebody has said. A number of features may equal that of the
+            examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
+    """
+
+    def __init__(self, known: Known, rows: Places, sizes: Sizes, examples: int):
+        self._known, self._rows, self._sizes, self._examples = known, rows, sizes, examples
+        self.lines: list[Line] = []
+        self.numbers = WeakIdKeyDictionary()
+        self.held: dict[int, Tensor] = {}
+        self.places: dict[int, Place] = {}
+        self.written: set[int] = set()
+        self.returned: dict[int, int] = {}
+        self.untold: dict[int, str] = {}
+        self.old: set[int] = set()
+        self.table, self.sure = "", True
+        self._count = self._bytes = 0
+
+    def line_of(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
+        """A call and what it is given, which is held as it is now.
+
+        Raises:
+            ValueError: why it cannot be written down.
+        """
+        name = name_of(func)
+        slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
+        if in_place(func, kwargs):
+            for number, held in self.held.items():
+                if storage_of(held) == storage_of(given[0]):
+                    self.held[number] = held.clone()
+                    self.written.add(number)
+        kind = given[0].device.type
+        on = torch.is_autocast_enabled(kind)
+        numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
+        numbers += [n for t in given for n in self._constant(t)]
+        counted = self._sizes.made(numbers) or any(t in self._known.told for t in given)
+        counted |= self._examples > 1 and any(t.numel() == 1 and t in self._known.within for t in given)
+        if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
+            for n in numbers:
+                self._sizes.note(len(self.lines), name, n)
+        autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
+        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, self._repeats(func, args))
+
+    def add(self, line: Line, made: list[Tensor]) -> None:
+        """Write down a call that was made, and what it returned.
+
+        Raises:
+            ValueError: there are too many.
+        """
+        for tensor in made:
+            if tensor not in self.numbers:
+                self.numbers[tensor] = self._count = self._count + 1
+            line.made.append(self.numbers[tensor])
+            if not self.table and sum(size == self._examples for size in tensor.shape) > 1:
+                self.table = f" ({name_of(line.func)} makes a table {list(tensor.shape)})"
+        self.lines.append(line)
+        if len(self.lines) > LONGEST:
+            raise ValueError(f"the loop calls more than {LONGEST} functions")
+
+    def forget(self) -> None:
+        """Let go of all that is held."""
+        self.held.clear()
+        self.lines.clear()
+
+    def _number(self, tensor: Tensor) -> int:
+        """The number of a tensor; what was made elsewhere is held."""
+        if tensor not in self.numbers:
+            self.numbers[tensor] = self._count = self._count + 1
+            with torch._C.DisableTorchFunctionSubclass():
+                self.held[self._count] = tensor.detach()
+            if tensor in self._known.rowed:
+                self._bytes += tensor.nbytes
+                self._place(self._count, tensor)
+                if tensor in self._known.returned:
+                    self.returned[self._count] = self._known.returned[tensor]
+            elif self._known.is_old(tensor):
+                self.old.add(self._count)
+        return self.numbers[tensor]
+
+    def _place(self, number: int, tensor: Tensor) -> None:
+        """Find the dimension that is the batch, and how many rows each example has there."""
+        if self._examples == 1:
+            # no other could stand in its place
+            return
+        fits, sure = self._rows.likely(tensor, tensor in self._known.returned)
+        self.sure &= sure
+        if len(fits) > 1:
+            why = f"{list(tensor.shape)} may have its {self._examples} examples in several dimensions"
+            if tensor not in self._known.returned:
+                raise ValueError(why)
+            # what has entered may tell
+            self.untold[number] = why
+        if self._bytes > LARGEST:
+            raise ValueError(f"they are computed from more than {LARGEST >> 20} MiB")
+        if is_order(tensor):
+            # rows that are replaced still go where they went; of few examples, labels may look like an order
+            if fits and self._examples < FEW:
+                raise ValueError(f"{tensor.tolist()} may be labels or an order")
+        elif len(fits) == 1:
+            self.places[number] = fits[0]
+
+    def _constant(self, tensor: Tensor) -> list[Number]:
+        """The number that a tensor holds in all its places, where it is not made of values of the batch."""
+        if type(tensor) not in PLAIN or tensor in self._known.private or tensor in self._known.within:
+            return []
+        if not tensor.numel() or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_meta:
+            return []
+        with torch._C.DisableTorchFunction():
+            value = tensor.detach().reshape(-1)
+            if not bool((value == value[0]).all()):
+                return []
+            error = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+            # rows that the loop has made in Python, as of lengths, may be alike in one batch
+            return [Number(value[0].item(), error, tensor.numel() > 1 and tensor not in self.numbers)]
+
+    def _repeats(self, func: Any, args: Any) -> bool:
+        """Whether as many rows as there are examples are taken, and some of them twice."""
+        if name_of(func) not in ("__getitem__", "index_select") or args[0] not in self._known.private:
+            return False
+        rows, index = len(args[0]) if args[0].dim() else 0, args[-1]
+        index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+        along = name_of(func) == "__getitem__" or args[1] == 0
+        takes = along and rows == self._examples and isinstance(index, Tensor) and index.shape == (rows,)
+        return takes and index.dtype != torch.bool and len(index.unique()) < rows
