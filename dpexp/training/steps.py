@@ -17,14 +17,14 @@ sample and fresh noise, and charged again.
 import hmac
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping import Clipper, Report
+from dpexp.clipping import Report
 from dpexp.clipping.base import AnyClipper, Rows
 from dpexp.clipping.layouts import due
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
@@ -37,9 +37,9 @@ from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
-from dpexp.torch_versions import check_wide_gradients
 from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
+from dpexp.training.refusals import refuse_narrow, refuse_processes, refuse_shards
 from dpexp.training.release import Release
 from dpexp.training.sums import Sums
 from dpexp.training.watching.guards import SeedGuard
@@ -446,51 +446,3 @@ class Steps:
     def _no_sums(self) -> Sums:
         num_groups = len(self.clipper.groups) if self.clipper is not None else 0
         return Sums.none(num_groups, self.device, every=self.keep_norms)
-
-
-def refuse_shards(ranks: Ranks, parameters: Sequence[Any], exact: bool) -> None:
-    """Refuse shards over fewer processes than those that share the examples, whose sums would be of some examples alone; and the
-    exact noise, before a step is charged for which there is none."""
-    if exact:
-        raise UserError(
-            "secure=True draws noise for whole tensors, one after another, and here each process has a part: leave secure out, "
-            "or let every process hold the whole model"
-        )
-    over = {p.device_mesh.size() for p in parameters if is_sharded(p)}
-    if over - {ranks.size}:
-        raise UserError(
-            f"the model is sharded over {min(over)} of {ranks.size} processes, and gradients would be added up among those "
-            "alone: give fully_shard a mesh of all processes, with a second dimension for replicas (init_device_mesh(device, "
-            "(replicas, shards), mesh_dim_names=...))"
-        )
-
-
-def refuse_narrow(parameters: Sequence[Tensor], clipper: Any) -> None:
-    """Refuse weights of 16 bits where their sums cannot have 32.
-
-    Bfloat16 has 8 bits for a number: the sum of a thousand clipped gradients, rounded to them, moves by more than C when one
-    example goes, and the noise would be too small.
-    """
-    if (
-        isinstance(clipper, Clipper)
-        and clipper.engine.name != "opacus"
-        and not any(map(is_sharded, parameters))
-    ):
-        check_wide_gradients(parameters[0].dtype)
-        return
-    raise UserError(
-        f"trained weights of {parameters[0].dtype}, whose clipped sums would be rounded to 16 bits before they hold noise: "
-        "an example could move them by more than its threshold. Keep the weights in float32 (model.float()) and compute in 16 "
-        "bits by autocast; or take clip=flat with engine=auto, in one process or under ddp"
-    )
-
-
-def refuse_processes() -> None:
-    """Refuse a process group of several processes."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise UserError(
-            f"{distributed.get_world_size()} processes train together, and this way of training knows of one alone: each would "
-            "draw the same batch, and every example would count several times. Use dpexp.PrivacyEngine in a loop of your own, or "
-            "python -m dpexp.train runtime=ddp; or start one process"
-        )
