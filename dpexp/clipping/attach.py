@@ -17,7 +17,6 @@ from dpexp.clipping.backend import Backend, TapBackend
 from dpexp.clipping.backward import Factors, Sums
 from dpexp.clipping.base import AnyClipper
 from dpexp.clipping.choice import known_mode
-from dpexp.clipping.dataflow import CUT, entered, rows_in
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.engines import engine_named
 from dpexp.clipping.given import (
@@ -31,10 +30,11 @@ from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
-from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES, known_rule
-from dpexp.clipping.sites import SITE
-from dpexp.clipping.uses import ForwardPass
+from dpexp.clipping.tapping.dataflow import CUT, entered, rows_in
+from dpexp.clipping.tapping.roots import Roots
+from dpexp.clipping.tapping.sites import SITE
+from dpexp.clipping.tapping.uses import ForwardPass
 from dpexp.errors import UserError
 
 

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from dpexp.clipping.backward import Factors, Setup, Sums, clipped_sums
 from dpexp.clipping.choice import Methods
-from dpexp.clipping.dataflow import inside_reentrant_checkpoint, rows_in
 from dpexp.clipping.deferred import DeferredStep
-from dpexp.clipping.donation import keep_buffers, release_buffers
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group, trainable_parameters
 from dpexp.clipping.reports import CoverageRow
-from dpexp.clipping.roots import Roots
 from dpexp.clipping.sharding import Shards, shards_of
-from dpexp.clipping.sites import find_sites, install, uninstall
-from dpexp.clipping.survey import Survey
-from dpexp.clipping.taps import REENTRANT, Recorder, Visit
-from dpexp.clipping.uses import ForwardPass
+from dpexp.clipping.survey.graph import Survey
+from dpexp.clipping.tapping.dataflow import inside_reentrant_checkpoint, rows_in
+from dpexp.clipping.tapping.donation import keep_buffers, release_buffers
+from dpexp.clipping.tapping.roots import Roots
+from dpexp.clipping.tapping.sites import find_sites, install, uninstall
+from dpexp.clipping.tapping.taps import REENTRANT, Recorder, Visit
+from dpexp.clipping.tapping.uses import ForwardPass
 from dpexp.errors import UserError
 
 

@@ -25,11 +25,11 @@ from dpexp.clipping.engines import Engine
 from dpexp.clipping.gradients import Dense, Joined, Lookup, Tied, instantiated, merge, numerics
 from dpexp.clipping.gradients.base import Bounded, Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
-from dpexp.clipping.layouts import per_example
 from dpexp.clipping.loop import LOOPED, loop_over_examples
-from dpexp.clipping.survey import LATE, Survey
-from dpexp.clipping.taps import Visit
-from dpexp.clipping.uses import ForwardPass, Use
+from dpexp.clipping.survey.graph import LATE, Survey
+from dpexp.clipping.survey.layouts import per_example
+from dpexp.clipping.tapping.taps import Visit
+from dpexp.clipping.tapping.uses import ForwardPass, Use
 from dpexp.errors import LateError, UserError
 from dpexp.torch_versions import gradient_dtype
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpexp.clipping.backward import Factors, Setup, Step, Sums, examined
 from dpexp.clipping.gradients import Dense, Lookup, PerExampleGradient, Tied, numerics
 from dpexp.clipping.reports import Report
-from dpexp.clipping.taps import Visit
+from dpexp.clipping.tapping.taps import Visit
 
 _HOST = torch.device("cpu")
 

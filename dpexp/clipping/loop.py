@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.taps import Visit
-from dpexp.clipping.uses import ForwardPass, Use
+from dpexp.clipping.tapping.taps import Visit
+from dpexp.clipping.tapping.uses import ForwardPass, Use
 from dpexp.errors import UserError
 
 LOOPED = "one back-propagation per example"

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping import layouts
 from dpexp.clipping.backend import Backend
 from dpexp.clipping.backward import Factors, Sums
-from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.reports import CoverageRow
-from dpexp.clipping.roots import Roots
 from dpexp.clipping.sharding import shards_of
+from dpexp.clipping.survey import layouts
+from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 ATTACHED = "_dpexp_clipper"

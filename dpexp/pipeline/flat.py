@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dpexp.clipping import Clipper, Report
 from dpexp.clipping.deferred import Measured
-from dpexp.clipping.roots import Roots
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.pipeline.traffic import Traffic
 
 WAYS = ("microbatch", "offload", "second_backward", "last")

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from dpexp.clipping import Report
 from dpexp.clipping.base import AnyClipper, Rows
-from dpexp.clipping.layouts import due
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.whole import VectorClipper
+from dpexp.clipping.survey.layouts import due
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import LateError, UserError
 from dpexp.parallel import ALONE, Ranks

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.gradients import PerExampleGradient, merge
-from dpexp.clipping.roots import Roots
-from dpexp.clipping.sites import find_sites, install, uninstall
-from dpexp.clipping.taps import Recorder, Visit
-from dpexp.clipping.uses import Arrival, ForwardPass, Use
+from dpexp.clipping.tapping.roots import Roots
+from dpexp.clipping.tapping.sites import find_sites, install, uninstall
+from dpexp.clipping.tapping.taps import Recorder, Visit
+from dpexp.clipping.tapping.uses import Arrival, ForwardPass, Use
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
-from dpexp.clipping.taps import Visit
+from dpexp.clipping.tapping.taps import Visit
 from dpexp.errors import UserError
 from tests.clipping.test_unusual_inputs import Batch, Own, linears
 from tests.clipping.test_unusual_models import rows, square

@@ -24,8 +24,8 @@ from dpexp.clipping.methods.coordinates import Coordinates
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.projected import ProjectedClipper
 from dpexp.clipping.methods.whole import VectorClipper
-from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 from tests.clipping.test_engines import OURS, check, expected, naive
 from tests.clipping.zoo import ZOO, B, C, D, T

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping import attach, formula_check
+from dpexp.clipping import attach
 from dpexp.clipping.gradients.outer import Outer
+from dpexp.clipping.survey import formula_check
 
 B = 5
 LOOPED = "one back-propagation per example"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
-from dpexp.clipping.layouts import LEVELS, all_weights, weights
-from dpexp.clipping.observed import follows
+from dpexp.clipping.survey.layouts import LEVELS, all_weights, weights
+from dpexp.clipping.survey.observed import follows
 from dpexp.errors import UserError
 from tests.clipping.zoo import C, D
 

@@ -17,7 +17,7 @@ from dpexp.clipping.engines import ENGINES
 from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Pulled, Tied, merge, numerics
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.rounding import IN_COMPANY
-from dpexp.clipping.roots import Roots
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 from dpexp.torch_versions import float32_settings
 from tests.clipping.cancelling import KINDS, PATTERNS, Case, Terms, case, terms

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping import Clipper, attach
 from dpexp.clipping.devices import bounds, device_groups
-from dpexp.clipping.roots import Roots
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 from dpexp.pipeline.split import keep_stage
 from dpexp.tasks.target_loss import example_losses

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dpexp.clipping.dataflow import entered
 from dpexp.clipping.independence.arguments import Inputs, changed
 from dpexp.clipping.independence.end_to_end import Ends, ends_of
-from dpexp.clipping.layouts import fixed_order
+from dpexp.clipping.survey.layouts import fixed_order
+from dpexp.clipping.tapping.dataflow import entered
 
 # of inputs whose batch dimension the shapes leave open
 READINGS = 12

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from dpexp.clipping.roots import Roots
-from dpexp.clipping.taps import BY_TAP
+from dpexp.clipping.tapping.roots import Roots
+from dpexp.clipping.tapping.taps import BY_TAP
 from dpexp.errors import UserError
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
-from dpexp.clipping import layouts
 from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import changed, positional_names
@@ -26,7 +25,8 @@ from dpexp.clipping.independence.comparison import Places, places_of
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
-from dpexp.clipping.roots import Roots
+from dpexp.clipping.survey import layouts
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 log = logging.getLogger(__name__)

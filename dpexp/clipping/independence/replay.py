@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from dpexp.clipping.dataflow import attributes_of, tensors_in
 from dpexp.clipping.distributed import reducers_in, silent
 from dpexp.clipping.gradients.numerics import all_full_precision
 from dpexp.clipping.independence.arguments import Inputs, changed, copied
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places
-from dpexp.clipping.roots import NodeKey, Roots, node_key
 from dpexp.clipping.sharding import is_shard
+from dpexp.clipping.tapping.dataflow import attributes_of, tensors_in
+from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
 
 # every module has these; children and buffers are treated by name, and parameters are never copied
 COMMON = frozenset(nn.Module().__dict__) - {"training"}

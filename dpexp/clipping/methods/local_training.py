@@ -13,8 +13,8 @@ from dpexp.clipping.distributed import LateSum, deliver
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.methods.watched import Watched
 from dpexp.clipping.reports import Report
-from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES, shortened
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 Batch = dict[str, Tensor]

@@ -13,8 +13,8 @@ from dpexp.clipping.distributed import LateSum, deliver
 from dpexp.clipping.given import unwritten
 from dpexp.clipping.methods.watched import Watched
 from dpexp.clipping.reports import Report
-from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES, shortened
+from dpexp.clipping.tapping.roots import Roots
 
 
 class MicrobatchClipper(AnyClipper):

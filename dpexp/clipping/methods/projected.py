@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping import layouts
 from dpexp.clipping.backward import DRAWS
 from dpexp.clipping.base import AnyClipper, Rows, refuse_scales, refuse_unbounded
 from dpexp.clipping.distributed import deliver
 from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.gradients.numerics import all_full_precision, states_of_chance, wide
 from dpexp.clipping.methods.watched import Watched
-from dpexp.clipping.observed import apart, views
 from dpexp.clipping.reports import Report
-from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.survey import MIXED
+from dpexp.clipping.survey import layouts
+from dpexp.clipping.survey.graph import MIXED
+from dpexp.clipping.survey.observed import apart, views
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 # inner products that are taken twice, by what their directions are multiplied then, and how much of a norm their difference is

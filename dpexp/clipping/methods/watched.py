@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dpexp.clipping.dataflow import entered, rows_in, tensors_in
 from dpexp.clipping.independence import Independence
+from dpexp.clipping.tapping.dataflow import entered, rows_in, tensors_in
 
 
 class Watched(Independence):

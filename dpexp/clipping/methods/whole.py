@@ -25,7 +25,6 @@ from dpexp.clipping.attach import Clipper
 from dpexp.clipping.backend import TapBackend
 from dpexp.clipping.backward import Step, Sums, examined
 from dpexp.clipping.base import Rows, refuse_scales
-from dpexp.clipping.dataflow import CUT
 from dpexp.clipping.given import (
     check_losses,
     check_same_parameters,
@@ -36,8 +35,9 @@ from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import loop_over_examples
 from dpexp.clipping.reports import Report
-from dpexp.clipping.roots import Roots
 from dpexp.clipping.rules import RULES
+from dpexp.clipping.tapping.dataflow import CUT
+from dpexp.clipping.tapping.roots import Roots
 
 
 class Method(ABC):

@@ -14,7 +14,7 @@ from dpexp.clipping.operations.linear import AddedProduct, Linear, Product
 from dpexp.clipping.operations.lookup import Embedding, Indexed
 from dpexp.clipping.operations.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from dpexp.clipping.operations.others import AnyFunction, Spread, spreads
-from dpexp.clipping.uses import Formula
+from dpexp.clipping.tapping.uses import Formula
 
 FORMULAS: dict[Any, Formula] = {
     F.linear: Linear(),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpexp.clipping.gradients import Conv, Dense, Geometry, Outer, PerExampleGradient
 from dpexp.clipping.gradients.numerics import by_example, wide
-from dpexp.clipping.uses import Arrival, Formula
+from dpexp.clipping.tapping.uses import Arrival, Formula
 
 
 class Convolution(Formula):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpexp.clipping.gradients import Dense, Outer, PerExampleGradient
 from dpexp.clipping.gradients.numerics import wide
-from dpexp.clipping.uses import Arrival, Formula
+from dpexp.clipping.tapping.uses import Arrival, Formula
 
 
 class Linear(Formula):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import Lookup, PerExampleGradient
-from dpexp.clipping.uses import Arrival, Formula, is_one_of
+from dpexp.clipping.tapping.uses import Arrival, Formula, is_one_of
 
 
 class Embedding(Formula):

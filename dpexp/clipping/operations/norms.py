@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpexp.clipping.gradients import Dense, PerExampleGradient
 from dpexp.clipping.gradients.numerics import by_example, wide
-from dpexp.clipping.uses import Arrival, Formula, is_one_of
+from dpexp.clipping.tapping.uses import Arrival, Formula, is_one_of
 
 
 class Normalisation(Formula):

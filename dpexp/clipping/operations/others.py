@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpexp.clipping.gradients import Dense, PerExampleGradient
 from dpexp.clipping.gradients.numerics import wide
-from dpexp.clipping.uses import Arrival, Formula, Use
+from dpexp.clipping.tapping.uses import Arrival, Formula, Use
 
 # Functions that broadcast their tensors against each other, by name without underscores; of operators also the reflected
 # ("radd") and the in-place form ("iadd").

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.dataflow import tensors_in
 from dpexp.clipping.independence.batches import Arrangement
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Replay
-from dpexp.clipping.layouts import due
+from dpexp.clipping.survey.layouts import due
+from dpexp.clipping.tapping.dataflow import tensors_in
 from dpexp.errors import UserError
 from dpexp.tasks.base import Task
 from dpexp.training.watching.collating import refuse_company, refuse_mixing

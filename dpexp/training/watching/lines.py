@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dpexp.clipping.dataflow import in_place
-from dpexp.clipping.following import Followed
+from dpexp.clipping.tapping.dataflow import in_place
+from dpexp.clipping.tapping.following import Followed
 
 # relative difference of numbers that are one, inverted or not
 SAME = 1e-9

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.dataflow import in_place
-from dpexp.clipping.roots import nodes_behind
-from dpexp.clipping.taps import BY_TAP
+from dpexp.clipping.tapping.dataflow import in_place
+from dpexp.clipping.tapping.roots import nodes_behind
+from dpexp.clipping.tapping.taps import BY_TAP
 from dpexp.errors import UserError
 from dpexp.training.watching.guards import TOUCHED
 from dpexp.training.watching.lines import PLAIN, name_of, storage_of

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
-from dpexp.clipping.layouts import fixed_order
+from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.errors import UserError
 from dpexp.training.watching.lines import ADDING, SHAPES, Slot, name_of
 from dpexp.training.watching.owned import WRITTEN

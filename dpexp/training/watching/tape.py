@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.dataflow import FEW, in_place
 from dpexp.clipping.operations.others import BROADCASTING
+from dpexp.clipping.tapping.dataflow import FEW, in_place
 from dpexp.training.watching.lines import PLAIN, Line, Number, Slot, address_of, name_of, storage_of
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.places import Place, Places, is_order

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.dataflow import in_place, tensors_in
+from dpexp.clipping.tapping.dataflow import in_place, tensors_in
 from dpexp.errors import UserError
 from dpexp.training.watching.lines import (
     PLAIN,

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.layouts import due
+from dpexp.clipping.survey.layouts import due
 from dpexp.errors import UserError
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.redone import Mixture, told_by

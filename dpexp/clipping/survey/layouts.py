@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import PerExampleGradient
-from dpexp.clipping.uses import Arrival, Use
+from dpexp.clipping.tapping.uses import Arrival, Use
 
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 # several rows for each example, which may as well be a chance

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dpexp.clipping.copies import spread
-from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.operations import formula_for, spreads
-from dpexp.clipping.taps import Recorder
-from dpexp.clipping.uses import Formula, Slot, Template, Use, Value, ValueSlot, in_autocast
-from dpexp.clipping.values import Values, has_rows, names_of, origin, values_of
+from dpexp.clipping.tapping.copies import spread
+from dpexp.clipping.tapping.dataflow import in_place
+from dpexp.clipping.tapping.taps import Recorder
+from dpexp.clipping.tapping.uses import Formula, Slot, Template, Use, Value, ValueSlot, in_autocast
+from dpexp.clipping.tapping.values import Values, has_rows, names_of, origin, values_of
 from dpexp.errors import UserError
 
 # Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.

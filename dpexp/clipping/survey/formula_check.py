@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dpexp.clipping import layouts
 from dpexp.clipping.gradients import PerExampleGradient
 from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.loop import finite
 from dpexp.clipping.operations.linear import Linear
-from dpexp.clipping.uses import PullBack, Use, Value
+from dpexp.clipping.survey import layouts
+from dpexp.clipping.tapping.uses import PullBack, Use, Value
 
 # bytes of an output, or of a gradient, from which on the check spares memory: it must need no more than a step does
 LARGE = 1 << 24

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch._functorch.config
 
-from dpexp.clipping.roots import Roots
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 _config: Any = torch._functorch.config

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
-from dpexp.clipping.dataflow import DataFlow, tensors_in
-from dpexp.clipping.donation import used_again
-from dpexp.clipping.roots import NodeKey, Roots, node_key
 from dpexp.clipping.sharding import Shards
-from dpexp.clipping.uses import ForwardPass, Use
+from dpexp.clipping.tapping.dataflow import DataFlow, tensors_in
+from dpexp.clipping.tapping.donation import used_again
+from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
+from dpexp.clipping.tapping.uses import ForwardPass, Use
 from dpexp.errors import LateError, UserError
 
 REENTRANT = (

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dpexp.clipping.dataflow import Sizes
 from dpexp.clipping.gradients import Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
+from dpexp.clipping.tapping.dataflow import Sizes
 
 
 class Slot(int):

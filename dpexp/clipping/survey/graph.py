@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpexp.clipping import layouts
-from dpexp.clipping.formula_check import formula_is_right
 from dpexp.clipping.gradients.memory import give_back_freed_memory
-from dpexp.clipping.meeting import NATIVE, SHARED
-from dpexp.clipping.observed import Observed, apart, views
-from dpexp.clipping.taps import Visit
-from dpexp.clipping.uses import ForwardPass, Use
+from dpexp.clipping.survey import layouts
+from dpexp.clipping.survey.formula_check import formula_is_right
+from dpexp.clipping.survey.observed import Observed, apart, views
+from dpexp.clipping.tapping.meeting import NATIVE, SHARED
+from dpexp.clipping.tapping.taps import Visit
+from dpexp.clipping.tapping.uses import ForwardPass, Use
 from dpexp.errors import LateError, UserError
 
 MIXED = (

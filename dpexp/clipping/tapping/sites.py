@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.dataflow import CUT, inside_reentrant_checkpoint
-from dpexp.clipping.following import Followed
-from dpexp.clipping.rewritten import REWRITTEN
-from dpexp.clipping.taps import REENTRANT, Recorder
+from dpexp.clipping.tapping.dataflow import CUT, inside_reentrant_checkpoint
+from dpexp.clipping.tapping.following import Followed
+from dpexp.clipping.tapping.rewritten import REWRITTEN
+from dpexp.clipping.tapping.taps import REENTRANT, Recorder
 from dpexp.errors import UserError
 
 SITE = "_dpexp_site"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.dataflow import NONE, Sizes
-from dpexp.clipping.roots import has_16_bits, nodes_behind
-from dpexp.clipping.taps import Recorder
-from dpexp.clipping.uses import Value
+from dpexp.clipping.tapping.dataflow import NONE, Sizes
+from dpexp.clipping.tapping.roots import has_16_bits, nodes_behind
+from dpexp.clipping.tapping.taps import Recorder
+from dpexp.clipping.tapping.uses import Value
 
 # of `following.Followed`
 Values = Sequence[Any]

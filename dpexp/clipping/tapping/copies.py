@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpexp.clipping.dataflow import in_place
 from dpexp.clipping.operations import SPREAD
-from dpexp.clipping.taps import Recorder
-from dpexp.clipping.uses import Template, Use, Value
-from dpexp.clipping.values import OF_PARAMETERS, Origin, Values, has_rows, origin, values_of
+from dpexp.clipping.tapping.dataflow import in_place
+from dpexp.clipping.tapping.taps import Recorder
+from dpexp.clipping.tapping.uses import Template, Use, Value
+from dpexp.clipping.tapping.values import OF_PARAMETERS, Origin, Values, has_rows, origin, values_of
 
 EXPANSIONS = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})
 

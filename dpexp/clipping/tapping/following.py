@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from dpexp.clipping import copies, meeting
-from dpexp.clipping.dataflow import CUT, KINDS, in_place
-from dpexp.clipping.meeting import DERIVE, NATIVE, SHARED, USE
-from dpexp.clipping.taps import Recorder
+from dpexp.clipping.tapping import copies, meeting
+from dpexp.clipping.tapping.dataflow import CUT, KINDS, in_place
+from dpexp.clipping.tapping.meeting import DERIVE, NATIVE, SHARED, USE
+from dpexp.clipping.tapping.taps import Recorder
 
 TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)

@@ -1,0 +1,6 @@
+"""A parameter is followed to the operation where it meets the batch, and that operation is tapped.
+
+Read `sites` (a module gives followed values) → `following` (functions of them are followed) → `meeting`, with `values` and
+`copies` (one of them meets the batch) → `taps` (its output passes an identity, whose backward tells) → `uses` (what was noticed).
+`roots` are where a back-propagation begins; `dataflow` knows which tensors come from the batch.
+"""

@@ -1,0 +1,61 @@
+"""What a step cannot be taken with: processes that nobody counted, shards over a part of them, sums of 16 bits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpexp.clipping import Clipper
+from dpexp.errors import UserError
+from dpexp.parallel import Ranks
+from dpexp.parallel.shards import is_sharded
+from dpexp.torch_versions import check_wide_gradients
+
+
+def refuse_shards(ranks: Ranks, parameters: Sequence[Any], exact: bool) -> None:
+    """Refuse shards over fewer processes than those that share the examples, whose sums would be of some examples alone; and the
+    exact noise, before a step is charged for which there is none."""
+    if exact:
+        raise UserError(
+            "secure=True draws noise for whole tensors, one after another, and here each process has a part: leave secure out, "
+            "or let every process hold the whole model"
+        )
+    over = {p.device_mesh.size() for p in parameters if is_sharded(p)}
+    if over - {ranks.size}:
+        raise UserError(
+            f"the model is sharded over {min(over)} of {ranks.size} processes, and gradients would be added up among those "
+            "alone: give fully_shard a mesh of all processes, with a second dimension for replicas (init_device_mesh(device, "
+            "(replicas, shards), mesh_dim_names=...))"
+        )
+
+
+def refuse_narrow(parameters: Sequence[Tensor], clipper: Any) -> None:
+    """Refuse weights of 16 bits where their sums cannot have 32.
+
+    Bfloat16 has 8 bits for a number: the sum of a thousand clipped gradients, rounded to them, moves by more than C when one
+    example goes, and the noise would be too small.
+    """
+    if (
+        isinstance(clipper, Clipper)
+        and clipper.engine.name != "opacus"
+        and not any(map(is_sharded, parameters))
+    ):
+        check_wide_gradients(parameters[0].dtype)
+        return
+    raise UserError(
+        f"trained weights of {parameters[0].dtype}, whose clipped sums would be rounded to 16 bits before they hold noise: "
+        "an example could move them by more than its threshold. Keep the weights in float32 (model.float()) and compute in 16 "
+        "bits by autocast; or take clip=flat with engine=auto, in one process or under ddp"
+    )
+
+
+def refuse_processes() -> None:
+    """Refuse a process group of several processes."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UserError(
+            f"{distributed.get_world_size()} processes train together, and this way of training knows of one alone: each would "
+            "draw the same batch, and every example would count several times. Use dpexp.PrivacyEngine in a loop of your own, or "
+            "python -m dpexp.train runtime=ddp; or start one process"
+        )
