@@ -11,6 +11,8 @@ from dpexp.config import completion
 from dpexp.config.usage import COMMANDS, print_out, print_what_can_be
 from dpexp.errors import INTERRUPTED, did_you_mean
 
+_VERSION = ("-V", "--version")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command as ``python -m`` would. Returns the exit status."""
@@ -19,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, rest = (words[0], words[1:]) if words else ("--help", [])
     if name in ("-h", "--help", "help"):
         print_out(_usage())
-    elif name in ("-V", "--version"):
+    elif name in _VERSION or (name in COMMANDS and rest and rest[0] in _VERSION):
         print_out(f"dpexp {dpexp.__version__}")
     elif name == "completion":
         return completion.main(rest)

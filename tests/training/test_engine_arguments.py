@@ -76,6 +76,25 @@ def test_what_is_left_of_opacus_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"num_workers": 4},
+            r"^num_workers= is no argument of engine.batches \(choices: collate_fn, physical_batch_size",
+        ),
+        (
+            {"batch_size": 16},
+            "batch_size= is no argument of engine.batches; did you mean physical_batch_size",
+        ),
+        ({"max_physical_batch_size": 16}, "max_physical_batch_size= is called physical_batch_size= here"),
+    ],
+)
+def test_arguments_of_a_data_loader_are_refused_in_one_sentence(tmp_path, given, says):
+    with pytest.raises(UserError, match=says):
+        make(tmp_path, network()).batches(**given)
+
+
+@pytest.mark.parametrize(
     ("wrong", "named"),
     [
         (

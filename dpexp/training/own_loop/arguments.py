@@ -57,6 +57,7 @@ ELSEWHERE = {
     "num_training_epochs": "epochs",
     "clipping_fn": "rule",
     "secure_mode": "secure",
+    "max_physical_batch_size": "physical_batch_size",
 }
 """What other libraries call an argument."""
 P = ParamSpec("P")
@@ -69,6 +70,10 @@ QUANTILE_BUDGET, QUANTILE_LR = 0.1, 0.3
 def named(function: Callable[P, T]) -> Callable[P, T]:
     """Make a method that is called with arguments of other names, or without some, say so in one sentence."""
     parameters = inspect.signature(function)
+    called, given, more = f"engine.{function.__name__}", "...", ""
+    if function.__name__ == "__init__":
+        called, given = "PrivacyEngine", "model, optimizer, dataset, folder=..., batch_size=..., ..."
+        more = ". The data set, and what is private, are given here and not to make_private (docs/from_opacus.md)"
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,14 +82,11 @@ def named(function: Callable[P, T]) -> Callable[P, T]:
             if name in ELSEWHERE:
                 raise UserError(f"{name}= is called {ELSEWHERE[name]}= here (docs/from_opacus.md)")
             if name not in known:
-                raise UserError(f"{name}= is no argument of PrivacyEngine{did_you_mean(name, known)}")
+                raise UserError(f"{name}= is no argument of {called}{did_you_mean(name, known)}")
         try:
             parameters.bind(*args, **kwargs)
         except TypeError as error:
-            raise UserError(
-                f"PrivacyEngine(model, optimizer, dataset, folder=..., batch_size=..., ...): {error}. The data set, and what is "
-                "private, are given here and not to make_private (docs/from_opacus.md)"
-            ) from None
+            raise UserError(f"{called}({given}): {error}{more}") from None
         return function(*args, **kwargs)
 
     return checked

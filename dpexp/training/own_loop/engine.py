@@ -291,6 +291,7 @@ class PrivacyEngine:
         """The sum of the losses in the last step, without noise: for the eyes of who holds the data."""
         return float(self._steps.sums.loss)
 
+    @named
     def batches(
         self,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
