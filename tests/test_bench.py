@@ -236,6 +236,7 @@ class Scripted:
             "start": {"batch_size": 4, "trainable": 9, "baseline_mib": 100.0, "hardware": {"cpu": "a"}},
             "warm_up": {"seconds": 0.5 * slow, "peak_mib": 100.0 + 30 * slow, "choices": {}},
             "turn": {"seconds": [0.5 * slow, 0.3 * slow], "peak_mib": 100.0 + 20 * slow},
+            "tensors": {"tensors_mib": 10 * slow},
             "check": {"error": 1e-6},
         }[command]
 
@@ -257,6 +258,7 @@ def test_ratios_are_of_the_fastest_and_of_the_median(scripted):
     assert (plain.fastest_s, plain.median_s, plain.examples_per_s) == (0.3, 0.4, pytest.approx(4 / 0.3))
     assert (plain.peak_mib, plain.steady_mib, plain.time_ratio, plain.memory_ratio) == (30.0, 20.0, 1.0, 1.0)
     assert (ours.time_ratio, ours.median_ratio, ours.memory_ratio, ours.steady_ratio) == (2.0, 2.0, 2.0, 2.0)
+    assert (plain.tensors_mib, ours.tensors_mib, ours.tensors_ratio) == (10.0, 20.0, 2.0)
     assert ours.total_ratio == pytest.approx(160 / 130)
     assert ours.steps == 6
     assert ours.error == 1e-6
@@ -271,7 +273,7 @@ def test_methods_take_turns_and_none_always_follows_the_same(scripted):
     assert len({turn[0] for turn in rounds}) == 3
 
 
-@pytest.mark.parametrize("stage", ["start", "warm_up", "turn", "check"])
+@pytest.mark.parametrize("stage", ["start", "warm_up", "turn", "tensors", "check"])
 def test_a_method_that_fails_is_a_row_and_not_the_end(scripted, stage):
     scripted.script.update({"auto/flat": {"fails": stage}})
     rows = measure("mlp", [NONPRIVATE, "auto/flat", "auto/layer"], PROTOCOL, False, lambda text: None).rows
@@ -492,3 +494,12 @@ def test_what_the_host_took_is_a_share_of_all_time(tmp_path, later, share):
     stat.write_text(later + "\n")
     assert stolen.share() == share
     assert Stolen(tmp_path / "absent").share() is None
+
+
+def test_a_process_says_what_the_tensors_of_a_step_take(worker):
+    worker.ask("start", **job())
+    worker.ask("warm_up", steps=1)
+    (taken,) = worker.ask("tensors").values()
+    # inputs of every layer, and a gradient for every weight
+    weights = worker.ask("facts")["trainable"] * 4 / 2**20
+    assert weights < taken < 20 * weights

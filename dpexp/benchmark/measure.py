@@ -64,9 +64,12 @@ class Row:
     peak_mib: float | None = None
     # the same without the first steps, in which methods are tried and graphs compiled
     steady_mib: float | None = None
+    # the most that the tensors of a steady step have at once: what is resident has the holes of the C library's heap, too
+    tensors_mib: float | None = None
     # peak / peak of non-private
     memory_ratio: float | None = None
     steady_ratio: float | None = None
+    tensors_ratio: float | None = None
     # baseline + peak / the same of non-private: what a GPU must hold
     total_ratio: float | None = None
     # of the clipped sum, against the naive loop
@@ -121,6 +124,9 @@ def measure(workload: str, methods: list[str], protocol: Protocol, max_batch: bo
                     used = turn["peak_mib"] - (row.baseline_mib or 0.0)
                     row.steady_mib = max(used, row.steady_mib or 0.0)
                     row.peak_mib = max(used, row.peak_mib or 0.0)
+        for method, worker in list(workers.items()):
+            with _noting(rows[method], workers):
+                rows[method].tensors_mib = worker.ask("tensors")["tensors_mib"]
         if protocol.check != "none":
             for method, worker in list(workers.items()):
                 say(f"{workload}: {method}: comparing with the naive loop")
@@ -262,6 +268,7 @@ def _relate(rows: list[Row]) -> None:
             ("median_ratio", "median_s"),
             ("memory_ratio", "peak_mib"),
             ("steady_ratio", "steady_mib"),
+            ("tensors_ratio", "tensors_mib"),
             ("max_batch_ratio", "max_batch"),
             ("max_batch_throughput_ratio", "max_batch_examples_per_s"),
         ):

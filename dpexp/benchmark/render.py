@@ -24,7 +24,7 @@ _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#
 _SHOWN = (
     ("fastest s", "fastest_s", ".4g"), ("median s", "median_s", ".4g"), ("examples/s", "examples_per_s", ".4g"),
     ("× time", "time_ratio", ".2f"), ("median ×", "median_ratio", ".2f"), ("MiB", "peak_mib", ".0f"),
-    ("× memory", "memory_ratio", ".2f"), ("× steady", "steady_ratio", ".2f"),
+    ("× memory", "memory_ratio", ".2f"), ("× steady", "steady_ratio", ".2f"), ("× tensors", "tensors_ratio", ".2f"),
 )  # fmt: skip
 _SEARCHED = (
     ("max batch", "max_batch", "d"), ("examples/s at it", "max_batch_examples_per_s", ".4g"),
@@ -65,7 +65,8 @@ def workload_table(rows: Rows, precision: str) -> Table:
     title = f"{rows[0]['workload']}, batch {rows[0]['batch_size']}"
     table = Table("method", *(heading for heading, _, _ in shown), "note", title=title)
     for row in rows:
-        numbers = (_number(row[name], form) for _, name, form in shown)
+        # a record from before there was a column has none
+        numbers = (_number(row.get(name), form) for _, name, form in shown)
         table.add_row(row["method"], *numbers, note(row, precision))
     return table
 

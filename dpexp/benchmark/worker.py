@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,22 @@ class Bench:
         peak = self.memory.peak()
         self._rest()
         return {"seconds": seconds, "peak_mib": peak}
+
+    def tensors(self) -> dict[str, Any]:
+        """The most MiB that the tensors of one more step have at once, above those that are there before it."""
+        self._rest()
+        if self.device.type == "cuda":
+            self.memory.reset()
+            before = self.memory.now()
+            self._seconds(1)
+            return {"tensors_mib": self.memory.peak() - before}
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self._seconds(1)
+        events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+        sizes = (event.nbytes() for event in events if event.name() == "[memory]")
+        return {"tensors_mib": max(accumulate(sizes), default=0) / 2**20}
 
     def check(self, size: str) -> dict[str, Any]:
         """See `exactness`; at size "same" on the workload as it is measured, otherwise on its tiny version."""

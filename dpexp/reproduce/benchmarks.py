@@ -318,7 +318,8 @@ def _beside_goals(measured: Measurement, native: bool) -> Rows:
         lines.append({
             "workload": workload, "method": method, "time / non-private": number(row["time_ratio"]),
             "goal for time": number(time), "memory / non-private": number(row["memory_ratio"]),
-            "goal for memory": number(memory), "goals": _met(row, time, memory),
+            "goal for memory": number(memory), "tensors / non-private": number(row.get("tensors_ratio")),
+            "goals": _met(row, time, memory),
             "printed for the like": for_the_like(workload, method), "scale": "small", "hardware": measured.hardware,
             "record": measured.path, "note": measured.note(row),
         })  # fmt: skip
