@@ -7,7 +7,7 @@ tell what holds values of the batch when a later one begins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -154,7 +154,7 @@ class Trace(TorchFunctionMode):
         self.as_it_came = False
         self.old: set[int] = set()
         self.lines: list[Line] = []
-        # what the model's own forward has made of the batch
+        # what the model's own forward has made of the batch, and in which of its calls
         self._within = WeakIdKeyDictionary()
         # what ranks have told each other, which other examples are in
         self._told = WeakIdKeyDictionary()
@@ -167,6 +167,9 @@ class Trace(TorchFunctionMode):
         self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
         self._have_rows(tensors_in(batch))
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
+        # of what stands in lists with an entry for each example, whose it is; and of these tensors, by number
+        self._listed = WeakIdKeyDictionary(dict(_entries(batch, examples)))
+        self.entries: dict[int, int] = {}
         # of what else a batch may hold, nobody sees what is read
         self.used = not self._batch or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         for tensor in tensors_in(batch):
@@ -242,10 +245,12 @@ class Trace(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.model:
             if self._of_batch:
-                self._have_rows(tensors_in(output, depth=1))
+                returned = list(tensors_in(output, depth=1))
+                # a table of weights that is returned beside the outputs is nothing of the batch
+                made = [t for t in returned if t in self._within or t in self.private or self.rows.fits(t)]
+                self._have_rows(made or returned)
                 if self._inside == 1:
-                    call = len(self.calls) - 1
-                    self._given_back.update(dict.fromkeys(tensors_in(output, depth=1), call))
+                    self._given_back.update(dict.fromkeys(made or returned, len(self.calls) - 1))
             elif self._old_inside and self._inside == 1:
                 self.before.update(dict.fromkeys(tensors_in(output, depth=1)))
             self._inside -= 1
@@ -294,6 +299,7 @@ class Trace(TorchFunctionMode):
         if not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
         self._refuse_scaled(given)
+        self._have_kept(given)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
         opaque = func is torch.autograd.grad or any(
             type(t) not in PLAIN and t not in self._told for t in given
@@ -344,8 +350,17 @@ class Trace(TorchFunctionMode):
         if any(t in self.private or t in self._within for t in values_of(func, given)):
             self.sizes.add_count(result)
             made = [*tree_leaves(result), *(given[:1] if in_place(func, kwargs) else ())]
-            self._within.update({t: None for t in made if type(t) in PLAIN})
+            for tensor in made:
+                if type(tensor) in PLAIN:
+                    self._within[tensor] = len(self.calls) - 1
+                    self._mark(tensor)
         return result
+
+    def _have_kept(self, given: list[Tensor]) -> None:
+        """Treat what the model's own forward has kept, or a hook has taken from it, as what it has returned."""
+        kept = [t for t in given if t in self._within and t not in self.numbers and t not in self._given_back]
+        self._given_back.update({t: self._within[t] for t in kept})
+        self._have_rows(kept)
 
     def _hear(self, said: list[Tensor], heard: list[Tensor]) -> None:
         """Note what ranks have told each other, of their batches or as a few numbers: these may be counts."""
@@ -415,7 +430,6 @@ class Trace(TorchFunctionMode):
         numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
         numbers += [n for t in given for n in self._constant(t)]
         counted = self.sizes.made(numbers) or any(t in self._told for t in given)
-        counted |= self.examples > 1 and any(t.numel() == 1 and t in self._within for t in given)
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
                 self.sizes.note(len(self.lines), name, n)
@@ -457,6 +471,10 @@ class Trace(TorchFunctionMode):
             if tensor in self.rowed:
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
+                if tensor in self._listed:
+                    self.entries[self._count] = self._listed[tensor]
+                    # or as many tensors as there are examples, of which one has a row for each
+                    self.sure &= tensor.shape[:1] != (self.examples,)
                 if tensor in self._given_back:
                     self.returned[self._count] = self._given_back[tensor]
             elif self._is_old(tensor):
@@ -496,6 +514,20 @@ class Trace(TorchFunctionMode):
         self.failure = self.failure or why
         self.held.clear()
         self.lines.clear()
+
+
+def _entries(batch: Any, examples: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield the tensors of lists with an entry for each example, as long as it likes, and whose they are."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if not isinstance(batch, list | tuple):
+        return
+    tensors = [part for part in batch if isinstance(part, Tensor)]
+    if len(tensors) == len(batch) == examples and any(t.shape[:1] != (examples,) for t in tensors):
+        yield from zip(tensors, range(examples), strict=True)
+    else:
+        for part in batch:
+            yield from _entries(part, examples)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
