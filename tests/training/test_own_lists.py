@@ -179,3 +179,21 @@ def test_hidden_states_of_many_layers_are_no_list_of_examples(tmp_path):
         return cross_entropy(states[-1], batch[1], reduction="none") + sum(s.square().sum(1) for s in states)
 
     assert train(make(tmp_path, Deep(), dataset=TensorDataset(*data().tensors)), 8, losses=losses).finished
+
+
+def test_as_many_layers_as_examples_by_chance_are_no_rows(tmp_path):
+    class States(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(10, 6, 2, bidirectional=True), nn.Linear(12, 3)
+
+        def forward(self, x):
+            outputs, (states, _) = self.lstm(x[None])
+            return self.head(outputs[-1]), states
+
+    def losses(engine, batch):
+        outputs, states = engine.model(batch[0])
+        return cross_entropy(outputs, batch[1], reduction="none") + states.square().sum((0, 2))
+
+    # four states of each example, and pieces of four
+    assert train(make(tmp_path, States()), 4, losses=losses).finished
