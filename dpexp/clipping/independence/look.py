@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import Inputs, positional_names
@@ -21,6 +24,8 @@ from dpexp.errors import UserError
 
 # factor of floating-point inputs in rows that are replaced
 SCALE = 3.0
+# number of an output that was a list
+LIST = -1
 # letters of an error that are told
 LONGEST = 200
 
@@ -90,6 +95,8 @@ class Look:
         self.bits = 16 if autocast else bits_of(replay.model.parameters())
         self.batches = Batches(replay.inputs, arrangement, positional_names(replay.model))
         self.comparison = Comparison(arrangement, self.bits, places)
+        # of what the model returns as a list with an entry for each example, how long the longest entry is
+        self._longest: int | None = None
 
     @property
     def missed(self) -> bool:
@@ -198,6 +205,8 @@ class Look:
                 others = set(range(self.examples)) - {j for _, j in variant.same}
                 rest = self.comparison.of(Variant("", variant.rows, [(j, j) for j in others]))
                 self.told |= any(rest(a, b, leaf) for leaf, (a, b) in pairs.items())
+        if LIST in self.seen:
+            self.seen |= self.replay.used
         # what no batch changes is no output of examples, such as a table of the model's
         self.seen |= constant
         return []
@@ -210,7 +219,7 @@ class Look:
         with self.replay.begun(self.autocast):
             for number, batch in enumerate(batches):
                 # no name keeps the outputs while the next batch makes its own
-                leaves = outputs(self.replay.run(batch), self.replay.used).items()
+                leaves = self._leaves(self.replay.run(batch), batch).items()
                 found.append({number: thin(leaf) for number, leaf in leaves})
                 del leaves
                 if number == 0:
@@ -224,6 +233,26 @@ class Look:
                         owner, _, local = name.rpartition(".")
                         buffers[owner, local] = p.detach().clone(), True
         return found[0], found[-1], buffers
+
+    def _leaves(self, value: Any, batch: Inputs) -> dict[int, Tensor]:
+        """The outputs by number; of a list with an entry for each example, as long as it likes, one with a row for each."""
+        leaves = outputs(value, self.replay.used)
+        sizes = {len(part) for part in tree_leaves(batch, is_leaf=_is_list) if _is_list(part)}
+        if (
+            len(leaves) not in sizes
+            or len({(leaf.dim() or 1, leaf.shape[1:]) for leaf in leaves.values()}) > 1
+        ):
+            return leaves
+        entries = [leaf.reshape(-1, *leaf.shape[1:]) for leaf in leaves.values()]
+        lengths = {len(entry) for entry in entries}
+        if self._longest is None and len(entries) == self.rows and lengths != {self.rows}:
+            self._longest = max(lengths)
+        if self._longest is None:
+            return leaves
+        padded = [
+            F.pad(entry, (0, 0) * (entry.dim() - 1) + (0, self._longest - len(entry))) for entry in entries
+        ]
+        return {LIST: torch.stack(padded)}
 
     # -- comparing ----------------------------------------------------------------------------------------------------
 
@@ -295,6 +324,10 @@ class Look:
     def _name(self, name: str) -> str:
         module = self.replay.model.get_submodule(name)
         return f"{name or '(root)'} ({type(module).__name__})"
+
+
+def _is_list(part: Any) -> bool:
+    return isinstance(part, list) and all(isinstance(entry, Tensor) for entry in part)
 
 
 def _told(error: Exception) -> str:

@@ -375,7 +375,10 @@ def _numbers(batch: Any, count: int) -> list[Tensor]:
 
 
 def _rows(batch: Any, count: int) -> list[Tensor]:
-    return [leaf for leaf in leaves_of(batch) if leaf.dim() > 1 and leaf.shape[0] == count]
+    # of nested tensors nothing is padded
+    return [
+        leaf for leaf in leaves_of(batch) if not leaf.is_nested and leaf.dim() > 1 and leaf.shape[0] == count
+    ]
 
 
 @contextmanager

@@ -80,7 +80,8 @@ class Places:
         front = any(place.axis == 0 for place in fits)
         several = not front and returned and tensor.dim() > 0 and len(tensor) % self.examples == 0
         sure = tensor.dim() == 0 or tensor in self._axes or bool(usual) or front or several
-        return usual if len(usual) == 1 else fits, sure
+        # as many layers as examples, in front of them
+        return usual if len(usual) == 1 else fits, sure and not (returned and len(fits) > 1)
 
     def possible(self, tensor: Tensor) -> list[Place]:
         """As `fits`, with several views of each example; none where there are rows that no size tells apart."""

@@ -6,6 +6,7 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain, product
 from typing import Any
@@ -86,6 +87,17 @@ class Redone:
         self._by: list[int] = []
         # where the rows of each example are in what the loop has made of several of each, by how many rows there are
         self._several: dict[int, Place] = {}
+        # calls that returned a list with an entry for each example, of whatever length
+        calls = Counter(trace.tape.returned.values())
+        self._lists = {call for call, entries in calls.items() if entries >= self.examples > 1}
+        uneven = [
+            n
+            for n in trace.tape.returned
+            if n in trace.tape.held and trace.tape.held[n].shape[:1] != (self.examples,)
+        ]
+        # one of entries that are all as long as there are examples may be a row of each
+        trace.tape.sure &= self._lists <= {trace.tape.returned[n] for n in uneven}
+        self._lists &= {trace.tape.returned[n] for n in uneven}
         # which rows of what enters change with each half, by number; and what has rows that no size tells
         self._rows: dict[int, list[Tensor]] = {}
         self._unplaced: set[int] = set()
@@ -154,6 +166,8 @@ class Redone:
             raise ValueError("computed again they are others")
         if mixed:
             raise Mixture(MIXED.format(where=self.trace.tape.table))
+        if not by_chance:
+            self._refuse_shared(number, whole[0])
         if self._first:
             self._feel_padding(number, whole[0])
         return bool((changed[0][0] | changed[1][0]).any())
@@ -194,6 +208,23 @@ class Redone:
         except Exception:
             # a target that must be between 0 and 1
             return self._lost(number, kept)[0]
+
+    def _refuse_shared(self, number: int, whole: Tensor) -> None:
+        """Refuse a number that the model returns or keeps, and that the losses of several examples go by: a mean, detached."""
+        for n in self.trace.tape.returned:
+            held = self.trace.tape.held[n]
+            if not held.is_floating_point() or self._place_of(n) is not None or self._told_rows(n):
+                continue
+            for place in {0, held.numel() // 2, held.numel() - 1} if held.numel() else ():
+                other = held.clone(memory_format=torch.contiguous_format)
+                other.view(-1)[place] = SCALE * other.view(-1)[place] + 1
+                try:
+                    lost = self._again(number, instead={n: other})[0]
+                except Exception:
+                    # a target that must be between 0 and 1
+                    continue
+                if int(self._unlike(whole, lost).view(self.examples, -1).any(1).sum()) > 1:
+                    raise Mixture(MIXED.format(where=self.trace.tape.table))
 
     def _feel_padding(self, number: int, whole: Tensor) -> None:
         """Note for which lengths the losses are others where the model returns something else for padding."""
@@ -281,13 +312,15 @@ class Redone:
     def _place_of(self, number: int) -> Place | None:
         """Where the rows of each example are in a tensor that was not computed by what is written down."""
         trace, tensor = self.trace, self.trace.tape.held[number]
+        if trace.tape.returned.get(number) in self._lists or number in trace.tape.entries:
+            return None
         if number in trace.tape.returned and tensor.dim() and len(tensor) in self._several:
             return self._several[len(tensor)]
         return trace.tape.places.get(number)
 
     def _told_rows(self, number: int) -> list[list[Tensor]]:
         """Which rows of what the model was given, before it returned a tensor, change with each half; none where sizes tell."""
-        if number not in self.trace.tape.returned:
+        if self.trace.tape.returned.get(number) in {None, *self._lists}:
             return []
         held, call = self.trace.tape.held[number], self.trace.calls[self.trace.tape.returned[number]]
         found = {n: self._rows[n] for n in call if n in self._rows}
@@ -322,13 +355,17 @@ class Redone:
             raise UserError(REPEATED)
 
     def _is_chance(self, scaled: Any) -> bool:
-        """Whether a mean is over as many numbers as there are examples, and of what the model has returned of one at a time."""
+        """Whether a number goes by the batch by chance: in arithmetic with an entry of a list, which is of one example; or if a
+        mean is over as many numbers as there are examples, and of what the model has returned of one at a time."""
         line, name, source, _ = scaled
-        if name != "mean" or source not in self.trace.sizes.times:
-            return False
         needed = set[int]()
         self._behind(self.trace.tape.lines[line].uses, needed)
         returned = needed.intersection(self.trace.tape.returned)
+        if len(returned) == 1 and self.trace.tape.returned[min(returned)] in self._lists:
+            # what goes by the batch stands beside all entries
+            return sum(place[1:] == scaled[1:] for place in self.trace.sizes.scaled) < self.examples
+        if name != "mean" or source not in self.trace.sizes.times:
+            return False
         return bool(returned) and all(map(self._told_rows, returned))
 
     def _behind(self, numbers: Sequence[int], needed: set[int] | None = None) -> set[int]:
@@ -377,6 +414,8 @@ class Redone:
                 elif (place := self._place_of(n)) is not None:
                     left = self._rows_left(half) if half is not None and n in trace.tape.returned else kept
                     there[n] = place.replaced(held, self.examples, left, scale)
+                elif trace.tape.entries.get(n, kept[0]) not in kept:
+                    there[n] = self._other_entry(held, scale)
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
         there |= {n: there[n].clone() for n in trace.tape.written if n in there}
@@ -403,6 +442,14 @@ class Redone:
                     found.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
                 )
         return found.detach(), gradients, chance.met
+
+    def _other_entry(self, held: Tensor, scale: float) -> Tensor:
+        """What stands in the place of an entry of a list: the same rows in reverse order, or labels that other entries have."""
+        if held.is_floating_point():
+            return scale * held.flip(0) if held.dim() else scale * held
+        entries = [self.trace.tape.held[n] for n in self.trace.tape.entries]
+        low, high = torch.cat([t.flatten() for t in entries if t.dtype == held.dtype]).aminmax()
+        return torch.where(held == high, low, high)
 
     def _rows_left(self, half: int) -> list[int]:
         """The examples of one half, as they stand where the model was given them."""

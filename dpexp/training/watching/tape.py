@@ -36,7 +36,8 @@ class Known:
         before: what earlier batches have left behind.
         rowed: what has the rows of the batch and was made by nothing that is written down.
         returned: what the model has returned -> in which of its calls.
-        within: what the model's own forward has made of the batch.
+        within: what the model's own forward has made of the batch -> in which of its calls.
+        listed: what stands in lists with an entry for each example -> whose it is.
         told: what ranks have told each other, which other examples are in.
     """
 
@@ -44,6 +45,7 @@ class Known:
         self.private, self.before = WeakIdKeyDictionary(), before
         self.rowed, self.returned = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.within, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.listed = WeakIdKeyDictionary()
         self._own = own
         self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
 
@@ -76,6 +78,7 @@ class Tape:
         written: numbers of what is held and was written to later.
         returned: number -> in which of its calls the model has returned it.
         untold: number -> why nobody can say which dimension is the batch.
+        entries: number -> whose entry of a list it is.
         old: numbers of what earlier batches have left behind.
         table: which function has made a table of examples by examples, in words.
         sure: whether all that has rows has them in front, or where somebody has said. A number of features may equal that of the
@@ -91,6 +94,7 @@ class Tape:
         self.written: set[int] = set()
         self.returned: dict[int, int] = {}
         self.untold: dict[int, str] = {}
+        self.entries: dict[int, int] = {}
         self.old: set[int] = set()
         self.table, self.sure = "", True
         self._count = self._bytes = 0
@@ -113,7 +117,6 @@ class Tape:
         numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
         numbers += [n for t in given for n in self._constant(t)]
         counted = self._sizes.made(numbers) or any(t in self._known.told for t in given)
-        counted |= self._examples > 1 and any(t.numel() == 1 and t in self._known.within for t in given)
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
                 self._sizes.note(len(self.lines), name, n)
@@ -150,6 +153,10 @@ class Tape:
             if tensor in self._known.rowed:
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
+                if tensor in self._known.listed:
+                    self.entries[self._count] = self._known.listed[tensor]
+                    # or as many tensors as there are examples, of which one has a row for each
+                    self.sure &= tensor.shape[:1] != (self._examples,)
                 if tensor in self._known.returned:
                     self.returned[self._count] = self._known.returned[tensor]
             elif self._known.is_old(tensor):

@@ -7,7 +7,7 @@ The model's own forward is left out, into which the clipper looks. What is writt
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -142,6 +142,7 @@ class Trace(TorchFunctionMode):
         self._open = ExitStack()
         self._have_rows(tensors_in(batch))
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
+        self.known.listed.update(dict(_entries(batch, examples)))
         # of what else a batch may hold, nobody sees what is read
         self.used = not self._batch or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         for tensor in tensors_in(batch):
@@ -219,10 +220,13 @@ class Trace(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.model:
             if self._of_batch:
-                self._have_rows(tensors_in(output, depth=1))
+                returned = list(tensors_in(output, depth=1))
+                # a table of weights that is returned beside the outputs is nothing of the batch
+                within, private = self.known.within, self.known.private
+                made = [t for t in returned if t in within or t in private or self.rows.fits(t)]
+                self._have_rows(made or returned)
                 if self._inside == 1:
-                    call = len(self.calls) - 1
-                    self.known.returned.update(dict.fromkeys(tensors_in(output, depth=1), call))
+                    self.known.returned.update(dict.fromkeys(made or returned, len(self.calls) - 1))
             elif self._old_inside and self._inside == 1:
                 self.known.before.update(dict.fromkeys(tensors_in(output, depth=1)))
             self._inside -= 1
@@ -266,6 +270,7 @@ class Trace(TorchFunctionMode):
         if not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
         self._refuse_scaled(given)
+        self._have_kept(given)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
         opaque = func is torch.autograd.grad or any(
             type(t) not in PLAIN and t not in self.known.told for t in given
@@ -316,8 +321,18 @@ class Trace(TorchFunctionMode):
         if any(t in self.known.private or t in self.known.within for t in values_of(func, given)):
             self.sizes.add_count(result)
             made = [*tree_leaves(result), *(given[:1] if in_place(func, kwargs) else ())]
-            self.known.within.update({t: None for t in made if type(t) in PLAIN})
+            for tensor in made:
+                if type(tensor) in PLAIN:
+                    self.known.within[tensor] = len(self.calls) - 1
+                    self.known.mark(tensor)
         return result
+
+    def _have_kept(self, given: list[Tensor]) -> None:
+        """Treat what the model's own forward has kept, or a hook has taken from it, as what it has returned."""
+        within, returned = self.known.within, self.known.returned
+        kept = [t for t in given if t in within and t not in self.tape.numbers and t not in returned]
+        returned.update({t: within[t] for t in kept})
+        self._have_rows(kept)
 
     def _hear(self, said: list[Tensor], heard: list[Tensor]) -> None:
         """Note what ranks have told each other, of their batches or as a few numbers: these may be counts."""
@@ -367,6 +382,20 @@ class Trace(TorchFunctionMode):
     def _forget(self, why: str) -> None:
         self.failure = self.failure or why
         self.tape.forget()
+
+
+def _entries(batch: Any, examples: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield the tensors of lists with an entry for each example, as long as it likes, and whose they are."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if not isinstance(batch, list | tuple):
+        return
+    tensors = [part for part in batch if isinstance(part, Tensor)]
+    if len(tensors) == len(batch) == examples and any(t.shape[:1] != (examples,) for t in tensors):
+        yield from zip(tensors, range(examples), strict=True)
+    else:
+        for part in batch:
+            yield from _entries(part, examples)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
