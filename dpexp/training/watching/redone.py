@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.errors import UserError
-from dpexp.training.watching.lines import ADDING, SHAPES, Slot, name_of
+from dpexp.training.watching.lines import ADDING, SHAPES, name_of
 from dpexp.training.watching.owned import WRITTEN
 from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
 from dpexp.training.watching.places import Place, rows_changed
@@ -76,7 +74,7 @@ class Redone:
     """
 
     def __init__(self, trace: Trace, split: int):
-        self.trace, self.examples = trace, trace.examples
+        self.trace, self.tape, self.examples = trace, trace.tape, trace.examples
         order = fixed_order(self.examples).tolist()
         cut = (self.examples + 1) // 2
         self._first = split == 0
@@ -88,16 +86,16 @@ class Redone:
         # where the rows of each example are in what the loop has made of several of each, by how many rows there are
         self._several: dict[int, Place] = {}
         # calls that returned a list with an entry for each example, of whatever length
-        calls = Counter(trace.tape.returned.values())
+        calls = Counter(self.tape.returned.values())
         self._lists = {call for call, entries in calls.items() if entries >= self.examples > 1}
         uneven = [
             n
-            for n in trace.tape.returned
-            if n in trace.tape.held and trace.tape.held[n].shape[:1] != (self.examples,)
+            for n in self.tape.returned
+            if n in self.tape.held and self.tape.held[n].shape[:1] != (self.examples,)
         ]
         # one of entries that are all as long as there are examples may be a row of each
-        trace.tape.sure &= self._lists <= {trace.tape.returned[n] for n in uneven}
-        self._lists &= {trace.tape.returned[n] for n in uneven}
+        self.tape.sure &= self._lists <= {self.tape.returned[n] for n in uneven}
+        self._lists &= {self.tape.returned[n] for n in uneven}
         # which rows of what enters change with each half, by number; and what has rows that no size tells
         self._rows: dict[int, list[Tensor]] = {}
         self._unplaced: set[int] = set()
@@ -114,18 +112,18 @@ class Redone:
         self._refuse_repeated(losses)
         try:
             trace.failure = trace.failure or self._failure(losses)
-            behind = self._behind([*chain.from_iterable(trace.calls), trace.tape.numbers.get(losses, 0)])
+            behind = self.tape.behind([*chain.from_iterable(trace.calls), self.tape.numbers.get(losses, 0)])
             scaled = trace.sizes.scaled.items()
             trace.sizes.scaled = {
                 place: size for place, size in scaled if place[0] in behind and not self._is_chance(place)
             }
             if losses in trace.known.rowed:
                 return True
-            return not trace.failure and self._look(trace.tape.numbers[losses], losses.detach())
+            return not trace.failure and self._look(self.tape.numbers[losses], losses.detach())
         except UserError:
             raise
         except Exception as error:
-            if any(line.repeats for line in trace.tape.lines):
+            if any(line.repeats for line in self.tape.lines):
                 raise UserError(REPEATED) from error
             trace.failure = f"{type(error).__name__}: {error}"
             return False
@@ -138,19 +136,19 @@ class Redone:
             return "rows enter the model in an order that goes by the batch"
         if losses in self.trace.known.rowed:
             return ""
-        number = self.trace.tape.numbers.get(losses)
+        number = self.tape.numbers.get(losses)
         if number is None:
             return "they are made by something else than torch's functions"
         self._refuse_others(number, "losses depend")
-        for n in self.trace.tape.returned:
-            held, told = self.trace.tape.held[n], self._told_rows(n)
+        for n in self.tape.returned:
+            held, told = self.tape.held[n], self._told_rows(n)
             if told and not (held.dim() and len(told[0][0]) == len(held)):
                 if all(any(bool(rows[half].any()) for rows in told) for half in (0, 1)):
                     raise UserError(UNTOLD.format(shape=list(held.shape), examples=self.examples))
-            elif not told and n in self.trace.tape.untold and self._place_of(n) is None:
-                return self.trace.tape.untold[n]
-        returned = [n for n in self.trace.tape.returned if self.trace.tape.held[n].is_floating_point()]
-        self._by = returned if sum(self.trace.tape.held[n].nbytes for n in returned) <= SMALL else []
+            elif not told and n in self.tape.untold and self._place_of(n) is None:
+                return self.tape.untold[n]
+        returned = [n for n in self.tape.returned if self.tape.held[n].is_floating_point()]
+        self._by = returned if sum(self.tape.held[n].nbytes for n in returned) <= SMALL else []
         return ""
 
     def _look(self, number: int, losses: Tensor) -> bool:
@@ -165,7 +163,7 @@ class Redone:
         if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
             raise ValueError("computed again they are others")
         if mixed:
-            raise Mixture(MIXED.format(where=self.trace.tape.table))
+            raise Mixture(MIXED.format(where=self.tape.table))
         if not by_chance:
             self._refuse_shared(number, whole[0])
         if self._first:
@@ -211,8 +209,8 @@ class Redone:
 
     def _refuse_shared(self, number: int, whole: Tensor) -> None:
         """Refuse a number that the model returns or keeps, and that the losses of several examples go by: a mean, detached."""
-        for n in self.trace.tape.returned:
-            held = self.trace.tape.held[n]
+        for n in self.tape.returned:
+            held = self.tape.held[n]
             if not held.is_floating_point() or self._place_of(n) is not None or self._told_rows(n):
                 continue
             for place in {0, held.numel() // 2, held.numel() - 1} if held.numel() else ():
@@ -224,13 +222,13 @@ class Redone:
                     # a target that must be between 0 and 1
                     continue
                 if int(self._unlike(whole, lost).view(self.examples, -1).any(1).sum()) > 1:
-                    raise Mixture(MIXED.format(where=self.trace.tape.table))
+                    raise Mixture(MIXED.format(where=self.tape.table))
 
     def _feel_padding(self, number: int, whole: Tensor) -> None:
         """Note for which lengths the losses are others where the model returns something else for padding."""
         trace = self.trace
         for (length, there), factor in product(trace.padding.items(), FACTORS):
-            made = {n: in_padding(trace.tape.held[n], {length: there}, factor) for n in trace.tape.returned}
+            made = {n: in_padding(self.tape.held[n], {length: there}, factor) for n in self.tape.returned}
             instead = {n: tensor for n, tensor in made.items() if tensor is not None}
             if instead and bool(self._unlike(whole, self._again(number, instead=instead)[0]).any()):
                 trace.felt.add(length)
@@ -239,8 +237,8 @@ class Redone:
         """Note for which lengths what enters the model, and has no length, is something else where rows are padded further."""
         trace = self.trace
         for length, there in trace.padding.items():
-            held = [n for n in trace.tape.places if n not in trace.tape.returned]
-            made = {n: padded_further(trace.tape.held[n], {length: there}) for n in held}
+            held = [n for n in self.tape.places if n not in self.tape.returned]
+            made = {n: padded_further(self.tape.held[n], {length: there}) for n in held}
             instead = {n: tensor for n, tensor in made.items() if tensor is not None}
             try:
                 longer = self._again(number, instead=instead)[0] if instead else whole
@@ -311,26 +309,26 @@ class Redone:
 
     def _place_of(self, number: int) -> Place | None:
         """Where the rows of each example are in a tensor that was not computed by what is written down."""
-        trace, tensor = self.trace, self.trace.tape.held[number]
-        if trace.tape.returned.get(number) in self._lists or number in trace.tape.entries:
+        tensor = self.tape.held[number]
+        if self.tape.returned.get(number) in self._lists or number in self.tape.entries:
             return None
-        if number in trace.tape.returned and tensor.dim() and len(tensor) in self._several:
+        if number in self.tape.returned and tensor.dim() and len(tensor) in self._several:
             return self._several[len(tensor)]
-        return trace.tape.places.get(number)
+        return self.tape.places.get(number)
 
     def _told_rows(self, number: int) -> list[list[Tensor]]:
         """Which rows of what the model was given, before it returned a tensor, change with each half; none where sizes tell."""
-        if self.trace.tape.returned.get(number) in {None, *self._lists}:
+        if self.tape.returned.get(number) in {None, *self._lists}:
             return []
-        held, call = self.trace.tape.held[number], self.trace.calls[self.trace.tape.returned[number]]
+        held, call = self.tape.held[number], self.trace.calls[self.tape.returned[number]]
         found = {n: self._rows[n] for n in call if n in self._rows}
         alike = [rows for rows in found.values() if held.dim() and len(rows[0]) == len(held)]
         return alike or (list(found.values()) if self._unplaced.issuperset(call) else [])
 
     def _refuse_others(self, number: int, what: str) -> None:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
-        earlier, counted = set(self.trace.tape.old), set[int]()
-        for line in self.trace.tape.lines:
+        earlier, counted = set(self.tape.old), set[int]()
+        for line in self.tape.lines:
             if earlier.intersection(line.uses[name_of(line.func) in SHAPES :]):
                 earlier.update(line.written)
             if line.counted or counted.intersection(line.uses):
@@ -346,11 +344,11 @@ class Redone:
         What belongs to examples, several to one and none to another, may by chance be as many: it is added up by whose it is.
         """
         taken = set[int]()
-        for line in self.trace.tape.lines:
+        for line in self.tape.lines:
             adds = name_of(line.func).rstrip("_") in ADDING
             if line.repeats or (taken.intersection(line.uses) and not adds):
                 taken.update(line.written)
-        reached = [*chain.from_iterable(self.trace.calls), self.trace.tape.numbers.get(losses)]
+        reached = [*chain.from_iterable(self.trace.calls), self.tape.numbers.get(losses)]
         if taken and (None in reached or taken.intersection(reached)):
             raise UserError(REPEATED)
 
@@ -359,24 +357,14 @@ class Redone:
         mean is over as many numbers as there are examples, and of what the model has returned of one at a time."""
         line, name, source, _ = scaled
         needed = set[int]()
-        self._behind(self.trace.tape.lines[line].uses, needed)
-        returned = needed.intersection(self.trace.tape.returned)
-        if len(returned) == 1 and self.trace.tape.returned[min(returned)] in self._lists:
+        self.tape.behind(self.tape.lines[line].uses, needed)
+        returned = needed.intersection(self.tape.returned)
+        if len(returned) == 1 and self.tape.returned[min(returned)] in self._lists:
             # what goes by the batch stands beside all entries
             return sum(place[1:] == scaled[1:] for place in self.trace.sizes.scaled) < self.examples
         if name != "mean" or source not in self.trace.sizes.times:
             return False
         return bool(returned) and all(map(self._told_rows, returned))
-
-    def _behind(self, numbers: Sequence[int], needed: set[int] | None = None) -> set[int]:
-        """Which lines tensors were computed by; ``needed`` is given the numbers of all that these use."""
-        needed, found = set[int]() if needed is None else needed, set[int]()
-        needed.update(numbers)
-        for i, line in reversed(list(enumerate(self.trace.tape.lines))):
-            if needed.intersection(line.written):
-                needed.update(line.uses)
-                found.add(i)
-        return found
 
     def _other(self, number: int, kept: Sequence[int]) -> Tensor:
         """A tensor, with the examples ``kept`` in the place of the others."""
@@ -402,52 +390,26 @@ class Redone:
             instead: what stands in the place of tensors with these numbers.
             by: numbers of the tensors that it is differentiated by.
         """
-        trace = self.trace
-        there = dict(trace.tape.held) | dict(instead or {})
+        there = dict(self.tape.held) | dict(instead or {})
         if kept is not None:
             half = self._halves.index(list(kept)) if list(kept) in self._halves else None
-            for n, held in trace.tape.held.items():
+            for n, held in self.tape.held.items():
                 told = [] if half is None else self._told_rows(n)
                 if half is not None and told:
                     # rows that the model was given in another order come back in that order
                     there[n] = rows_changed(held, [rows[half] for rows in told], scale)
                 elif (place := self._place_of(n)) is not None:
-                    left = self._rows_left(half) if half is not None and n in trace.tape.returned else kept
+                    left = self._rows_left(half) if half is not None and n in self.tape.returned else kept
                     there[n] = place.replaced(held, self.examples, left, scale)
-                elif trace.tape.entries.get(n, kept[0]) not in kept:
+                elif self.tape.entries.get(n, kept[0]) not in kept:
                     there[n] = self._other_entry(held, scale)
-        leaves = {n: there[n].detach().requires_grad_() for n in by}
-        there |= leaves
-        there |= {n: there[n].clone() for n in trace.tape.written if n in there}
-        last = {used: i for i, line in enumerate(trace.tape.lines) for used in line.uses}
-        cuda = [t.device for t in there.values() if t.is_cuda][:1]
-        with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
-            for i, line in enumerate(trace.tape.lines):
-                args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
-                kind, dtype = line.autocast or ("cpu", torch.bfloat16)
-                with (
-                    torch.set_grad_enabled(bool(by) and line.differentiated),
-                    torch.autocast(kind, dtype=dtype, enabled=line.autocast is not None, cache_enabled=False),
-                ):
-                    result = line.func(*args, **kwargs)
-                made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-                there.update(zip(line.made, made, strict=True))
-                for used in line.uses:
-                    if last[used] == i and used != number:
-                        there.pop(used, None)
-            found = there[number]
-            gradients: Sequence[Tensor] = ()
-            if leaves:
-                gradients = torch.autograd.grad(
-                    found.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
-                )
-        return found.detach(), gradients, chance.met
+        return self.tape.again(number, there, by)
 
     def _other_entry(self, held: Tensor, scale: float) -> Tensor:
         """What stands in the place of an entry of a list: the same rows in reverse order, or labels that other entries have."""
         if held.is_floating_point():
             return scale * held.flip(0) if held.dim() else scale * held
-        entries = [self.trace.tape.held[n] for n in self.trace.tape.entries]
+        entries = [self.tape.held[n] for n in self.tape.entries]
         low, high = torch.cat([t.flatten() for t in entries if t.dtype == held.dtype]).aminmax()
         return torch.where(held == high, low, high)
 
@@ -459,7 +421,5 @@ class Redone:
         """``[b]``: which rows are not equal, up to rounding."""
         a, b = a.double().reshape(len(a), -1), b.double().reshape(len(a), -1)
         size = a.abs().nan_to_num(posinf=0.0)
-        allowed = ROUNDING[bits_of(self.trace.tape.held.values())][1] * torch.maximum(
-            size, 1e-3 * size.amax(0)
-        )
+        allowed = ROUNDING[bits_of(self.tape.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
         return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.clipping.tapping.dataflow import FEW, in_place
 from dpexp.training.watching.lines import PLAIN, Line, Number, Slot, address_of, name_of, storage_of
@@ -138,6 +139,53 @@ class Tape:
         self.lines.append(line)
         if len(self.lines) > LONGEST:
             raise ValueError(f"the loop calls more than {LONGEST} functions")
+
+    def behind(self, numbers: Iterable[int], needed: set[int] | None = None) -> set[int]:
+        """Which lines tensors were computed by; ``needed`` is given the numbers of all that these use."""
+        needed, found = set[int]() if needed is None else needed, set[int]()
+        needed.update(numbers)
+        for i, line in reversed(list(enumerate(self.lines))):
+            if needed.intersection(line.written):
+                needed.update(line.uses)
+                found.add(i)
+        return found
+
+    def again(
+        self, number: int, there: dict[int, Tensor], by: Sequence[int] = ()
+    ) -> tuple[Tensor, Sequence[Tensor], bool]:
+        """Do all of it again; return a tensor, the gradients of its sum, and whether chance was met.
+
+        Args:
+            number: of the tensor.
+            there: what stands in the place of what is held; all that is made is added to it, and dropped after its last use.
+            by: numbers of the tensors that it is differentiated by.
+        """
+        leaves = {n: there[n].detach().requires_grad_() for n in by}
+        there |= leaves
+        there |= {n: there[n].clone() for n in self.written if n in there}
+        last = {used: i for i, line in enumerate(self.lines) for used in line.uses}
+        cuda = [t.device for t in there.values() if t.is_cuda][:1]
+        with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
+            for i, line in enumerate(self.lines):
+                args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
+                kind, dtype = line.autocast or ("cpu", torch.bfloat16)
+                with (
+                    torch.set_grad_enabled(bool(by) and line.differentiated),
+                    torch.autocast(kind, dtype=dtype, enabled=line.autocast is not None, cache_enabled=False),
+                ):
+                    result = line.func(*args, **kwargs)
+                made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+                there.update(zip(line.made, made, strict=True))
+                for used in line.uses:
+                    if last[used] == i and used != number:
+                        there.pop(used, None)
+            found = there[number]
+            gradients: Sequence[Tensor] = ()
+            if leaves:
+                gradients = torch.autograd.grad(
+                    found.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+                )
+        return found.detach(), gradients, chance.met
 
     def forget(self) -> None:
         """Let go of all that is held."""
