@@ -276,6 +276,37 @@ def test_every_step_is_exact(case: str, engine: str) -> None:
     exact(make(), [batch() for batch in batches], engine, losses)
 
 
+class GoesThroughAList(nn.Module):
+    """The entries of a ragged list one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, entries: list[Tensor]) -> Tensor:
+        return torch.stack([self.outer(self.inner(entry).tanh()).mean() for entry in entries])
+
+
+@pytest.mark.parametrize("last", [(4, 4, 4, 4, 5), (3, 6, 4, 5, 6), (1, 3, 5, 4, 5)])
+def test_an_entry_of_a_list_may_be_as_long_as_the_batch(last: tuple[int, ...]) -> None:
+    """The other entries are known from batches before, in which none was."""
+    torch.manual_seed(0)
+    model = GoesThroughAList().double()
+    plain = copy.deepcopy(model)
+    clipper = attach(model, clip_norm=0.1)
+    for lengths in ((2, 7, 5), (4, 6, 1), last):
+        entries = [torch.randn(n, WIDTH, dtype=torch.float64) for n in lengths]
+        expected = [torch.zeros_like(p) for p in plain.parameters()]
+        for entry in entries:
+            grads = torch.autograd.grad(plain([entry])[0].square(), list(plain.parameters()))
+            factor = min(1.0, 0.1 / float(torch.cat([g.flatten() for g in grads]).norm()))
+            expected = [total + factor * g for total, g in zip(expected, grads, strict=True)]
+        model.zero_grad(set_to_none=True)
+        clipper.backward(model(entries).square())
+        for p, total in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, total)
+
+
 def test_attaching_does_not_change_what_a_model_computes() -> None:
     model, batch = SummedTable().double(), rows(3)
     before = square(model, batch)

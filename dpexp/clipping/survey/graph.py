@@ -252,7 +252,11 @@ class Survey:
         These visits form no sums, so they are the place to find parameters that are used where no tap sees it: the visit that
         forms sums can then free the graph as it goes, and the first step needs no more memory than the others.
         """
-        observed = Observed(visit, pending, self._loose)
+        # what is left to the loop is seen, too: where each such use saw one example, another one may have as many rows by chance
+        loops: dict[int, list[str]] = {
+            id(use): [] for use in visit.uses if pending and self.layout.get(id(use)) == layouts.LOOP
+        }
+        observed = Observed(visit, loops | pending, self._loose)
         self.looped |= observed.back_propagate(params)
         if not pending:
             return
