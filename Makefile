@@ -61,7 +61,7 @@ figure-%: $(READY) ## one figure: figure-li-3; python -m dpexp.report list names
 	$(PY) -m dpexp.report $@ $(FILL)
 
 docs: $(READY) ## build the documents as a site, links checked: build/site
-	$(PY) -c "import mkdocs, mkdocstrings" 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt '.[docs]'
+	$(PY) -c "import mkdocs, mkdocstrings" 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(PY) -m mkdocs build --quiet --strict
 
 gpu: ## measure what needs a GPU, in nine minutes: results/gpu (uses python3 as it is; PYTHON=... another)

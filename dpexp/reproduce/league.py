@@ -134,12 +134,16 @@ def commands(task: str, records: Sequence[Record]) -> list[str]:
 
 
 def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[float, dict[float, int]]:
-    """The rate with the best mean of the tuning seeds, 0 before the list has been tried; and how often each was tried."""
+    """The rate with the best mean of the tuning seeds, of equals the smallest, 0 before the list has been tried; and how often
+    each was tried."""
     own = grouped((at for at in sorted(runs) if at[1] in entry.tuning), itemgetter(0))
     fillings = {
         rate: Filling.of(map(runs.__getitem__, tried), listed(NAME)["metric"]) for rate, tried in own.items()
     }
-    merits = {rate: f.merit for rate, f in fillings.items() if f and len(f.values) == len(entry.tuning)}
+    # as many right answers are one merit, whatever the order of additions
+    merits = {
+        rate: round(f.merit, 9) for rate, f in fillings.items() if f and len(f.values) == len(entry.tuning)
+    }
     best = max(merits, key=merits.__getitem__) if set(entry.rates) <= merits.keys() else 0.0
     return best, {rate: len(tried) for rate, tried in own.items()}
 

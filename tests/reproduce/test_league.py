@@ -184,3 +184,15 @@ def test_a_rate_at_which_a_run_diverged_is_not_the_best(tmp_path: Path) -> None:
     best, tried = league._best_rate(entry, entry.runs(_records(tmp_path, runs)))
     assert best == entry.rates[1]
     assert tried == dict.fromkeys(entry.rates, len(entry.tuning))
+
+
+def test_of_rates_with_as_many_right_answers_the_smallest_is_taken(tmp_path: Path) -> None:
+    entry = _first("flat")
+    # of 872 examples; floating point adds them up to two means
+    right = {entry.rates[2]: (703, 698, 699), entry.rates[3]: (696, 693, 711)}
+    runs = (
+        _run(entry, rate, seed, count / 872)
+        for rate in entry.rates
+        for seed, count in zip(entry.tuning, right.get(rate, (600, 600, 600)), strict=True)
+    )
+    assert league._best_rate(entry, entry.runs(_records(tmp_path, runs)))[0] == entry.rates[2]
