@@ -127,7 +127,8 @@ def check_same_parameters(model: nn.Module, params: dict[str, nn.Parameter], sha
 
 @contextmanager
 def unwritten(params: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Refuse what somebody else adds to gradients inside, where a model is back-propagated: nobody clips it.
+    """Refuse what somebody else adds to gradients inside, where a model is back-propagated: nobody clips it. It is taken out, also
+    where the pass is refused for another reason.
 
     Raises:
         UserError: names the parameter.
@@ -137,13 +138,15 @@ def unwritten(params: dict[str, nn.Parameter]) -> Iterator[None]:
         return -1 if grad is None else grad._version
 
     before = {name: (p.grad, written_to(p.grad)) for name, p in params.items()}
-    yield
     found = ""
-    for name, p in params.items():
-        grad, version = before[name]
-        if p.grad is not grad or written_to(p.grad) != version:
-            found = found or name
-            p.grad = grad if written_to(grad) == version else None
+    try:
+        yield
+    finally:
+        for name, p in params.items():
+            grad, version = before[name]
+            if p.grad is not grad or written_to(p.grad) != version:
+                found = found or name
+                p.grad = grad if written_to(grad) == version else None
     if found:
         raise UserError(
             f"something in this model writes to the gradient of {found} while it is back-propagated (a hook, a backward that "

@@ -466,6 +466,20 @@ def test_a_gradient_that_is_written_on_the_way_is_refused(held: bool, engine: st
     assert model.fused.weight.grad is None
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_what_was_written_on_the_way_does_not_stay_where_the_pass_is_refused_for_another_reason(
+    held: bool,
+) -> None:
+    model = Fused().double()
+    clipper = attach(model)
+    for p in model.parameters() if held else ():
+        p.grad = torch.zeros_like(p)
+    y = model(rows(4)["x"])
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward((y - y.mean(0)).square().sum(1))
+    assert model.fused.weight.grad is None
+
+
 @pytest.mark.parametrize(
     "make", [partial(ProjectedClipper, projections=2), partial(MicrobatchClipper, size=4)]
 )
