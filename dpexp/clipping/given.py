@@ -127,8 +127,8 @@ def check_same_parameters(model: nn.Module, params: dict[str, nn.Parameter], sha
 
 @contextmanager
 def unwritten(params: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Refuse what somebody else adds to gradients inside, where a model is back-propagated: nobody clips it. It is taken out, also
-    where the pass is refused for another reason.
+    """Refuse what somebody else adds to gradients inside, where a model is back-propagated: nobody clips it. It is
+    taken out, also where the pass is refused for another reason.
 
     Raises:
         UserError: names the parameter.
