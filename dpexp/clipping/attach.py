@@ -22,7 +22,6 @@ from dpexp.clipping.engines import engine_named
 from dpexp.clipping.given import (
     check_losses,
     check_same_parameters,
-    check_thresholds,
     checked_scale,
     unwritten,
 )
@@ -57,7 +56,8 @@ def attach(
         model: any module; its trainable parameters (``requires_grad``) at this moment are clipped, the others are left alone.
         groups: ``"flat"``, ``"layer"``, ``"block"`` or ``{"name": ["param.name", ...], ...}`` (see `groups.build_groups`).
         clip_norm: the total threshold C (then ``C_k = C / sqrt(K)``), or a sequence of K thresholds.
-        rule: ``"abadi"``, ``"automatic"`` (gamma 0.01), ``"normalized"`` (no gamma) or ``"none"``.
+        rule: ``"abadi"``, ``"automatic"`` (gamma 0.01), ``"normalized"`` (no gamma), ``"none"``, or one of your own
+            (``"rules.py:soft"``, see `rules.known_rule`).
         engine: see `engines.ENGINES`.
         max_clip_scale: upper bound of ``clip_scale`` in `Clipper.backward`; the sensitivity rests on it.
         rows_per_example: the model sees this many adjacent rows of each example; ``losses`` stays ``[B]``.
@@ -129,7 +129,6 @@ class Clipper(AnyClipper):
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
         ]
-        self._attached = True
         # whether a DistributedDataParallel around the model adds up over ranks in every backward pass
         self.reduces = True
         # whether p.grad holds this rank's part of a sum, of passes under no_sync()
@@ -170,24 +169,35 @@ class Clipper(AnyClipper):
         self._refuse_detached()
         with self._together(roots):
             thresholds, scale = self._checked(roots, clip_scale)
-            sq = torch.zeros(len(self.groups), 0, device=thresholds.device)
+            norms = torch.zeros(len(self.groups), 0, device=thresholds.device)
             sums: Sums = {}
             arrived: tuple[Tensor | None, ...] = ()
             if roots.num_examples:
                 # the sums of shards leave while the back-propagation goes on
                 with unwritten(self.params) if self._shards is None else nullcontext():
-                    factors = self._factors(thresholds, scale, loss_scale)
-                    sq, sums, arrived = self._backend.clipped_sums(roots, factors)
+                    norms, sums, arrived = self._clipped(roots, thresholds, scale, loss_scale)
             else:
                 self._backend.forget()
                 if self._reducing is not None and not self._entered:
                     distributed.pass_by(self._reducing)
             self._entered = False
             self._independence.check(roots.num_examples)
-            report = self._report(sq, thresholds, scale, loss_scale)
             shards = self._shards if roots.num_examples else None
-            self._apart = distributed.deliver(self._reducing, self.params, sums, shards, self._apart)
-            return replace(report, input_gradients=arrived)
+            self._apart = distributed.deliver(self._reducing, self._summed, sums, shards, self._apart)
+            return replace(Report.of(norms, thresholds, scale), input_gradients=arrived)
+
+    def _clipped(
+        self, roots: Roots, thresholds: Tensor, scale: Tensor | None, loss_scale: float
+    ) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
+        """Norms ``[K, B]``, the clipped sums by parameter, and the gradients of the roots' inputs."""
+        factors = self._factors(thresholds, scale, loss_scale)
+        squares, sums, arrived = self._backend.clipped_sums(roots, factors)
+        return _norms(squares, loss_scale), sums, arrived
+
+    @property
+    def _summed(self) -> dict[str, nn.Parameter]:
+        """What gets a sum."""
+        return self.params
 
     def _together(self, roots: Roots) -> Any:
         """What is around a backward pass that several ranks make together, each on shards of the parameters."""
@@ -213,11 +223,15 @@ class Clipper(AnyClipper):
                 memory) or computed ``again`` (a second back-propagation).
 
         Raises:
-            UserError: as `backward`; the batch is empty, or the engine is opacus.
+            UserError: as `backward`; the batch is empty, the engine is opacus, or parameters are sharded.
         """
         if not isinstance(self._backend, TapBackend) or not roots.num_examples:
             raise UserError(
                 "norms without sums need engine='auto' (or another of the tapped ones) and a batch"
+            )
+        if self._shards is not None:
+            raise UserError(
+                "norms without sums need whole parameters on each rank: leave fully_shard out, or take backward()"
             )
         self._refuse_detached()
         thresholds, scale = self._checked(roots, clip_scale)
@@ -228,7 +242,7 @@ class Clipper(AnyClipper):
         def finish(sq_norms: Tensor) -> Report:
             sq, sums = step.finish(sq_norms * loss_scale**2)
             self._apart = distributed.deliver(self._reducing, self.params, sums, apart=self._apart)
-            return self._report(sq, thresholds, scale, loss_scale)
+            return Report.of(_norms(sq, loss_scale), thresholds, scale)
 
         return Measured(step.parked_bytes, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
 
@@ -259,16 +273,10 @@ class Clipper(AnyClipper):
             )
         return last
 
-    def _refuse_detached(self) -> None:
-        if not self._attached:
-            raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
-
     def _checked(self, roots: Roots, clip_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Look at what a backward pass begins with. Returns its thresholds ``[K]`` and scales ``[B]``."""
         distributed.check_reducer(self._reducing, self.params)
-        check_same_parameters(self.model, self.params, self._shards)
-        thresholds = self._thresholds.detach()
-        check_thresholds(thresholds, f"thresholds {thresholds.tolist()}")
+        thresholds = self._checked_thresholds()
         scale = checked_scale(clip_scale, roots.num_examples, self.max_clip_scale, thresholds)
         wholes = self._shards.wholes() if self._shards is not None else ()
         self._independence.begin(roots, [*self.params.values(), *wholes])
@@ -298,10 +306,6 @@ class Clipper(AnyClipper):
             return result if scale is None else result.nan_to_num(nan=0.0)
 
         return factors
-
-    @staticmethod
-    def _report(sq: Tensor, thresholds: Tensor, scale: Tensor | None, loss_scale: float) -> Report:
-        return Report.of((sq / loss_scale**2).clamp(min=0).sqrt(), thresholds, scale)
 
     def detach(self) -> None:
         """Give the model back exactly as it was."""
@@ -378,3 +382,8 @@ class Clipper(AnyClipper):
                 f"the batch is empty, and this model cannot take that ({error}). An empty Poisson batch need not go through the "
                 "model: call clipper.backward(torch.zeros(0))"
             ) from error
+
+
+def _norms(squares: Tensor, loss_scale: float) -> Tensor:
+    """Norms of gradients from the squared norms of scaled ones."""
+    return (squares / loss_scale**2).clamp(min=0).sqrt()

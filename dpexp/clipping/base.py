@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.given import initial_thresholds
+from dpexp.clipping.given import check_same_parameters, check_thresholds, initial_thresholds
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.refusals import refuse_couplings, refuse_devices, refuse_hooks
 from dpexp.clipping.reports import Report
-from dpexp.clipping.rules import known_rule, none
 from dpexp.errors import UserError
 
 if TYPE_CHECKING:
     from dpexp.clipping.independence import Independence
+    from dpexp.clipping.sharding import Shards
 
 Rows = dict[str, Tensor]
 """Per-example gradients by parameter: name -> ``[B, *shape]``, of every trainable parameter; zeros for an example that is not
 finite."""
+SCALES = "thresholds for single examples (individual=scaling) need clip=flat or the like"
 
 
 class AnyClipper(ABC):
@@ -42,6 +43,8 @@ class AnyClipper(ABC):
     reach = 1.0
     max_clip_scale = 1.0
     _independence: Independence
+    _shards: Shards | None = None
+    _attached = True
 
     def __init__(
         self, model: nn.Module, groups: GroupsSpec, clip_norm: float | Sequence[float] | Tensor, rule: str
@@ -84,6 +87,17 @@ class AnyClipper(ABC):
     ) -> Report:
         """Add the clipped sum to ``p.grad``; see `dpexp.clipping.Clipper.backward`."""
 
+    def _refuse_detached(self) -> None:
+        if not self._attached:
+            raise UserError("this clipper is detached, or its PrivacyEngine closed: make another one")
+
+    def _checked_thresholds(self) -> Tensor:
+        """Return the thresholds ``[K]`` of a backward pass, of a model that still has the parameters of `attach`."""
+        check_same_parameters(self.model, self.params, self._shards)
+        thresholds = self._thresholds.detach()
+        check_thresholds(thresholds, f"thresholds {thresholds.tolist()}")
+        return thresholds
+
     def losses_are_seen(self) -> None:
         """Take it from the caller that what stands behind the model's outputs keeps examples apart: it looked at whole losses."""
         self._independence.losses_seen = True
@@ -113,15 +127,3 @@ class AnyClipper(ABC):
 
     def detach(self) -> None:
         """Give the model back exactly as it was."""
-
-
-def refuse_scales(clip_scale: Tensor | None) -> None:
-    """Refuse single examples' own thresholds, for ways to clip that do not know them."""
-    if clip_scale is not None:
-        raise UserError("thresholds for single examples (individual=scaling) need clip=flat or the like")
-
-
-def refuse_unbounded(rule: str) -> None:
-    """Refuse a rule that clips nothing, for ways to clip that are made for clipping."""
-    if known_rule(rule) is none:
-        raise UserError(f"rule={rule!r} bounds nothing here: choose abadi, automatic or normalized")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,15 @@ from dpexp.clipping.backward import Factors, Setup, Step, Sums, examined
 from dpexp.clipping.gradients import Dense, Lookup, PerExampleGradient, Tied, numerics
 from dpexp.clipping.reports import Report
 from dpexp.clipping.tapping.taps import Visit
+from dpexp.errors import UserError
 
 _HOST = torch.device("cpu")
+# what of an engine goes by where that is held which the sums need
+_HELD: dict[str, dict[str, Any]] = {
+    "retained": {},
+    "parked": {"second_pass": False, "keep": True, "always_keep": True},
+    "again": {"second_pass": True, "keep": False, "always_keep": False},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +56,9 @@ class DeferredStep:
     """
 
     def __init__(self, visit: Visit, setup: Setup, factors: Factors, held: str):
-        if held == "parked":
-            engine = replace(setup.engine, second_pass=False, keep=True, always_keep=True)
-            setup = replace(setup, engine=engine)
-        elif held == "again":
-            engine = replace(setup.engine, second_pass=True, keep=False, always_keep=False)
-            setup = replace(setup, engine=engine)
+        if held not in _HELD:
+            raise UserError(f"held={held!r} is not known: {', '.join(_HELD)}")
+        setup = replace(setup, engine=replace(setup.engine, **_HELD[held]))
         self.visit, self.parked_bytes = visit, 0
         with examined(visit, setup):
             self._step = Step(visit, setup, factors, deferred=True)

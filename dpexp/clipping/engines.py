@@ -3,7 +3,7 @@
 They share the same taps and the same algebra and differ in three choices (Bu et al., Tables 2 and 5):
 
 - ``norm``: how per-example norms are found: by the ghost norm, by instantiating per-example gradients, by the papers'
-  layerwise rule ``2T² <= pd``, or by whichever method measured fastest for the shapes at hand;
+  layerwise rule ``2T² < pd``, or by whichever method measured fastest for the shapes at hand;
 - ``keep``: whether instantiated per-example gradients are kept for the weighted sum or computed again (``always_keep``: whatever
   they weigh; otherwise only where they are no heavier than the activations that would be held instead);
 - ``second_pass``: whether the clipped sum comes from a second back-propagation (ghost clipping, Li et al., section 4), or

@@ -295,7 +295,7 @@ class Learner:
         batch = self.on_device(self.task.collate([self.task.dev[i] for i in range(count)]))
         with evaluation_mode(self.model):
             losses = self.losses(self.task.augmented(batch, np.arange(count), self.run.seed, 0))
-            return self.clipper.rows(losses)[0]
+            return self.clipper.rows(losses)
 
     def _shrink(self) -> None:
         """Take smaller physical batches. Nothing of this step has been released, so it can be begun again."""

@@ -18,9 +18,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from dpexp.clipping import attach
-from dpexp.clipping.base import refuse_unbounded
 from dpexp.clipping.engines import ENGINES
 from dpexp.clipping.methods.coordinates import Coordinates
+from dpexp.clipping.methods.local_training import LocalClipper
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.projected import ProjectedClipper
 from dpexp.clipping.methods.whole import VectorClipper
@@ -176,7 +176,7 @@ def test_a_rule_of_ones_own_that_bounds_nothing_is_refused(
     with pytest.raises(UserError, match=says):
         attach(mlp(), rule="mine")
     with pytest.raises(UserError, match=says):
-        refuse_unbounded("mine")
+        MicrobatchClipper(mlp(), size=2, rule="mine")
 
 
 def test_a_rule_of_ones_own_clips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,15 +339,75 @@ def test_parameters_in_the_place_of_their_names_are_told_and_not_printed() -> No
         attach(model, {"a": list(model.parameters())})
 
 
+def local(model: nn.Module) -> LocalClipper:
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        return losses_of(model, batch["x"])
+
+    return LocalClipper(model, losses, epochs=1, batch_size=0, lr=0.1)
+
+
+WAYS = {
+    "norms": attach,
+    "coordinates": partial(VectorClipper, method=Coordinates()),
+    "projected": partial(ProjectedClipper, projections=2),
+    "microbatches": partial(MicrobatchClipper, size=2),
+    "local": local,
+}
+
+
+def freeze(model: nn.Module) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def add_layer(model: nn.Module) -> None:
+    model.append(nn.Linear(C, C).double())
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "clipper",
+    ("does", "says"),
     [
-        attach,
-        partial(VectorClipper, method=Coordinates()),
-        partial(ProjectedClipper, projections=2),
-        partial(MicrobatchClipper, size=2),
+        (lambda clipper: clipper.thresholds.fill_(-1.0), "must be positive and finite"),
+        (lambda clipper: clipper.thresholds.fill_(torch.nan), "must be positive and finite"),
+        (lambda clipper: clipper.detach(), "this clipper is detached"),
+        (lambda clipper: freeze(clipper.model), "trainable parameters changed"),
+        (lambda clipper: add_layer(clipper.model), "trainable parameters changed"),
     ],
+    ids=["negative", "nan", "detached", "frozen", "new"],
 )
+def test_every_way_to_clip_looks_at_what_has_changed(way: str, does: Any, says: str) -> None:
+    model = mlp()
+    clipper = WAYS[way](model)
+    clipper.prepare(1, dict)
+    x = torch.randn(1, D, dtype=torch.float64)
+    losses = clipper.see({"x": x}) if isinstance(clipper, LocalClipper) else losses_of(model, x)
+    does(clipper)
+    with pytest.raises(UserError, match=says):
+        clipper.backward(losses)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "local"])
+def test_every_way_to_clip_wants_one_loss_for_each_example(way: str) -> None:
+    clipper = WAYS[way](model := mlp())
+    clipper.prepare(1, dict)
+    x = torch.randn(3, D, dtype=torch.float64)
+    for losses in (model(x), model(x).sum(), losses_of(model, x).detach(), [1.0]):
+        with pytest.raises(UserError, match="losses"):
+            clipper.backward(losses)
+    if way != "norms":
+        with pytest.raises(UserError, match="thresholds for single examples"):
+            clipper.backward(losses_of(model, x), torch.ones(3))
+
+
+def test_norms_without_sums_are_held_in_three_ways() -> None:
+    model = mlp()
+    losses = losses_of(model, torch.randn(3, D, dtype=torch.float64))
+    with pytest.raises(UserError, match="held='gone' is not known: retained, parked, again"):
+        attach(model).measure(Roots.of_losses(losses), held="gone")
+
+
+@pytest.mark.parametrize("clipper", WAYS.values())
 def test_a_model_spread_over_devices_is_refused_by_name(clipper: Any) -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D, device="meta"))
     with pytest.raises(UserError, match=r"0\.weight lies on cpu and 1\.weight on meta.*fully_shard"):

@@ -27,6 +27,13 @@ for (B, T, d, p), dtype in itertools.product(shapes, (torch.float32, torch.bfloa
 a[0, 0, 0] = float("nan")  # one example's NaN stays its own
 for norm in (norms.ghost_norms(a, g)[0], norms.outer_norms(a, g)):
     assert norm.isnan().tolist() == [True, False, False, False]
+assert norms.trusted(torch.device("cpu"), torch.float32)
+norms.trusted.cache_clear()
+right = norms.ghost_norms
+for wrong in (lambda a, g: (2 * right(a, g)[0], right(a, g)[1]), lambda a, g: (right(a, g)[0], right(a, g)[0])):
+    norms.ghost_norms = wrong
+    assert not norms.trusted(torch.device("cpu"), torch.float32)
+    norms.trusted.cache_clear()
 print("agreed")
 """
 

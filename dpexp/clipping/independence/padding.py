@@ -37,6 +37,8 @@ MASKS = (
 )
 # of labels, what torch's losses and all of transformers leave out
 IGNORED = -100
+# what training calls the numbers of a batch's rows
+ROW_NUMBERS = "dpexp_numbers"
 # integers that are no token ids
 NO_IDS = ("position", "type", "segment", "label", "mask")
 
@@ -214,7 +216,7 @@ def _last_named(entered: dict[str, Tensor], length: int) -> int:
         and part.dtype != torch.bool
         and part.shape[1:2] != (length,)
         and "label" not in name
-        and not name.startswith("dpexp_")
+        and name != ROW_NUMBERS
     ]
     return max((int(part.max()) for part in beside if part.numel()), default=-1)
 

@@ -8,11 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
-from dpexp.clipping.distributed import LateSum, deliver
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.clipping.methods.watched import Watched
-from dpexp.clipping.reports import Report
+from dpexp.clipping.methods.watched import Sums, WatchedClipper
 from dpexp.clipping.rules import RULES, shortened
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
@@ -42,7 +39,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 buffers[name] = b
 
 
-class LocalClipper(AnyClipper):
+class LocalClipper(WatchedClipper):
     """Trains a copy of the weights on one user, and clips the update Δ = θ_local - θ as one example's gradient is clipped.
 
         p.grad += -clip(Δ_k, C_k) in every group k,   so that SGD with learning rate 1 makes θ + (Σ clip(Δ) + noise)/B of it
@@ -57,8 +54,6 @@ class LocalClipper(AnyClipper):
         groups, clip_norm, rule: as for `dpexp.clipping.attach`; ``groups="layer"`` is their per-layer clipping.
     """
 
-    _independence: Watched
-
     def __init__(
         self,
         model: nn.Module,
@@ -71,16 +66,9 @@ class LocalClipper(AnyClipper):
         clip_norm: float = 1.0,
         rule: str = "abadi",
     ):
-        refuse_unbounded(rule)
-        super().__init__(model, groups, clip_norm, rule)
+        super().__init__(model, groups, clip_norm, rule, whole=True)
         self.losses, self.epochs, self.batch_size, self.lr = losses, epochs, batch_size, lr
         self._batch: Batch | None = None
-        self._independence = Watched(model, whole=True)
-        self.notes = self._independence.notes
-
-    def detach(self) -> None:
-        """Give the model back as it was."""
-        self._independence.detach()
 
     def see(self, batch: Batch) -> Tensor:
         """Keep the batch of one user for `backward`, and return the ``[1]`` loss under the weights before local training."""
@@ -88,28 +76,19 @@ class LocalClipper(AnyClipper):
         with torch.no_grad(), buffers_kept(self.model):
             return self.losses(batch)
 
-    def backward(
-        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
-    ) -> Report:
-        """Add the clipped update of the user whose batch was seen last, with its sign turned, to ``p.grad``.
-
-        An update with a NaN or an infinity in it adds nothing.
-
-        Args:
-            losses: what `see` gave; ``[0]`` is an empty batch.
-            clip_scale: refused.
-            loss_scale: keeps fp16 gradients representable; undone before the weights move.
-
-        Raises:
-            UserError: more than one user, or one whose batch was not seen.
-        """
-        refuse_scales(clip_scale)
-        batch, self._batch = self._batch, None
-        if not len(losses):
-            deliver(None, self.params, {})
-            return Report.of(torch.zeros(len(self.groups), 0, device=self.thresholds.device), self.thresholds)
-        if len(losses) > 1 or batch is None:
+    def check_losses(self, losses: Tensor) -> None:
+        """Refuse more than one user, or one whose batch was not seen."""
+        if len(losses) > 1 or (len(losses) and self._batch is None):
             raise UserError("clip=fedavg trains on one user after the other: give it one at a time, by see()")
+
+    def clipped(self, losses: Tensor, loss_scale: float) -> tuple[Tensor, Sums]:
+        """Return the norms ``[K, 1]`` of the update of the user whose batch was seen last, and the clipped update with its sign
+        turned.
+
+        An update with a NaN or an infinity in it adds nothing. ``loss_scale`` is undone before the weights move.
+        """
+        batch, self._batch = self._batch, None
+        assert batch is not None
         before = {name: p.detach().clone() for name, p in self.params.items()}
         try:
             with buffers_kept(self.model):
@@ -120,23 +99,22 @@ class LocalClipper(AnyClipper):
             with torch.no_grad():
                 for name, p in self.params.items():
                     p.copy_(before[name])
-        return self._add(updates)
+        return self._shortened(updates)
 
-    def _add(self, updates: dict[str, Tensor]) -> Report:
+    def _shortened(self, updates: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         squares = torch.stack(
             [
                 torch.stack([updates[name].double().square().sum() for name in group.params]).sum()
                 for group in self.groups
             ]
         )
-        sums: dict[str, Tensor | LateSum] = {}
+        sums: Sums = {}
         if finite := bool(squares.isfinite().all()):
             for k, group in enumerate(self.groups):
                 factor = RULES[self.rule](squares[k], float(self.thresholds[k])) * (1 - ROUNDING)
                 sums |= {name: shortened(-updates[name], factor) for name in group.params}
-        deliver(None, self.params, sums)
         norms = squares.sqrt()[:, None]
-        return Report.of(norms if finite else torch.full_like(norms, torch.nan), self.thresholds)
+        return norms if finite else torch.full_like(norms, torch.nan), sums
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """The batches of the local epochs; each epoch has an order of its own, drawn from torch's generator."""

@@ -8,16 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.base import AnyClipper, refuse_scales, refuse_unbounded
-from dpexp.clipping.distributed import LateSum, deliver
-from dpexp.clipping.given import unwritten
-from dpexp.clipping.methods.watched import Watched
-from dpexp.clipping.reports import Report
+from dpexp.clipping.methods.watched import Sums, WatchedClipper
 from dpexp.clipping.rules import RULES, shortened
 from dpexp.clipping.tapping.roots import Roots
 
 
-class MicrobatchClipper(AnyClipper):
+class MicrobatchClipper(WatchedClipper):
     """What `Clipper` is for single examples: `backward` takes the losses of one microbatch, and adds its clipped mean gradient.
 
     Which microbatch an example is in must not depend on which others were drawn (`dpexp.training.batching.microbatches`).
@@ -34,52 +30,32 @@ class MicrobatchClipper(AnyClipper):
     """
 
     reach = 2.0
-    _independence: Watched
 
     def __init__(self, model: nn.Module, size: float, clip_norm: float = 1.0, rule: str = "abadi"):
-        refuse_unbounded(rule)
-        super().__init__(model, "flat", clip_norm, rule)
+        super().__init__(model, "flat", clip_norm, rule, whole=True)
         self.size = size
-        self._independence = Watched(model, whole=True)
-        self.notes = self._independence.notes
 
-    def backward(
-        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
-    ) -> Report:
-        """Add the clipped mean gradient of one microbatch to ``p.grad``; a NaN or infinity in it makes it zero.
+    def clipped(self, losses: Tensor, loss_scale: float) -> tuple[Tensor, Sums]:
+        """Return the norm ``[1, 1]`` of the mean gradient of one microbatch, and what is left of that gradient.
 
-        Args:
-            losses: ``[b]``, of all its examples.
-            clip_scale: refused; there are no single examples here.
-            loss_scale: undone before the norm is taken.
+        A NaN or infinity in it makes it zero.
         """
-        refuse_scales(clip_scale)
-        norms = torch.zeros(1, 0, dtype=torch.float64, device=losses.device)
-        sums: dict[str, Tensor | LateSum] = {}
-        if len(losses):
-            mean = losses.sum() * (loss_scale / self.size)
-            self._independence.begin(Roots.of_losses(mean[None]), self.params.values())
-            with unwritten(self.params):
-                found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
-            pairs = zip(self.params, found, strict=True)
-            gradients = {
-                name: g if loss_scale == 1.0 else g / loss_scale for name, g in pairs if g is not None
-            }
-            square = sum((g.double().square().sum() for g in gradients.values()), norms.new_zeros(()))
-            norms = square.sqrt().view(1, 1)
-            self._independence.check(1)
-            if bool(square.isfinite()):
-                factor = RULES[self.rule](square, float(self.thresholds))
-                sums |= {name: shortened(g, factor) for name, g in gradients.items()}
-        deliver(None, self.params, sums)
-        return Report.of(norms, self.thresholds)
+        mean = losses.sum() * (loss_scale / self.size)
+        self._independence.begin(Roots.of_losses(mean[None]), self.params.values())
+        found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
+        self._independence.check(1)
+        pairs = zip(self.params, found, strict=True)
+        gradients = {name: g if loss_scale == 1.0 else g / loss_scale for name, g in pairs if g is not None}
+        zero = torch.zeros((), dtype=torch.float64, device=losses.device)
+        square = sum((g.double().square().sum() for g in gradients.values()), zero)
+        sums: Sums = {}
+        if bool(square.isfinite()):
+            factor = RULES[self.rule](square, float(self.thresholds))
+            sums |= {name: shortened(g, factor) for name, g in gradients.items()}
+        return square.sqrt().view(1, 1), sums
 
     def finish(self, stds: dict[int, float]) -> None:
         """A sum over microbatches was divided by the number of examples: make it a mean of microbatches."""
         for p in self.params.values():
             if p.grad is not None:
                 p.grad.mul_(self.size)
-
-    def detach(self) -> None:
-        """Give the model back as it was."""
-        self._independence.detach()

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.backward import DRAWS
-from dpexp.clipping.base import AnyClipper, Rows, refuse_scales, refuse_unbounded
-from dpexp.clipping.distributed import deliver
-from dpexp.clipping.given import check_losses, unwritten
+from dpexp.clipping.base import Rows
 from dpexp.clipping.gradients.numerics import all_full_precision, states_of_chance, wide
-from dpexp.clipping.methods.watched import Watched
-from dpexp.clipping.reports import Report
+from dpexp.clipping.methods.watched import Sums, WatchedClipper
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.survey.graph import MIXED
@@ -37,7 +34,7 @@ OPAQUE = (
 )
 
 
-class ProjectedClipper(AnyClipper):
+class ProjectedClipper(WatchedClipper):
     """Clips by M_i² = (1/r)·Σ_j ⟨g_i, v_j⟩² in the place of ‖g_i‖².
 
     The inner products of all examples with one v_j come from one back-propagation through the back-propagation: with weights
@@ -59,8 +56,6 @@ class ProjectedClipper(AnyClipper):
         clip_norm, rule, rows_per_example, fixed_length: as for `dpexp.clipping.attach`.
     """
 
-    _independence: Watched
-
     def __init__(
         self,
         model: nn.Module,
@@ -71,65 +66,54 @@ class ProjectedClipper(AnyClipper):
         rows_per_example: int = 1,
         fixed_length: bool = False,
     ):
-        refuse_unbounded(rule)
-        super().__init__(model, "flat", clip_norm, rule)
+        super().__init__(
+            model, "flat", clip_norm, rule, rows_per_example=rows_per_example, fixed_length=fixed_length
+        )
         self.projections = projections
         self._seed: int | None = None
-        self._independence = Watched(model, rows_per_example, fixed_length)
-        self.notes = self._independence.notes
 
     def prepare(self, seed: int, public: Callable[[], Rows] | None = None) -> None:
         """Begin a step: its projections follow from ``seed``, which is secret and new."""
         self._seed = seed
 
-    def backward(
-        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
-    ) -> Report:
-        """As `Clipper.backward`; the norms in the report are estimates.
-
-        Raises:
-            UserError: as `Clipper.backward`; `prepare` was not called; the model cannot be differentiated twice; or the
-                gradient of an example is NaN or infinite.
-        """
-        refuse_scales(clip_scale)
-        check_losses(losses)
+    def check_losses(self, losses: Tensor) -> None:
+        """Refuse losses of no step."""
+        super().check_losses(losses)
         if self._seed is None:
             raise UserError("clip=jl draws its projections for each step: call prepare(seed) first")
-        params = tuple(self.params.values())
-        squares = torch.zeros(len(losses), device=losses.device)
-        found: tuple[Tensor | None, ...] = (None,) * len(params)
-        if len(losses):
-            roots = Roots.of_losses(losses)
-            if roots.in_16_bits:
-                raise UserError(
-                    "clip=jl lets autograd add the examples up, which this forward makes it do in 16 bits: one example could "
-                    "round the sum of all by more than C. Compute in float32 (no autocast; runtime.precision=fp32), or use "
-                    "clip=flat"
-                )
-            looked = self._independence.due
-            self._independence.begin(roots, params)
-            with (
-                unwritten(self.params),
-                torch.autocast(losses.device.type, enabled=False),
-                all_full_precision(),
-            ):
-                if looked:
-                    self._prove(losses, params)
-                before = states_of_chance(losses.device)
-                squares = self._squared_norms(losses * loss_scale) / loss_scale**2
-                if states_of_chance(losses.device) != before:
-                    raise UserError(DRAWS)
-                factors = (self._factors(squares) * loss_scale).to(losses)
-                found = torch.autograd.grad(losses, params, factors, allow_unused=True)
-            self._independence.check(len(losses))
+
+    def clipped(self, losses: Tensor, loss_scale: float) -> tuple[Tensor, Sums]:
+        """Return estimates of the norms ``[1, B]``, and the sums clipped by them.
+
+        Raises:
+            UserError: the model cannot be differentiated twice; or the gradient of an example is NaN or infinite.
+        """
+        params, roots = tuple(self.params.values()), Roots.of_losses(losses)
+        if roots.in_16_bits:
+            raise UserError(
+                "clip=jl lets autograd add the examples up, which this forward makes it do in 16 bits: one example could "
+                "round the sum of all by more than C. Compute in float32 (no autocast; runtime.precision=fp32), or use "
+                "clip=flat"
+            )
+        looked = self._independence.due
+        self._independence.begin(roots, params)
+        with torch.autocast(losses.device.type, enabled=False), all_full_precision():
+            if looked:
+                self._prove(losses, params)
+            before = states_of_chance(losses.device)
+            squares = self._squared_norms(losses * loss_scale) / loss_scale**2
+            if states_of_chance(losses.device) != before:
+                raise UserError(DRAWS)
+            factors = (self._factors(squares) * loss_scale).to(losses)
+            found = torch.autograd.grad(losses, params, factors, allow_unused=True)
+        self._independence.check(len(losses))
         if not all(bool(g.isfinite().all()) for g in found if g is not None):
             raise UserError(
                 "the gradient of an example is NaN or infinite, and clip=jl knows no gradient of a single example that it could "
                 "leave out: find the example (torch.isfinite on the inputs and losses), or use clip=flat"
             )
         pairs = zip(self.params, found, strict=True)
-        deliver(None, self.params, {name: g / loss_scale for name, g in pairs if g is not None})
-        return Report.of(squares.sqrt()[None], self.thresholds)
+        return squares.sqrt()[None], {name: g / loss_scale for name, g in pairs if g is not None}
 
     def _prove(self, losses: Tensor, params: tuple[nn.Parameter, ...]) -> None:
         """Prove that a weight on an example's loss moves its own rows of what the model returned, and gradients in proportion.
@@ -164,10 +148,6 @@ class ProjectedClipper(AnyClipper):
         factors = RULES[self.rule](squares, float(self.thresholds))
         # of an M near overflow: a factor of few bits may be rounded up by as much as it is
         return torch.where(factors < torch.finfo(torch.float32).tiny, 0.0, factors)
-
-    def detach(self) -> None:
-        """Give the model back as it was."""
-        self._independence.detach()
 
     def _squared_norms(self, losses: Tensor) -> Tensor:
         """M_i², ``[B]``, float64."""

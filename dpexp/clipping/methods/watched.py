@@ -1,13 +1,92 @@
-"""A look at the forwards of a model now and then, for the methods that do not follow its parameters."""
+"""What the methods share that let autograd form their gradients, and do not follow a model's parameters: `WatchedClipper`."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from dpexp.clipping.base import SCALES, AnyClipper
+from dpexp.clipping.distributed import LateSum, deliver
+from dpexp.clipping.given import check_losses, unwritten
+from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.independence import Independence
+from dpexp.clipping.reports import Report
+from dpexp.clipping.rules import known_rule, none
 from dpexp.clipping.tapping.dataflow import entered, rows_in, tensors_in
+from dpexp.errors import UserError
+
+Sums = dict[str, Tensor | LateSum]
+
+
+class WatchedClipper(AnyClipper):
+    """Clips what a subclass finds by autograd alone, and looks at the forwards of its model now and then.
+
+    Args:
+        model, groups, clip_norm, rule, rows_per_example, fixed_length: as for `dpexp.clipping.attach`.
+        whole: see `Watched`.
+    """
+
+    _independence: Watched
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: GroupsSpec,
+        clip_norm: float | Sequence[float],
+        rule: str,
+        *,
+        rows_per_example: int = 1,
+        fixed_length: bool = False,
+        whole: bool = False,
+    ):
+        if known_rule(rule) is none:
+            raise UserError(f"rule={rule!r} bounds nothing here: choose abadi, automatic or normalized")
+        super().__init__(model, groups, clip_norm, rule)
+        self._independence = Watched(model, rows_per_example, fixed_length, whole=whole)
+        self.notes = self._independence.notes
+
+    def backward(
+        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
+    ) -> Report:
+        """Add the clipped sum to ``p.grad``; see `clipped`.
+
+        Args:
+            losses: ``[B]``, of all examples; ``[0]`` is an empty batch.
+            clip_scale: refused.
+            loss_scale: keeps fp16 gradients representable; undone before anything is clipped.
+
+        Raises:
+            UserError: as `Clipper.backward`, before any gradient is written.
+        """
+        self._refuse_detached()
+        if clip_scale is not None:
+            raise UserError(SCALES)
+        self.check_losses(losses)
+        self._checked_thresholds()
+        norms = torch.zeros(len(self.groups), 0, dtype=torch.float64, device=self.thresholds.device)
+        sums: Sums = {}
+        if len(losses):
+            with unwritten(self.params):
+                norms, sums = self.clipped(losses, loss_scale)
+        deliver(None, self.params, sums)
+        return Report.of(norms, self.thresholds)
+
+    def check_losses(self, losses: Tensor) -> None:
+        """Refuse losses that `clipped` cannot take."""
+        check_losses(losses)
+
+    @abstractmethod
+    def clipped(self, losses: Tensor, loss_scale: float) -> tuple[Tensor, Sums]:
+        """Return norms ``[K, units]`` of what is clipped, and the clipped sums by parameter."""
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        self._independence.detach()
+        self._attached = False
 
 
 class Watched(Independence):

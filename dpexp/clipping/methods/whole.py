@@ -20,24 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping import distributed
 from dpexp.clipping.attach import Clipper
 from dpexp.clipping.backend import TapBackend
 from dpexp.clipping.backward import Step, Sums, examined
-from dpexp.clipping.base import Rows, refuse_scales
-from dpexp.clipping.given import (
-    check_losses,
-    check_same_parameters,
-    check_thresholds,
-    unwritten,
-)
+from dpexp.clipping.base import SCALES, Rows
 from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import loop_over_examples
-from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.tapping.dataflow import CUT
 from dpexp.clipping.tapping.roots import Roots
+from dpexp.errors import UserError
 
 
 class Method(ABC):
@@ -121,60 +114,58 @@ class VectorClipper(Clipper):
         """See `Method.finish`."""
         self.method.finish(stds)
 
+    @property
+    def _summed(self) -> dict[str, nn.Parameter]:
+        return self.params | self.method.extra()
+
     @torch.compiler.disable(reason=CUT)
-    def rows(self, losses: Tensor, loss_scale: float = 1.0) -> tuple[Rows, Tensor]:
-        """The per-example gradients behind losses, and ``[B]`` which examples are finite."""
-        backend, count = self._backend, len(losses)
-        assert isinstance(backend, TapBackend)
-        roots = Roots.of_losses(losses, loss_scale)
+    def rows(self, losses: Tensor) -> Rows:
+        """Return the per-example gradients behind losses."""
+        roots = Roots.of_losses(losses)
         self._independence.begin(roots, self.params.values())
-        found: Rows = {}
-        if count:
-            visit = backend.visit(roots)
-            with examined(visit, backend.setup):
-                step = RowsStep(visit, backend.setup, _no_factors, deferred=True)
-                step.measure()
-                found = step.rows
-        self._independence.check(count)
-        keep = torch.ones(count, dtype=torch.bool, device=losses.device)
+        rows, _ = self._rows(roots, 1.0)
+        self._independence.check(len(losses))
+        return rows
+
+    def _rows(self, roots: Roots, loss_scale: float) -> tuple[Rows, Tensor]:
+        """The per-example gradients behind roots, and ``[B]`` which examples are finite."""
+        backend, count = self._backend, roots.num_examples
+        assert isinstance(backend, TapBackend)
+        visit = backend.visit(roots)
+        with examined(visit, backend.setup):
+            step = RowsStep(visit, backend.setup, _no_factors, deferred=True)
+            step.measure()
+        keep = torch.ones(count, dtype=torch.bool, device=roots.device)
         rows: Rows = {}
         for name, p in self.params.items():
-            if name in found:
-                rows[name] = found.pop(name) / loss_scale if loss_scale != 1.0 else found.pop(name)
+            if name in step.rows:
+                rows[name] = step.rows.pop(name)
+                if loss_scale != 1.0:
+                    rows[name] = rows[name] / loss_scale
                 keep &= representable(rows[name])
             else:
-                rows[name] = torch.zeros(
-                    count, *p.shape, dtype=numerics.wide(losses.dtype), device=losses.device
-                )
+                dtype = numerics.wide(roots.dtype)
+                rows[name] = torch.zeros(count, *p.shape, dtype=dtype, device=roots.device)
         if not bool(keep.all()):
             rows = {name: numerics.zero_examples(value, keep) for name, value in rows.items()}
         return rows, keep
 
-    def backward(
-        self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
-    ) -> Report:
-        """As `Clipper.backward`."""
-        self._refuse_detached()
-        refuse_scales(clip_scale)
-        check_losses(losses)
-        distributed.check_reducer(self._reducing, self.params)
-        check_same_parameters(self.model, self.params, self._shards)
-        thresholds = self._thresholds.detach()
-        check_thresholds(thresholds, f"thresholds {thresholds.tolist()}")
-        with unwritten(self.params):
-            rows, keep = self.rows(losses, loss_scale)
+    def _clipped(
+        self, roots: Roots, thresholds: Tensor, scale: Tensor | None, loss_scale: float
+    ) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
+        if scale is not None:
+            raise UserError(SCALES)
+        rows, keep = self._rows(roots, loss_scale)
         rule, values = RULES[self.rule], thresholds.tolist()
 
         def factors(k: int, sq_norms: Tensor) -> Tensor:
             return torch.where(keep, rule(sq_norms, values[k]), 0.0)
 
-        with numerics.in_full(losses.device), numerics.all_full_precision():
+        with numerics.in_full(roots.device), numerics.all_full_precision():
             squares, sums = self.method.clip(rows, keep, factors)
         norms = torch.where(keep, squares.clamp(min=0).sqrt(), torch.nan)
-        params = self.params | self.method.extra()
-        delivered: Sums = {name: value.to(params[name].dtype) for name, value in sums.items()}
-        self._apart = distributed.deliver(self._reducing, params, delivered, apart=self._apart)
-        return Report.of(norms, thresholds)
+        params = self._summed
+        return norms, {name: value.to(params[name].dtype) for name, value in sums.items()}, ()
 
 
 class RowsStep(Step):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.independence.batches import Arrangement
 from dpexp.clipping.independence.look import Look
+from dpexp.clipping.independence.padding import ROW_NUMBERS
 from dpexp.clipping.independence.replay import Replay
 from dpexp.clipping.survey.layouts import due
 from dpexp.clipping.tapping.dataflow import tensors_in
@@ -24,7 +25,6 @@ from dpexp.training.watching.collating import refuse_company, refuse_mixing
 
 # examples that are looked at
 EXAMPLES = 8
-NUMBERS = "dpexp_numbers"
 
 Losses = Callable[[Any, Any], Tensor]
 
@@ -95,7 +95,7 @@ def look_at_task(task: Task, model: nn.Module, seed: int, steps: int = 1) -> str
         )
     batch = {k: v.to(here) if isinstance(v, Tensor) else v for k, v in collated.items()}
     # the numbers of the examples, by which an augmentation may go, move with their rows
-    batch[NUMBERS] = torch.arange(count, device=here)
+    batch[ROW_NUMBERS] = torch.arange(count, device=here)
     for step in dict.fromkeys([0, *filter(due, range(steps)), max(0, steps - 1)] if changing else [0]):
         note = look_at_losses(
             _augmented_losses(task, seed, step), model, batch, name, padding=task.pad_to is None
@@ -106,11 +106,11 @@ def look_at_task(task: Task, model: nn.Module, seed: int, steps: int = 1) -> str
 
 
 def _augmented_losses(task: Task, seed: int, step: int) -> Losses:
-    """What training makes of a collated batch, with its `NUMBERS`."""
+    """What training makes of a collated batch, with its `ROW_NUMBERS`."""
 
     def losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        rows = {name: part for name, part in batch.items() if name != NUMBERS}
-        return task.losses(model, task.augmented(rows, batch[NUMBERS].cpu().numpy(), seed, step))
+        rows = {name: part for name, part in batch.items() if name != ROW_NUMBERS}
+        return task.losses(model, task.augmented(rows, batch[ROW_NUMBERS].cpu().numpy(), seed, step))
 
     return losses
 
