@@ -84,3 +84,27 @@ def test_a_window_in_padding_that_gives_nan_is_named() -> None:
     ):
         step(Windowed(-torch.inf), padded, content)
     assert step(Windowed(torch.finfo(torch.float32).min), padded, content).notes == []
+
+
+class Tokens(nn.Module):
+    """Reads ids alone; the mean goes over all of them, or each position sees those before it."""
+
+    def __init__(self, causal: bool):
+        super().__init__()
+        self.causal, self.table, self.out = causal, nn.Embedding(9, D), nn.Linear(D, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.table(ids)
+        return self.out(y.cumsum(1)[:, 0] if self.causal else y.mean(1))
+
+
+def test_what_may_be_padding_is_told_where_it_changes_an_example() -> None:
+    torch.manual_seed(0)
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8], [3, 5, 0, 0, 0, 0], [1, 2, 3, 0, 0, 0], [8, 7, 6, 5, 4, 0]])
+    notes = step(Tokens(causal=False), ids).notes
+    assert len(notes) == 1
+    assert "end in the id 0, and more of it changes what an example gets" in notes[0]
+    assert step(Tokens(causal=True), ids).notes == []
+    # of one length, or not padded
+    assert step(Tokens(causal=False), ids, fixed_length=True).notes == []
+    assert step(Tokens(causal=False), ids.roll(3, 1)).notes == []

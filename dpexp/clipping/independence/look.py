@@ -97,6 +97,8 @@ class Look:
         self.comparison = Comparison(arrangement, self.bits, places)
         # of what the model returns as a list with an entry for each example, how long the longest entry is
         self._longest: int | None = None
+        # an id in which rows end, and nothing says whether it is padding, where more of it changes what an example gets
+        self.supposed: int | None = None
 
     @property
     def missed(self) -> bool:
@@ -297,13 +299,18 @@ class Look:
 
     def _padded(self) -> list[Difference]:
         plan = Padding.of(self.replay, self.rows, self.token)
-        for short, long, differs in plan.pairs(self.comparison.unequal) if plan is not None else ():
+        if plan is None:
+            return []
+        for short, long, differs in plan.pairs(self.comparison.unequal):
             try:
                 results = [self._results([batch])[0] for batch in (short(), long())]
             except Exception:
                 # longer than the model can read, or a length that it does not take
                 continue
             if any(differs(a, results[1][leaf]) for leaf, a in results[0].items()):
+                if not plan.told:
+                    self.supposed = plan.tokens
+                    return []
                 finite = all(bool(leaf.isfinite().all()) for leaf in results[1].values())
                 return [
                     Difference(

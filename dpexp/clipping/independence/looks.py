@@ -46,6 +46,11 @@ ONE_WAY = (
     "not looked at: whether the gradient of what an example gets depends on the others of its batch ({why})"
 )
 
+SUPPOSED = (
+    "rows of this batch end in the id {why}, and more of it changes what an example gets. If that is padding, an example depends "
+    "on the longest one beside it: give the model an attention mask, or its configuration a pad_token_id, and it is looked at"
+)
+
 
 @dataclass
 class Independence:
@@ -224,6 +229,9 @@ class Independence:
             self._note(NOTE, looks[0].failure if looks else NOT_ENTERED)
         elif not self.losses_seen and any(look.missed for look in looks):
             self._note(NOTE, UNSEEN)
+        for look in looks:
+            if look.supposed is not None:
+                self._note(SUPPOSED, str(look.supposed))
         for why in [look.one_way for look in looks if look.one_way]:
             self._note(ONE_WAY, why)
 

@@ -58,6 +58,7 @@ class Padding:
         left: whether padding stands in front.
         short: a row that ends in padding, where lengths say so; the others are padded with what it ends in.
         named: the last position that a whole number beside the tokens may name: where an answer ends, where a mask stands.
+        told: whether the inputs or the model say what padding is; else rows of ids end as padded ones do.
     """
 
     inputs: Inputs
@@ -69,6 +70,7 @@ class Padding:
     left: bool
     short: int | None = None
     named: int = -1
+    told: bool = True
 
     @staticmethod
     def of(replay: Replay, rows: int, token: int | float | None) -> Padding | None:
@@ -100,17 +102,24 @@ class Padding:
             return Padding(replay.inputs, names, rows, mask == kept, token, 1 - kept, left, named=named)
         # without a mask, where the batch has rows that end in padding and a row that does not
         ids = [part for name, part in found.items() if _is_ids(name, part)]
-        if mask is None and len(ids) == 1 and token is not None:
-            ends = ids[0][:, -1] == token
-            if bool(ends.any()) and not bool(ends.all()):
-                named = _last_named(entered, ids[0].shape[1])
-                return Padding(replay.inputs, names, rows, ids[0] != token, token, 0.0, False, named=named)
         if mask is not None:
             return None
+        by_ids = None
+        if len(ids) == 1 and ids[0].shape[1] > 1:
+            told = token is not None
+            token = _last_twice(ids[0]) if token is None else token
+            ends = ids[0][:, -1] == token
+            if bool(ends.any()) and not bool(ends.all()):
+                named, content = _last_named(entered, ids[0].shape[1]), ids[0] != token
+                by_ids = Padding(
+                    replay.inputs, names, rows, content, token, 0.0, False, named=named, told=told
+                )
+        if by_ids is not None and by_ids.told:
+            return by_ids
         by_lengths = Padding._by_lengths(replay.inputs, names, rows, entered)
         if by_lengths is None and value is not None:
             return Padding._by_value(replay.inputs, names, rows, entered, value)
-        return by_lengths
+        return by_lengths or by_ids
 
     @staticmethod
     def _by_lengths(
@@ -219,6 +228,12 @@ def _last_named(entered: dict[str, Tensor], length: int) -> int:
         and name != ROW_NUMBERS
     ]
     return max((int(part.max()) for part in beside if part.numel()), default=-1)
+
+
+def _last_twice(ids: Tensor) -> int:
+    """The id in which most rows end that end in one twice; -1 where none does."""
+    twice = ids[:, -1][ids[:, -1] == ids[:, -2]]
+    return int(twice.mode().values) if len(twice) else -1
 
 
 def _ends(mask: Tensor, column: int) -> float | None:
