@@ -133,7 +133,16 @@ def load(folder: Path, *, audits: bool = False) -> list[Record]:
         UserError: a file is no record, or a record that lacks something.
     """
     found = believed(folder, lambda summary: provenance_problems(summary, audits=audits))
-    return [Record(*each, folder.name) for each in found]
+    records = [Record(*each, folder.name) for each in found]
+    for record in records:
+        try:
+            # kept for whoever looks it up
+            _ = record.science
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{record.path}: a value is of another kind than a run writes ({error}): restore it from git"
+            ) from None
+    return records
 
 
 def believed(

@@ -64,6 +64,24 @@ def test_a_part_of_another_kind_is_refused_by_name(part: str, tmp_path: Path):
         records.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record["privacy"].update(epsilon="8"),
+        lambda record: record["privacy"].update(epsilon={record["privacy"].get("accountant"): "much"}),
+        lambda record: record["details"].update(config="text"),
+        lambda record: record["data"].update(rows=[1], sha256={"train": "a"}),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_with_the_name_of_the_file(damage: Any, tmp_path: Path):
+    record = summary() | {"privacy": {"accountant": "rdp", "epsilon": {"rdp": 8.0}}}
+    record["details"]["config"]["optim"] = {"steps": 3, "batch_size": 4, "epochs": None}
+    damage(record)
+    write(tmp_path, record)
+    with pytest.raises(UserError, match=r"record0\.json: a value is of another kind"):
+        records.load(tmp_path)
+
+
 def test_a_run_that_diverged_is_shown_and_is_never_the_best(tmp_path: Path):
     diverged = summary(seed=1) | {"metrics": {"accuracy": None}}
     write(
