@@ -187,6 +187,54 @@ def test_gradients_are_the_engines_while_a_batch_is_summed(tmp_path, touch, befo
         goes_on()
 
 
+def decayed(engine):
+    for parameter in engine.model.parameters():
+        # as data, which changes no version
+        parameter.data.mul_(0.9)
+
+
+def rated(engine):
+    engine._optimizer.optimizer.param_groups[0]["lr"] *= 0.9
+
+
+def there_and_back(engine):
+    kept = copy.deepcopy(engine.model.state_dict())
+    decayed(engine)
+    engine.model.load_state_dict(kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(decayed, "the weights were changed"), (rated, "lr of the optimizer")]
+)
+def test_nothing_that_moves_the_weights_goes_by_the_number_of_pieces(tmp_path, change, words):
+    """Which follows from how many examples were drawn: a decay after every piece would tell it without noise."""
+    engine = make(tmp_path)
+    loop = engine.batches(physical_batch_size=4)
+    engine.step(losses_of(engine, next(loop)))
+    change(engine)
+    losses = losses_of(engine, next(loop))
+    with pytest.raises(UserError, match=f"{words}.*in the middle of a batch"):
+        engine.step(losses)
+    assert engine.steps_taken == engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize("change", [decayed, rated])
+def test_weights_and_learning_rate_may_be_changed_between_two_steps(tmp_path, change):
+    engine = make(tmp_path)
+    for batch in engine.batches(physical_batch_size=4):
+        if engine.step(losses_of(engine, batch)):
+            change(engine)
+    assert engine.finished
+
+
+def test_other_weights_may_be_looked_at_in_the_middle_of_a_batch(tmp_path):
+    engine = make(tmp_path)
+    for batch in engine.batches(physical_batch_size=4):
+        engine.step(losses_of(engine, batch))
+        there_and_back(engine)
+    assert engine.finished
+
+
 def test_zero_grad_before_every_batch_of_one_piece_does_no_harm(tmp_path):
     engine = make(tmp_path)
     for batch in engine.batches(physical_batch_size=64):

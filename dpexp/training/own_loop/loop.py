@@ -22,7 +22,7 @@ from dpexp.training.own_loop.arguments import check_numbers
 from dpexp.training.own_loop.units import Units
 from dpexp.training.steps import Steps
 from dpexp.training.watching.collating import Collation, Read, example_axes
-from dpexp.training.watching.guards import GradientGuard, GuardedOptimizer, OneAtATime
+from dpexp.training.watching.guards import GradientGuard, GuardedOptimizer, OneAtATime, StepGuard
 from dpexp.training.watching.padded import padding_of
 from dpexp.training.watching.watch import LossWatch
 
@@ -68,6 +68,7 @@ class OwnLoop:
         self.alone = OneAtATime()
         self.closed = False
         self._gradients = GradientGuard(model)
+        self._unmoved = StepGuard(model, optimizer.optimizer)
         # a part of a TensorDataset may stand beside one that is public
         parts = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
         data = [part for part in parts if isinstance(part, Tensor)]
@@ -126,6 +127,7 @@ class OwnLoop:
         if not self.steps.sums.drawn:
             # of the first piece: all gradients are None
             self._gradients.look()
+            self._unmoved.forget()
         made = collate_fn, examples, count, batch
         self._watch.begin(batch, count, partial(example_axes, *made), partial(padding_of, *made))
         self.steps.made()
@@ -155,10 +157,15 @@ class OwnLoop:
         self.steps.check_seeds()
         self._watch.check(losses)
         self._gradients.check()
+        self._unmoved.check()
         self.optimizer.check()
         taken = self.steps.add(self.units.losses(losses))
         # not where that was cut off (Ctrl-C, out of memory): the sums may hold the batch, and once more would count it twice
         self._gradients.look()
+        if taken:
+            self._unmoved.forget()
+        else:
+            self._unmoved.look()
         self._watch.follow(taken)
         return taken
 

@@ -193,6 +193,78 @@ class GradientGuard:
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
+class StepGuard:
+    """Notices when the loop changes the weights, or a setting of the optimizer, between two pieces of one logical batch.
+
+    Which examples share a piece, and how many pieces there are, follows from who was drawn. It may show in nothing that moves
+    the weights: with a learning rate that falls after every piece, one example more would change the whole step.
+
+    Args:
+        model: what trains.
+        optimizer: of its weights.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self._weights = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = optimizer
+        self._seen: tuple[list[Tensor], dict[str, Any]] | None = None
+
+    def look(self) -> None:
+        """Keep what the pieces that follow have to find again, unless it is kept already."""
+        if self._seen is None:
+            self._seen = self._some_numbers(), self._settings()
+
+    def forget(self) -> None:
+        """Let everything be changed: no piece is added yet, or the step is taken."""
+        self._seen = None
+
+    def check(self) -> None:
+        """Raise `UserError` where something is another than at the look."""
+        if self._seen is None:
+            return
+        weights, settings = self._seen
+        now = self._settings()
+        changed = [name for name, value in now.items() if settings.get(name, value) != value]
+        if changed:
+            name = changed[0]
+            raise UserError(
+                f"{name} of the optimizer was changed from {settings[name]} to {now[name]} in the middle of a batch, and would "
+                "tell how many pieces the batch has, which is private: where a scheduler or the loop does that after every "
+                "piece, do it where engine.step(losses) returns True, or give PrivacyEngine(..., scheduler=...)"
+            )
+        if not all(
+            torch.allclose(a, b, 0, 0, equal_nan=True)
+            for a, b in zip(weights, self._some_numbers(), strict=True)
+        ):
+            raise UserError(
+                "the weights were changed in the middle of a batch (a decay by hand, load_state_dict, averaged weights that were "
+                "not taken out again): which examples meet which weights is private, and no noise is for that. Do it where "
+                "engine.step(losses) returns True"
+            )
+
+    def _some_numbers(self) -> list[Tensor]:
+        """A few of every weight, also of what was written as ``p.data``, which changes no version: a tensor for each device."""
+        taken: dict[torch.device, list[Tensor]] = {}
+        for parameter in self._weights:
+            local = getattr(parameter.detach(), "to_local", parameter.detach)()
+            if not local.is_meta and local.numel():
+                # the first place along every other axis: a view, whatever the strides
+                row = local.reshape(1) if not local.ndim else local[(0,) * (local.ndim - 1)]
+                taken.setdefault(local.device, []).append(row[:64].float())
+        return [torch.cat(rows) for rows in taken.values()]
+
+    def _settings(self) -> dict[str, Any]:
+        """What the optimizer's groups say besides their parameters."""
+        return {
+            name if number == 0 else f"{name} (group {number})": value.tolist()
+            if isinstance(value, Tensor)
+            else value
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params"
+        }
+
+
 class SeedGuard:
     """Notices when anyone but the engine seeds torch's generators between a piece and its losses, and something draws from them.
 
