@@ -12,7 +12,6 @@ CARD = "PRIVACY.md"
 
 class _Run(NamedTuple):
     folder: Path
-    data: str
     # of the parameter when the run let go of it: whoever puts other weights in its place changes it
     version: int
 
@@ -20,41 +19,35 @@ class _Run(NamedTuple):
 _runs: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def remember(parameters: Iterable[Tensor], data: str, folder: Path) -> None:
-    """Keep in mind what these parameters have learnt, for as long as they live in this process.
+def remember(parameters: Iterable[Tensor], folder: Path) -> None:
+    """Keep in mind what has trained these parameters, for as long as they live in this process.
 
     Args:
         parameters: as a run leaves them.
-        data: of `dpexp.training.identity.data_identity`.
         folder: of the run.
     """
     for parameter in parameters:
-        _runs[parameter] = _Run(folder.resolve(), data, parameter._version)
+        _runs[parameter] = _Run(folder.resolve(), parameter._version)
 
 
-def learnt_before(model: nn.Module, source: str, data: str | None, folder: Path) -> str | None:
+def learnt_before(model: nn.Module, source: str, folder: Path) -> str | None:
     """Say what another run has taught a model, in words that go with what could not be proven; None where nothing is known.
 
-    Only a run in this process that was on the same data is known, and weights that lie beside a PRIVACY.md.
+    Only a run in this process is known, and weights that lie beside a PRIVACY.md. Which rows both have seen nobody can tell from
+    their hashes: data to which rows were added have another one.
 
     Args:
         model: with the weights that a run begins with.
         source: where the weights were read from, if that is a folder.
-        data: of `dpexp.training.identity.data_identity`; None: nothing to compare.
         folder: of the run that begins: one that goes on adds up its own steps.
     """
     for parameter in model.parameters():
         run = _runs.get(parameter)
-        if (
-            run is not None
-            and run.data == data
-            and run.version == parameter._version
-            and run.folder != folder.resolve()
-        ):
+        if run is not None and run.version == parameter._version and run.folder != folder.resolve():
             return (
-                f"that this epsilon is all that the weights tell of the data: the run in {run.folder} has trained them on "
-                "the same data, and epsilon and delta of both runs add up. For a run of its own, begin with the weights "
-                "before that one; to train for longer, plan all steps in one run"
+                f"that this epsilon is all that the weights tell of the data: the run in {run.folder} has trained them before. "
+                "Of every row that is in both data sets, epsilon and delta of both runs add up. For a run of its own, begin "
+                "with the weights before that one; to train for longer, plan all steps in one run"
             )
     if source and (Path(source) / CARD).is_file():
         return (

@@ -104,7 +104,7 @@ class Learner:
         # what could not be proven, in words
         self.notes: list[str] = []
         if plan is not None:
-            self._note(learnt_before(self.model, bundle.source, None, folder))
+            self._note(learnt_before(self.model, bundle.source, folder))
         # while every process has a whole model, and may ask it as often as it likes
         self._losses_seen = plan is not None and run.task.kind in LOOKED_AT and self._look_at_losses()
         self.sharded = run.runtime.parallel == "fsdp" and ranks.several

@@ -247,9 +247,7 @@ class PrivacyEngine:
                 release=Release(self.plan, self.clipper, self.policy, self.ledger, key=key, allocation=allocation, secure=secure),
                 decisions=decisions, loss_scale=given.loss_scale, on_taken=_weakly(self._taken), ranks=ranks,
             )  # fmt: skip
-            if (
-                note := learnt_before(model, getattr(model, "name_or_path", ""), data, self.folder)
-            ) is not None:
+            if (note := learnt_before(model, getattr(model, "name_or_path", ""), self.folder)) is not None:
                 warnings.warn(f"not proven: {note}", stacklevel=2)
                 self.clipper.notes.append(note)
             self._loop = OwnLoop(
@@ -258,7 +256,7 @@ class PrivacyEngine:
                 facts=partial(facts_of, self.device, run=self._identity, code=provenance.code_hash(), engine=engine),
             )  # fmt: skip
             self._open.callback(self._loop.close)
-            self._open.callback(self._remember, self._steps.parameters, self.ledger, data, self.folder)
+            self._open.callback(self._remember, self._steps.parameters, self.ledger, self.folder)
             if ranks.once((self.folder / "checkpoint" / "latest.json").exists):
                 self.load()
             else:
@@ -516,10 +514,10 @@ class PrivacyEngine:
             self._held.enter_context(state.exclusive(self.folder))
 
     @staticmethod
-    def _remember(parameters: Sequence[Tensor], ledger: Ledger, data: str, folder: Path) -> None:
+    def _remember(parameters: Sequence[Tensor], ledger: Ledger, folder: Path) -> None:
         """Nothing here keeps the engine alive, which closes itself when it is dropped."""
         if ledger.steps_charged:
-            remember(parameters, data, folder)
+            remember(parameters, folder)
 
     def _take_folder(self, noise_seed: int | None) -> Keys:
         self._held.enter_context(state.exclusive(self.folder))
