@@ -37,6 +37,13 @@ def imported(setting: str, path: str | None) -> Any:
     return getattr(found, name)
 
 
+def file_of(path: str | None) -> Path | None:
+    """The file in which ``module:name`` or ``file.py:name`` stands; None where nothing is named, or it lies elsewhere."""
+    module, _, name = (path or "").rpartition(":")
+    file = Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")
+    return file if name and file.is_file() else None
+
+
 @functools.cache
 def _of_file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)

@@ -18,6 +18,7 @@ from dpexp.config import hydra_entry, run_folder, signature, to_dict
 from dpexp.config.sweeps import Result, in_multirun
 from dpexp.durable import flattened, write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError
+from dpexp.importing import file_of
 from dpexp.models import ModelBundle, build_model, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.caveats import noise_that_follows, pointless
@@ -366,6 +367,13 @@ def report_finished(
             console.print(
                 f"note: {file} was written after this run had begun, and the model knows what it held before. To train on it "
                 f"as it is, change the seed or move {folder} away",
+                markup=False,
+            )
+    for code in (run.clip.rule, run.model.factory, run.task.factory) if run else ():
+        if (mine := file_of(code)) and newer(mine, folder / "config.yaml"):
+            console.print(
+                f"note: {mine} was written after this run had begun, and this result is of what {code} was before. To train with "
+                f"it as it is, change the seed or move {folder} away",
                 markup=False,
             )
 

@@ -18,7 +18,7 @@ from dpexp.config import compose, run_folder, to_dict
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import decode
-from dpexp.schemas import DataConfig, RunConfig
+from dpexp.schemas import ClipConfig, DataConfig, ModelConfig, RunConfig, TaskConfig
 from dpexp.train import report_finished, train
 from dpexp.training import release
 from dpexp.training.loop import Trainer
@@ -110,6 +110,28 @@ def test_asking_for_a_finished_run_says_whether_its_data_were_written_since(fini
         os.utime(data, (time, time))
         report_finished(summary, folder, console, asked)
         assert ("mine.csv was written after this run had begun" in console.export_text()) == said
+
+
+@pytest.mark.parametrize("named", ["mine.py:small", "mine:small"])
+def test_asking_for_a_finished_run_says_whether_code_of_ones_own_was_written_since(
+    finished, tmp_path, monkeypatch, named
+):
+    """Who compares two rules by editing one file would get the result of the first for both."""
+    summary, folder, _ = finished
+    monkeypatch.chdir(tmp_path)
+    (code := tmp_path / "mine.py").write_text("")
+    console = Console(record=True, width=400)
+    begun = (folder / "config.yaml").stat().st_mtime
+    asked = [
+        RunConfig(clip=ClipConfig(rule=named)),
+        RunConfig(model=ModelConfig(factory=named)),
+        RunConfig(task=TaskConfig(factory=named)),
+    ]
+    for time, said in ((begun - 60, 0), (begun + 60, 3)):
+        os.utime(code, (time, time))
+        for run in asked:
+            report_finished(summary, folder.resolve(), console, run)
+        assert console.export_text().count(f"this result is of what {named} was before") == said
 
 
 def test_asking_for_a_finished_run_says_where_its_data_lay(finished):
