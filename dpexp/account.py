@@ -320,13 +320,16 @@ def _check_groups(arguments: AccountArguments) -> None:
 
 
 @hydra_entry("account", AccountArguments)
-def main(arguments: AccountArguments) -> None:
+def main(arguments: AccountArguments) -> dict[str, Any]:
     """Compute one of ε, noise multiplier and number of steps from the other two, and print ε of every accountant.
 
-    Nothing is written.
+    Returns:
+        What the table of a multirun shows.
     """
     result = account(arguments)
     print_out(json.dumps(result) if arguments.format == "json" else as_text(result))
+    bounds = {f"ε {name}": result["epsilon"][name] for name in _BOUNDS}
+    return {"σ": result["noise_multiplier"], "steps": result["steps"], **bounds}
 
 
 if __name__ == "__main__":

@@ -244,3 +244,14 @@ def test_how_long_a_budget_lasts(name):
     assert text in as_text(result)
     # one step spends more
     assert account(arguments(noise_multiplier=0.1, target_epsilon=2.0, steps=None))["steps"] == 0
+
+
+def test_a_grid_shows_what_each_of_its_jobs_found(tmp_path):
+    done = called("dpexp.account", "noise_multiplier=1,2", *PUBLISHED[1:], "-m", cwd=tmp_path)
+    assert done.returncode == 0
+    (lines,) = (tmp_path / "runs" / "multirun").glob("*/jobs.jsonl")
+    ended = [job["metrics"] for job in map(json.loads, lines.read_text().splitlines()) if job["metrics"]]
+    assert [job["σ"] for job in ended] == [1, 2]
+    alone = account(arguments(noise_multiplier=2.0, sample_rate=0.0243, steps=410, delta=1.2e-5))
+    assert ended[1]["ε pld"] == alone["epsilon"]["pld"]
+    assert f"{alone['epsilon']['pld']:.4g}" in done.stdout.split("2 jobs, 0 failed")[1]
