@@ -81,6 +81,9 @@ def privacy_block(
     adaptive = plan.quantile_budget > 0
     # of a course that a search chose, only the filter's budget is guaranteed
     fixed = () if plan.moves else events
+    planned = _planned(plan, charged)
+    # whoever looks at several results may have stopped each of them by how good it was
+    whole = (plan.event(),) if planned and plan.budgets is None else fixed
     return {
         "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
         "delta": plan.delta,
@@ -106,11 +109,11 @@ def privacy_block(
         ],
         "trials": run.trials,
         "trials_law": run.trials_law,
-        "epsilon_with_tuning": _with_tuning(fixed, plan.delta, run.trials, run.trials_law),
+        "epsilon_with_tuning": _with_tuning(whole, plan.delta, run.trials, run.trials_law),
         **({"individual": individual_block(plan.budgets, by_budget)} if plan.budgets is not None else {}),
         **({"unit": plan.unit} if plan.unit != "example" else {}),
         **({"filtered": True} if plan.moves else {}),
-        **({"planned": planned} if (planned := _planned(plan, charged)) else {}),
+        **({"planned": planned} if planned else {}),
     }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
+from dpexp.privacy.tuning import tuned_epsilons
 from dpexp.training.watching.collating import padding_token
 from tests.training.own_loop import (
     adam_of,
@@ -122,6 +123,21 @@ def test_a_card_of_a_run_that_was_cut_short_names_the_whole_plan(tmp_path):
     assert f"that of the whole plan: ε = {planned:.4f}" in card
     train(engine).write_card(tmp_path / "whole")
     assert "planned steps" not in (tmp_path / "whole/PRIVACY.md").read_text()
+
+
+def test_the_card_prices_the_choice_among_declared_trials_by_the_whole_plan(tmp_path):
+    """That of each trial, whether it was left early or not; and the number may be told when the run is finished."""
+    train(make(tmp_path / "run", trials=5), steps=1).write_card(tmp_path / "early")
+    train(make(tmp_path / "run")).write_card(tmp_path / "alone")
+    engine = make(tmp_path / "run", trials=5)
+    assert engine.finished
+    engine.write_card(tmp_path / "chosen")
+    five = tuned_epsilons(engine.plan.event(), engine.plan.delta, 5)["rdp"]
+    assert five > engine.epsilon()
+    row = f"| ε with the choice among 5 trials, by RDP | {five:.4f} |"
+    assert row in (tmp_path / "early/PRIVACY.md").read_text()
+    assert row in (tmp_path / "chosen/PRIVACY.md").read_text()
+    assert "with the choice" not in (tmp_path / "alone/PRIVACY.md").read_text()
 
 
 @pytest.mark.parametrize("fixed", [True, False])

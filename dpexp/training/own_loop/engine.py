@@ -114,6 +114,8 @@ class PrivacyEngine:
         fixed_length: the promise, which is checked, that all batches of sequences are padded to one length; for models to which
             padding is not nothing (`dpexp.clipping.attach`).
         checkpoint_every: steps between checkpoints; 0: none besides the first and the last.
+        trials: from how many runs on the same data, this one included, it was chosen; PRIVACY.md then holds the ε of the choice
+            too. It may be given when the run is finished: the same script writes the card anew.
         secure: the exact form of the noise, some hundred times slower (`dpexp.privacy.noise`).
         data_name: name and version of the data, where it cannot be hashed; see `dpexp.training.identity.data_identity`.
         noise_seed: for tests; the guarantee then holds only while it is secret.
@@ -152,6 +154,7 @@ class PrivacyEngine:
         users: Sequence[Hashable] | None = None,
         fixed_length: bool = False,
         checkpoint_every: int = 100,
+        trials: int = 1,
         secure: bool = False,
         data_name: str | None = None,
         noise_seed: int | None = None,
@@ -159,7 +162,8 @@ class PrivacyEngine:
         given = Numbers(
             batch_size=batch_size, epochs=epochs, steps=steps, epsilon=epsilon, noise_multiplier=noise_multiplier,
             clip_norm=clip_norm, target_quantile=target_quantile, quantile_budget=quantile_budget, quantile_lr=quantile_lr,
-            loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, noise_seed=noise_seed,
+            loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, trials=trials,
+            noise_seed=noise_seed,
         )  # fmt: skip
         check_flags(fixed_length=fixed_length, secure=secure)
         self.folder = checked_folder(folder)
@@ -201,6 +205,7 @@ class PrivacyEngine:
             ),
             privacy=PrivacyConfig(noise_seed=given.noise_seed, release="strict", secure=secure),
             unit=self._units.config,
+            trials=given.trials,
         )
         self._optimizer = GuardedOptimizer(optimizer, scheduler, model)
         self._open = ExitStack()
