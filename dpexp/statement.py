@@ -198,6 +198,10 @@ def privacy_notes(
             f"N, delta and the sampling rate are those of users; a step takes at most {run.unit.rows} rows of a user, and clips "
             "what they give together"
         )
+    else:
+        notes.append(
+            "somebody who gave several examples is protected less: with k of them by k times epsilon, at a larger delta"
+        )
     if plan.sampling == "poisson":
         notes.append("batches are drawn by Poisson sampling, as the accountants assume")
     notes += caveats(plan)

@@ -109,6 +109,7 @@ def test_the_card_says_what_is_guaranteed(tmp_path):
     card = (tmp_path / "model/PRIVACY.md").read_text()
     assert f"({engine.epsilon():.4f}, 0.001)-differential privacy" in card
     assert "fixed seed" in card
+    assert "somebody who gave several examples is protected less" in card
     assert json.loads((tmp_path / "run/run.json").read_text())["data"] not in card
 
 
