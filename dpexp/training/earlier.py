@@ -30,7 +30,7 @@ def remember(parameters: Iterable[Tensor], folder: Path) -> None:
         _runs[parameter] = _Run(folder.resolve(), parameter._version)
 
 
-def learnt_before(model: nn.Module, source: str, folder: Path) -> str | None:
+def learnt_before(model: nn.Module, source: str, folder: Path | None) -> str | None:
     """Say what another run has taught a model, in words that go with what could not be proven; None where nothing is known.
 
     Only a run in this process is known, and weights that lie beside a PRIVACY.md. Which rows both have seen nobody can tell from
@@ -39,11 +39,12 @@ def learnt_before(model: nn.Module, source: str, folder: Path) -> str | None:
     Args:
         model: with the weights that a run begins with.
         source: where the weights were read from, if that is a folder.
-        folder: of the run that begins: one that goes on adds up its own steps.
+        folder: of a run that goes on, which adds up its own steps; None: it begins, also where a folder was deleted.
     """
+    goes_on = None if folder is None else folder.resolve()
     for parameter in model.parameters():
         run = _runs.get(parameter)
-        if run is not None and run.version == parameter._version and run.folder != folder.resolve():
+        if run is not None and run.version == parameter._version and run.folder != goes_on:
             return (
                 f"that this epsilon is all that the weights tell of the data: the run in {run.folder} has trained them before. "
                 "Of every row that is in both data sets, epsilon and delta of both runs add up. For a run of its own, begin "

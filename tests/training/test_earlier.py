@@ -1,5 +1,6 @@
 """A second run on a model that has learnt from the same rows: its own ε is not all that the weights tell of them."""
 
+import shutil
 import warnings
 
 import pytest
@@ -51,6 +52,15 @@ def test_a_run_on_more_or_fewer_rows_is_told_too(tmp_path, trained):
     engine.close()
     assert len(told) == 1
     assert str(tmp_path / "first") in told[0]
+
+
+def test_a_run_whose_folder_was_deleted_still_has_taught_its_model(tmp_path, trained):
+    """As where a cell of a notebook begins anew: the ledger is gone, and the weights are not."""
+    model, _ = trained
+    shutil.rmtree(tmp_path / "first")
+    engine, told = second(tmp_path / "first", model)
+    engine.close()
+    assert len(told) == 1
 
 
 def test_what_adds_nothing_to_the_first_run_is_not_told(tmp_path, trained):

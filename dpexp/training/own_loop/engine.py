@@ -252,7 +252,8 @@ class PrivacyEngine:
                 release=Release(self.plan, self.clipper, self.policy, self.ledger, key=key, allocation=allocation, secure=secure),
                 decisions=decisions, loss_scale=given.loss_scale, on_taken=_weakly(self._taken), ranks=ranks,
             )  # fmt: skip
-            if (note := learnt_before(model, getattr(model, "name_or_path", ""), self.folder)) is not None:
+            goes_on = self.folder if self.ledger.steps_charged else None
+            if (note := learnt_before(model, getattr(model, "name_or_path", ""), goes_on)) is not None:
                 warnings.warn(f"not proven: {note}", stacklevel=2)
                 self.clipper.notes.append(note)
             self._loop = OwnLoop(
