@@ -165,6 +165,9 @@ def code_changes(summary: dict[str, Any]) -> str | None:
         return None
     if then.get("commit") != now["commit"]:
         return f"the code has changed since: it ran at commit {_short(then)}, this is {_short(now)}"
+    if now["commit"] is None:
+        # a wheel knows of none
+        return "the code has changed since"
     return f"the code has changed since, at the same commit ({_short(now)})"
 
 

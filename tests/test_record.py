@@ -313,6 +313,10 @@ def test_changed_code_is_noticed(monkeypatch):
     assert "at the same commit" in provenance.code_changes(finished)
     monkeypatch.setenv("DPEXP_COMMIT", "b" * 40)
     assert "aaaaaaaaaa, this is bbbbbbbbbb" in provenance.code_changes(finished)
+    # both from a wheel
+    monkeypatch.setattr(provenance, "git_state", lambda: {"commit": None, "dirty": None})
+    finished["git"] = {"commit": None, "dirty": None}
+    assert provenance.code_changes(finished) == "the code has changed since"
 
 
 def test_only_a_finished_summary_counts(tmp_path):
