@@ -80,7 +80,7 @@ def test_what_is_left_of_opacus_is_said(tmp_path):
     [
         (
             {"num_workers": 4},
-            r"^num_workers= is no argument of engine.batches \(choices: collate_fn, physical_batch_size",
+            r"^num_workers= is no argument of engine.batches: the engine reads the examples",
         ),
         (
             {"batch_size": 16},
@@ -107,6 +107,10 @@ def test_arguments_of_a_data_loader_are_refused_in_one_sentence(tmp_path, given,
         ),
         (lambda model: {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         (lambda model: {"optimizer": SharpnessAware(model.parameters(), lr=0.1)}, "SharpnessAware asks for"),
+        (
+            lambda model: {"sampler": object()},
+            "sampler= is no argument of PrivacyEngine: the engine reads the examples",
+        ),
         (lambda model: {"max_grad_norm": 1.0}, "max_grad_norm= is called clip_norm= here"),
         (lambda model: {"target_epsilon": 1.0}, "target_epsilon= is called epsilon= here"),
         (lambda model: {"clip_nrom": 1.0}, "clip_nrom= is no argument .* did you mean clip_norm"),

@@ -60,6 +60,15 @@ ELSEWHERE = {
     "max_physical_batch_size": "physical_batch_size",
 }
 """What other libraries call an argument."""
+OF_A_LOADER = (
+    "sampler",
+    "batch_sampler",
+    "shuffle",
+    "drop_last",
+    "num_workers",
+    "poisson_sampling",
+)
+"""What a loader is given, and has no counterpart."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -81,6 +90,11 @@ def named(function: Callable[P, T]) -> Callable[P, T]:
         for name in kwargs:
             if name in ELSEWHERE:
                 raise UserError(f"{name}= is called {ELSEWHERE[name]}= here (docs/from_opacus.md)")
+            if name in OF_A_LOADER:
+                raise UserError(
+                    f"{name}= is no argument of {called}: the engine reads the examples and draws Poisson samples itself, as the "
+                    "guarantee asks. Rare examples may have larger weights in the loss, by public counts"
+                )
             if name not in known:
                 raise UserError(f"{name}= is no argument of {called}{did_you_mean(name, known)}")
         try:
