@@ -246,11 +246,13 @@ class StepGuard:
         """A few of every weight, also of what was written as ``p.data``, which changes no version: a tensor for each device."""
         taken: dict[torch.device, list[Tensor]] = {}
         for parameter in self._weights:
-            local = getattr(parameter.detach(), "to_local", parameter.detach)()
+            local = parameter.detach()
+            if hasattr(local, "to_local"):
+                local = local.to_local()
             if not local.is_meta and local.numel():
                 # the first place along every other axis: a view, whatever the strides
-                row = local.reshape(1) if not local.ndim else local[(0,) * (local.ndim - 1)]
-                taken.setdefault(local.device, []).append(row[:64].float())
+                row = local[(0,) * (local.ndim - 1) + (slice(64),)] if local.ndim else local[None]
+                taken.setdefault(local.device, []).append(row)
         return [torch.cat(rows) for rows in taken.values()]
 
     def _settings(self) -> dict[str, Any]:
