@@ -96,6 +96,8 @@ TIMES = {
     "throughput": "examples per second, of the expected batch (outside of the guarantee: keep it to yourself)"
 }
 WITHHELD = (*PRIVATE, *TIMES)
+# names of lines that find room among these
+MOST_WITHIN = 6
 
 
 def _figures(runs: list[OwnRun], out: Path) -> Iterator[tuple[str, str]]:
@@ -110,7 +112,7 @@ def _figures(runs: list[OwnRun], out: Path) -> Iterator[tuple[str, str]]:
         if not series:
             continue
         log = name in ("thresholds", "norms")
-        picture = draw(partial(_plot, series, log), png=out / f"{name}.png")
+        picture = draw(partial(_plot, series, log), size=size_for(len(series)), png=out / f"{name}.png")
         (out / f"{name}.svg").write_text(picture, encoding="utf-8")
         yield (
             name,
@@ -118,8 +120,16 @@ def _figures(runs: list[OwnRun], out: Path) -> Iterator[tuple[str, str]]:
         )
 
 
+def size_for(count: int) -> tuple[float, float]:
+    """Inches for so many lines: their names stand beside them where they are many, and below each other."""
+    return (5.0, 3.6) if count <= MOST_WITHIN else (10.0, max(3.6, 0.18 * count + 0.3))
+
+
 def _plot(series: list[tuple[str, list[float], list[float]]], log: bool, axes: Any) -> None:
     lines(axes[0], series)
+    if len(series) > MOST_WITHIN:
+        axes[0].get_legend().remove()
+        axes[0].figure.legend(loc="outside right upper")
     axes[0].set_xlabel("step")
     if log:
         axes[0].set_yscale("log")

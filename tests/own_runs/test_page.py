@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
-from dpexp.own_runs.page import WITHHELD, main
+from dpexp.own_runs.page import MOST_WITHIN, WITHHELD, _plot, main, size_for
 from dpexp.own_runs.reading import read
 from dpexp.privacy.ledger import Ledger
 from dpexp.report import main as report
+from dpexp.reproduce.drawing import draw
 
 STEPS, DELTA, EVENT = 5, 1e-5, PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
 
@@ -45,6 +48,30 @@ def test_epsilon_is_that_of_the_ledger(tmp_path: Path) -> None:
     expected = Ledger(folder / "ledger.jsonl", b"k" * 32).epsilons(DELTA)
     assert {name: values[-1] for name, values in found.items()} == pytest.approx(expected)
     assert all(values == sorted(values) for values in found.values())
+
+
+@pytest.mark.parametrize("count", [2, 30])
+def test_the_names_of_many_runs_do_not_cover_their_lines(count: int) -> None:
+    series = [
+        (f"mnist/0123456789/seed{number} dev accuracy", [1.0, 2.0], [0.5, 0.6]) for number in range(count)
+    ]
+    kept: list[Any] = []
+
+    def plot(axes: Any) -> None:
+        _plot(series, False, axes)
+        kept.append(axes[0])
+
+    with warnings.catch_warnings():
+        # where the names leave no room for axes
+        warnings.simplefilter("error")
+        draw(plot, size=size_for(count))
+    (axis,) = kept
+    if count > MOST_WITHIN:
+        (names,) = axis.figure.legends
+        assert names.get_window_extent().x0 >= axis.get_window_extent().x1
+        assert names.get_window_extent().y0 >= 0
+    else:
+        assert axis.get_legend() is not None
 
 
 def test_a_run_is_a_page_with_its_pictures(tmp_path: Path) -> None:
