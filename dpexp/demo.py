@@ -83,7 +83,8 @@ def comparison_table(summaries: dict[str, dict[str, Any]]) -> Table:
         "examples/s",
         "seconds per step",
         "peak memory MiB",
-        title="the same steps, engine by engine",
+        title="the same steps, one engine after the other",
+        caption="what else the machine did meanwhile shows: dpexp bench lets them take turns",
     )
     for engine, summary in summaries.items():
         numbers = summary["performance"]
