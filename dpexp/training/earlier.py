@@ -1,40 +1,42 @@
 """What a model has learnt from private data before a run: the run's own ε says nothing of that."""
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+
+from dpexp.training.watching.guards import few_numbers
 
 CARD = "PRIVACY.md"
 
-
-class _Run(NamedTuple):
-    folder: Path
-    # of the parameter when the run let go of it: whoever puts other weights in its place changes it
-    version: int
+# a digest of weights -> folder of the run that left them
+_runs: dict[bytes, Path] = {}
 
 
-_runs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+def digests_of(weights: Iterable[Tensor]) -> set[bytes]:
+    """Return a digest of a few numbers of each weight: copies have the same."""
+    rows = (row.cpu().contiguous() for row in map(few_numbers, weights) if row is not None)
+    return {hashlib.blake2b(row.view(torch.uint8).numpy().tobytes()).digest() for row in rows}
 
 
-def remember(parameters: Iterable[Tensor], folder: Path) -> None:
-    """Keep in mind what has trained these parameters, for as long as they live in this process.
+def remember(weights: Iterable[Tensor], before: Collection[bytes], folder: Path) -> None:
+    """Keep in mind, for as long as this process lives, which run has left these weights.
 
     Args:
-        parameters: as a run leaves them.
+        weights: as a run leaves them.
+        before: digests of weights as it found them: what it did not change says nothing of it.
         folder: of the run.
     """
-    for parameter in parameters:
-        _runs[parameter] = _Run(folder.resolve(), parameter._version)
+    _runs.update(dict.fromkeys(digests_of(weights).difference(before), folder.resolve()))
 
 
 def learnt_before(model: nn.Module, source: str, folder: Path | None) -> str | None:
     """Say what another run has taught a model, in words that go with what could not be proven; None where nothing is known.
 
-    Only a run in this process is known, and weights that lie beside a PRIVACY.md. Which rows both have seen nobody can tell from
-    their hashes: data to which rows were added have another one.
+    Only a run in this process is known, whatever model its weights are in now, and weights that lie beside a PRIVACY.md. Which
+    rows both have seen nobody can tell from their hashes: data to which rows were added have another one.
 
     Args:
         model: with the weights that a run begins with.
@@ -42,11 +44,11 @@ def learnt_before(model: nn.Module, source: str, folder: Path | None) -> str | N
         folder: of a run that goes on, which adds up its own steps; None: it begins, also where a folder was deleted.
     """
     goes_on = None if folder is None else folder.resolve()
-    for parameter in model.parameters():
-        run = _runs.get(parameter)
-        if run is not None and run.version == parameter._version and run.folder != goes_on:
+    for digest in digests_of(model.parameters()):
+        run = _runs.get(digest)
+        if run not in (None, goes_on):
             return (
-                f"that this epsilon is all that the weights tell of the data: the run in {run.folder} has trained them before. "
+                f"that this epsilon is all that the weights tell of the data: the run in {run} has trained them before. "
                 "Of every row that is in both data sets, epsilon and delta of both runs add up. For a run of its own, begin "
                 "with the weights before that one; to train for longer, plan all steps in one run"
             )

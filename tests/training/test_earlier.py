@@ -1,5 +1,6 @@
 """A second run on a model that has learnt from the same rows: its own ε is not all that the weights tell of them."""
 
+import copy
 import shutil
 import warnings
 
@@ -61,6 +62,30 @@ def test_a_run_whose_folder_was_deleted_still_has_taught_its_model(tmp_path, tra
     engine, told = second(tmp_path / "first", model)
     engine.close()
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "file"])
+def test_trained_weights_in_another_model_are_known(tmp_path, trained, copied):
+    model, _ = trained
+    if copied == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        other = network()
+        other.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    engine, told = second(tmp_path / "second", other)
+    engine.close()
+    assert len(told) == 1
+    assert str(tmp_path / "first") in told[0]
+
+
+def test_weights_that_a_run_did_not_change_say_nothing_of_it(tmp_path):
+    model = network()
+    with make(tmp_path / "first", model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0)) as engine:
+        train(engine)
+    engine, told = second(tmp_path / "second", model)
+    engine.close()
+    assert not told
 
 
 def test_what_adds_nothing_to_the_first_run_is_not_told(tmp_path, trained):

@@ -193,6 +193,17 @@ class GradientGuard:
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
+def few_numbers(weight: Tensor) -> Tensor | None:
+    """Return at most 64 numbers of what this process has of a weight, as a view; None where it has none."""
+    local = weight.detach()
+    if hasattr(local, "to_local"):
+        local = local.to_local()
+    if local.is_meta or not local.numel():
+        return None
+    # the first place along every other axis, whatever the strides
+    return local[(0,) * (local.ndim - 1) + (slice(64),)] if local.ndim else local[None]
+
+
 class StepGuard:
     """Notices when the loop changes the weights, or a setting of the optimizer, between two pieces of one logical batch.
 
@@ -245,14 +256,9 @@ class StepGuard:
     def _some_numbers(self) -> list[Tensor]:
         """A few of every weight, also of what was written as ``p.data``, which changes no version: a tensor for each device."""
         taken: dict[torch.device, list[Tensor]] = {}
-        for parameter in self._weights:
-            local = parameter.detach()
-            if hasattr(local, "to_local"):
-                local = local.to_local()
-            if not local.is_meta and local.numel():
-                # the first place along every other axis: a view, whatever the strides
-                row = local[(0,) * (local.ndim - 1) + (slice(64),)] if local.ndim else local[None]
-                taken.setdefault(local.device, []).append(row)
+        for row in map(few_numbers, self._weights):
+            if row is not None:
+                taken.setdefault(row.device, []).append(row)
         return [torch.cat(rows) for rows in taken.values()]
 
     def _settings(self) -> dict[str, Any]:
