@@ -186,7 +186,9 @@ class Clipper(AnyClipper):
             self._independence.check(roots.num_examples)
             report = self._report(sq, thresholds, scale, loss_scale)
             shards = self._shards if roots.num_examples else None
-            self._apart = distributed.deliver(self._reducing, self.params, sums, shards, self._apart)
+            self._apart = distributed.deliver(
+                self._reducing, self.params, sums, shards, self._apart, self.setting
+            )
             return replace(report, input_gradients=arrived)
 
     def _together(self, roots: Roots) -> Any:
@@ -194,7 +196,7 @@ class Clipper(AnyClipper):
         if self._shards is None:
             return nullcontext()
         curious = self._independence.due or self._backend.curious(roots)
-        return self._shards.backward(self._shards.together(curious, roots.num_examples))
+        return self._shards.backward(self._shards.together(curious, roots.num_examples, self.setting))
 
     @torch.compiler.disable(reason=CUT)
     def measure(
@@ -227,7 +229,9 @@ class Clipper(AnyClipper):
 
         def finish(sq_norms: Tensor) -> Report:
             sq, sums = step.finish(sq_norms * loss_scale**2)
-            self._apart = distributed.deliver(self._reducing, self.params, sums, apart=self._apart)
+            self._apart = distributed.deliver(
+                self._reducing, self.params, sums, apart=self._apart, setting=self.setting
+            )
             return self._report(sq, thresholds, scale, loss_scale)
 
         return Measured(step.parked_bytes, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)

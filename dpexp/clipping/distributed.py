@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients import PerExampleGradient, numerics
-from dpexp.clipping.sharding import Shards
+from dpexp.clipping.sharding import Shards, refuse_settings
 from dpexp.errors import UserError
+from dpexp.parallel.ranks import said_who_is_gone
 from dpexp.torch_versions import gradient_dtype
 
 # of torch's own communication hooks all but one round, compress or leave ranks out
@@ -138,6 +139,7 @@ def deliver(
     sums: dict[str, Tensor | LateSum],
     shards: Shards | None = None,
     apart: bool = False,
+    setting: int = 0,
 ) -> bool:
     """``p.grad += sum``; a parameter without a sum gets zeros, because it is noised like every other.
 
@@ -147,11 +149,21 @@ def deliver(
 
     Args:
         apart: whether ``p.grad`` holds such a part already, from passes before.
+        setting: of the clipper (`AnyClipper.setting`), which must be that of all ranks.
 
     Returns:
         Whether it does now.
+
+    Raises:
+        UserError: ranks clip otherwise, or one has ended.
     """
-    with numerics.in_full(next(iter(params.values())).device):
+    device = next(iter(params.values())).device
+    with numerics.in_full(device), said_who_is_gone():
+        if reducer is not None and reducer.require_backward_grad_sync:
+            said = torch.tensor([setting, -setting], dtype=torch.int32, device=device)
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=reducer.process_group)
+            most, least = said.tolist()
+            refuse_settings(most != -least)
         return _deliver(reducer, params, sums, shards, apart)
 
 

@@ -173,7 +173,9 @@ class VectorClipper(Clipper):
         norms = torch.where(keep, squares.clamp(min=0).sqrt(), torch.nan)
         params = self.params | self.method.extra()
         delivered: Sums = {name: value.to(params[name].dtype) for name, value in sums.items()}
-        self._apart = distributed.deliver(self._reducing, params, delivered, apart=self._apart)
+        self._apart = distributed.deliver(
+            self._reducing, params, delivered, apart=self._apart, setting=self.setting
+        )
         return Report.of(norms, thresholds)
 
 
