@@ -30,6 +30,7 @@ from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
 from dpexp.clipping.rules import RULES, known_rule
+from dpexp.clipping.sharding import Shards
 from dpexp.clipping.tapping.dataflow import CUT, entered, rows_in
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import SITE
@@ -183,7 +184,7 @@ class Clipper(AnyClipper):
             self._entered = False
             self._independence.check(roots.num_examples)
             shards = self._shards if roots.num_examples else None
-            self._apart = distributed.deliver(self._reducing, self._summed, sums, shards, self._apart)
+            self._deliver(sums, shards)
             return replace(Report.of(norms, thresholds, scale), input_gradients=arrived)
 
     def _clipped(
@@ -199,12 +200,17 @@ class Clipper(AnyClipper):
         """What gets a sum."""
         return self.params
 
+    def _deliver(self, sums: Sums, shards: Shards | None = None) -> None:
+        if self._reducing is not None:
+            distributed.refuse_settings_apart(self._reducing, self.setting)
+        self._apart = distributed.deliver(self._reducing, self._summed, sums, shards, self._apart)
+
     def _together(self, roots: Roots) -> Any:
         """What is around a backward pass that several ranks make together, each on shards of the parameters."""
         if self._shards is None:
             return nullcontext()
         curious = self._independence.due or self._backend.curious(roots)
-        return self._shards.backward(self._shards.together(curious, roots.num_examples))
+        return self._shards.backward(self._shards.together(curious, roots.num_examples, self.setting))
 
     @torch.compiler.disable(reason=CUT)
     def measure(
@@ -241,7 +247,7 @@ class Clipper(AnyClipper):
 
         def finish(sq_norms: Tensor) -> Report:
             sq, sums = step.finish(sq_norms * loss_scale**2)
-            self._apart = distributed.deliver(self._reducing, self.params, sums, apart=self._apart)
+            self._deliver(sums)
             return Report.of(_norms(sq, loss_scale), thresholds, scale)
 
         return Measured(step.parked_bytes, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,13 @@ class AnyClipper(ABC):
         if self.rule == "none":
             return math.inf
         return self.reach * self.max_clip_scale * float(self._thresholds.double().norm())
+
+    @property
+    def setting(self) -> int:
+        """A number of 31 bits that two ranks have in common where they clip in the same way, to the same thresholds."""
+        groups = [(group.name, list(group.params)) for group in self.groups]
+        said = (groups, self.rule, self.max_clip_scale, self._thresholds.tolist())
+        return zlib.crc32(repr(said).encode()) >> 1
 
     @abstractmethod
     def backward(

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients import PerExampleGradient, numerics
-from dpexp.clipping.sharding import Shards
+from dpexp.clipping.sharding import Shards, refuse_settings
 from dpexp.errors import UserError
+from dpexp.parallel.ranks import said_who_is_gone
 from dpexp.torch_versions import gradient_dtype
 
 # of torch's own communication hooks all but one round, compress or leave ranks out
@@ -132,6 +133,26 @@ def pass_by(reducer: DistributedDataParallel) -> None:
         reducer.module = module
 
 
+def refuse_settings_apart(reducer: DistributedDataParallel, setting: int) -> None:
+    """Refuse to add up the sums of ranks that clip otherwise, where they are about to be.
+
+    Args:
+        reducer: of the ranks.
+        setting: of this rank's clipper (`AnyClipper.setting`).
+
+    Raises:
+        UserError: they do, or one has ended.
+    """
+    if not reducer.require_backward_grad_sync:
+        return
+    device = next(reducer.module.parameters()).device
+    said = torch.tensor([setting, -setting], dtype=torch.int32, device=device)
+    with said_who_is_gone():
+        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=reducer.process_group)
+    most, least = said.tolist()
+    refuse_settings(most != -least)
+
+
 def deliver(
     reducer: DistributedDataParallel | None,
     params: dict[str, nn.Parameter],
@@ -150,8 +171,12 @@ def deliver(
 
     Returns:
         Whether it does now.
+
+    Raises:
+        UserError: a rank has ended.
     """
-    with numerics.in_full(next(iter(params.values())).device):
+    device = next(iter(params.values())).device
+    with numerics.in_full(device), said_who_is_gone():
         return _deliver(reducer, params, sums, shards, apart)
 
 

@@ -6,13 +6,17 @@ as it does without privacy. Its reduction waits until the clipped sums are there
 parameters, and FSDP adds them up over ranks, each rank keeping its shards. Where all sums of a sharded module are there when
 its back-propagation ends (per-layer and per-block clipping), that is the moment, as without privacy; else the end of all.
 
-Gathering takes all ranks at once, so all of them must go through a graph equally often. That holds for what is known. Whatever
-proves something goes through it as often as it likes: where any rank is about to, all of them keep the model whole for this
-backward pass. These are the first steps, and the 16th, 64th, 256th.
+Gathering takes all ranks at once, so all of them must go through a graph equally often, and through its modules in one order:
+gloo and NCCL pair what comes next, and would make one module of parts of two. Ranks tell each other the order before a backward
+pass, and in the first passes each module before it is gathered, because who gathers one more waits for ever.
+
+All this holds for what is known. Whatever proves something goes through a graph as often as it likes: where any rank is about to,
+all of them keep the model whole for this backward pass. These are the first steps, and the 16th, 64th, 256th.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,12 +28,18 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import _get_registry
 
 from dpexp.errors import UserError
+from dpexp.parallel.ranks import said_who_is_gone
 from dpexp.torch_versions import check_fully_shard
 
 # settings of FSDP's groups of parameters that hold for a clipped pass alone
 OF_A_PASS = (
     "post_forward_mesh_info", "reshard_after_backward", "gradient_divide_factor", "force_sum_reduction_for_comms",
 )  # fmt: skip
+
+# what a rank says that gathers no module, but begins its backward pass
+BACKWARD = -1
+# passes in which ranks say which module comes next
+WATCHED_PASSES = 3
 
 WAY_OUT = "shard the plain module with torch.distributed.fsdp.fully_shard (blocks first, then the whole model), then attach"
 
@@ -127,9 +137,18 @@ class Shards:
         mesh: Any = next(iter(trained.values()))
         self.mesh = mesh.device_mesh
         self.root.set_manual_backward_finalization(True)
+        # the modules that were gathered for forwards since the last pass
+        self.way: list[int] = []
+        self.passes = 0
+        self.hooks = [
+            module.register_forward_pre_hook(partial(self._enters, number), prepend=True)
+            for number, module in enumerate(self.modules)
+        ]
 
     def release(self) -> None:
         """Let FSDP reduce gradients by itself again."""
+        for hook in self.hooks:
+            hook.remove()
         # not in the middle of a pass that was refused: to end it would take all ranks
         with suppress(RuntimeError):
             self.root.set_manual_backward_finalization(False)
@@ -152,24 +171,57 @@ class Shards:
         theirs = any(whole.untyped_storage().data_ptr() == memory for whole in self.wholes())
         return tensor.detach().clone() if theirs else tensor
 
-    def together(self, flag: bool, examples: int) -> bool:
+    @torch.compiler.disable
+    def _enters(self, number: int, module: Any, _: Any) -> None:
+        """Write down that a module is gathered for its forward."""
+        if any(group.is_sharded for group in module._get_fsdp_state()._fsdp_param_groups):
+            self.way.append(number)
+            self._meet(number)
+
+    def _meet(self, place: int) -> None:
+        """In the first passes, tell the other ranks what comes next here."""
+        if self.passes < WATCHED_PASSES:
+            most, least = self._most([place, -place])
+            self._refuse_ways(most != -least)
+
+    def _refuse_ways(self, apart: bool) -> None:
+        if apart:
+            raise UserError(
+                "ranks do not run the same modules in the same order, and under fully_shard each is gathered by all ranks at "
+                "once: run every module that is sharded by itself on every rank in every forward (an expert to which no example "
+                "is sent, a layer that is dropped, a forward that one rank makes alone), or shard only the module around it, or "
+                "take DistributedDataParallel"
+            )
+
+    def _most(self, numbers: list[int]) -> list[int]:
+        """Return the largest of each number on any rank."""
+        device = "cpu" if self.mesh.device_type == "cpu" else self.mesh.device_type
+        said = torch.tensor(numbers, dtype=torch.int32, device=device)
+        with said_who_is_gone():
+            for dim in range(self.mesh.ndim):
+                dist.all_reduce(said, dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
+        return said.tolist()
+
+    def together(self, flag: bool, examples: int, setting: int) -> bool:
         """Tell whether the flag is set on any rank.
 
         Raises:
-            UserError: some ranks have examples and others none: FSDP needs all of them in every forward.
+            UserError: some ranks have examples and others none, where FSDP needs all of them in every forward; or they went
+                other ways through the model, or clip by another `setting`.
         """
-        device = "cpu" if self.mesh.device_type == "cpu" else self.mesh.device_type
+        self._meet(BACKWARD)
+        way, self.way, self.passes = zlib.crc32(str(self.way).encode()) >> 1, [], self.passes + 1
         late = [not seen for seen in self.in_time]
-        said = torch.tensor([flag, examples > 0, examples == 0, *late], dtype=torch.int32, device=device)
-        for dim in range(self.mesh.ndim):
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
-        anywhere, some, none, *late = said.tolist()
-        self.agreed = [not flag for flag in late]
+        numbers = [flag, examples > 0, examples == 0, setting, -setting, way, -way, *late]
+        anywhere, some, none, setting, other, way, another, *missed = self._most(numbers)
+        self.agreed = [not flag for flag in missed]
         if some and none:
             raise UserError(
                 "a rank has an empty batch and another one has not, and under fully_shard all must go through the model equally "
                 "often: give an empty rank an example with clip_scale=0 (dpexp.PrivacyEngine does so)"
             )
+        self._refuse_ways(way != -another)
+        refuse_settings(setting != -other)
         return bool(anywhere)
 
     @contextmanager
@@ -261,6 +313,20 @@ class Shards:
         for parameter in params.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def refuse_settings(apart: bool) -> None:
+    """Refuse to add up sums of ranks that clip otherwise.
+
+    Raises:
+        UserError: they do.
+    """
+    if apart:
+        raise UserError(
+            "clippers of several ranks differ in their thresholds, groups, rule or max_clip_scale, and noise fits one of them "
+            "alone: attach with the same on all ranks, and compute new thresholds from numbers that all have (counts that are "
+            "added up over ranks)"
+        )
 
 
 def refuse_narrow_reduction(name: str, policy: Any) -> None:

@@ -31,8 +31,8 @@ def test_clipping_by_layer_or_device_sends_nothing_more(rows):
         assert sent["ddp", method] == {"sums": 2 * 4 * parameters}
     plain = sent["fsdp", "nonprivate"]
     for method in ("layer", "flat"):
-        # one number for each module that is sharded, and three for all
-        assert sent["fsdp", method] == plain | {"messages": 2 * 4 * (groups + 3)}
+        # one number for each module that is sharded, and seven for all
+        assert sent["fsdp", method] == plain | {"messages": 2 * 4 * (groups + 7)}
     plain = sent["pipeline", "nonprivate"]
     assert plain["activations"] == plain["gradients"] > 0
     assert sent["pipeline", "device"] == plain

@@ -273,3 +273,75 @@ def test_who_waits_for_a_process_that_has_ended_is_told_so(tmp_path: Path) -> No
     waited, gone = run_ranks(2, tmp_path / "ranks", left_alone, tmp_path / "run")
     assert "another process of this run has ended" in waited
     assert gone == "gone"
+
+
+class Experts(nn.Module):
+    """Sends whole examples to one of two layers, and leaves out a layer that gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, chosen = torch.zeros_like(x), (x[:, 0] > 0).long()
+        for number, expert in enumerate(self.inner):
+            rows = (chosen == number).nonzero().squeeze(1)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return self.head(out)
+
+
+def one_clips_otherwise(ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], number: int) -> None:
+    """Passes of which one has other thresholds on rank 1."""
+    model = wrap(made(CASE))
+    clipper = attach(model, clip_norm=0.5, groups="layer")
+    for turn in range(number + 1):
+        if ranks.rank and turn == number:
+            clipper.thresholds = 2 * clipper.thresholds
+        clipper.backward(losses(CASE, model, list(dataset("mlp")[[0, 1, 2]])))
+
+
+def routed(ranks: Ranks, columns: tuple[tuple[float, ...], ...]) -> None:
+    """A pass in which the first columns of a rank's examples choose their experts."""
+    x = torch.randn(len(columns[ranks.rank]), 10)
+    x[:, 0] = torch.tensor(columns[ranks.rank])
+    torch.manual_seed(0)
+    model = shard(Experts())
+    attach(model).backward(
+        nn.functional.cross_entropy(model(x), torch.zeros(len(x)).long(), reduction="none")
+    )
+
+
+def sums_that_do_not_fit(ranks: Ranks, sharded: bool) -> dict[str, str]:
+    if not sharded:
+        return {"thresholds": told_by(lambda: one_clips_otherwise(ranks, DistributedDataParallel, 2))}
+    return {
+        "thresholds": told_by(lambda: one_clips_otherwise(ranks, shard, 0))
+        + told_by(lambda: one_clips_otherwise(ranks, shard, 5)),
+        # as many experts on both ranks, of which torch would make one of two halves; and one more on rank 0
+        "the same modules in the same order": told_by(lambda: routed(ranks, ((1.0, 1.0), (-1.0, -1.0))))
+        + told_by(lambda: routed(ranks, ((1.0, -1.0), (1.0, 1.0)))),
+    }
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=needs_torch(2, 15))])
+def test_sums_of_ranks_that_clip_otherwise_or_run_other_modules_are_not_added(
+    tmp_path: Path, sharded: bool
+) -> None:
+    for told in run_ranks(2, tmp_path, sums_that_do_not_fit, sharded):
+        for words, text in told.items():
+            assert words in text
+
+
+def ended(ranks: Ranks, wrap: Callable[[nn.Module], nn.Module]) -> str:
+    model = wrap(made(CASE))
+    clipper = attach(model, clip_norm=0.5)
+    batch = list(dataset("mlp")[[0, 1, 2]])
+    found = losses(CASE, model, batch)
+    return told_by(lambda: clipper.backward(found)) if ranks.writes else "gone"
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, pytest.param(shard, marks=needs_torch(2, 15))])
+def test_a_clipper_says_that_another_rank_has_ended(tmp_path: Path, wrap: Any) -> None:
+    assert "another process of this run has ended" in run_ranks(2, tmp_path, ended, wrap)[0]

@@ -197,6 +197,19 @@ def test_an_engine_of_ones_own_loop_takes_users(tmp_path: Path):
         engine(tmp_path / "two", NAMES[1:])
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_inputs_and_targets_of_two_users_are_no_list_of_what_each_has(tmp_path: Path, size: int):
+    data, model = [(x, y) for x, y in TinyTask().train], plain_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with PrivacyEngine(
+        model, optimizer, data, folder=tmp_path / "run", users=NAMES, rows_per_example=2, batch_size=6, steps=3,
+        noise_multiplier=1.0, delta=1e-3,
+    ) as engine:  # fmt: skip
+        for x, y in engine.batches(physical_batch_size=size):
+            engine.step(nn.functional.cross_entropy(model(x), y, reduction="none"))
+        assert engine.steps_taken == 3
+
+
 @pytest.mark.parametrize(
     ("order", "refused"), [(lambda row: -float(row[0][0]), True), (lambda row: 0, False)]
 )

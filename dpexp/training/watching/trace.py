@@ -7,7 +7,7 @@ The model's own forward is left out, into which the clipper looks. What is writt
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -142,7 +142,7 @@ class Trace(TorchFunctionMode):
         self._open = ExitStack()
         self._have_rows(tensors_in(batch))
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
-        self.known.listed.update(dict(_entries(batch, examples)))
+        self.known.listed.update(dict(_entries(batch, examples, self.sizes.times)))
         # of what else a batch may hold, nobody sees what is read
         self.used = not self._batch or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         for tensor in tensors_in(batch):
@@ -384,18 +384,22 @@ class Trace(TorchFunctionMode):
         self.tape.forget()
 
 
-def _entries(batch: Any, examples: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield the tensors of lists with an entry for each example, as long as it likes, and whose they are."""
+def _entries(batch: Any, examples: int, times: Collection[int]) -> Iterator[tuple[Tensor, int]]:
+    """Yield the tensors of lists with an entry for each example, as long as it likes, and whose they are.
+
+    Inputs and targets are two tensors, too: of as many rows as two examples have, one or several `times` each.
+    """
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if not isinstance(batch, list | tuple):
         return
     tensors = [part for part in batch if isinstance(part, Tensor)]
-    if len(tensors) == len(batch) == examples and any(t.shape[:1] != (examples,) for t in tensors):
+    rows = [(examples * number,) for number in times]
+    if len(tensors) == len(batch) == examples and any(t.shape[:1] not in rows for t in tensors):
         yield from zip(tensors, range(examples), strict=True)
     else:
         for part in batch:
-            yield from _entries(part, examples)
+            yield from _entries(part, examples, times)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
