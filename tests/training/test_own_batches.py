@@ -623,6 +623,32 @@ def test_values_of_a_batch_that_are_written_to_the_model_are_refused(tmp_path, h
     assert engine.ledger.steps_charged == 0
 
 
+@pytest.mark.parametrize("mixed", [True, False])
+def test_what_the_loop_hangs_on_the_model_enters_it(tmp_path, mixed):
+    """A plain attribute, no buffer; of one example alone it may be."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.shift = network(), None
+
+        def forward(self, x):
+            return self.body(x) - self.shift
+
+    engine = make(tmp_path, Shifted())
+
+    def losses(engine, batch):
+        engine.model.shift = batch[0].mean(0)[:1] if mixed else batch[0].mean(1, keepdim=True)
+        return losses_of(engine, batch)
+
+    if mixed:
+        with pytest.raises(UserError, match="the loop gives the model"):
+            train(engine, losses=losses)
+        assert engine.ledger.steps_charged == 0
+    else:
+        assert train(engine, losses=losses).finished
+
+
 @pytest.mark.parametrize("number", [Tensor.item, float, lambda mean: 1 / mean.item()])
 def test_numbers_that_are_made_of_a_batch_are_refused_in_its_losses(tmp_path, number):
     engine = make(tmp_path)

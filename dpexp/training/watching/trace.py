@@ -191,7 +191,9 @@ class Trace(TorchFunctionMode):
         """Note what the loop has made of its batch, or kept of an earlier one, and gives to the model."""
         if self._inside > 1:
             return
-        entering = list(tensors_in((args, kwargs)))
+        # what the loop has made of the batch and hung on the model enters it, too
+        hung = [t for module in self.model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
+        entering = [*tensors_in((args, kwargs)), *(t for t in hung if t in self.tape.numbers)]
         self.used |= any(tensor in self._batch for tensor in entering)
         self._invented += [
             t.grad_fn for t in entering if t.grad_fn is not None and t not in self.known.private
