@@ -368,6 +368,8 @@ class Clipper(AnyClipper):
                 self._entered = True
                 self._independence.enter(args, kwargs, rows_in(shapes, first))
                 check_same_parameters(self.model, self.params, self._shards)
+            else:
+                self._independence.pass_by(args, kwargs, rows_in(shapes, first))
         self._backend.enter(inputs, shapes, first, looking)
 
     @torch.compiler.disable(reason=CUT)

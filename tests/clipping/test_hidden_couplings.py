@@ -146,6 +146,32 @@ def test_a_scale_of_the_batch_that_a_norm_all_but_removes_is_seen(dtype: torch.d
             attach(model).backward((model(torch.randint(7, (4, 2))) - 0.3).square().flatten(1).sum(1))
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_a_forward_without_gradients_leaves_behind_is_seen(keeps: bool, evaluated: bool) -> None:
+    """A scale of a batch that is found first; or targets, one for each example, which are harmless."""
+
+    def scaled(model: Any, h: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            model.scale = h.std(0) if keeps else 2.0
+        return h / model.scale
+
+    model = Net(scaled)
+    clipper = attach(model)
+    batch = x()
+    model.train(not evaluated)
+    with torch.no_grad():
+        targets = model(0.9 * batch)
+    model.train()
+    losses = (model(batch) - targets).square().sum(1)
+    if keeps:
+        with pytest.raises(UserError, match="mixes examples"):
+            clipper.backward(losses)
+    else:
+        clipper.backward(losses)
+        assert not clipper.notes
+
+
 @dataclass(slots=True)
 class Slots:
     first: Tensor | None = None

@@ -513,6 +513,26 @@ def test_a_batch_in_which_an_example_stands_twice_is_refused(tmp_path, take):
     assert engine.ledger.steps_charged == 0
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda x: x[:1].expand_as(x),
+        lambda x: torch.where((torch.arange(len(x)) % 2 == 0)[:, None], x, x.roll(1, 0)),
+        lambda x: torch.where(torch.rand(len(x), 1) < 0.5, x, x[torch.randperm(len(x))]),
+    ],
+)
+def test_a_row_in_the_place_of_another_is_a_row_twice(tmp_path, rows):
+    """Each loss is of one example, and no index says so."""
+    engine = make(tmp_path)
+
+    def losses(engine, batch):
+        return engine.model(rows(batch[0])).square().sum(1)
+
+    with pytest.raises(UserError, match="some stand twice"):
+        train(engine, losses=losses)
+    assert engine.ledger.steps_charged == 0
+
+
 def test_what_belongs_to_examples_may_be_as_many_as_they_are(tmp_path):
     """Mentions in texts, boxes in pictures: of some two, of others none."""
     engine, alike = make(tmp_path), []
@@ -601,6 +621,32 @@ def test_values_of_a_batch_that_are_written_to_the_model_are_refused(tmp_path, h
     with pytest.raises(UserError, match=refusal), torch.no_grad():
         train(engine, losses=torch.enable_grad()(losses_of), after=write)
     assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_what_the_loop_hangs_on_the_model_enters_it(tmp_path, mixed):
+    """A plain attribute, no buffer; of one example alone it may be."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.shift = network(), None
+
+        def forward(self, x):
+            return self.body(x) - self.shift
+
+    engine = make(tmp_path, Shifted())
+
+    def losses(engine, batch):
+        engine.model.shift = batch[0].mean(0)[:1] if mixed else batch[0].mean(1, keepdim=True)
+        return losses_of(engine, batch)
+
+    if mixed:
+        with pytest.raises(UserError, match="the loop gives the model"):
+            train(engine, losses=losses)
+        assert engine.ledger.steps_charged == 0
+    else:
+        assert train(engine, losses=losses).finished
 
 
 @pytest.mark.parametrize("number", [Tensor.item, float, lambda mean: 1 / mean.item()])

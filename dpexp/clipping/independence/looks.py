@@ -24,7 +24,7 @@ from dpexp.clipping.independence.chance import BETWEEN, OTHERS, Chance
 from dpexp.clipping.independence.comparison import Places, places_of
 from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
-from dpexp.clipping.independence.replay import Replay
+from dpexp.clipping.independence.replay import Earlier, Replay
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
@@ -88,6 +88,8 @@ class Independence:
     looking: bool = False
     waiting: deque[Replay] = field(default_factory=deque)
     running: Replay | None = None
+    # the last forward without gradients since the last backward pass
+    passed: Earlier | None = None
     lengths: dict[str, int] = field(default_factory=dict)
     # what is around a way back of a look
     silence: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -99,7 +101,9 @@ class Independence:
     def __deepcopy__(self, memo: dict[int, Any]) -> Independence:
         """Look at a copied model alone; forwards that wait for their backward stay with the original."""
         memo[id(self)] = twin = object.__new__(type(self))
-        vars(twin).update(copy.deepcopy({**vars(self), "waiting": deque(), "running": None}, memo))
+        vars(twin).update(
+            copy.deepcopy({**vars(self), "waiting": deque(), "running": None, "passed": None}, memo)
+        )
         return twin
 
     @property
@@ -126,7 +130,14 @@ class Independence:
         self.mode = hash(training)
         self.running = Replay(self.model, args, kwargs) if self.due else None
         if self.running is not None:
+            if self.passed is not None and self.passed.rows == rows:
+                self.running.earlier = self.passed
             self._keep(self.running)
+
+    def pass_by(self, args: tuple, kwargs: dict, rows: int) -> None:
+        """The model's forward begins without gradients: what it keeps, the next one may use."""
+        if not self.looking and self.running is None and self.due:
+            self.passed = Earlier(self.model, args, kwargs, rows)
 
     def _keep(self, replay: Replay) -> None:
         """Let a forward wait for its backward, and give up one that is like another where there are too many."""
@@ -199,7 +210,7 @@ class Independence:
         # fewer rows than examples, whichever forward they are in: some of them are of several
         in_parts = len(replays) > 1 and self.entered >= num_examples * self.rows_per_example
         self.waiting.clear()
-        self.entered = 0
+        self.entered, self.passed = 0, None
         if not num_examples:
             return
         self.backwards += 1
@@ -254,6 +265,8 @@ class Independence:
                 refused[arrangement] = error
                 continue
             if look.compared:
+                if (both := replay.with_earlier()) is not None:
+                    self._look_at(both, arrangement, None)
                 return look
         # of what an example alone has, or each as many as it has, nobody knows whether it is rows
         if usual in refused or (num_examples > 1 and len(refused) > 1):

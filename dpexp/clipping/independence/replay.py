@@ -34,6 +34,8 @@ from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
 # every module has these; children and buffers are treated by name, and parameters are never copied
 COMMON = frozenset(nn.Module().__dict__) - {"training"}
 NO_STATE = (type, FunctionType, MethodType, ModuleType, torch.Generator)
+# the keyword under which what entered an earlier forward stands beside what enters this one
+EARLIER = "_dpexp_earlier"
 # about how large the outputs of a layer are that had weights of zero, beside its inputs
 GATE = 0.1
 
@@ -69,6 +71,8 @@ class Replay:
         # what is around a way back, in which checkpointed parts are computed again
         self.silence: Callable[[], AbstractContextManager[None]] = nullcontext
         self.chance = Chance()
+        # a forward without gradients that came before it, and may have left something for it
+        self.earlier: Earlier | None = None
         # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
         self.drew = self.by_chance = False
         kinds = {"cpu", self._device.type}
@@ -80,6 +84,14 @@ class Replay:
     def in_autocast(self) -> bool:
         """Whether the forward ran in 16 bits."""
         return bool(self._autocast)
+
+    def with_earlier(self) -> Replay | None:
+        """Return what repeats the earlier forward, then this one, with the same examples in both; None where there was none."""
+        if self.earlier is None:
+            return None
+        both, (args, kwargs) = copy(self), self.inputs
+        both.inputs = args, kwargs | {EARLIER: self.earlier.inputs}
+        return both
 
     @contextmanager
     def begun(self, autocast: bool) -> Iterator[None]:
@@ -96,7 +108,8 @@ class Replay:
             inside.enter_context(torch.random.fork_rng(indices))
             # the rounding of products hides what a replay looks for, or looks like it
             inside.enter_context(all_full_precision())
-            inside.enter_context(self._state.installed())
+            earlier = self.earlier if EARLIER in self.inputs[1] else None
+            inside.enter_context((self._state if earlier is None else earlier.state).installed())
             inside.callback(self._restore, self.written())
             inside.enter_context(self._opened())
             if self._sharded:
@@ -189,12 +202,26 @@ class Replay:
         before = random.getstate(), _place_of_numpy()
         args, kwargs = changed(inputs, copied)
         # other ranks may not look now
+        earlier = kwargs.pop(EARLIER, None)
         with silent(reducers_in(self.model)), WithoutChance(self.chance) as chance:
+            if earlier is not None and self.earlier is not None:
+                self.earlier.state.switch()
+                with torch.no_grad():
+                    self.model(*earlier[0], **earlier[1])
+                self._state.switch()
             result = self.model(*args, **kwargs)
         moved = before != (random.getstate(), _place_of_numpy())
         self.drew |= moved or chance.drew
         self.by_chance |= moved or (chance.drew and self.chance.seed is not None)
         return result
+
+
+class Earlier:
+    """A forward without gradients, of so many rows, as it was entered."""
+
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict, rows: int):
+        self.inputs: Inputs = changed((args, kwargs), copied)
+        self.state, self.rows = State(model), rows
 
 
 def kind_of(model: nn.Module, inputs: Inputs) -> Hashable:
@@ -249,6 +276,11 @@ class State:
             if module not in self._saved:
                 self._saved[module] = self._copy.everything(module)
                 waiting += self._copy.modules()
+
+    def switch(self) -> None:
+        """Set the modes that modules had: training, names, flags."""
+        for module, saved in self._saved.items():
+            module.__dict__.update({k: v for k, v in saved.items() if isinstance(v, bool | str)})
 
     @contextmanager
     def installed(self) -> Iterator[None]:

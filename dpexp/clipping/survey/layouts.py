@@ -84,9 +84,11 @@ def due(number: int) -> bool:
     return number > 4 and number.bit_count() == 1 and number.bit_length() % 2 == 1
 
 
-def fixed_order(num_examples: int) -> Tensor:
-    """Return ``[B]`` a random order, always the same, in which neighbours, mirror images and other regular partners are apart."""
-    return torch.randperm(num_examples, generator=torch.Generator().manual_seed(20221201), device="cpu")
+def fixed_order(num_examples: int, turn: int = 0) -> Tensor:
+    """Return ``[B]`` a random order, the same for a turn, in which neighbours, mirror images and other partners are apart."""
+    return torch.randperm(
+        num_examples, generator=torch.Generator().manual_seed(20221201 + turn), device="cpu"
+    )
 
 
 def weights(num_examples: int, digit: int = 0) -> Tensor:

@@ -75,7 +75,7 @@ class Redone:
 
     def __init__(self, trace: Trace, split: int):
         self.trace, self.tape, self.examples = trace, trace.tape, trace.examples
-        order = fixed_order(self.examples).tolist()
+        order = fixed_order(self.examples, trace.turn).tolist()
         cut = (self.examples + 1) // 2
         self._first = split == 0
         self._halves = [order[:cut], order[cut:]] if self._first else [order[::2], order[1::2]]
@@ -165,6 +165,10 @@ class Redone:
         if mixed:
             raise Mixture(MIXED.format(where=self.tape.table))
         if not by_chance:
+            for (lost, *_), kept in zip(changed, self._halves, strict=True):
+                # an example that stands in the place of another has the losses of both
+                if int(lost.sum()) > (self.examples - len(kept)) * (len(lost) // self.examples):
+                    raise Mixture(REPEATED)
             self._refuse_shared(number, whole[0])
         if self._first:
             self._feel_padding(number, whole[0])

@@ -65,9 +65,9 @@ UNUSED = (
     "makes of it is not seen: call one of torch's own functions on it too"
 )
 REPEATED = (
-    "the loop takes rows of its batch by an index in which some stand twice (a bootstrap, classes made equally frequent): their "
-    "examples have two losses each, and move the clipped sum by twice the threshold. Leave it out: in a Poisson sample every "
-    "example stands once"
+    "the loop takes rows of its batch so that some stand twice (a bootstrap, classes made equally frequent, a row in place "
+    "of another): their examples have two losses each, and move the clipped sum by twice the threshold. Leave it out: in a "
+    "Poisson sample every example stands once"
 )
 
 SCALED = (
@@ -91,6 +91,7 @@ class Trace(TorchFunctionMode):
         data: the tensors that the rows of the data set stand in, where it has some.
         padding: see `padded.padding_of`.
         fractions: of the batch before, see `Sizes`.
+        turn: number of the batch; each is cut in other halves, as what is even in one of them is not in all.
 
     Attributes:
         felt: the lengths to which rows are padded whose padding changes the losses.
@@ -117,11 +118,12 @@ class Trace(TorchFunctionMode):
         data: Iterable[Tensor] = (),
         padding: Padding | None = None,
         fractions: Sequence[float] = (),
+        turn: int = 0,
     ):
         super().__init__()
         self.padding = padding or {}
         self.felt: set[int] = set()
-        self.model, self.examples = model, examples
+        self.model, self.examples, self.turn = model, examples, turn
         # which dimensions may be the batch
         self.rows = Places(examples, rows_per_example, WeakIdKeyDictionary() if axes is None else axes)
         self.sizes = Sizes(examples, rows_per_example, fractions)
@@ -189,7 +191,9 @@ class Trace(TorchFunctionMode):
         """Note what the loop has made of its batch, or kept of an earlier one, and gives to the model."""
         if self._inside > 1:
             return
-        entering = list(tensors_in((args, kwargs)))
+        # what the loop has made of the batch and hung on the model enters it, too
+        hung = [t for module in self.model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
+        entering = [*tensors_in((args, kwargs)), *(t for t in hung if t in self.tape.numbers)]
         self.used |= any(tensor in self._batch for tensor in entering)
         self._invented += [
             t.grad_fn for t in entering if t.grad_fn is not None and t not in self.known.private

@@ -110,6 +110,7 @@ class LossWatch:
                 self.data,
                 padding(),
                 fractions,
+                self._batches,
             )
             self._before = self._trace.known.private
             self._trace.begin()
