@@ -701,3 +701,38 @@ def test_what_is_proven_of_time_first_is_proven_once(monkeypatch: pytest.MonkeyP
         clipper.backward(model(x=torch.randn(*((5, 7) if first else (7, 5)), D)).square().sum(1))
         assert step < 2 or len(visits) == 1
     assert not any(method.startswith("one back-propagation") for method in clipper.choices.values())
+
+
+class Returns(nn.Module):
+    """Returns its rows beside something else, without a gradient."""
+
+    def __init__(self, what: Any):
+        super().__init__()
+        self.what, self.layer = what, nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        y = self.layer(x)
+        return y, self.what(self, y.detach())
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (lambda _, y: y.mean(0), True),
+        (lambda _, y: y.amax(), True),
+        (lambda _, y: [y, y.sum((0, 1), keepdim=True)], True),
+        (lambda _, y: y.argmax(1), False),
+        (lambda _, y: y + 1, False),
+        (lambda model, _: model.layer.weight.detach().norm(), False),
+        (lambda _, y: len(y), False),
+    ],
+)
+def test_what_is_returned_of_the_whole_batch_without_a_gradient_is_told(what: Any, told: bool) -> None:
+    """The losses may be held against it, and nothing but the loop's own lines shows that to a clipper."""
+    torch.manual_seed(0)
+    model = Returns(what)
+    clipper = attach(model)
+    y, _ = model(torch.randn(6, D))
+    clipper.backward(y.square().sum(1))
+    assert any("goes by the whole batch: the losses may not use it" in note for note in clipper.notes) == told
+    assert len(clipper.notes) == told

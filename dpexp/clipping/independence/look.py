@@ -105,6 +105,15 @@ class Look:
         """Whether the losses use something of the forward that was not compared."""
         return self.compared and (self.replay.used_else or not self.replay.used <= self.seen)
 
+    @property
+    def whole(self) -> bool:
+        """Whether it returns something of the batch as a whole, without a gradient, that losses would be constant in."""
+        return (
+            self.compared
+            and LIST not in self.once
+            and not self.once.keys() <= self.seen | self.replay.ends.keys()
+        )
+
     def run(self, padding: bool) -> None:
         """Look, with more padding too if asked for.
 

@@ -39,6 +39,10 @@ PATIENCE, ALONE = 16, 4
 # batches that stand for all where there are many choices to look at: halves, and halves replaced
 FEW = 4
 UNSEEN = "the losses use something that the attached model's forward does not return, or returns without a row for each example"
+WHOLE = (
+    "the attached model's forward returns, without a gradient, something that has no row for each example and goes by the whole "
+    "batch: the losses may not use it"
+)
 MANY = f"more than {KINDS} forwards that differ wait for one backward"
 NOT_ENTERED = "the attached model's own forward was not called, or inside one compiled graph"
 NOTE = "not looked at: whether examples influence each other through values that have no gradient ({why})"
@@ -240,6 +244,8 @@ class Independence:
             self._note(NOTE, looks[0].failure if looks else NOT_ENTERED)
         elif not self.losses_seen and any(look.missed for look in looks):
             self._note(NOTE, UNSEEN)
+        elif not self.losses_seen and any(look.whole for look in looks):
+            self._note(NOTE, WHOLE)
         for look in looks:
             if look.supposed is not None:
                 self._note(SUPPOSED, str(look.supposed))
