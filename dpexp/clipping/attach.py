@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from dpexp.clipping import distributed
 from dpexp.clipping.backend import Backend, TapBackend
-from dpexp.clipping.backward import Factors, Sums
+from dpexp.clipping.backward import Factors
 from dpexp.clipping.base import AnyClipper
 from dpexp.clipping.choice import known_mode
 from dpexp.clipping.deferred import Measured
+from dpexp.clipping.distributed import Sums
 from dpexp.clipping.engines import engine_named
 from dpexp.clipping.given import (
     check_losses,

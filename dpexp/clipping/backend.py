@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.backward import Factors, Setup, Sums, clipped_sums
+from dpexp.clipping.backward import Factors, Setup, clipped_sums
 from dpexp.clipping.choice import Methods
 from dpexp.clipping.deferred import DeferredStep
+from dpexp.clipping.distributed import Sums
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group, trainable_parameters
 from dpexp.clipping.reports import CoverageRow

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.choice import Methods
-from dpexp.clipping.distributed import LateSum
+from dpexp.clipping.distributed import LateSum, Sums
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.gradients import Dense, Joined, Lookup, Tied, instantiated, merge, numerics
 from dpexp.clipping.gradients.base import Bounded, Doubt, PerExampleGradient
@@ -41,7 +41,6 @@ DRAWS = (
 
 # (group index, squared norms [b], slice of the examples that they belong to)
 Factors = Callable[..., Tensor]
-Sums = dict[str, Tensor | LateSum]
 
 
 @dataclass(frozen=True)

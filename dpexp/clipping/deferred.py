@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpexp.clipping.backward import Factors, Setup, Step, Sums, examined
+from dpexp.clipping.backward import Factors, Setup, Step, examined
+from dpexp.clipping.distributed import Sums
 from dpexp.clipping.gradients import Dense, Lookup, PerExampleGradient, Tied, numerics
 from dpexp.clipping.reports import Report
 from dpexp.clipping.tapping.taps import Visit

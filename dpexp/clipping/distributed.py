@@ -40,6 +40,10 @@ class LateSum:
             gradient += self.tensor(gradient.dtype)
 
 
+Sums = dict[str, Tensor | LateSum]
+"""Clipped sums by parameter."""
+
+
 def reducers_in(model: nn.Module) -> list[DistributedDataParallel]:
     """Return each DistributedDataParallel in a model, itself among them; it may lie within a compiled or a larger module."""
     return [module for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
@@ -156,7 +160,7 @@ def refuse_settings_apart(reducer: DistributedDataParallel, setting: int) -> Non
 def deliver(
     reducer: DistributedDataParallel | None,
     params: dict[str, nn.Parameter],
-    sums: dict[str, Tensor | LateSum],
+    sums: Sums,
     shards: Shards | None = None,
     apart: bool = False,
 ) -> bool:
@@ -183,7 +187,7 @@ def deliver(
 def _deliver(
     reducer: DistributedDataParallel | None,
     params: dict[str, nn.Parameter],
-    sums: dict[str, Tensor | LateSum],
+    sums: Sums,
     shards: Shards | None,
     apart: bool,
 ) -> bool:

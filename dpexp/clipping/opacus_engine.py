@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.backend import Backend
-from dpexp.clipping.backward import Factors, Sums
+from dpexp.clipping.backward import Factors
+from dpexp.clipping.distributed import Sums
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.reports import CoverageRow

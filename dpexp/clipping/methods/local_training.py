@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.distributed import Sums
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.clipping.methods.watched import Sums, WatchedClipper
+from dpexp.clipping.methods.watched import WatchedClipper
 from dpexp.clipping.rules import RULES, shortened
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.methods.watched import Sums, WatchedClipper
+from dpexp.clipping.distributed import Sums
+from dpexp.clipping.methods.watched import WatchedClipper
 from dpexp.clipping.rules import RULES, shortened
 from dpexp.clipping.tapping.roots import Roots
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from dpexp.clipping.backward import DRAWS
 from dpexp.clipping.base import Rows
+from dpexp.clipping.distributed import Sums
 from dpexp.clipping.gradients.numerics import all_full_precision, states_of_chance, wide
-from dpexp.clipping.methods.watched import Sums, WatchedClipper
+from dpexp.clipping.methods.watched import WatchedClipper
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.survey.graph import MIXED

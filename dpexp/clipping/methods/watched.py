@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpexp.clipping.base import SCALES, AnyClipper
-from dpexp.clipping.distributed import LateSum, deliver
+from dpexp.clipping.distributed import Sums, deliver
 from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.independence import Independence
@@ -18,8 +18,6 @@ from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import known_rule, none
 from dpexp.clipping.tapping.dataflow import entered, rows_in, tensors_in
 from dpexp.errors import UserError
-
-Sums = dict[str, Tensor | LateSum]
 
 
 class WatchedClipper(AnyClipper):

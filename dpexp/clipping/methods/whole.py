@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from dpexp.clipping.attach import Clipper
 from dpexp.clipping.backend import TapBackend
-from dpexp.clipping.backward import Step, Sums, examined
+from dpexp.clipping.backward import Step, examined
 from dpexp.clipping.base import SCALES, Rows
+from dpexp.clipping.distributed import Sums
 from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import loop_over_examples
