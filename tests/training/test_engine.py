@@ -229,6 +229,22 @@ class OfSeries(nn.Module):
         return self.head(states[torch.arange(len(n)), n - 1] if "own" in self.kind else last[-1])
 
 
+def test_a_loop_over_epochs_around_all_steps_is_told(tmp_path):
+    model = network()
+    with make(tmp_path / "run", model) as engine:
+        train(engine, steps=3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(engine)
+        with pytest.warns(UserWarning, match="all 6 steps of this run are taken: engine.batches"):
+            train(engine)
+    # whoever runs the script again reads a finished run
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with make(tmp_path / "run") as engine:
+            train(engine)
+
+
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("kind", ["last", "mean", "own last", "own mean", "packed"])
 def test_padding_of_series_that_moves_an_example_is_seen(tmp_path, kind, left):

@@ -4,6 +4,7 @@ A logical batch is drawn and cut by `Steps`. Here its pieces become batches of t
 their losses arrive; then the losses are checked and handed on.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -67,6 +68,8 @@ class OwnLoop:
         self.facts, self.folder = facts, folder
         self.alone = OneAtATime()
         self.closed = False
+        # whether a step was taken here, and not by an earlier process alone
+        self._trained = False
         self._gradients = GradientGuard(model)
         self._unmoved = StepGuard(model, optimizer.optimizer)
         # a part of a TensorDataset may stand beside one that is public
@@ -94,6 +97,12 @@ class OwnLoop:
         check_numbers(physical_batch_size=physical_batch_size, steps=steps or None)
         size = int(physical_batch_size)
         last = self.planned if steps is None else min(self.planned, self.steps.taken + steps)
+        if self._trained and self.steps.taken >= self.planned:
+            warnings.warn(
+                f"all {self.planned} steps of this run are taken: engine.batches() goes through all epochs by itself, and this "
+                "loop does nothing. Leave the loop over epochs out, or give engine.batches(steps=...) a part",
+                stacklevel=3,
+            )
         facts = self.facts(physical_batch_size=size, by_length=length is not None)
         length = None if length is None else self.units.length(length)
         self._present = present = object()
@@ -163,6 +172,7 @@ class OwnLoop:
         # not where that was cut off (Ctrl-C, out of memory): the sums may hold the batch, and once more would count it twice
         self._gradients.look()
         if taken:
+            self._trained = True
             self._unmoved.forget()
         else:
             self._unmoved.look()
