@@ -1,12 +1,13 @@
 """What a model has learnt from private data before a run: the run's own ε says nothing of that."""
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from dpexp.privacy.ledger import Ledger
 from dpexp.training.watching.guards import few_numbers
 
 CARD = "PRIVACY.md"
@@ -21,15 +22,21 @@ def digests_of(weights: Iterable[Tensor]) -> set[bytes]:
     return {hashlib.blake2b(row.view(torch.uint8).numpy().tobytes()).digest() for row in rows}
 
 
-def remember(weights: Iterable[Tensor], before: Collection[bytes], folder: Path) -> None:
-    """Keep in mind, for as long as this process lives, which run has left these weights.
+def remembering(weights: Sequence[Tensor], ledger: Ledger, folder: Path) -> Callable[[], None]:
+    """Return what a run calls at its end: which run has left these weights is then known for as long as this process lives.
 
     Args:
-        weights: as a run leaves them.
-        before: digests of weights as it found them: what it did not change says nothing of it.
+        weights: as the run finds them; what it does not change says nothing of it.
+        ledger: of the run: without a step it teaches nothing.
         folder: of the run.
     """
-    _runs.update(dict.fromkeys(digests_of(weights).difference(before), folder.resolve()))
+    before = digests_of(weights)
+
+    def remember() -> None:
+        if ledger.steps_charged:
+            _runs.update(dict.fromkeys(digests_of(weights) - before, folder.resolve()))
+
+    return remember
 
 
 def learnt_before(model: nn.Module, source: str, folder: Path | None) -> str | None:

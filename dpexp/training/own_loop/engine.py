@@ -35,7 +35,7 @@ from dpexp.privacy.sampling import PoissonSampler
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
 from dpexp.training import state
 from dpexp.training.decisions import Decisions
-from dpexp.training.earlier import digests_of, learnt_before, remember
+from dpexp.training.earlier import learnt_before, remembering
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.identity import (
     check_examples,
@@ -262,8 +262,7 @@ class PrivacyEngine:
                 facts=partial(facts_of, self.device, run=self._identity, code=provenance.code_hash(), engine=engine),
             )  # fmt: skip
             self._open.callback(self._loop.close)
-            before = digests_of(self._steps.parameters)
-            self._open.callback(self._remember, self._steps.parameters, before, self.ledger, self.folder)
+            self._open.callback(remembering(self._steps.parameters, self.ledger, self.folder))
             if ranks.once((self.folder / "checkpoint" / "latest.json").exists):
                 self.load()
             else:
@@ -519,12 +518,6 @@ class PrivacyEngine:
         self._held.close()
         if not self.finished:
             self._held.enter_context(state.exclusive(self.folder))
-
-    @staticmethod
-    def _remember(parameters: Sequence[Tensor], before: set[bytes], ledger: Ledger, folder: Path) -> None:
-        """Nothing here keeps the engine alive, which closes itself when it is dropped."""
-        if ledger.steps_charged:
-            remember(parameters, before, folder)
 
     def _take_folder(self, noise_seed: int | None) -> Keys:
         self._held.enter_context(state.exclusive(self.folder))
