@@ -369,7 +369,7 @@ def report_finished(
                 f"as it is, change the seed or move {folder} away",
                 markup=False,
             )
-    for code in (run.clip.rule, run.model.factory, run.task.factory) if run else ():
+    for code in (run.clip.rule, run.optim.factory, run.model.factory, run.task.factory) if run else ():
         if (mine := file_of(code)) and newer(mine, folder / "config.yaml"):
             console.print(
                 f"note: {mine} was written after this run had begun, and this result is of what {code} was before. To train with "

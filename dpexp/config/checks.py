@@ -157,6 +157,8 @@ def _missing(run: RunConfig) -> Iterator[str]:
         needed.append("model.id (a name of timm)")
     if run.model.family == "random_hf" and not run.model.architecture:
         needed.append("model.architecture (bert, roberta, …)")
+    if run.optim.name == "custom" and not run.optim.factory:
+        needed.append("optim.factory (package.module:Class)")
     if run.optim.epochs is None and run.optim.steps is None:
         needed.append("optim.epochs or optim.steps")
     told = run.individual.name != "none" or (
@@ -185,7 +187,7 @@ def value_problems(settings: Any) -> Iterator[str]:
     """Name every problem of values, whatever the setting: numbers that 32 bits hold, and no lists within lists."""
     for key, value in flattened(asdict(settings)):
         for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, list | dict) and not key.startswith("model.config."):
+            if isinstance(part, list | dict) and not key.startswith(("model.config.", "optim.config.")):
                 yield f"{key}={value} holds another list: give words or numbers"
             elif isinstance(part, float) and not math.isfinite(part):
                 yield f"{key}={value} is not a finite number"

@@ -72,6 +72,7 @@ READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("optim", ("adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "lamb", "sgd"), "optim.weight_decay"),
     ("optim", ("adam_bc", "adamw_bc"), "optim.floor"),
     ("optim", ("adadp",), "optim.tolerance optim.ratios"),
+    ("optim", ("custom",), "optim.factory optim.config"),
     ("optim.name", FILTERS, "optim.base"),
     ("optim.name", ("doppler",), "optim.filter_a optim.filter_b"),
     ("optim.name", ("disk",), "optim.kappa"),

@@ -23,6 +23,8 @@ privacy_utility         (1 - 1/(2κ))^(s/2)           Fay et al. 2023: σ ∝ a 
 privacy_utility_convex  (1 + k·t)^(-1/2)             the same for a loss that is convex only
 ======================  ===========================  ====================================================================
 
+``given`` is any other: f_p/f_0 in part p of equal parts of the run, for numbers f of a person's own (`factors`).
+
 "Epochs so far" are whole ones unless ``updates_per_epoch`` says otherwise: the noise is the same throughout an epoch, and
 a run of E epochs has at most E different multipliers. An epoch is 1/q = N/B steps.
 
@@ -77,12 +79,21 @@ def convergence_rate(t: float, condition: float, steps_per_epoch: float) -> floa
     return float((1 - 1 / condition) ** (t * steps_per_epoch / 4))
 
 
+def given(t: float, factors: Sequence[float], epochs: float) -> float:
+    """Any noise in any order: factors of equal parts of the run, relative to the first. They must not follow the private data."""
+    return factors[_part(t, len(factors), epochs)] / factors[0]
+
+
 def influence(t: float, influences: Sequence[float], epochs: float) -> float:
     """The same for any influences q of the noise on the excess risk: σ² ∝ q^(-1/2) (Hong et al. 2022, section 3).
 
     ``influences``: of equal parts of the run, in its order; measured on public data, for nothing pays for them here."""
-    part = min(len(influences) - 1, math.floor(t / epochs * len(influences) + _ROUNDING))
-    return float((influences[0] / influences[part]) ** 0.25)
+    return float((influences[0] / influences[_part(t, len(influences), epochs)]) ** 0.25)
+
+
+def _part(t: float, parts: int, epochs: float) -> int:
+    """In which of equal parts of the run t lies, from 0."""
+    return min(parts - 1, math.floor(t / epochs * parts + _ROUNDING))
 
 
 def privacy_utility(t: float, condition: float, steps_per_epoch: float) -> float:
@@ -116,6 +127,7 @@ SCHEDULES: MappingProxyType[str, tuple[Callable[..., float], tuple[str, ...]]] =
         "polynomial": (polynomial, ("decay_rate", "period", "end_ratio")),
         "convergence_rate": (convergence_rate, ("condition",)),
         "influence": (influence, ("influences",)),
+        "given": (given, ("factors",)),
         "privacy_utility": (privacy_utility, ("condition",)),
         "privacy_utility_convex": (privacy_utility_convex, ("decay_rate",)),
         "validation": (followed, ("decay_rate", "start", "threshold", "window", "every")),
@@ -135,8 +147,8 @@ class Schedule:
     """A schedule with its parameters; None where it has no such parameter.
 
     ``decay_rate`` is k; ``period`` counts epochs (polynomial: None for the length of the run); ``end_ratio`` is
-    σ_end/σ_0; ``condition`` is κ; ``influences`` are those of equal parts of the run; ``updates_per_epoch`` says how
-    often the noise may change within an epoch; the others belong to `ADAPTIVE` schedules. Raises `UserError` for a
+    σ_end/σ_0; ``condition`` is κ; ``influences`` and ``factors`` are those of equal parts of the run; ``updates_per_epoch``
+    says how often the noise may change within an epoch; the others belong to `ADAPTIVE` schedules. Raises `UserError` for a
     schedule or a parameter that does not exist, is missing, or lies outside its range."""
 
     name: str = "constant"
@@ -146,6 +158,7 @@ class Schedule:
     updates_per_epoch: int = 1
     condition: float | None = None
     influences: tuple[float, ...] | None = None
+    factors: tuple[float, ...] | None = None
     start: float | None = None
     threshold: float | None = None
     window: int | None = None
@@ -174,8 +187,9 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
             raise UserError(f"schedule={self.name} is not a choice; choices: {', '.join(SCHEDULES)}")
-        if self.influences is not None:
-            object.__setattr__(self, "influences", tuple(float(q) for q in self.influences) or None)
+        for name in ("influences", "factors"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(float(value) for value in values) or None)
         takes = self._takes()
         for name, holds, words in (
             ("decay_rate", self._rate_holds(), "above 0 and below 1" if self.name in _SHARES else "above 0"),
@@ -187,6 +201,7 @@ class Schedule:
             ("window", self.window is None or self.window >= 1, "1 or more"),
             ("every", self.every is None or self.every >= 1, "a number of steps, 1 or more"),
             ("influences", all(0 < q < math.inf for q in self.influences or ()), "numbers above 0"),
+            ("factors", all(0 < f < math.inf for f in self.factors or ()), "numbers above 0"),
         ):
             value = getattr(self, name)
             if value is None and name in takes and (name, self.name) != ("period", "polynomial"):
@@ -224,7 +239,7 @@ class Schedule:
             values["period"] = max(steps * sample_rate, _ROUNDING)
         if "condition" in values:
             values["steps_per_epoch"] = 1 / sample_rate
-        if "influences" in values:
+        if "influences" in values or "factors" in values:
             values["epochs"] = max(steps * sample_rate, _ROUNDING)
         value = function(self.epochs(step, sample_rate), **values)
         if not value >= _SMALLEST_FACTOR:

@@ -30,8 +30,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.release": ("normal", "strict"),
     "accountant.name": ("rdp", "gdp", "prv", "pld"),
     "schedule.name": (
-        "constant", "time", "exponential", "step", "polynomial", "convergence_rate", "influence", "privacy_utility",
-        "privacy_utility_convex", "validation", "privacy_utility_released",
+        "constant", "time", "exponential", "step", "polynomial", "convergence_rate", "influence", "given",
+        "privacy_utility", "privacy_utility_convex", "validation", "privacy_utility_released",
     ),
     "unit.name": ("example", "user"),
     "individual.name": ("none", "sampling", "scaling"),
@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "search.name": ("none", "noisymax", "noisybtls", "hyfreedp"),
     "search.mechanism": ("laplace", "exponential", "above_threshold", "gaussian"),
     "optim.name": (
-        "adadp", "adagrad", "adam", "adam_bc", "adamw", "adamw_bc", *FILTERS, "lamb", "sgd",
+        "adadp", "adagrad", "adam", "adam_bc", "adamw", "adamw_bc", "custom", *FILTERS, "lamb", "sgd",
     ),
     "optim.base": ("adagrad", "adam", "adamw", "lamb", "sgd"),
     "optim.lr_schedule": ("constant", "linear", "cosine"),

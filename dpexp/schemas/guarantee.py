@@ -120,6 +120,8 @@ class ScheduleConfig:
     condition: float | None = None
     # dEER/dsigma² in equal parts of the run, measured on public data
     influences: list[float] | None = None
+    # of the noise in equal parts of the run, relative to the first
+    factors: list[float] | None = None
     # of a noise that follows the training: its first level, relative to constant noise
     start: float | None = None
     # validation: the rise below which the noise falls

@@ -41,6 +41,10 @@ class OptimConfig:
     filter_b: list[float] = field(default_factory=lambda: [0.1])
     # disk: the weight of the newest gradient
     kappa: float = 0.7
+    # custom: package.module:Class, or file.py:function, of an optimiser
+    factory: str | None = None
+    # custom: further keywords for it
+    config: dict[str, Any] = field(default_factory=dict)
     # B, the expected size of a logical batch
     batch_size: float = 1024.0
     # of the batch: name and parameters of a schedule f of the noise; the expected size of a step is B/f. {} = the same in all

@@ -65,6 +65,8 @@ NEEDED = {  # what some choices ask a person for
     ("privacy", "none"): ["clip=nonprivate"],
     ("accountant", "gdp"): ["accountant.allow_clt=true"],
     ("optim", "sgd"): ["optim.lr=1.0"],
+    ("optim", "custom"): ["optim.factory=torch.optim:RMSprop"],
+    ("schedule", "given"): ["schedule.factors=[1,0.5]"],
 }
 
 

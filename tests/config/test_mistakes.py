@@ -214,7 +214,8 @@ def test_a_setting_that_nobody_reads_is_refused(settings):
 
 def test_whom_a_setting_is_for_is_a_setting_and_its_choice():
     neutral = to_dict(RunConfig())
-    known = {key for key, _ in flattened(neutral)} | {"task.generation", "task.label_words", "task.files"}
+    tables = {"task.generation", "task.label_words", "task.files", "optim.config"}
+    known = {key for key, _ in flattened(neutral)} | tables
     for chooser, wanted, settings in READ:
         assert set(settings.split()) <= known, settings
         assert chooser == "optim" or chooser in known

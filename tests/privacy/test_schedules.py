@@ -27,6 +27,7 @@ DECAYS = {
     "polynomial": {"name": "polynomial", "decay_rate": 3, "period": 5, "end_ratio": 0.2},
     "convergence_rate": {"name": "convergence_rate", "condition": 50},
     "influence": {"name": "influence", "influences": [1.0, 2.0, 16.0]},
+    "given": {"name": "given", "factors": [4.0, 8.0, 2.0]},
     "privacy_utility": {"name": "privacy_utility", "condition": 50},
     "privacy_utility_convex": {"name": "privacy_utility_convex", "decay_rate": 0.5},
 }
@@ -38,6 +39,7 @@ FORMULAS = {  # Monir et al., section 3.1.1, with σ_0 = 10, written out again
     # section 3.1.3; an epoch is 20 steps, the run has 6.5 of them
     "convergence_rate": lambda t: 10 * 0.98 ** (20 * t / 4),
     "influence": lambda t: 10 / (1, 2, 16)[int(t / 6.5 * 3)] ** 0.25,
+    "given": lambda t: (10, 20, 5)[int(t / 6.5 * 3)],
     "privacy_utility": lambda t: 10 * 0.99 ** (20 * t / 2),
     "privacy_utility_convex": lambda t: 10 / math.sqrt(1 + 0.5 * t),
 }
@@ -232,6 +234,9 @@ def test_a_ledger_charges_each_step_with_its_own_noise_and_twice_what_was_repeat
         ({"name": "influence"}, "not given: schedule.influences"),
         ({"name": "influence", "influences": []}, "not given: schedule.influences"),
         ({"name": "influence", "influences": [1.0, 0.0]}, "must be numbers above 0"),
+        ({"name": "given"}, "not given: schedule.factors, which schedule=given needs"),
+        ({"name": "given", "factors": [1.0, math.inf]}, "must be numbers above 0"),
+        ({"name": "time", "decay_rate": 1.0, "factors": [1.0]}, "schedule=time has no factors"),
         ({"name": "linear"}, r"schedule=linear.*choices: constant, time"),
         ({"name": "time"}, r"not given: schedule.decay_rate, which schedule=time needs"),
         ({"name": "time", "decay_rate": 0}, "decay_rate=0 must be above 0"),

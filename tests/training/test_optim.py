@@ -54,3 +54,59 @@ def test_lamb_moves_each_layer_by_its_own_length_with_and_without_weight_decay(w
     build_optimizer(optim, layers).step()
     for layer, old in zip(layers, before, strict=True):
         assert float((layer.detach() - old).norm()) == pytest.approx(0.1 * float(old.norm()))
+
+
+OWN = """
+import torch
+
+class Told(torch.optim.SGD):
+    stds = None
+
+    def tell_noise(self, stds):
+        self.stds = stds
+
+def slow(parameters, lr, share=0.5):
+    return Told(parameters, lr=lr * share)
+
+def some(parameters, lr):
+    return torch.optim.SGD(parameters[:1], lr=lr)
+
+def nothing(parameters, lr):
+    return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    return lambda name, **config: OptimConfig(
+        name="custom", lr=0.5, factory=f"{tmp_path / 'mine.py'}:{name}", config=config
+    )
+
+
+def test_an_optimiser_of_ones_own_gets_the_rate_and_its_settings(own):
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    assert build_optimizer(own("slow", share=0.2), parameters).defaults["lr"] == pytest.approx(0.1)
+    library = OptimConfig(name="custom", lr=0.5, factory="torch.optim:RMSprop", config={"alpha": 0.9})
+    assert build_optimizer(library, parameters).defaults["alpha"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "says"),
+    [
+        ("slow", {"shares": 1}, "unexpected keyword argument 'shares'; it is called with the parameters, with lr=0.5"),
+        ("some", {}, "moves 1 of the 2 parameters"),
+        ("nothing", {}, "made a NoneType, and a torch.optim.Optimizer is wanted"),
+        ("absent", {}, "has no absent"),
+    ],
+)  # fmt: skip
+def test_what_is_no_optimiser_of_all_parameters_is_refused(own, name, config, says):
+    with pytest.raises(UserError, match=says):
+        build_optimizer(own(name, **config), [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)])
+
+
+def test_an_optimiser_that_asks_for_gradients_again_is_refused():
+    with pytest.raises(UserError, match="asks for a closure"):
+        build_optimizer(
+            OptimConfig(name="custom", factory="torch.optim:LBFGS"), [torch.nn.Parameter(torch.zeros(1))]
+        )

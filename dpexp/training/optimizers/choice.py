@@ -1,5 +1,6 @@
 """Optimisers, and the learning rate as a function of the step alone (so that a resumed run needs no state for it)."""
 
+import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpexp.errors import UserError
+from dpexp.importing import imported
 from dpexp.schemas.choices import CHOICES, FILTERS
 from dpexp.training.optimizers.adadp import ADADP
 from dpexp.training.optimizers.adam_bc import AdamBC
@@ -63,11 +65,49 @@ def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch
             # else timm's is Adam without weight decay
             always_adapt=True,
         )
+    if optim.name == "custom":
+        return own_optimizer(optim, parameters)
     if optim.name == "adadp":
         return ADADP(parameters, optim.lr, optim.tolerance, (float(optim.ratios[0]), float(optim.ratios[1])))
     raise UserError(
         f"optim.name={optim.name!r} is not known: choose one of {', '.join(CHOICES['optim.name'])}"
     )
+
+
+def own_optimizer(optim: "OptimConfig", parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """Return what `optim.factory` makes of the parameters, of `optim.lr` as ``lr`` and of `optim.config`.
+
+    If it has a method ``tell_noise(stds)``, it is told before each step the standard deviation of the noise in `p.grad`, by
+    ``id(p)``.
+
+    Raises:
+        UserError: no such function, it does not take these arguments, or what it makes is no optimiser, moves other parameters,
+            or asks for a closure: gradients at other weights would be another look at the data, and nothing pays for it.
+    """
+    where = f"optim.factory={optim.factory}"
+    function = imported("optim.factory", optim.factory)
+    try:
+        made = function(parameters, lr=optim.lr, **optim.config)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{where}: {error}; it is called with the parameters, with lr={optim.lr:g}, and with optim.config"
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(f"{where} made a {type(made).__name__}, and a torch.optim.Optimizer is wanted")
+    moved = [id(p) for group in made.param_groups for p in group["params"]]
+    if sorted(moved) != sorted(map(id, parameters)):
+        raise UserError(
+            f"{where} moves {len(moved)} of the {len(parameters)} parameters that it was given, or others: give all of them "
+            "to it, and freeze what shall not move (model.trainable, peft)"
+        )
+    try:
+        inspect.signature(made.step).bind()
+    except TypeError:
+        raise UserError(
+            f"{where}: its step() asks for a closure, which finds gradients again, and no noise is drawn for those: choose an "
+            "optimiser that takes one gradient a step"
+        ) from None
+    return made
 
 
 def _lamb() -> Any:
