@@ -192,10 +192,18 @@ def seed_torch(seed: int) -> None:
     """Seed torch's default generators, of every device, for what a forward pass draws (dropout).
 
     The CPU's gets its whole state from the seed, in [0, 2^63); ``torch.manual_seed`` would keep 32 bits of it."""
-    torch.manual_seed(seed)
     layout = _state_layout()
+    if layout is None or _accelerated():
+        # each time it writes down who asked, for a device that is there and not in use yet: dear where a step takes milliseconds
+        torch.manual_seed(seed)
     if layout is not None:
         torch.default_generator.set_state(_full_state(layout, seed.to_bytes(8, "little")))
+
+
+@cache
+def _accelerated() -> bool:
+    """Whether there are other generators than the CPU's."""
+    return torch.accelerator.is_available()
 
 
 def _kernels() -> Any | None:
