@@ -34,7 +34,7 @@ from dpexp.training.optimizers.choice import build_optimizer, learning_rate
 from dpexp.training.physical import UNTRIED, size_for_task
 from dpexp.training.release import BudgetSpentError, Release, build_policy
 from dpexp.training.searches.base import StepSearch
-from dpexp.training.searches.choice import build_search
+from dpexp.training.searches.choice import SEARCHES
 from dpexp.training.steps import Steps
 from dpexp.training.sums import Sums
 from dpexp.training.watching.functions import look_at_task
@@ -161,7 +161,7 @@ class Learner:
             # it asks for losses without dropout, in a mode that clipping never sees
             with evaluation_mode(self.model):
                 self._look_at_losses()
-            self.search = build_search(
+            self.search = SEARCHES[run.search.name](
                 run.search, release, self.model, self.losses_of,
                 expected_batch=self.expected_batch, largest=run.optim.lr,
             )  # fmt: skip
