@@ -197,7 +197,7 @@ class StageTrainer(Trainer):
         own = (state.model_state(self.model), self._numbered()) if self.replica == 0 else ({}, {})
         model: dict[str, Tensor] = {}
         kept: dict[int, Any] = {}
-        for tensors, moments in self.ranks.gather(tree_map_only(Tensor, Tensor.cpu, own)):
+        for tensors, moments in self.ranks.gather(tree_map_only(Tensor, lambda tensor: tensor.cpu(), own)):
             model |= tensors
             kept |= moments
         (group,) = self.optimizer.state_dict()["param_groups"]
