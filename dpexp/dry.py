@@ -19,7 +19,7 @@ from rich.console import Console
 
 from dpexp.config import compose, signature
 from dpexp.errors import UserError
-from dpexp.models import build_model, build_tokenizer
+from dpexp.models import build_tokenizer
 from dpexp.models.images import FAMILIES, OWN_FAMILIES
 from dpexp.models.networks import check_config
 from dpexp.models.sources import hub_unreachable, locate
@@ -211,11 +211,7 @@ def one_step(run: RunConfig) -> str:
         device = choose_device("cpu")
         tokenizer = build_tokenizer(small.model, scale="demo")
         task = build_task(small.task, small.data, "demo", tokenizer, small.seed)
-        bundle = build_model(
-            small.model, small.peft,
-            head=task.head, num_labels=len(task.labels), scale="demo", seed=small.seed, tokenizer=tokenizer,
-            image_shape=task.image_shape,
-        )  # fmt: skip
+        bundle = task.network(small.model, small.peft, scale="demo", seed=small.seed, tokenizer=tokenizer)
         if small.model.frozen_features:
             task, bundle = freeze(task, bundle, small.data, device)
         task = by_user(small, task)

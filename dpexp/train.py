@@ -19,7 +19,7 @@ from dpexp.config.sweeps import Result, in_multirun
 from dpexp.durable import flattened, write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.importing import file_of
-from dpexp.models import ModelBundle, build_model, build_tokenizer
+from dpexp.models import ModelBundle, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.caveats import noise_that_follows, pointless
 from dpexp.privacy.keys import COPIED, KEY, Keys, delete_key, open_keys
@@ -130,11 +130,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     source = task
 
     def build() -> ModelBundle:
-        return build_model(
-            run.model, run.peft,
-            head=source.head, num_labels=len(source.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
-            image_shape=source.image_shape,
-        )  # fmt: skip
+        return source.network(run.model, run.peft, scale=scale, seed=run.seed, tokenizer=tokenizer)
 
     bundle = ranks.first(build)
     ranks.agree("the data", task.data.sha256)
