@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,20 +82,8 @@ def one_run_audit(
         tried = one_run.attempts(scores[mine], included[mine], run.guesses, delta, confidence)
         return [vars(attempt) for attempt in tried]
 
-    found = verdict(summary["privacy"], members, len(slots), run.confidence, bounds)
-    summary["metrics"] |= _measured(found)
-    summary["audit"] = {
-        "method": run.method,
-        "what": REFUTES,
-        **found,
-        "delta": delta,
-        "confidence": run.confidence,
-        "canaries": len(slots),
-        "included": int(included.sum()),
-        "score": f"loss of the initial model minus loss of the trained one, on {run.content} canaries",
-        "notes": [relation(trainer), *([] if members is None else [BY_GROUP]), BLACK_BOX, NOT_A_MODEL],
-    }
-    return summary
+    score = f"loss of the initial model minus loss of the trained one, on {run.content} canaries"
+    return _judged(run, trainer, summary, members, included, delta, bounds, score, BLACK_BOX)
 
 
 def white_box_audit(
@@ -148,30 +137,35 @@ def white_box_audit(
     )  # fmt: skip
     assert trainer.plan is not None
     delta, scores = trainer.plan.delta, observer.scores
-    shares = len(run.guesses)
 
     def bounds(mine: np.ndarray, confidence: float) -> list[dict[str, Any]]:
         return estimates(scores[mine], included[mine], run.guesses, delta, confidence)
 
-    found = verdict(summary["privacy"], members, len(slots), run.confidence, bounds)
+    number = 2 * len(run.guesses) + 2
+    score = f"log-likelihood ratio of {trainer.steps} noisy sums; {number} estimators share the error"
+    return _judged(run, trainer, summary, members, included, delta, bounds, score, WHITE_BOX, ESTIMATORS)
+
+
+def _judged(
+    run: AuditConfig,
+    trainer: Trainer,
+    summary: dict[str, Any],
+    members: np.ndarray | None,
+    included: np.ndarray,
+    delta: float,
+    bounds: Callable[[np.ndarray, float], list[dict[str, Any]]],
+    score: str,
+    *notes: str,
+) -> dict[str, Any]:
+    """The record with what the canaries say; ``bounds``: see `verdict`; ``score``: what was compared, in words."""
+    found = verdict(summary["privacy"], members, len(included), run.confidence, bounds)
     summary["metrics"] |= _measured(found)
+    by_group = [] if members is None else [BY_GROUP]
     summary["audit"] = {
-        "method": run.method,
-        "what": REFUTES,
-        **found,
-        "delta": delta,
-        "confidence": run.confidence,
-        "canaries": len(slots),
-        "included": int(included.sum()),
-        "score": f"log-likelihood ratio of {trainer.steps} noisy sums; {2 * shares + 2} estimators share the error",
-        "notes": [
-            relation(trainer),
-            *([] if members is None else [BY_GROUP]),
-            WHITE_BOX,
-            ESTIMATORS,
-            NOT_A_MODEL,
-        ],
-    }
+        "method": run.method, "what": REFUTES, **found, "delta": delta, "confidence": run.confidence,
+        "canaries": len(included), "included": int(included.sum()), "score": score,
+        "notes": [relation(trainer), *by_group, *notes, NOT_A_MODEL],
+    }  # fmt: skip
     return summary
 
 
