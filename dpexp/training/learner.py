@@ -31,7 +31,7 @@ from dpexp.training.identity import facts_of
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.optimizers.averaging import Averages
 from dpexp.training.optimizers.choice import build_optimizer, learning_rate
-from dpexp.training.physical import UNTRIED, size_for_task
+from dpexp.training.physical import UNTRIED, automatic_size, public_losses
 from dpexp.training.release import BudgetSpentError, Release, build_policy
 from dpexp.training.searches.base import StepSearch
 from dpexp.training.searches.choice import SEARCHES
@@ -336,8 +336,9 @@ class Learner:
             if self.clipper is not None:
                 # some ways of clipping go back within a step alone; each step prepares anew, with a seed of its own
                 self.clipper.prepare(0, self._public_rows)
-            size = size_for_task(
-                self.task, self.run.seed, self.losses, stepper.backward, stepper.parameters, self.device, self.expected_batch
+            size = automatic_size(
+                public_losses(self.task, self.run.seed, self.losses),
+                stepper.backward, stepper.parameters, self.device, self.expected_batch,
             )  # fmt: skip
             known = min(self.ranks.gather(size))
             self.decisions.keep("physical_batch_size", known)
