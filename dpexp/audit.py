@@ -114,7 +114,7 @@ def audit(run: AuditConfig, folder: Path, console: Console) -> dict[str, Any]:
     scale = run.scale.name
     tokenizer = build_tokenizer(run.model, scale=scale)
     task = build_task(run.task, run.data, scale, tokenizer, run.seed)
-    bundle = task.network(run.model, run.peft, scale=scale, seed=run.seed, tokenizer=tokenizer)
+    bundle = task.build_network(run.model, run.peft, scale=scale, seed=run.seed, tokenizer=tokenizer)
     keys = open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}")
     task = by_user(run, task)
     summary = METHODS[run.method](run, folder, console, task, bundle, keys)

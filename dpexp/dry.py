@@ -211,7 +211,9 @@ def one_step(run: RunConfig) -> str:
         device = choose_device("cpu")
         tokenizer = build_tokenizer(small.model, scale="demo")
         task = build_task(small.task, small.data, "demo", tokenizer, small.seed)
-        bundle = task.network(small.model, small.peft, scale="demo", seed=small.seed, tokenizer=tokenizer)
+        bundle = task.build_network(
+            small.model, small.peft, scale="demo", seed=small.seed, tokenizer=tokenizer
+        )
         if small.model.frozen_features:
             task, bundle = freeze(task, bundle, small.data, device)
         task = by_user(small, task)

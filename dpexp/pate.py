@@ -172,7 +172,7 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
 
     def make(seed: int) -> nn.Module:
         given = {"scale": run.scale.name, "seed": run.seed * 100_003 + seed, "tokenizer": inputs}
-        return task.network(run.model, PeftConfig(), **given).model
+        return task.build_network(run.model, PeftConfig(), **given).model
 
     # Public: what is asked.
     questions: Classes | NextTokens

@@ -240,7 +240,7 @@ def exported(run: RunConfig, folder: Path, task: Task) -> nn.Module:
     """
 
     def network() -> Any:
-        return task.network(run.model, PeftConfig(), scale=run.scale.name, seed=run.seed).model
+        return task.build_network(run.model, PeftConfig(), scale=run.scale.name, seed=run.seed).model
 
     if (folder / "model.pt").is_file():
         model = network()

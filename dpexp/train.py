@@ -130,7 +130,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     source = task
 
     def build() -> ModelBundle:
-        return source.network(run.model, run.peft, scale=scale, seed=run.seed, tokenizer=tokenizer)
+        return source.build_network(run.model, run.peft, scale=scale, seed=run.seed, tokenizer=tokenizer)
 
     bundle = ranks.first(build)
     ranks.agree("the data", task.data.sha256)

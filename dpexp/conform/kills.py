@@ -127,7 +127,7 @@ def _asked(kind: str, seed: int) -> tuple[RunConfig, Task, nn.Module, NDArray[np
     none = np.zeros(0, np.int64)
     if kind == "generation":
         run, texts, tokenizer = _writing()
-        bundle = texts.network(run.model, run.peft, scale=run.scale.name, seed=0, tokenizer=tokenizer)
+        bundle = texts.build_network(run.model, run.peft, scale=run.scale.name, seed=0, tokenizer=tokenizer)
         return copy.deepcopy(run), texts, bundle.model, none
     run, points = settings(STEPS), Points()
     if kind == "training":

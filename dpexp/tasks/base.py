@@ -83,7 +83,7 @@ class Task(ABC):
     dev: Sequence[Any]
     data: DataInfo
 
-    def network(self, model: ModelConfig, peft: PeftConfig, **given: Any) -> ModelBundle:
+    def build_network(self, model: ModelConfig, peft: PeftConfig, **given: Any) -> ModelBundle:
         """Build the network with what this task asks of it; ``given``: the rest, see `dpexp.models.build_model`."""
         return build_model(
             model, peft, head=self.head, num_labels=len(self.labels), image_shape=self.image_shape, **given
