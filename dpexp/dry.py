@@ -223,7 +223,7 @@ def one_step(run: RunConfig) -> str:
         sampler = build_sampler(small, made, task.num_examples, keys.draws, groups)
         learner = Learner(
             small, task, bundle, made,
-            steps=1, expected_batch=BATCH, sampler=sampler, keys=keys, signature=signature(small),
+            steps=1, sampler=sampler, keys=keys, signature=signature(small),
             folder=folder, device=device, groups=groups,
         )  # fmt: skip
         with Interrupts() as interrupts:

@@ -204,7 +204,7 @@ def trained(
     Returns:
         The trainer, its model with the clipper attached, and how the training ended.
     """
-    batch, total = run.optim.batch_size, task.num_examples
+    total = task.num_examples
     steps = number_of_steps(run, total)
     groups = budget_groups(run, total)
     plan = build_plan(run, total, steps, groups)
@@ -217,7 +217,7 @@ def trained(
         )
         trainer = kind(
             run, task, bundle, plan,
-            steps=steps, expected_batch=batch, sampler=sampler, keys=secrets, signature=signature(run),
+            steps=steps, sampler=sampler, keys=secrets, signature=signature(run),
             folder=folder, device=device, metrics=metrics, groups=groups, ranks=ranks,
         )  # fmt: skip
         watch(trainer)

@@ -80,8 +80,7 @@ def train(folder: Path, seed: int, kind: str, *, other_sums: bool = False) -> No
     keys = open_keys(folder, seed)
     trainer = loop.Trainer(
         run, task, ModelBundle(model, None, "random"), plan,
-        steps=STEPS, expected_batch=run.optim.batch_size,
-        sampler=Without(loop_sampler(run, task, keys.draws), slots), keys=keys, signature="points", folder=folder,
+        steps=STEPS, sampler=Without(loop_sampler(run, task, keys.draws), slots), keys=keys, signature="points", folder=folder,
         device=torch.device("cpu"), metrics=record.Metrics(folder / "metrics.jsonl", False),
     )  # fmt: skip
     release = trainer.stepper.release

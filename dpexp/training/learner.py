@@ -61,7 +61,6 @@ class Learner:
         bundle: the model; it is moved to `device`.
         plan: the privacy plan. None trains without privacy: same batches, same loop, nothing clipped and no noise.
         steps: number of steps; the plan's own where there is one.
-        expected_batch: B. Sums are divided by it, private or not, so that the two differ in clipping and noise alone.
         sampler: `draw(step, attempt)` gives the indices of a step.
         keys: the secrets of the run.
         signature: of the configuration.
@@ -85,7 +84,6 @@ class Learner:
         plan: "Plan | None",
         *,
         steps: int,
-        expected_batch: float,
         sampler: Any,
         keys: Keys,
         signature: str,
@@ -96,7 +94,7 @@ class Learner:
     ):
         self.ranks = ranks
         self.run, self.task, self.plan = run, task, plan
-        self.steps, self.expected_batch = steps, expected_batch
+        self.steps, self.expected_batch = steps, run.optim.batch_size
         self.keys, self.key, self.signature = keys, keys.draws, signature
         self.folder, self.device = folder, device
         self.model = train_mode(bundle.model.to(self.home))
@@ -129,7 +127,7 @@ class Learner:
         release = self._private_side(plan) if plan is not None else None
         self.stepper = self.STEPS(
             self.model, self.optimizer,
-            sampler=sampler, key=self.key, expected_batch=expected_batch, policy=self.policy, release=release,
+            sampler=sampler, key=self.key, expected_batch=self.expected_batch, policy=self.policy, release=release,
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
             clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search, public=self._public_rows,
         )  # fmt: skip
