@@ -19,7 +19,7 @@ from dpexp.config.sweeps import Result
 from dpexp.durable import write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError, did_you_mean
 from dpexp.metrics import exposure
-from dpexp.models import build_model, build_tokenizer
+from dpexp.models import build_tokenizer
 from dpexp.privacy.keys import delete_key, open_keys
 from dpexp.tasks import build_task
 from dpexp.tasks.users import by_user
@@ -114,11 +114,7 @@ def audit(run: AuditConfig, folder: Path, console: Console) -> dict[str, Any]:
     scale = run.scale.name
     tokenizer = build_tokenizer(run.model, scale=scale)
     task = build_task(run.task, run.data, scale, tokenizer, run.seed)
-    bundle = build_model(
-        run.model, run.peft,
-        head=task.head, num_labels=len(task.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
-        image_shape=task.image_shape,
-    )  # fmt: skip
+    bundle = task.build_network(run.model, run.peft, scale=scale, seed=run.seed, tokenizer=tokenizer)
     keys = open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}")
     task = by_user(run, task)
     summary = METHODS[run.method](run, folder, console, task, bundle, keys)

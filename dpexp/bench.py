@@ -5,11 +5,10 @@ Every method is a process of its own, so that its peak memory is its own; they t
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +34,13 @@ _CHECKS = ("tiny", "same", "none")
 
 
 @dataclass
-class BenchArguments:
+class BenchArguments(Protocol):
     """The settings of ``conf/bench.yaml``, where each is explained."""
 
     workloads: list[str] = field(default_factory=list)
     methods: list[str] = field(default_factory=list)
-    size: str = "full"
-    batch: int | None = None
-    rounds: int = 5
-    steps: int = 3
-    seconds: float = 1.0
-    threads: int = 2
-    device: str = "cpu"
-    precision: str = "fp32"
-    compile: bool = False
-    noise: float = 1.0
     native: bool = True
-    check: str = "tiny"
     max_batch: bool = False
-    memory_gib: float | None = None
-    resolution: float = 0.01
-    patience: float = 1800.0
     out: str = "runs/bench/latest"
 
 
@@ -71,15 +56,12 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
         os.environ["DPEXP_NATIVE"] = "0"
     elif arguments.device == "cpu" and native.kernels() is None:
         console.print("there are no native kernels, so pure torch is measured")
-    settings = dataclasses.asdict(arguments)
-    keys = [f.name for f in dataclasses.fields(Protocol)]
-    protocol = Protocol(**{key: settings[key] for key in keys})
     out, started = Path(arguments.out), time.monotonic()
     make_folder(out.parent, "out")
     record: dict[str, Any] = {
         "kind": "bench",
         "name": out.name,
-        "settings": settings | {"methods": methods},
+        "settings": asdict(arguments) | {"methods": methods},
         "rows": [],
         "seconds": {},
         "stolen": {},
@@ -109,7 +91,7 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
                 write_ranks(record["ranks"], out)
         for workload in (name for name in arguments.workloads if not is_special(name)):
             with console.status("", spinner="dots") as status:
-                measured = measure(workload, methods, protocol, arguments.max_batch, status.update).to_dict()
+                measured = measure(workload, methods, arguments, arguments.max_batch, status.update).to_dict()
             record["rows"] += measured["rows"]
             record["seconds"][workload] = measured["seconds"]
             record["stolen"][workload] = measured["stolen"]

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from dpexp.config import compose, signature
 from dpexp.errors import UserError
-from dpexp.models import build_model, build_tokenizer
+from dpexp.models import build_tokenizer
 from dpexp.models.images import FAMILIES, OWN_FAMILIES
 from dpexp.models.networks import check_config
 from dpexp.models.sources import hub_unreachable, locate
@@ -211,11 +211,9 @@ def one_step(run: RunConfig) -> str:
         device = choose_device("cpu")
         tokenizer = build_tokenizer(small.model, scale="demo")
         task = build_task(small.task, small.data, "demo", tokenizer, small.seed)
-        bundle = build_model(
-            small.model, small.peft,
-            head=task.head, num_labels=len(task.labels), scale="demo", seed=small.seed, tokenizer=tokenizer,
-            image_shape=task.image_shape,
-        )  # fmt: skip
+        bundle = task.build_network(
+            small.model, small.peft, scale="demo", seed=small.seed, tokenizer=tokenizer
+        )
         if small.model.frozen_features:
             task, bundle = freeze(task, bundle, small.data, device)
         task = by_user(small, task)
@@ -225,7 +223,7 @@ def one_step(run: RunConfig) -> str:
         sampler = build_sampler(small, made, task.num_examples, keys.draws, groups)
         learner = Learner(
             small, task, bundle, made,
-            steps=1, expected_batch=BATCH, sampler=sampler, keys=keys, signature=signature(small),
+            steps=1, sampler=sampler, keys=keys, signature=signature(small),
             folder=folder, device=device, groups=groups,
         )  # fmt: skip
         with Interrupts() as interrupts:

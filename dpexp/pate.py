@@ -20,7 +20,7 @@ from dpexp.config.checks import task_problems, value_problems
 from dpexp.config.sweeps import Result
 from dpexp.durable import flattened, read_json, write_json
 from dpexp.errors import UserError, did_you_mean
-from dpexp.models import build_model, build_tokenizer
+from dpexp.models import build_tokenizer
 from dpexp.models.images import FAMILIES
 from dpexp.privacy.accountants import ACCOUNTANTS
 from dpexp.privacy.events import encode
@@ -171,10 +171,8 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
     votes = run.pate
 
     def make(seed: int) -> nn.Module:
-        return build_model(
-            run.model, PeftConfig(), head=task.head, num_labels=len(task.labels), scale=run.scale.name,
-            seed=run.seed * 100_003 + seed, tokenizer=inputs, image_shape=task.image_shape,
-        ).model  # fmt: skip
+        given = {"scale": run.scale.name, "seed": run.seed * 100_003 + seed, "tokenizer": inputs}
+        return task.build_network(run.model, PeftConfig(), **given).model
 
     # Public: what is asked.
     questions: Classes | NextTokens

@@ -28,7 +28,7 @@ from torch import nn
 from dpexp.config import hydra_entry
 from dpexp.durable import make_folder, write_atomic
 from dpexp.errors import UserError
-from dpexp.models import adapters, build_model, build_tokenizer
+from dpexp.models import adapters, build_tokenizer
 from dpexp.models.networks import auto_class
 from dpexp.models.pooling import load_pooled
 from dpexp.schemas import DataConfig, PeftConfig, RunConfig, TaskConfig
@@ -240,10 +240,7 @@ def exported(run: RunConfig, folder: Path, task: Task) -> nn.Module:
     """
 
     def network() -> Any:
-        return build_model(
-            run.model, PeftConfig(),
-            head=task.head, num_labels=len(task.labels), scale=run.scale.name, seed=run.seed, image_shape=task.image_shape,
-        ).model  # fmt: skip
+        return task.build_network(run.model, PeftConfig(), scale=run.scale.name, seed=run.seed).model
 
     if (folder / "model.pt").is_file():
         model = network()

@@ -80,11 +80,11 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def code_hash() -> str:
-    """16 hex digits of the sources of the package: changes with every edit, with and without git."""
+def code_hash(folder: Path = _PACKAGE) -> str:
+    """16 hex digits of the sources below a folder, the package: changes with every edit, with and without git."""
     digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -8,23 +8,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dpexp.errors import UserError
 from dpexp.record import withheld
 
 if TYPE_CHECKING:
     from dpexp.schemas import RunConfig
-
-
-class Tracker(Protocol):
-    """What every tracker can do."""
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Take numbers, nested dicts of numbers, or lists of numbers."""
-
-    def close(self) -> None:
-        """No more will come."""
 
 
 def tells_all(run: "RunConfig") -> bool:
@@ -53,13 +43,17 @@ def what_is_told(run: "RunConfig") -> str | None:
 
 
 @contextmanager
-def tracking(run: "RunConfig", settings: dict[str, Any], folder: Path) -> Iterator[Tracker | None]:
+def tracking(
+    run: "RunConfig", settings: dict[str, Any], folder: Path
+) -> Iterator["WandbTracker | TensorBoardTracker | None"]:
     """The configured tracker while it is needed, None for none. Its files go into the run's folder.
+
+    It is told numbers, nested dicts of numbers, or lists of numbers.
 
     Raises:
         UserError: its package is not installed.
     """
-    tracker: Tracker | None = None
+    tracker: WandbTracker | TensorBoardTracker | None = None
     try:
         if run.tracker.name == "wandb":
             tracker = WandbTracker(run, settings, folder)

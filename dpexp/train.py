@@ -19,16 +19,17 @@ from dpexp.config.sweeps import Result, in_multirun
 from dpexp.durable import flattened, write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.importing import file_of
-from dpexp.models import ModelBundle, build_model, build_tokenizer
+from dpexp.models import ModelBundle, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.caveats import noise_that_follows, pointless
-from dpexp.privacy.keys import COPIED, KEY, delete_key, open_keys
+from dpexp.privacy.keys import COPIED, KEY, Keys, delete_key, open_keys
 from dpexp.schemas import RunConfig
 from dpexp.schemas.declared import declared_units
-from dpexp.tasks import build_task
+from dpexp.tasks import Task, build_task
 from dpexp.tasks.features import freeze
 from dpexp.tasks.users import by_user
 from dpexp.trackers import tells_all, tracking, what_is_told
+from dpexp.training.batching import Sampler
 from dpexp.training.export import export, write_card
 from dpexp.training.identity import check_examples, refuse_other_data
 from dpexp.training.interrupt import end_like_ctrl_c
@@ -129,11 +130,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     source = task
 
     def build() -> ModelBundle:
-        return build_model(
-            run.model, run.peft,
-            head=source.head, num_labels=len(source.labels), scale=scale, seed=run.seed, tokenizer=tokenizer,
-            image_shape=source.image_shape,
-        )  # fmt: skip
+        return source.build_network(run.model, run.peft, scale=scale, seed=run.seed, tokenizer=tokenizer)
 
     bundle = ranks.first(build)
     ranks.agree("the data", task.data.sha256)
@@ -155,35 +152,17 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
         )
         run = replace(run, optim=replace(run.optim, batch_size=float(task.num_examples)))
 
-    # What is guaranteed.
-    batch = run.optim.batch_size
-    steps = number_of_steps(run, task.num_examples)
-    groups = budget_groups(run, task.num_examples)
-    plan = build_plan(run, task.num_examples, steps, groups)
-    keys = ranks.once(lambda: open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}"))
-    if run.task.kind == "custom":
-        # whose hash may be anything
-        check_examples(ranks, source.train, keys.run)
-    ranks.once(lambda: refuse_other_data(folder, keys.run, task.data.sha256, bundle.weights_sha256))
-    sampler = build_sampler(run, plan, task.num_examples, keys.draws, groups)
+    def keys() -> Keys:
+        found = ranks.once(lambda: open_keys(folder, run.privacy.noise_seed, f"{signature(run)} {run.seed}"))
+        if run.task.kind == "custom":
+            # whose hash may be anything
+            check_examples(ranks, source.train, found.run)
+        ranks.once(lambda: refuse_other_data(folder, found.run, task.data.sha256, bundle.weights_sha256))
+        return found
 
-    with tracking(run, settings, folder) if ranks.writes else contextlib.nullcontext() as tracker:
-        metrics = record.Metrics(
-            folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run), ranks.writes
-        )
-        trainer = trainer_for(run, build)(
-            run, task, learner, plan,
-            steps=steps, expected_batch=batch, sampler=sampler, keys=keys, signature=signature(run),
-            folder=folder, device=device, metrics=metrics, groups=groups, ranks=ranks,
-        )  # fmt: skip
-        announce(run, trainer, folder, console)
-        delta = plan.delta if plan else None
-        with Progress(steps, trainer.step, delta, device, console, strict=record.withheld(run)) as progress:
-            outcome = trainer.train(progress)
-    if outcome.status == "interrupted":
-        console.print(f"{outcome.step} of {steps} steps are done; {how_to_resume(folder)}", markup=False)
-        sys.exit(INTERRUPTED)
-
+    trainer, outcome = trained(
+        run, task, learner, folder, console, keys, trainer_for(run, build), ranks=ranks
+    )
     refuse_divergence(run, outcome)
     summary = ranks.once(lambda: summarise(run, trainer, outcome, bundle))
     trainer.detach()
@@ -197,6 +176,59 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     ranks.once(keep)
     show(summary, folder, console)
     return summary
+
+
+def trained(
+    run: RunConfig,
+    task: Task,
+    bundle: ModelBundle,
+    folder: Path,
+    console: Console,
+    keys: Callable[[], Keys],
+    kind: Callable[..., Trainer] = Trainer,
+    *,
+    ranks: Ranks = ALONE,
+    sampled: Callable[[Sampler], Sampler] = lambda sampler: sampler,
+    watch: Callable[[Trainer], None] = lambda trainer: None,
+) -> tuple[Trainer, Outcome]:
+    """Train by the plan that follows from the configuration and N. Exits with 130 where it is interrupted.
+
+    Args:
+        run, task, bundle, folder, ranks: see `Learner`.
+        console: where to say what is about to happen, and how it goes on.
+        keys: opens the secrets of the run, once there is a plan.
+        kind: see `trainer_for`.
+        sampled: what is made of the plan's sampler.
+        watch: is given the trainer before its first step.
+
+    Returns:
+        The trainer, its model with the clipper attached, and how the training ended.
+    """
+    total = task.num_examples
+    steps = number_of_steps(run, total)
+    groups = budget_groups(run, total)
+    plan = build_plan(run, total, steps, groups)
+    secrets = keys()
+    sampler = sampled(build_sampler(run, plan, total, secrets.draws, groups))
+    device = choose_device(run.runtime.device)
+    with tracking(run, to_dict(run), folder) if ranks.writes else contextlib.nullcontext() as tracker:
+        metrics = record.Metrics(
+            folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run), ranks.writes
+        )
+        trainer = kind(
+            run, task, bundle, plan,
+            steps=steps, sampler=sampler, keys=secrets, signature=signature(run),
+            folder=folder, device=device, metrics=metrics, groups=groups, ranks=ranks,
+        )  # fmt: skip
+        watch(trainer)
+        announce(run, trainer, folder, console)
+        delta = plan.delta if plan else None
+        with Progress(steps, trainer.step, delta, device, console, strict=record.withheld(run)) as progress:
+            outcome = trainer.train(progress)
+    if outcome.status == "interrupted":
+        console.print(f"{outcome.step} of {steps} steps are done; {how_to_resume(folder)}", markup=False)
+        sys.exit(INTERRUPTED)
+    return trainer, outcome
 
 
 def trainer_for(run: RunConfig, build: Callable[[], ModelBundle]) -> Callable[..., Trainer]:
@@ -336,6 +368,7 @@ def report_finished(
 ) -> None:
     """This run is done already: show what it found, and whether the code and the data that are asked for are still the same."""
     show(summary, folder, console)
+    notes = []
     if not (folder / "model").is_dir():
         again = (
             f"Delete {folder / 'summary.json'} and run the same command again: it is exported from the last checkpoint, and "
@@ -344,38 +377,28 @@ def report_finished(
             else "Put a copy back; or change the seed and train again, which is charged anew (privacy.keep_key=true would have "
             "kept what exporting it again takes)"
         )
-        console.print(
-            f"note: the folder of the model is gone. {again}",
-            markup=False,
-        )
-    console.print(
-        f"this run is finished: nothing was trained again; its record is {folder / 'summary.json'}",
-        markup=False,
-    )
+        notes.append(f"the folder of the model is gone. {again}")
+    fresh = f"change the seed or move {folder} away"
     if changed := provenance.code_changes(summary):
-        console.print(
-            f"note: {changed}. For a fresh run, change the seed or move {folder} away", markup=False
-        )
+        notes.append(f"{changed}. For a fresh run, {fresh}")
     for setting in elsewhere(summary, run) if run else ():
-        console.print(
-            f"note: this run read its data with {setting}, and other data may be where you ask for it. To train on that, "
-            f"change the seed or move {folder} away",
-            markup=False,
+        notes.append(
+            f"this run read its data with {setting}, and other data may be where you ask for it. To train on that, {fresh}"
         )
     for file in (run.data.train, run.data.dev) if run else ():
         if file and newer(Path(file), folder / "config.yaml"):
-            console.print(
-                f"note: {file} was written after this run had begun, and the model knows what it held before. To train on it "
-                f"as it is, change the seed or move {folder} away",
-                markup=False,
+            notes.append(
+                f"{file} was written after this run had begun, and the model knows what it held before. To train on it as it is, "
+                f"{fresh}"
             )
     for code in (run.clip.rule, run.optim.factory, run.model.factory, run.task.factory) if run else ():
         if (mine := file_of(code)) and newer(mine, folder / "config.yaml"):
-            console.print(
-                f"note: {mine} was written after this run had begun, and this result is of what {code} was before. To train with "
-                f"it as it is, change the seed or move {folder} away",
-                markup=False,
+            notes.append(
+                f"{mine} was written after this run had begun, and this result is of what {code} was before. To train with it as "
+                f"it is, {fresh}"
             )
+    done = f"this run is finished: nothing was trained again; its record is {folder / 'summary.json'}"
+    console.print("\n".join([done, *(f"note: {note}" for note in notes)]), markup=False)
 
 
 def elsewhere(summary: dict[str, Any], run: RunConfig) -> list[str]:

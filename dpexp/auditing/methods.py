@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,27 +11,22 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from dpexp import record
 from dpexp.auditing import canaries, one_run
 from dpexp.auditing.canaries import Planted, Without
 from dpexp.auditing.config import AuditConfig
 from dpexp.auditing.estimates import estimates
 from dpexp.auditing.verdict import verdict
 from dpexp.auditing.white_box import Observer, WithCanaryTable, WithGradientCanaries
-from dpexp.config import signature, to_dict
-from dpexp.errors import INTERRUPTED, UserError
+from dpexp.errors import UserError
 from dpexp.metrics import exposure
 from dpexp.models import ModelBundle
 from dpexp.privacy.events import ADD_OR_REMOVE_ONE
 from dpexp.privacy.keys import Keys
 from dpexp.privacy.plan_checks import resolve_delta
 from dpexp.tasks import Task
-from dpexp.trackers import tells_all, tracking
-from dpexp.train import announce, how_to_resume, summarise
-from dpexp.training.batching import Sampler
+from dpexp.train import summarise, trained
 from dpexp.training.loop import Trainer
-from dpexp.training.planning import budget_groups, build_plan, build_sampler, choose_device, number_of_steps
-from dpexp.training.progress import Progress
+from dpexp.training.planning import budget_groups, choose_device
 
 REFUTES = (
     "a lower bound from one run: above the claimed epsilon it refutes the claim; below, it confirms nothing"
@@ -72,7 +66,13 @@ def one_run_audit(
     planted = Planted(task, dict(zip(slots.tolist(), made, strict=True)), {})
     before = canaries.canary_losses(task, bundle.model.to(device), made, device)
     trainer, summary = train_once(
-        run, folder, console, planted, bundle, keys, lambda sampler: Without(sampler, slots[~included])
+        run,
+        folder,
+        console,
+        planted,
+        bundle,
+        keys,
+        sampled=lambda sampler: Without(sampler, slots[~included]),
     )
     after = canaries.canary_losses(task, trainer.model, made, device)
     delta = trainer.plan.delta if trainer.plan else resolve_delta(run.privacy.delta, task.num_examples)
@@ -82,20 +82,8 @@ def one_run_audit(
         tried = one_run.attempts(scores[mine], included[mine], run.guesses, delta, confidence)
         return [vars(attempt) for attempt in tried]
 
-    found = verdict(summary["privacy"], members, len(slots), run.confidence, bounds)
-    summary["metrics"] |= _measured(found)
-    summary["audit"] = {
-        "method": run.method,
-        "what": REFUTES,
-        **found,
-        "delta": delta,
-        "confidence": run.confidence,
-        "canaries": len(slots),
-        "included": int(included.sum()),
-        "score": f"loss of the initial model minus loss of the trained one, on {run.content} canaries",
-        "notes": [relation(trainer), *([] if members is None else [BY_GROUP]), BLACK_BOX, NOT_A_MODEL],
-    }
-    return summary
+    score = f"loss of the initial model minus loss of the trained one, on {run.content} canaries"
+    return _judged(run, trainer, summary, members, included, delta, bounds, score, BLACK_BOX)
 
 
 def white_box_audit(
@@ -145,34 +133,39 @@ def white_box_audit(
 
     trainer, summary = train_once(
         run, folder, console, planted, replace(bundle, model=watched), keys,
-        lambda sampler: Without(sampler, slots[~included]), watch,
+        sampled=lambda sampler: Without(sampler, slots[~included]), watch=watch,
     )  # fmt: skip
     assert trainer.plan is not None
     delta, scores = trainer.plan.delta, observer.scores
-    shares = len(run.guesses)
 
     def bounds(mine: np.ndarray, confidence: float) -> list[dict[str, Any]]:
         return estimates(scores[mine], included[mine], run.guesses, delta, confidence)
 
-    found = verdict(summary["privacy"], members, len(slots), run.confidence, bounds)
+    number = 2 * len(run.guesses) + 2
+    score = f"log-likelihood ratio of {trainer.steps} noisy sums; {number} estimators share the error"
+    return _judged(run, trainer, summary, members, included, delta, bounds, score, WHITE_BOX, ESTIMATORS)
+
+
+def _judged(
+    run: AuditConfig,
+    trainer: Trainer,
+    summary: dict[str, Any],
+    members: np.ndarray | None,
+    included: np.ndarray,
+    delta: float,
+    bounds: Callable[[np.ndarray, float], list[dict[str, Any]]],
+    score: str,
+    *notes: str,
+) -> dict[str, Any]:
+    """The record with what the canaries say; ``bounds``: see `verdict`; ``score``: what was compared, in words."""
+    found = verdict(summary["privacy"], members, len(included), run.confidence, bounds)
     summary["metrics"] |= _measured(found)
+    by_group = [] if members is None else [BY_GROUP]
     summary["audit"] = {
-        "method": run.method,
-        "what": REFUTES,
-        **found,
-        "delta": delta,
-        "confidence": run.confidence,
-        "canaries": len(slots),
-        "included": int(included.sum()),
-        "score": f"log-likelihood ratio of {trainer.steps} noisy sums; {2 * shares + 2} estimators share the error",
-        "notes": [
-            relation(trainer),
-            *([] if members is None else [BY_GROUP]),
-            WHITE_BOX,
-            ESTIMATORS,
-            NOT_A_MODEL,
-        ],
-    }
+        "method": run.method, "what": REFUTES, **found, "delta": delta, "confidence": run.confidence,
+        "canaries": len(included), "included": int(included.sum()), "score": score,
+        "notes": [relation(trainer), *by_group, *notes, NOT_A_MODEL],
+    }  # fmt: skip
     return summary
 
 
@@ -233,44 +226,19 @@ def train_once(
     task: Task,
     bundle: ModelBundle,
     keys: Keys,
-    sampled: Callable[[Sampler], Sampler] = lambda sampler: sampler,
-    watch: Callable[[Trainer], None] = lambda trainer: None,
+    **watched: Any,
 ) -> tuple[Trainer, dict[str, Any]]:
     """The training of `dpexp.train`, with the plan made of the configuration and N as ever. Exits with 130 if interrupted.
 
     Args:
         task: with its canaries.
         keys: the secrets of the run.
-        sampled: what is made of the plan's sampler.
-        watch: is given the trainer before its first step.
+        watched: ``sampled`` and ``watch`` of `dpexp.train.trained`.
 
     Returns:
         The trainer, its model detached from the clipper, and the record of a training run.
     """
-    batch, total = run.optim.batch_size, task.num_examples
-    steps = number_of_steps(run, total)
-    groups = budget_groups(run, total)
-    plan = build_plan(run, total, steps, groups)
-    sampler = sampled(build_sampler(run, plan, total, keys.draws, groups))
-    device = choose_device(run.runtime.device)
-    with tracking(run, to_dict(run), folder) as tracker:
-        trainer = Trainer(
-            run, task, bundle, plan,
-            steps=steps, expected_batch=batch, sampler=sampler, keys=keys, signature=signature(run),
-            folder=folder, device=device,
-            metrics=record.Metrics(
-                folder / "metrics.jsonl", run.privacy.release == "strict", tracker, tells_all(run)
-            ),
-            groups=groups,
-        )  # fmt: skip
-        watch(trainer)
-        announce(run, trainer, folder, console)
-        delta, strict = plan.delta if plan else None, record.withheld(run)
-        with Progress(steps, trainer.step, delta, device, console, strict) as progress:
-            outcome = trainer.train(progress)
-    if outcome.status == "interrupted":
-        console.print(f"{outcome.step} of {steps} steps are done; {how_to_resume(folder)}", markup=False)
-        sys.exit(INTERRUPTED)
+    trainer, outcome = trained(run, task, bundle, folder, console, lambda: keys, **watched)
     summary = summarise(run, trainer, outcome, bundle)
     trainer.detach()
     return trainer, summary

@@ -104,7 +104,7 @@ def by_train(folder: Path, model: nn.Module, steps: int, begin: Callable[[], Non
 
     trainer = Timed(
         run, task, ModelBundle(model, None, "random"), plan,
-        steps=steps, expected_batch=BATCH, sampler=sampler_for("poisson", ROWS, BATCH, keys.draws), keys=keys,
+        steps=steps, sampler=sampler_for("poisson", ROWS, BATCH, keys.draws), keys=keys,
         signature="loops", folder=folder, device=torch.device("cpu"),
         metrics=record.Metrics(folder / "metrics.jsonl", False),
     )  # fmt: skip

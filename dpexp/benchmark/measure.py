@@ -19,24 +19,24 @@ WARM_UP = 3
 _SLOWEST = 20.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Protocol:
     """How to measure; `conf/bench.yaml` says what each is."""
 
-    rounds: int
-    steps: int
-    seconds: float
-    threads: int
-    device: str
-    precision: str
-    compile: bool
-    size: str
-    batch: int | None
-    noise: float
-    check: str
-    memory_gib: float | None
-    resolution: float
-    patience: float
+    size: str = "full"
+    batch: int | None = None
+    rounds: int = 5
+    steps: int = 3
+    seconds: float = 1.0
+    threads: int = 2
+    device: str = "cpu"
+    precision: str = "fp32"
+    compile: bool = False
+    noise: float = 1.0
+    check: str = "tiny"
+    memory_gib: float | None = None
+    resolution: float = 0.01
+    patience: float = 1800.0
 
 
 @dataclass

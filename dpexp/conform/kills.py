@@ -38,7 +38,7 @@ from dpexp.conform.adapters import quiet
 from dpexp.conform.render import versions
 from dpexp.conform.replay import Points, loop_sampler, network, settings
 from dpexp.durable import write_atomic
-from dpexp.models import ModelBundle, build_model, build_tokenizer
+from dpexp.models import ModelBundle, build_tokenizer
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed
 from dpexp.privacy.keys import open_keys
@@ -80,8 +80,7 @@ def train(folder: Path, seed: int, kind: str, *, other_sums: bool = False) -> No
     keys = open_keys(folder, seed)
     trainer = loop.Trainer(
         run, task, ModelBundle(model, None, "random"), plan,
-        steps=STEPS, expected_batch=run.optim.batch_size,
-        sampler=Without(loop_sampler(run, task, keys.draws), slots), keys=keys, signature="points", folder=folder,
+        steps=STEPS, sampler=Without(loop_sampler(run, task, keys.draws), slots), keys=keys, signature="points", folder=folder,
         device=torch.device("cpu"), metrics=record.Metrics(folder / "metrics.jsonl", False),
     )  # fmt: skip
     release = trainer.stepper.release
@@ -127,15 +126,7 @@ def _asked(kind: str, seed: int) -> tuple[RunConfig, Task, nn.Module, NDArray[np
     none = np.zeros(0, np.int64)
     if kind == "generation":
         run, texts, tokenizer = _writing()
-        bundle = build_model(
-            run.model,
-            run.peft,
-            head=texts.head,
-            num_labels=0,
-            scale=run.scale.name,
-            seed=0,
-            tokenizer=tokenizer,
-        )
+        bundle = texts.build_network(run.model, run.peft, scale=run.scale.name, seed=0, tokenizer=tokenizer)
         return copy.deepcopy(run), texts, bundle.model, none
     run, points = settings(STEPS), Points()
     if kind == "training":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 from dpexp import __version__
 from dpexp.conform.judge import FAILURES, VERDICTS, Verdict
 from dpexp.durable import write_atomic
+from dpexp.provenance import code_hash
 
 ENGINE = Path(__file__).parents[1] / "clipping"
 PACKAGES = ("torch", "transformers", "timm", "peft", "opacus")
@@ -144,10 +144,7 @@ def failed_cells(rows: Mapping[str, Row]) -> int:
 
 def versions() -> dict[str, str]:
     """Of what the verdicts depend on: our version, a hash of the engine's sources, and the packages."""
-    digest = hashlib.sha256()
-    for path in sorted(ENGINE.rglob("*.py")):
-        digest.update(f"{path.relative_to(ENGINE)}\0".encode() + path.read_bytes() + b"\0")
-    own = {"dpexp": __version__, "engine": digest.hexdigest()[:12]}
+    own = {"dpexp": __version__, "engine": code_hash(ENGINE)[:12]}
     return own | {name: metadata.version(name) for name in PACKAGES}
 
 

@@ -142,9 +142,8 @@ def run_points(
         drawn = sampler or loop_sampler(run, task, keys.draws)
         trainer = loop.Trainer(
             run, task, ModelBundle(model, None, "random"), plan,
-            steps=run.optim.steps or 1, expected_batch=run.optim.batch_size,
-            sampler=Without(drawn, np.array(without, np.int64)), keys=keys, signature="points", folder=folder,
-            device=torch.device("cpu"), metrics=record.Metrics(folder / "metrics.jsonl", False), groups=groups,
+            steps=run.optim.steps or 1, sampler=Without(drawn, np.array(without, np.int64)), keys=keys, signature="points",
+            folder=folder, device=torch.device("cpu"), metrics=record.Metrics(folder / "metrics.jsonl", False), groups=groups,
         )  # fmt: skip
         progress = Progress(trainer.steps, trainer.step, plan.delta, torch.device("cpu"), Console(quiet=True))
         with _watched(trainer, frozen) as (seen, updates), progress:

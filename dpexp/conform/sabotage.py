@@ -12,8 +12,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from dpexp.auditing.gaussian import pair_lower_bound
 from dpexp.auditing.white_box import Observer, WithCanaryTable, WithGradientCanaries
 from dpexp.conform import replay
 from dpexp.conform.adapters import ours, quiet
-from dpexp.conform.defects import DEFECTS
+from dpexp.conform.defects import DEFECTS, planted
 from dpexp.conform.judge import Reference, judge
 from dpexp.conform.replay import BATCH, N, Points, network, run_points, settings
 from dpexp.conform.traps import trap_case
@@ -174,14 +173,6 @@ CHECKS: dict[str, Callable[[], list[str]]] = {
 }
 
 
-@contextmanager
-def planted(name: str) -> Iterator[None]:
-    """The trainer with a defect."""
-    with ExitStack() as stack:
-        DEFECTS[name](stack)
-        yield
-
-
 def asked(check: str) -> tuple[list[str], float]:
     """What a check finds, and its seconds. An error in the check is a finding too: the defect did not go unseen."""
     begun = time.perf_counter()
@@ -203,8 +194,8 @@ def main(out: str = "results/sabotage") -> int:
         if false:
             console.print(f"false alarms without a defect: {false}", markup=False)
             return len(false)
-        for name in DEFECTS:
-            with planted(name):
+        for name, changes in DEFECTS.items():
+            with planted(changes):
                 answers = {check: asked(check) for check in CHECKS}
             seen = {check: found[0] for check, (found, _) in answers.items() if found}
             seconds = {check: round(taken, 2) for check, (_, taken) in answers.items()}

@@ -4,7 +4,6 @@
 metric of that library. Text metrics take N texts and N lists of references; shares are between 0 and 1.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +31,9 @@ class LocalMetric(evaluate.Metric):
     about = ""
     inputs = INPUTS
     source = ""
+    # of a metric with one score: its name, and what computes it
+    named = ""
+    score: Any = None
     taken = datasets.Features(
         predictions=datasets.Value("string"), references=datasets.List(datasets.Value("string"))
     )
@@ -52,25 +54,21 @@ class LocalMetric(evaluate.Metric):
     ) -> dict[str, float]:
         return self.measure(*checked(predictions, references), **options)
 
-    @abstractmethod
     def measure(self, predictions: Any, references: Any, **options: Any) -> dict[str, float]:
         """The scores by name, of inputs that have been checked."""
+        return {self.named: self.score(predictions, references)}
 
 
 class Bleu(LocalMetric):
     about = "BLEU-4 of a corpus as mteval-v13a counts it, ignoring case (sacrebleu)."
     source = "Papineni et al., ACL 2002; Post, WMT 2018"
-
-    def measure(self, predictions: Any, references: Any, **_: Any) -> dict[str, float]:
-        return {"bleu": mteval.bleu(predictions, references)}
+    named, score = "bleu", staticmethod(mteval.bleu)
 
 
 class Nist(LocalMetric):
     about = "NIST-5 of a corpus as mteval-v13a counts it, ignoring case; from 0 upwards."
     source = "Doddington, HLT 2002"
-
-    def measure(self, predictions: Any, references: Any, **_: Any) -> dict[str, float]:
-        return {"nist": mteval.nist(predictions, references)}
+    named, score = "nist", staticmethod(mteval.nist)
 
 
 class Meteor(LocalMetric):
@@ -89,17 +87,13 @@ class Meteor(LocalMetric):
 class CocoRougeL(LocalMetric):
     about = "ROUGE-L as coco-caption counts it (pycocoevalcap): beta = 1.2, best precision and best recall."
     source = "Lin, ACL workshop 2004; Chen et al., 2015"
-
-    def measure(self, predictions: Any, references: Any, **_: Any) -> dict[str, float]:
-        return {"rougeL": captions.rouge_l(predictions, references)}
+    named, score = "rougeL", staticmethod(captions.rouge_l)
 
 
 class Cider(LocalMetric):
     about = "CIDEr-D as coco-caption counts it (pycocoevalcap), between 0 and 10."
     source = "Vedantam et al., CVPR 2015"
-
-    def measure(self, predictions: Any, references: Any, **_: Any) -> dict[str, float]:
-        return {"cider": captions.cider(predictions, references)}
+    named, score = "cider", staticmethod(captions.cider)
 
 
 class Rouge(LocalMetric):
@@ -120,9 +114,7 @@ class Rouge(LocalMetric):
 class TokenF1(LocalMetric):
     about = "F1 of words as ConvAI2 counts it: without case, punctuation and articles; the best reference."
     source = "Dinan et al., 2019"
-
-    def measure(self, predictions: Any, references: Any, **_: Any) -> dict[str, float]:
-        return {"f1": dialogue.corpus_f1(predictions, references)}
+    named, score = "f1", staticmethod(dialogue.corpus_f1)
 
 
 class BertScore(LocalMetric):
@@ -160,16 +152,12 @@ class _ClassMetric(LocalMetric):
 
 class Accuracy(_ClassMetric):
     about = "The share of equal classes."
-
-    def measure(self, predictions: Any, references: Any, **_: Any) -> dict[str, float]:
-        return {"accuracy": classification.accuracy(predictions, references)}
+    named, score = "accuracy", staticmethod(classification.accuracy)
 
 
 class F1(_ClassMetric):
     about = "F1 of class 1 against class 0."
-
-    def measure(self, predictions: Any, references: Any, **_: Any) -> dict[str, float]:
-        return {"f1": classification.f1(predictions, references)}
+    named, score = "f1", staticmethod(classification.f1)
 
 
 def checked(

@@ -7,10 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from matplotlib.ticker import LogLocator
@@ -30,7 +28,7 @@ from dpexp.reproduce.documents import (
     page,
 )
 from dpexp.reproduce.drawing import COLOURS, draw
-from dpexp.reproduce.paper import claims, listed, paper_table, selected, target_name
+from dpexp.reproduce.paper import Entry, listed, paper_table, selected, targets
 from dpexp.reproduce.records import believed, code_problems
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
@@ -115,16 +113,6 @@ class Bound:
         return " and ".join(f"{sign} {value:g}" for sign, value in ends if value is not None)
 
 
-@cache
-def targets() -> dict[str, Any]:
-    """The tables and figures by name: the entries of ``claims.yaml`` that benchmarks answer."""
-    found = claims("bench").items()
-    return {
-        target_name(*key): SimpleNamespace(key=key, **{"arithmetic": "", "part": "", **entry})
-        for key, entry in found
-    }
-
-
 def load(folder: Path) -> list[Measurement]:
     """Every benchmark, sorted.
 
@@ -141,7 +129,7 @@ def load(folder: Path) -> list[Measurement]:
 
 def build(name: str, records: Sequence[Measurement]) -> Document:
     """The document of one target, its figure drawn where something was measured."""
-    target = targets()[name]
+    target = targets("bench")[name]
     blocks = [_block(target, scale, records) for scale in ("small", "paper")]
     rows = [row for block in blocks for row in block.rows]
     printed = [
@@ -166,7 +154,7 @@ def build(name: str, records: Sequence[Measurement]) -> Document:
     )  # fmt: skip
 
 
-def _block(target: Any, scale: str, records: Sequence[Measurement]) -> Section:
+def _block(target: Entry, scale: str, records: Sequence[Measurement]) -> Section:
     wanted = [workload for workload, own in target.workloads.items() if own == scale]
     rows = [row for record in records for row in _rows(record, wanted, scale)]
     done = {row["workload"] for row in rows}
@@ -196,7 +184,7 @@ def _rows(measured: Measurement, workloads: Sequence[str], scale: str) -> Rows:
     )  # fmt: skip
 
 
-def _verdicts(target: Any, rows: Rows) -> list[Verdict]:
+def _verdicts(target: Entry, rows: Rows) -> list[Verdict]:
     """One for each bound that rows of the present engine are about; each says so where others have none."""
     present = (row for row in rows if EARLIER not in row["note"])
     runs = grouped(present, lambda row: (row["record"], row["workload"])).values()

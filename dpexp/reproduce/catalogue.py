@@ -26,7 +26,7 @@ from dpexp.reproduce import (
 from dpexp.reproduce import complexity_tables as complexity
 from dpexp.reproduce import records as run_records
 from dpexp.reproduce.documents import Document
-from dpexp.reproduce.paper import SHORT, listed, paper_of, target_name
+from dpexp.reproduce.paper import SHORT, listed, paper_of, target_name, targets
 
 GROUPS = ("all", "tables", "figures")
 
@@ -102,8 +102,8 @@ def builders() -> dict[str, Builder]:
             target_name(*key): (partial(tables.build, *key), "audits" if claim.audits else "runs")
             for key, claim in tables.claims().items()
         },
-        **{name: (partial(benchmarks.build, name), "bench") for name in benchmarks.targets()},
-        **{name: (partial(curves.build, name), "runs") for name in curves.targets()},
+        **{name: (partial(benchmarks.build, name), "bench") for name in targets("bench")},
+        **{name: (partial(curves.build, name), "runs") for name in targets("curves")},
         thresholds.NAME: (thresholds.document, "runs"),
         league.NAME: (league.document, "league"),
         methods.NAME: (methods.document, "methods"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ import yaml
 
 from dpexp.config import conf_dir
 from dpexp.reproduce.fillings import EXPOSURE, Filling, measured
-from dpexp.reproduce.paper import Cell, numbered
+from dpexp.reproduce.paper import Cell, Entry, numbered
 from dpexp.reproduce.records import Near, Record
 
 # A setting of a cell -> the fact of a record, and the override on the command line.
@@ -76,24 +76,8 @@ class Slot:
         return measured((record for record in records if record.matches(where)), self.metric)
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One entry of ``claims.yaml``; see its header."""
-
-    title: str = ""
-    claim: str = ""
-    compare: Sequence[Mapping[str, Any]] = ()
-    stand_ins: Mapping[str, Any] = field(default_factory=dict)
-    instead: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    miniature: Sequence[Mapping[str, Any]] = ()
-    heat: Sequence[str] = ()
-    note: str = ""
-    part: str = ""
-    unstated: str = ""
-    same_runs: Sequence[str] = ()
-    tuned: Sequence[Mapping[str, Any]] = ()
-    audits: bool = False
-    needs: str = ""
+class Claim(Entry):
+    """One that printed cells answer."""
 
     @property
     def filled_with(self) -> str:

@@ -19,10 +19,10 @@ from functools import cache
 
 from dpexp.benchmark.workloads import WORKLOADS
 from dpexp.config import conf_dir
-from dpexp.reproduce import benchmarks
 from dpexp.reproduce.benchmarks import Measurement
 from dpexp.reproduce.documents import ARITHMETIC, Document, Section, as_rows, page
 from dpexp.reproduce.paper import FOLDER, PAPERS, paper_table, paper_tables
+from dpexp.reproduce.paper import targets as paper_targets
 from dpexp.reproduce.records import Record
 
 KINDS = ("target", "choice", "workload", "test")
@@ -93,7 +93,7 @@ class Evidence:
         networks."""
         workloads = set(row["workload"].split())
         if workloads or row["runs"] == "bench":
-            of_paper = (target for target in benchmarks.targets().values() if target.key[0] == row["paper"])
+            of_paper = (target for target in paper_targets("bench").values() if target.key[0] == row["paper"])
             own = {w for target in of_paper for w, s in target.workloads.items() if s == scale}
             chosen = own & workloads if workloads else own
             return sum(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -18,32 +16,8 @@ from dpexp.reproduce.documents import Document, Rows, Section, counted, grouped,
 from dpexp.reproduce.drawing import draw, heat, style
 from dpexp.reproduce.fillings import budget, measured, method, printed_factor
 from dpexp.reproduce.pairs import Finding, choose
-from dpexp.reproduce.paper import as_number, claims, listed, target_name
+from dpexp.reproduce.paper import Entry, as_number, listed, targets
 from dpexp.reproduce.records import Record, by_configuration
-
-
-@dataclass(frozen=True)
-class Curves:
-    """An entry of ``claims.yaml`` by curves; see its header."""
-
-    title: str
-    claim: str
-    select: Mapping[str, Any]
-    kind: str
-    metric: str = "accuracy"
-    stand_ins: Sequence[str] = ()
-    x: str = ""
-    along: Sequence[str] = ()
-    says: str = ""
-    needs: str = ""
-    commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-
-@cache
-def targets() -> dict[str, Curves]:
-    """The figures by name."""
-    return {target_name(*key): Curves(**entry) for key, entry in claims("curves").items()}
-
 
 _ALONG = {"dev": "epoch", "time": "seconds", "norms": "step", "sweep": "x"}
 _COLUMNS: dict[str, tuple[str, ...]] = {
@@ -58,7 +32,7 @@ MAX_LINES = 6
 
 def build(name: str, records: Sequence[Record]) -> Document:
     """The document of one figure; a block for each scale and task, the figure drawn from the first that has runs."""
-    target = targets()[name]
+    target = targets("curves")[name]
     matching = [record for record in records if record.matches(target.select)]
     sections, svg = [], ""
     for scale in ("paper", "small"):
@@ -84,7 +58,7 @@ def build(name: str, records: Sequence[Record]) -> Document:
     )  # fmt: skip
 
 
-def _block(target: Curves, scale: str, tasks: Mapping[str, Sequence[Record]], rows: Rows) -> Section:
+def _block(target: Entry, scale: str, tasks: Mapping[str, Sequence[Record]], rows: Rows) -> Section:
     named = {task: f"{task} instead" if task in target.stand_ins else task for task in tasks}
     says = getattr(curve_claims, target.says) if target.says else lambda _: Finding(())
     found = {f"scale={scale}, {named[task]}": says(own) for task, own in tasks.items()}
@@ -106,7 +80,7 @@ def _block(target: Curves, scale: str, tasks: Mapping[str, Sequence[Record]], ro
     )  # fmt: skip
 
 
-def _rows(target: Curves, records: Sequence[Record]) -> Rows:
+def _rows(target: Entry, records: Sequence[Record]) -> Rows:
     """Of all records; of one seed for each configuration where norms of all layers would make too many."""
     if target.kind == "norms":
         kept = [record for record in records if record.logged("norms")]
@@ -129,7 +103,7 @@ def _rows(target: Curves, records: Sequence[Record]) -> Rows:
     return [row for row in rows if row["run"] in several]
 
 
-def _dev(record: Record, target: Curves) -> Rows:
+def _dev(record: Record, target: Entry) -> Rows:
     plan = record.summary["details"].get("plan") or {"steps": 1}
     epochs, steps = float(record.facts.get("epochs") or 0.0), max(1, plan["steps"])
     return [
@@ -140,7 +114,7 @@ def _dev(record: Record, target: Curves) -> Rows:
     ]  # fmt: skip
 
 
-def _norms(record: Record, target: Curves) -> Rows:
+def _norms(record: Record, target: Entry) -> Rows:
     kept = record.logged("norms")
     return [
         {"step": str(point["step"]), "group": group}
@@ -150,7 +124,7 @@ def _norms(record: Record, target: Curves) -> Rows:
     ]
 
 
-def _sweep(record: Record, target: Curves) -> Rows:
+def _sweep(record: Record, target: Entry) -> Rows:
     name = next((name for name in target.metric.split("|") if record.metric(name) is not None), "")
     x = record.facts.get(target.x)
     if not name or x is None:
@@ -165,7 +139,7 @@ _APART = {
 }  # fmt: skip
 
 
-def _labels(records: Sequence[Record], target: Curves) -> list[str]:
+def _labels(records: Sequence[Record], target: Entry) -> list[str]:
     """A name for the line of each record: equal for the seeds of a configuration (and along x), else told apart.
 
     Engines compute the same, and only against time are they another line.
@@ -191,7 +165,7 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _speaking(target: Curves, records: Sequence[Record]) -> Sequence[Record]:
+def _speaking(target: Entry, records: Sequence[Record]) -> Sequence[Record]:
     """Of runs with curves those of the configuration that speaks for each model, way to clip and ε; of others all."""
     if target.kind not in ("dev", "norms"):
         return records
@@ -201,7 +175,7 @@ def _speaking(target: Curves, records: Sequence[Record]) -> Sequence[Record]:
     return [record for fillings in tried.values() for record in choose(fillings).filling.records]
 
 
-def _draw(target: Curves, rows: Rows) -> str:
+def _draw(target: Entry, rows: Rows) -> str:
     if target.kind == "norms":
         first = [row for row in rows if row["record"] == rows[0]["record"]]
         return draw(lambda axes: _draw_norms(axes, first), 2, (5.2, 4.4))
@@ -225,13 +199,13 @@ def _draw(target: Curves, rows: Rows) -> str:
     return draw(plot, len(found), (4.6, 4.2) if beside else (7.2, 3.8))
 
 
-def _names(target: Curves, rows: Rows) -> list[str]:
+def _names(target: Entry, rows: Rows) -> list[str]:
     """The places along x, where one of them is no number; else none."""
     names = sorted({row[_ALONG[target.kind]] for row in rows})
     return [] if all(as_number(name) is not None for name in names) else names
 
 
-def _curves(target: Curves, rows: Rows, task: str) -> dict[str, dict[float, list[float]]]:
+def _curves(target: Entry, rows: Rows, task: str) -> dict[str, dict[float, list[float]]]:
     """Label -> x -> the value of each seed, of one task's rows."""
     key, names = _ALONG[target.kind], _names(target, rows)
     found: dict[str, dict[float, list[float]]] = {}
@@ -247,7 +221,7 @@ def _curves(target: Curves, rows: Rows, task: str) -> dict[str, dict[float, list
 
 
 def _draw_curves(
-    axis: Any, target: Curves, curves: Mapping[str, dict[float, list[float]]], rows: Rows
+    axis: Any, target: Entry, curves: Mapping[str, dict[float, list[float]]], rows: Rows
 ) -> None:
     """The mean of the seeds, from the least to the largest shaded."""
     for number, (line, own) in enumerate(curves.items()):

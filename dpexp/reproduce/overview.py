@@ -85,8 +85,8 @@ def _line(verdict: Verdict, *, named: bool) -> str:
 
 def leaders(records: Sequence[Record]) -> Rows:
     """A row for each configuration, best first within a task and ε."""
-    metrics = sorted(set(map(_metric, records)) - {""})
-    fillings = [filling for name in metrics for filling in _by_metric(records, name)]
+    by_metric = sorted(grouped(records, _metric).items())
+    fillings = [filling for name, own in by_metric if name for filling in measured(own, name)]
     # neither noise nor clipping
     without = grouped((f for f in fillings if f.record.facts["clip"] == "nonprivate"), _comparable)
     plain = {key: max(own, key=lambda filling: filling.merit).mean for key, own in without.items()}
@@ -127,11 +127,6 @@ def _metric(record: Record) -> str:
         (n for n in (named, "accuracy", "bleu", "bleu_test", "rougeL_test") if record.metric(n) is not None),
         "",
     )
-
-
-def _by_metric(records: Sequence[Record], name: str) -> list[Filling]:
-    """The configurations whose metric it is."""
-    return measured((record for record in records if _metric(record) == name), name)
 
 
 def _comparable(filling: Filling) -> tuple[str, ...]:
@@ -193,9 +188,8 @@ def _of_one_model(records: Sequence[Record]) -> list[Record]:
 
 def _best(records: Sequence[Record]) -> list[Filling]:
     """Of each way to clip and ε the configuration of the highest mean; one seed counts only where there are no more."""
-    found = grouped(
-        _by_metric(records, "accuracy"), lambda f: (f.record.facts["clip"], f"{f.record.spent or 0:.1f}")
-    )
+    fillings = measured(records, "accuracy")
+    found = grouped(fillings, lambda f: (f.record.facts["clip"], f"{f.record.spent or 0:.1f}"))
     return [max(own, key=attrgetter("rank")) for own in found.values()]
 
 

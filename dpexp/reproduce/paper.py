@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -59,15 +60,43 @@ def listed(name: str) -> Any:
     return yaml.safe_load(next(place for place in places if place.is_file()).read_text(encoding="utf-8"))
 
 
+# what an entry of ``claims.yaml`` has where it does not say so; see its header
+UNSAID: dict[str, Any] = (
+    {"key": ("", ""), "by": "cells", "metric": "accuracy", "audits": False}
+    | dict.fromkeys(("title", "claim", "note", "part", "unstated", "needs", "kind", "x", "says", "preset", "arithmetic"), "")
+    | dict.fromkeys(("compare", "miniature", "heat", "same_runs", "tuned", "along", "bounds"), ())
+    | {name: {} for name in ("stand_ins", "instead", "select", "commands", "workloads")}
+)  # fmt: skip
+
+
+class Entry(SimpleNamespace):
+    """One entry of ``claims.yaml``.
+
+    Raises:
+        UserError: a setting that there is not.
+    """
+
+    def __init__(self, **said: Any):
+        if odd := said.keys() - UNSAID.keys():
+            raise UserError(f"claims.yaml: there is no setting {min(odd)}{did_you_mean(min(odd), [*UNSAID])}")
+        super().__init__(**(UNSAID | said))
+
+
 @cache
-def claims(by: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """(paper, table) -> its entry in ``claims.yaml``, of those that are tested by "cells", "curves" or "bench"."""
+def claims(by: str, kind: type[Entry] = Entry) -> dict[tuple[str, str], Any]:
+    """(paper, table) -> its claim, of those that are tested by "cells", "curves" or "bench". "he2023", "2"."""
     found = {}
     for name, entry in listed("claims").items():
         paper, _, table = name.partition("_")
-        if entry.get("by", "cells") == by:
-            found[paper, table.removeprefix("table")] = {k: v for k, v in entry.items() if k != "by"}
-    return found
+        key = paper, table.removeprefix("table")
+        found[key] = kind(key=key, **entry)
+    return {key: claim for key, claim in found.items() if claim.by == by}
+
+
+@cache
+def targets(by: str) -> dict[str, Any]:
+    """Those of `claims` by the names of their targets."""
+    return {target_name(*key): claim for key, claim in claims(by).items()}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -29,10 +28,9 @@ _WITH = {
 Filled = tuple[Slot, list[Filling]]
 
 
-@cache
 def claims() -> dict[tuple[str, str], Claim]:
-    """(paper, table) -> its claim. "he2023", "2"."""
-    return {key: Claim(**entry) for key, entry in paper_claims("cells").items()}
+    """(paper, table) -> its claim."""
+    return paper_claims("cells", Claim)
 
 
 def printed_cells(paper: str, table: str) -> list[Cell]:

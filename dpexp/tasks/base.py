@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from dpexp.errors import UserError
 from dpexp.importing import imported
+from dpexp.models import ModelBundle, build_model
 from dpexp.models.images import ImageInputs
 from dpexp.tasks.origins import rows_in_common
 
 if TYPE_CHECKING:
-    from dpexp.schemas import DataConfig, TaskConfig
+    from dpexp.schemas import DataConfig, ModelConfig, PeftConfig, TaskConfig
 
 KINDS = {
     "text_classification": "dpexp.tasks.classification:TextClassification",
@@ -81,6 +82,12 @@ class Task(ABC):
     train: Sequence[Any]
     dev: Sequence[Any]
     data: DataInfo
+
+    def build_network(self, model: ModelConfig, peft: PeftConfig, **given: Any) -> ModelBundle:
+        """Build the network with what this task asks of it; ``given``: the rest, see `dpexp.models.build_model`."""
+        return build_model(
+            model, peft, head=self.head, num_labels=len(self.labels), image_shape=self.image_shape, **given
+        )
 
     @abstractmethod
     def collate(self, examples: list[Any]) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from dpexp.tasks.demo import DEMO_LABELS
 from dpexp.tasks.files import Table
 from dpexp.tasks.sources import Found
 from dpexp.tasks.tables import Columns, columns_of, find_tables
-from dpexp.tasks.tokens import TokenTable, tokenize, tokenize_cached
+from dpexp.tasks.tokens import Tokenise, TokenTable, tokenize, tokenize_cached
 
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
@@ -111,8 +110,10 @@ class TextClassification(Classification):
     the record then says that they were taken from private data and are treated as public.
     """
 
-    def __init__(self, task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any) -> None:
-        """Find, read, check and tokenise the data.
+    def __init__(
+        self, task: TaskConfig, data: DataConfig, scale: str, tokenizer: Any, make: Tokenise = tokenize, way: str = ""
+    ) -> None:  # fmt: skip
+        """Find, read, check and tokenise the data; ``make``: from texts to tokens, and ``way``: what it goes by.
 
         Raises:
             UserError: as `find_tables`; a label outside the classes; N not declared or another; a metric
@@ -136,15 +137,18 @@ class TextClassification(Classification):
             pairs = table.columns[columns.text_pair] if columns.text_pair else None
             # which cells have these names is task.columns' to say, where the file does not
             named = str(list(task.columns)) if task.columns else ""
-            content = " ".join([table.sha256, str(columns.wanted), *filter(None, [table.part, named])])
-            tokens = self._tokenize(cache, content, tokenizer, texts, pairs, max_length)
+            content = " ".join([table.sha256, str(columns.wanted), *filter(None, [table.part, named, way])])
+            tokens = tokenize_cached(cache, content, tokenizer, texts, pairs, max_length, make)
             private = " (counted without noise on private data)" if split == "train" else ""
             if empty := sum(not text.strip() for text in texts):
                 notes.append(
                     f"{split}: {empty} of {len(table)} rows have no text in column {columns.text}{private}"
                 )
             if tokens.truncated and task.overlong == "error":
-                row = self._first_cut(tokens, tokenizer, texts, pairs, max_length)
+                # of those of full length the first that is cut when it is tokenised by itself
+                full = [int(row) for row in np.flatnonzero(tokens.lengths == max_length)]
+                alone = (make(tokenizer, [texts[i]], pairs and [pairs[i]], max_length) for i in full)
+                row = next(row for row, one in zip(full, alone, strict=True) if one.truncated)
                 raise UserError(
                     f"{table.at(row)}: more than the {max_length} tokens of task.max_length (or of what the model can "
                     f"read); task.overlong=cut cuts such rows, here {tokens.truncated} of {len(table)}, and counts them"
@@ -161,40 +165,6 @@ class TextClassification(Classification):
         self.train: Examples = self.splits["train"]
         self.dev: Examples = self.splits.get("dev", _NO_EXAMPLES)
         self.data = found.info(task, data, scale, notes)
-
-    def _tokenize(
-        self,
-        cache: Path,
-        content: str,
-        tokenizer: Any,
-        texts: Sequence[str],
-        pairs: Sequence[str] | None,
-        max_length: int,
-    ) -> TokenTable:
-        return tokenize_cached(cache, content, tokenizer, texts, pairs, max_length)
-
-    def _uncached(
-        self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
-    ) -> TokenTable:
-        return tokenize(tokenizer, texts, pairs, max_length)
-
-    def _first_cut(
-        self,
-        tokens: TokenTable,
-        tokenizer: Any,
-        texts: Sequence[str],
-        pairs: Sequence[str] | None,
-        max_length: int,
-    ) -> int:
-        """The first row that lost a part: of those of full length, the first that is cut when it is tokenised by itself."""
-        full = [int(row) for row in np.flatnonzero(tokens.lengths == max_length)]
-        return next(
-            row
-            for row in full
-            if self._uncached(
-                tokenizer, [texts[row]], None if pairs is None else [pairs[row]], max_length
-            ).truncated
-        )
 
     def blank(self) -> Example:
         """As many tokens as an example can have, of class 0."""

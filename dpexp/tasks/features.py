@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from dpexp.durable import cache_folder, keep_cached
 from dpexp.errors import UserError
 from dpexp.models.precision import autocast
 from dpexp.models.trainable import evaluation_mode
-from dpexp.tasks.base import Progress, Task, logits_of
+from dpexp.tasks.base import Task, logits_of
 from dpexp.tasks.classes import Classification
 from dpexp.tasks.classification import Examples, TextClassification
 from dpexp.tasks.images import Examples as Pictures
@@ -56,6 +55,8 @@ class FeatureRows(Sequence[Features]):
 
     def __init__(self, values: Tensor, labels: np.ndarray) -> None:
         self.values, self.labels = values, labels
+        # all alike
+        self.lengths = np.ones(len(labels), np.int64)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -94,23 +95,6 @@ class FrozenFeatures(Classification):
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """`[B, K]` of a collated batch."""
         return logits_of(model(batch["features"]))
-
-    @torch.no_grad()
-    def evaluate(
-        self, model: nn.Module, device: torch.device, batch_size: int, progress: Progress | None = None
-    ) -> dict[str, float]:
-        """The metric and the mean loss on dev, and those of further dev sets with their names behind."""
-        metrics: dict[str, float] = {}
-        with evaluation_mode(model):
-            for split, rows in self.splits.items():
-                if not split.startswith("dev") or not len(rows):
-                    continue
-                logits = model(rows.values.to(device)).float()
-                labels = torch.from_numpy(rows.labels).to(device)
-                suffix = split.removeprefix("dev")
-                metrics[self.metric_name + suffix] = self.metric(logits.argmax(-1).cpu().numpy(), rows.labels)
-                metrics["loss" + suffix] = F.cross_entropy(logits, labels).item()
-        return metrics
 
     def length(self, i: int) -> int:
         """1: all are alike."""

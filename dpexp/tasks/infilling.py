@@ -16,7 +16,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from dpexp.errors import UserError
 from dpexp.tasks.classification import Example, TextClassification
 from dpexp.tasks.demo import DEMO_WORDS
 from dpexp.tasks.sources import is_demo
-from dpexp.tasks.tokens import CHUNK, TokenTable, plain_ids, tokenize_cached
+from dpexp.tasks.tokens import CHUNK, TokenTable, plain_ids
 
 if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
@@ -255,29 +254,14 @@ class TextInfilling(TextClassification):
         self.pieces, labels, words = read_prompt(task, data, scale, tokenizer)
         self.words = torch.tensor(words)
         self.mask_token = int(tokenizer.mask_token_id)
-        super().__init__(dataclasses.replace(task, labels=labels), data, scale, tokenizer)
+        make = functools.partial(tokenize_template, self.pieces)
+        task = dataclasses.replace(task, labels=labels)
+        super().__init__(task, data, scale, tokenizer, make, str(self.pieces))
 
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
         """As `TextClassification.collate`, with `mask_positions` int64 `[B]`: where each row's mask stands."""
         batch = super().collate(examples)
         return {**batch, "mask_positions": (batch["input_ids"] == self.mask_token).int().argmax(1)}
-
-    def _tokenize(
-        self,
-        cache: Path,
-        content: str,
-        tokenizer: Any,
-        texts: Sequence[str],
-        pairs: Sequence[str] | None,
-        max_length: int,
-    ) -> TokenTable:
-        make = functools.partial(tokenize_template, self.pieces)
-        return tokenize_cached(cache, f"{content} {self.pieces}", tokenizer, texts, pairs, max_length, make)
-
-    def _uncached(
-        self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
-    ) -> TokenTable:
-        return tokenize_template(self.pieces, tokenizer, texts, pairs, max_length)
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """The logits of the label words at the mask, `[B, K]`."""

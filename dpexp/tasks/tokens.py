@@ -62,6 +62,10 @@ class TokenTable:
         return np.diff(self.offsets)
 
 
+Tokenise = Callable[[Any, Sequence[str], Sequence[str] | None, int], TokenTable]
+"""(tokenizer, texts, pairs, max_length) -> tokens, see `tokenize`."""
+
+
 def tokenize(
     tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
 ) -> TokenTable:
@@ -118,7 +122,7 @@ def tokenize_cached(
     texts: Sequence[str],
     pairs: Sequence[str] | None,
     max_length: int,
-    make: Callable[[Any, Sequence[str], Sequence[str] | None, int], TokenTable] | None = None,
+    make: Tokenise = tokenize,
 ) -> TokenTable:
     """As `tokenize`, from the cache where it holds the same thing; see `keep_cached`.
 
@@ -132,7 +136,7 @@ def tokenize_cached(
     path = cache / "tokens" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}.safetensors"
     table = _load(path)
     if table is None or len(table) != len(texts):
-        table = (make or tokenize)(tokenizer, texts, pairs, max_length)
+        table = make(tokenizer, texts, pairs, max_length)
         keep_cached(path, _saved(table), "tokens")
     return table
 

@@ -87,15 +87,9 @@ class OutputAnalysis:
 
     def state_dict(self) -> list[Tensor]:
         """Return what a checkpoint keeps."""
-        return (
-            []
-            if self.ratios is None
-            else [
-                torch.from_numpy(self.specific.spent),
-                torch.from_numpy(self.ratios),
-                torch.tensor(self.looked_at),
-            ]
-        )
+        if self.ratios is None:
+            return []
+        return [*map(torch.from_numpy, (self.specific.spent, self.ratios)), torch.tensor(self.looked_at)]
 
     def load_state_dict(self, kept: list[Tensor]) -> None:
         """Go on from what `state_dict` gave."""

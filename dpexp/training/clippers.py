@@ -1,7 +1,7 @@
 """From the settings of clip= to what clips: `attach`, or a clipper that needs more than norms of per-example gradients."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -53,21 +53,14 @@ def build_clipper(
             epochs=clip.local_epochs, batch_size=clip.local_batch, lr=clip.local_lr,
             groups=groups_of(model, clip), clip_norm=clip.clip_norm, rule=clip.rule,
         )  # fmt: skip
-    rows, fixed_length = task.rows_per_example, task.pad_to is not None
+    rows: dict[str, Any] = {
+        "rows_per_example": task.rows_per_example,
+        "fixed_length": task.pad_to is not None,
+    }
     if clip.method == "jl":
-        return ProjectedClipper(
-            model,
-            clip.projections,
-            clip.clip_norm,
-            clip.rule,
-            rows_per_example=rows,
-            fixed_length=fixed_length,
-        )
+        return ProjectedClipper(model, clip.projections, clip.clip_norm, clip.rule, **rows)
     if clip.method != "norm":
-        method = build_method(clip, expected_batch)
-        return VectorClipper(
-            model, method, clip.clip_norm, clip.rule, rows_per_example=rows, fixed_length=fixed_length
-        )
+        return VectorClipper(model, build_method(clip, expected_batch), clip.clip_norm, clip.rule, **rows)
     return attach(
         model,
         groups=groups_of(model, clip),
@@ -76,9 +69,8 @@ def build_clipper(
         engine=engine.name,
         choice=choice_of(engine),
         memory_cap_mib=engine.memory_cap_mib,
-        rows_per_example=rows,
-        fixed_length=fixed_length,
         max_clip_scale=max_clip_scale,
+        **rows,
     )
 
 

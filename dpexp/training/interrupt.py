@@ -6,7 +6,7 @@ one that ended by itself then would not be queued again.
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -41,9 +41,7 @@ class Interrupts:
         self._before = {number: signal.signal(number, self._handle) for number in _free()}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -31,10 +31,10 @@ from dpexp.training.identity import facts_of
 from dpexp.training.interrupt import Interrupts
 from dpexp.training.optimizers.averaging import Averages
 from dpexp.training.optimizers.choice import build_optimizer, learning_rate
-from dpexp.training.physical import UNTRIED, size_for_task
+from dpexp.training.physical import UNTRIED, automatic_size, public_losses
 from dpexp.training.release import BudgetSpentError, Release, build_policy
 from dpexp.training.searches.base import StepSearch
-from dpexp.training.searches.choice import build_search
+from dpexp.training.searches.choice import SEARCHES
 from dpexp.training.steps import Steps
 from dpexp.training.sums import Sums
 from dpexp.training.watching.functions import look_at_task
@@ -61,7 +61,6 @@ class Learner:
         bundle: the model; it is moved to `device`.
         plan: the privacy plan. None trains without privacy: same batches, same loop, nothing clipped and no noise.
         steps: number of steps; the plan's own where there is one.
-        expected_batch: B. Sums are divided by it, private or not, so that the two differ in clipping and noise alone.
         sampler: `draw(step, attempt)` gives the indices of a step.
         keys: the secrets of the run.
         signature: of the configuration.
@@ -85,7 +84,6 @@ class Learner:
         plan: "Plan | None",
         *,
         steps: int,
-        expected_batch: float,
         sampler: Any,
         keys: Keys,
         signature: str,
@@ -96,7 +94,7 @@ class Learner:
     ):
         self.ranks = ranks
         self.run, self.task, self.plan = run, task, plan
-        self.steps, self.expected_batch = steps, expected_batch
+        self.steps, self.expected_batch = steps, run.optim.batch_size
         self.keys, self.key, self.signature = keys, keys.draws, signature
         self.folder, self.device = folder, device
         self.model = train_mode(bundle.model.to(self.home))
@@ -129,7 +127,7 @@ class Learner:
         release = self._private_side(plan) if plan is not None else None
         self.stepper = self.STEPS(
             self.model, self.optimizer,
-            sampler=sampler, key=self.key, expected_batch=expected_batch, policy=self.policy, release=release,
+            sampler=sampler, key=self.key, expected_batch=self.expected_batch, policy=self.policy, release=release,
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
             clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search, public=self._public_rows,
         )  # fmt: skip
@@ -161,7 +159,7 @@ class Learner:
             # it asks for losses without dropout, in a mode that clipping never sees
             with evaluation_mode(self.model):
                 self._look_at_losses()
-            self.search = build_search(
+            self.search = SEARCHES[run.search.name](
                 run.search, release, self.model, self.losses_of,
                 expected_batch=self.expected_batch, largest=run.optim.lr,
             )  # fmt: skip
@@ -336,8 +334,9 @@ class Learner:
             if self.clipper is not None:
                 # some ways of clipping go back within a step alone; each step prepares anew, with a seed of its own
                 self.clipper.prepare(0, self._public_rows)
-            size = size_for_task(
-                self.task, self.run.seed, self.losses, stepper.backward, stepper.parameters, self.device, self.expected_batch
+            size = automatic_size(
+                public_losses(self.task, self.run.seed, self.losses),
+                stepper.backward, stepper.parameters, self.device, self.expected_batch,
             )  # fmt: skip
             known = min(self.ranks.gather(size))
             self.decisions.keep("physical_batch_size", known)

@@ -27,33 +27,20 @@ EXAMPLES = 64
 UNTRIED = 16
 
 
-def size_for_task(
-    task: Task,
-    seed: int,
-    losses: Callable[[Batch], Tensor],
-    backward: Callable[[Tensor], object],
-    parameters: Sequence[nn.Parameter],
-    device: torch.device,
-    expected_batch: float,
-) -> int:
-    """Find the largest physical batch of a task, with examples of its dev set, or with a made-up one.
+def public_losses(task: Task, seed: int, losses: Callable[[Batch], Tensor]) -> Callable[[int], Tensor] | None:
+    """Find what `automatic_size` tries: losses of so many examples of the dev set, over and over, or of a made-up one.
 
     Args:
-        task: the task; where it has neither, `UNTRIED` is the answer.
+        task: the task; None where it has neither.
         seed: of its augmentation.
         losses: a collated batch -> `[n]`.
-        backward, parameters, device, expected_batch: see `automatic_size`.
     """
     made_up = [example for example in [task.blank()] if example is not None]
     examples = [task.dev[i] for i in range(min(EXAMPLES, len(task.dev)))] or made_up
     if not examples:
-        return UNTRIED
-    public = {name: tensor.to(device) for name, tensor in task.collate(examples).items()}
-
-    def forward(count: int) -> Tensor:
-        return losses(task.augmented(repeated(public, count), np.arange(count), seed, 0))
-
-    return automatic_size(forward, backward, parameters, device, expected_batch)
+        return None
+    public = task.collate(examples)
+    return lambda count: losses(task.augmented(repeated(public, count), np.arange(count), seed, 0))
 
 
 def repeated(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
@@ -63,7 +50,7 @@ def repeated(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 
 
 def automatic_size(
-    forward: Callable[[int], Tensor],
+    forward: Callable[[int], Tensor] | None,
     backward: Callable[[Tensor], object],
     parameters: Sequence[nn.Parameter],
     device: torch.device,
@@ -76,7 +63,7 @@ def automatic_size(
     for two examples, and take the size at which they reach `CPU_ACTIVATION_BYTES` or an eighth of the machine's memory.
 
     Args:
-        forward: number of examples -> losses `[n]`, on batches as long as training will meet.
+        forward: number of examples -> losses `[n]`, on batches as long as training will meet; None: `UNTRIED` is the answer.
         backward: what training does with the losses. Gradients are dropped afterwards.
         parameters: their memory is not counted as activations, and their gradients are dropped.
         device: where the model is.
@@ -88,6 +75,8 @@ def automatic_size(
     Raises:
         UserError: not even one example fits.
     """
+    if forward is None:
+        return UNTRIED
     ceiling = min(LARGEST, 1 << math.ceil(math.log2(max(1.0, expected_batch))))
     try:
         if device.type == "cuda":

@@ -5,7 +5,6 @@ import statistics
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -71,9 +70,7 @@ class Progress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
     def say(self, text: str) -> None:

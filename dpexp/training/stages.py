@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dpexp import provenance
 from dpexp.clipping import Report
@@ -145,7 +146,7 @@ class StageTrainer(Trainer):
             assert isinstance(release, StageRelease)
             release.stage, release.ranks = self.stage, ranks
         self.pipeline = Pipeline(
-            self.model, self.stage, self.stages, self._losses, self.neighbours,
+            self.model, self.stage, self.stages, task.losses, self.neighbours,
             schedule=run.runtime.schedule,
             clipper=None if clipper is None else clipper.clipper,
             flat=run.runtime.flat if plan is not None and self.shape.flat else None,
@@ -190,17 +191,13 @@ class StageTrainer(Trainer):
         losses, steps.found = self.pipeline.run(batch, self.run.runtime.microbatch, steps.scales_of(piece))
         return losses
 
-    def _losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        losses: Tensor = self.task.losses(model, batch)
-        return losses
-
     def states(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The whole model's, as one process would keep them: a run goes on with another number of stages, or none."""
         # a tensor of a GPU would come out on that GPU in every process
-        own = on_cpu((state.model_state(self.model), self._numbered())) if self.replica == 0 else ({}, {})
+        own = (state.model_state(self.model), self._numbered()) if self.replica == 0 else ({}, {})
         model: dict[str, Tensor] = {}
         kept: dict[int, Any] = {}
-        for tensors, moments in self.ranks.gather(own):
+        for tensors, moments in self.ranks.gather(tree_map_only(Tensor, lambda tensor: tensor.cpu(), own)):
             model |= tensors
             kept |= moments
         (group,) = self.optimizer.state_dict()["param_groups"]
@@ -246,39 +243,32 @@ class StageTrainer(Trainer):
             return found
         each = self.ranks.gather(provenance.peak_memory_mib(self.device))
         sent = self.ranks.gather(dict(self.traffic.bytes))
-        steps = max(1, len(self.log.step_times))
         kinds = sorted({kind for one in sent for kind in one})
+        total = {kind: sum(one.get(kind, 0) for one in sent) for kind in kinds}
         return found | {
             "peak_memory_mib_of_stages": each[: self.stages],
-            "bytes_per_step": {kind: sum(one.get(kind, 0) for one in sent) / steps for kind in kinds},
+            "bytes_per_step": {kind: count / len(self.log.step_times) for kind, count in total.items()},
         }
 
     def details(self) -> dict[str, Any]:
         """Beside what one process says: the stages."""
-        runtime = self.run.runtime
-        return super().details() | {
-            "pipeline": {
-                "stages": self.stages,
-                "replicas": self.ranks.size // self.stages,
-                "schedule": runtime.schedule,
-                "microbatch": runtime.microbatch,
-                "flat": runtime.flat if self.pipeline.flat else None,
-                "rematerialise": runtime.rematerialise,
-                "park": runtime.park,
-            }
-        }
+        return super().details() | {"pipeline": self._way()}
 
     def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"pipeline": self._way()}
+
+    def _way(self) -> dict[str, Any]:
+        """How the stages share a batch."""
         runtime = self.run.runtime
-        own = (
-            self.stages,
-            runtime.schedule,
-            runtime.microbatch,
-            runtime.rematerialise,
-            runtime.park,
-            runtime.flat,
-        )
-        return super()._facts() | {"pipeline": own}
+        return {
+            "stages": self.stages,
+            "replicas": self.ranks.size // self.stages,
+            "schedule": runtime.schedule,
+            "microbatch": runtime.microbatch,
+            "flat": runtime.flat if self.pipeline.flat else None,
+            "rematerialise": runtime.rematerialise,
+            "park": runtime.park,
+        }
 
     @property
     def batches_in_words(self) -> str:
@@ -304,15 +294,6 @@ class StageTrainer(Trainer):
     def _numbered(self) -> dict[int, Any]:
         own = self.optimizer.state_dict()["state"]
         return {at: own[i] for i, at in enumerate(self._places()) if i in own}
-
-
-def on_cpu(value: Any) -> Any:
-    """Return dicts and tuples with their tensors on the CPU."""
-    if isinstance(value, dict):
-        return {name: on_cpu(each) for name, each in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(on_cpu, value))
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def refuse_unstaged(run: RunConfig, task: Any, ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ import hmac
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,20 +41,9 @@ from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
 from dpexp.training.refusals import refuse_narrow, refuse_processes, refuse_shards
 from dpexp.training.release import Release
+from dpexp.training.searches.base import StepSearch
 from dpexp.training.sums import Sums
 from dpexp.training.watching.guards import SeedGuard
-
-
-class Search(Protocol):
-    """Moves the weights by the noisy mean gradient, and may release more of the same sample, as the plan says."""
-
-    def facts(self) -> dict[str, Any]:
-        """What the next step depends on besides the weights."""
-        ...
-
-    def move(self, step: int, attempt: int, pieces: list[np.ndarray]) -> None:
-        """Take the step; `pieces` are the physical batches of its sample."""
-        ...
 
 
 class Steps:
@@ -71,7 +60,7 @@ class Steps:
         decisions: where what the engine measured is kept before the first release; a resumed run need not measure again.
         loss_scale: static, for fp16: a scale that reacted to an overflow would release, unnoised, that there was one.
         clip_scales: `[N]`, the factor of each example's thresholds; None where it is 1 for all.
-        search: moves the weights in the place of the optimiser (`dpexp.training.searches.base`).
+        search: moves the weights in the place of the optimiser, and may release more of the same sample, as the plan says.
         public: per-example gradients of public examples, for the methods that ask for them (`dpexp.clipping.methods.whole`).
         on_taken: called after each step.
         ranks: the processes that take the steps together. Each computes its share of every logical batch; the sums are added
@@ -95,7 +84,7 @@ class Steps:
         decisions: Decisions,
         loss_scale: float = 1.0,
         clip_scales: Tensor | None = None,
-        search: Search | None = None,
+        search: StepSearch | None = None,
         public: Callable[[], Rows] | None = None,
         on_taken: Callable[[], None] | None = None,
         ranks: Ranks = ALONE,

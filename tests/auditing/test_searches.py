@@ -15,7 +15,7 @@ from dpexp.privacy.noise import KeyedGenerator
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.searches import SearchBudget
 from dpexp.schemas import SearchConfig
-from dpexp.training.searches.choice import build_search
+from dpexp.training.searches.choice import SEARCHES
 
 TRIALS, ERROR, DELTA, BOUND = 1500, 1e-6, 1e-5, 1.0
 KINDS = [
@@ -63,7 +63,7 @@ def answer(name, mechanism, there, trial):
         name=name, mechanism=mechanism, share=0.999, objective_clip=BOUND, candidates=1, tries=1, armijo=0.0
     )
     losses = losses_everywhere if name == "hyfreedp" else losses_of
-    search = build_search(
+    search = SEARCHES[name](
         settings, release, model, lambda piece: losses(model.w, piece), expected_batch=1.0, largest=0.5
     )
     model.w.grad = torch.ones(1, dtype=torch.float64)

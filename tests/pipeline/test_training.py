@@ -177,7 +177,7 @@ def test_the_device_is_given_the_stage_alone(monkeypatch: pytest.MonkeyPatch, tm
     }
     with pytest.raises(Cut):
         stages.StageTrainer(
-            run, None, bundle, None, build=lambda: bundle, ranks=ALONE, steps=1, expected_batch=1.0, sampler=None,
+            run, None, bundle, None, build=lambda: bundle, ranks=ALONE, steps=1, sampler=None,
             device=device, **others,
         )  # fmt: skip
     assert moved == [{"cpu"}, {"meta"}]

@@ -11,6 +11,7 @@ import yaml
 from dpexp.config import conf_dir
 from dpexp.reproduce import curves
 from dpexp.reproduce.documents import Document
+from dpexp.reproduce.paper import targets
 from dpexp.reproduce.records import by_configuration, load
 from tests.reproduce import samples
 from tests.reproduce.samples import summary, write
@@ -164,7 +165,7 @@ def test_the_same_records_give_the_same_bytes(name: str, tmp_path: Path):
 def _commands() -> list[tuple[str, str, str]]:
     return [
         (name, scale, command)
-        for name, target in curves.targets().items()
+        for name, target in targets("curves").items()
         for scale, commands in target.commands.items()
         for command in commands
     ]
@@ -173,7 +174,7 @@ def _commands() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("name", "scale", "command"), _commands())
 def test_a_command_makes_records_that_its_figure_selects_and_draws(name: str, scale: str, command: str):
     """The first and the last job of it; curves need looks on the way, and a sweep needs two values."""
-    target = curves.targets()[name]
+    target = targets("curves")[name]
     x = set()
     for side in (0, -1):
         run, made = samples.run_of(command, side), samples.made_by(command, side)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dpexp.errors import UserError
 from dpexp.reproduce import cells, fillings, pairs, tables
 from dpexp.reproduce.cells import Claim
 from dpexp.reproduce.documents import Document
@@ -295,3 +296,8 @@ def test_a_claim_of_which_a_part_is_compared_says_which(tmp_path: Path):
             runs.append(run)
     said = _build(tmp_path, *runs, table="10").paragraphs[1]
     assert "supports for a part of the claim, that they are close, 1 of 4 comparisons in print (" in said
+
+
+def test_a_setting_of_a_claim_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no setting same_run; did you mean same_runs"):
+        Claim(same_run=["2"])

@@ -251,8 +251,8 @@ def test_tokens_are_made_once(
     from dpexp.tasks import tokens
 
     calls = []
-    original = tokens.tokenize
-    monkeypatch.setattr(tokens, "tokenize", lambda *args: calls.append(1) or original(*args))
+    original = tokens.keep_cached
+    monkeypatch.setattr(tokens, "keep_cached", lambda *args: calls.append(1) or original(*args))
 
     def build(**values: Any) -> list[list[int]]:
         calls.clear()

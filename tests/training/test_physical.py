@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
-from dpexp.training import physical
+from dpexp.training import learner, physical
 from dpexp.training.physical import automatic_size, repeated
 from tests.training.tiny import make_trainer, tiny_run, train
 
@@ -75,7 +75,7 @@ def test_every_way_of_clipping_goes_through_the_trial_of_a_gpu(tmp_path, monkeyp
     def as_on_a_gpu(forward, backward, parameters, device, expected_batch):
         return physical._largest_on_gpu(forward, backward, parameters, 16)
 
-    monkeypatch.setattr(physical, "automatic_size", as_on_a_gpu)
+    monkeypatch.setattr(learner, "automatic_size", as_on_a_gpu)
     trainer = make_trainer(tmp_path, run)
     assert trainer.physical_batch_size == 16
     train(trainer)

@@ -88,7 +88,6 @@ def make_trainer(
     keys = open_keys(folder, run.privacy.noise_seed)
     settings: dict[str, Any] = {
         "steps": run.optim.steps,
-        "expected_batch": run.optim.batch_size,
         "sampler": build_sampler(run, plan, task.num_examples, keys.draws, groups),
         "keys": keys,
         "signature": "tiny",

@@ -35,36 +35,21 @@ def build_optimizer(optim: "OptimConfig", parameters: Iterable[Tensor]) -> torch
             else DiSK(base, optim.kappa)
         )
     betas = (float(optim.betas[0]), float(optim.betas[1]))
+    usual: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if optim.name == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay
-        )
+        return torch.optim.SGD(parameters, momentum=optim.momentum, **usual)
     if optim.name in {"adam", "adamw"}:
         kind = torch.optim.Adam if optim.name == "adam" else torch.optim.AdamW
-        return kind(
-            parameters,
-            lr=optim.lr,
-            betas=betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
+        return kind(parameters, betas=betas, eps=optim.eps, **usual)
     if optim.name in {"adam_bc", "adamw_bc"}:
         return AdamBC(
             parameters, optim.lr, betas, optim.floor, optim.weight_decay, decoupled=optim.name == "adamw_bc"
         )
     if optim.name == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=optim.lr, weight_decay=optim.weight_decay, eps=optim.eps)
+        return torch.optim.Adagrad(parameters, eps=optim.eps, **usual)
     if optim.name == "lamb":
-        return _lamb()(
-            parameters,
-            lr=optim.lr,
-            betas=betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            max_grad_norm=None,
-            # else timm's is Adam without weight decay
-            always_adapt=True,
-        )
+        # without always_adapt timm's is Adam without weight decay
+        return _lamb()(parameters, betas=betas, eps=optim.eps, max_grad_norm=None, always_adapt=True, **usual)
     if optim.name == "custom":
         return own_optimizer(optim, parameters)
     if optim.name == "adadp":

@@ -6,10 +6,10 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -140,34 +140,17 @@ def check_numbers(**arguments: Any) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(SimpleNamespace):
     """The numbers that `dpexp.PrivacyEngine` is given, checked, as Python's own, whatever library they come from.
 
     Raises:
         UserError: see `check_numbers`; or two that do not go together.
     """
 
-    batch_size: float
-    epochs: float | None
-    steps: int | None
-    epsilon: float | None
-    noise_multiplier: float | None
-    clip_norm: float
-    target_quantile: float | None
-    quantile_budget: float
-    quantile_lr: float
-    loss_scale: float
-    rows_per_example: int
-    checkpoint_every: int
-    trials: int
-    noise_seed: int | None
-
-    def __post_init__(self) -> None:
-        check_numbers(**vars(self))
-        for name, value in vars(self).items():
-            if value is not None:
-                object.__setattr__(self, name, int(value) if name in WHOLE else float(value))
+    def __init__(self, **given: Any):
+        check_numbers(**given)
+        for name, value in given.items():
+            setattr(self, name, value if value is None else int(value) if name in WHOLE else float(value))
         if self.target_quantile is not None and self.target_quantile >= 1:
             raise UserError(
                 f"target_quantile={self.target_quantile} is a share of the norms: give a number below 1"
@@ -190,7 +173,7 @@ class Numbers:
         """
         epochs = self.epochs or 0
         if steps := self.steps or steps_of(epochs, num_units, self.batch_size):
-            return steps
+            return int(steps)
         raise UserError(
             f"epochs={epochs:g} is less than one step of batch_size={self.batch_size:g} in {num_units}: give "
             f"{self.batch_size / num_units:.3g} epochs or more, or steps=1"

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from numbers import Number
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -489,9 +488,7 @@ class PrivacyEngine:
     def __enter__(self) -> "PrivacyEngine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _taken(self) -> None:

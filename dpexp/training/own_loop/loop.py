@@ -22,7 +22,7 @@ from dpexp.errors import UserError
 from dpexp.training.own_loop.arguments import check_numbers
 from dpexp.training.own_loop.units import Units
 from dpexp.training.steps import Steps
-from dpexp.training.watching.collating import Collation, Read, example_axes
+from dpexp.training.watching.collating import Collation, example_axes
 from dpexp.training.watching.guards import GradientGuard, GuardedOptimizer, OneAtATime, StepGuard
 from dpexp.training.watching.padded import padding_of
 from dpexp.training.watching.watch import LossWatch
@@ -131,7 +131,7 @@ class OwnLoop:
         # as torch's DataLoader does: data sets that read several rows at once are faster so
         several = getattr(self.dataset, "__getitems__", None)
         examples = several(numbers) if several else [self.dataset[i] for i in numbers]
-        read = _reader(several, numbers) if several else None
+        read = (lambda places: several([numbers[place] for place in places])) if several else None
         batch = self._collation.of(collate_fn, examples, count, alone, read)
         if not self.steps.sums.drawn:
             # of the first piece: all gradients are None
@@ -206,8 +206,3 @@ class OwnLoop:
                 f"this engine is closed, and another one may use {self.folder} by now: make a new PrivacyEngine with the same "
                 "arguments, which goes on from the last checkpoint"
             )
-
-
-def _reader(several: Callable[[list[int]], list[Any]], numbers: Sequence[int]) -> Read:
-    """From places in a batch to examples."""
-    return lambda places: several([numbers[place] for place in places])

@@ -1,1 +1,1 @@
-"""Learning rates and thresholds that are searched for within a step, and paid for; `choice` builds what is configured."""
+"""Learning rates and thresholds that are searched for within a step, and paid for; `choice` has the names of a configuration."""

@@ -66,6 +66,7 @@ class StepSearch(ABC):
         # of the step at hand: the gradient's noise multiplier, ε of the search, and the bounded losses at θ
         self.sigma, self.epsilon, self.multiplier = 0.0, 0.0, 0.0
         self.before: list[np.ndarray] = []
+        self.prepare()
 
     # -- what the methods decide ---------------------------------------------------------------------------------------
 

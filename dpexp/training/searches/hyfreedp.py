@@ -26,13 +26,13 @@ class HyFreeDP(StepSearch):
 
     NUMBERS = (*StepSearch.NUMBERS, "size")
 
-    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(*arguments, **named)
-        self.size = self.largest
+    # η; the largest to begin with
+    size = 0.0
 
     def search(self, gradient: list[Tensor], sample: list[np.ndarray], noise: KeyedGenerator) -> float:
         """Release three losses, and derive η and the next bound."""
-        eta, bound = self.size, self.bound
+        self.size = eta = self.size or self.largest
+        bound = self.bound
         noisy = torch.from_numpy(self.sums(gradient, [0.0, eta, -eta], sample))
         add_gaussian_(noisy, self.noise, noise)
         here, ahead, behind = (noisy / self.expected_batch + bound / 2).tolist()

@@ -32,11 +32,8 @@ class NoisyBTLS(StepSearch):
     NUMBERS = (*StepSearch.NUMBERS, "mean_angle", "shrunk")
     TENSORS = (*StepSearch.TENSORS, "last")
 
-    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(*arguments, **named)
-        self.mean_angle = math.nan
-        self.last: list[Tensor] | None = None
-        self.shrunk = False
+    mean_angle, shrunk = math.nan, False
+    last: list[Tensor] | None = None
 
     def search(self, gradient: list[Tensor], sample: list[np.ndarray], noise: KeyedGenerator) -> float:
         """Release the first step size that noisily passes."""

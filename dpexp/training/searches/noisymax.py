@@ -20,9 +20,8 @@ class NoisyMax(StepSearch):
 
     NUMBERS = (*StepSearch.NUMBERS, "recent")
 
-    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(*arguments, **named)
-        self.recent: list[float] = []
+    # step sizes that were found
+    recent: tuple[float, ...] = ()
 
     def search(self, gradient: list[Tensor], sample: list[np.ndarray], noise: KeyedGenerator) -> float:
         """Release the step size of the noisily smallest objective."""
@@ -43,7 +42,7 @@ class NoisyMax(StepSearch):
 
     def succeeded(self, gradient: list[Tensor], size: float) -> None:
         """Let the step sizes reach a little further than those that were good."""
-        self.recent.append(size)
+        self.recent = (*self.recent, size)
         if len(self.recent) == self.settings.window:
             self.largest = (1 + self.settings.growth) * max(self.recent)
-            self.recent = []
+            self.recent = ()
