@@ -97,8 +97,13 @@ def summarise(
     status: str,
     details: dict[str, Any],
 ) -> dict[str, Any]:
-    """`summary.json`: the fixed keys first, in their order, then `details` (provenance and what else is of use)."""
+    """`summary.json`: the fixed keys first, in their order, then `details` (provenance and what else is of use).
+
+    To what was measured it adds `epoch_s`, the seconds that N examples (of users, N users) take at the measured speed.
+    """
     data = task.data
+    if speed := performance.get("examples_per_s"):
+        performance = performance | {"epoch_s": task.num_examples / speed}
     if withheld(run):
         performance = {name: value if name in KNOWN else None for name, value in performance.items()}
         details = details | dict.fromkeys(name for name in TUNED_BY_DATA if name in details)

@@ -22,7 +22,9 @@ from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo
 from dpexp.training.export import privacy_card
 
-TASK = SimpleNamespace(data=DataInfo("files", "here", {"train": 100, "dev": 5}, {"train": "ab"}, []))
+TASK = SimpleNamespace(
+    num_examples=100, data=DataInfo("files", "here", {"train": 100, "dev": 5}, {"train": "ab"}, [])
+)
 
 
 def plan(**changes):
@@ -43,9 +45,9 @@ def block(run=None, made=None, spent=None, charged=5):
     )
 
 
-def summary(privacy):
+def summary(privacy, **performance):
     return record.summarise(
-        RunConfig(), TASK, privacy=privacy, metrics={"accuracy": 0.5}, performance={}, wall_s=1.0, status="finished",
+        RunConfig(), TASK, privacy=privacy, metrics={"accuracy": 0.5}, performance=performance, wall_s=1.0, status="finished",
         details={"code": provenance.code_hash()},
     )  # fmt: skip
 
@@ -70,6 +72,11 @@ def test_the_summary_has_the_fixed_keys_and_is_strict_json():
     assert set(written["privacy"]["epsilon"]) == {"rdp", "gdp", "prv", "pld"}
     assert set(written["git"]) == {"commit", "dirty"}
     assert all(isinstance(written[key], str) for key in ("task", "model", "clip", "engine", "scale"))
+
+
+def test_an_epoch_takes_all_examples_at_the_measured_speed():
+    assert summary(block(), examples_per_s=5.0, step_s=2.0)["performance"]["epoch_s"] == 20.0
+    assert summary(block())["performance"] == {}
 
 
 def test_without_privacy_the_numbers_are_null():
@@ -379,6 +386,7 @@ def test_a_strict_release_keeps_times_and_sizes_to_itself(tmp_path):
     assert written["performance"] == {
         "examples_per_s": None,
         "step_s": None,
+        "epoch_s": None,
         "peak_memory_mib": None,
         "device": "cpu",
         # of a pipeline, whatever a runtime adds

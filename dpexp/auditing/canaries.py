@@ -184,14 +184,14 @@ class Secret:
     number: which of the V^l texts over `words` it is, in base V.
     words: `[V]` int32 tokens that texts are made of.
     repetitions: how many slots it is written to.
-    end: the token behind it.
+    ending: `[.]` int32 tokens behind it.
     """
 
     prompt: np.ndarray
     number: int
     words: np.ndarray
     repetitions: int
-    end: int
+    ending: np.ndarray
 
     @property
     def space(self) -> int:
@@ -206,9 +206,7 @@ class Secret:
     @property
     def example(self) -> sequences.Example:
         """As it is trained on."""
-        return sequences.Example(
-            self.prompt, np.append(self.text(self.number), np.int32(self.end)).astype(np.int32)
-        )
+        return sequences.Example(self.prompt, np.concatenate([self.text(self.number), self.ending]))
 
     def candidates(self, numbers: Sequence[int]) -> list[sequences.Example]:
         """Texts of the space after this secret's prompt, without an end token, for comparison by loss."""
@@ -237,8 +235,8 @@ def make_secrets(task: Task, repetitions: Sequence[int], number: int, key: bytes
         for _ in range(number):
             fields = [f"{field} : {rng.choice(list(words))}" for field in FIELDS]
             source = np.asarray(_plain(task.tokenizer, f" {' | '.join(fields)} "), np.int32)
-            prompt = frame.prompt(source, min(LENGTH + 1, frame.longest_target))
-            made.append(Secret(prompt, int(rng.integers(len(ids) ** LENGTH)), ids, count, frame.end))
+            prompt = frame.prompt(source, min(LENGTH + len(frame.ending), frame.longest_target))
+            made.append(Secret(prompt, int(rng.integers(len(ids) ** LENGTH)), ids, count, frame.ending))
     return made
 
 

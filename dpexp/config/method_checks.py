@@ -64,6 +64,7 @@ def _individual(run: RunConfig) -> Iterator[str]:
     budgets = individual.epsilons
     if len(budgets) < 2 or not all(math.isfinite(value) and value > 0 for value in budgets):
         yield f"individual.epsilons={budgets} must be two or more positive numbers, one for each group of examples"
+        return
     shares = individual.shares
     if individual.groups is None and not (
         len(shares) == len(budgets) and all(share > 0 for share in shares) and abs(sum(shares) - 1) <= 1e-6
@@ -143,7 +144,7 @@ def _clipping(run: RunConfig) -> Iterator[str]:
     if not clip.private and clip.adaptive:
         yield "clip.adaptive=true spends privacy budget on quantiles, and this run has none: use a private clip"
     yield from _whole_gradients(run)
-    if clip.adaptive and clip.follows == "norm" and not clip.norm_factor * clip.norm_bound > 1:
+    if clip.adaptive and clip.follows == "norm" and 0 < clip.norm_factor * clip.norm_bound <= 1:
         yield (
             f"clip.norm_factor={clip.norm_factor:g} times clip.norm_bound={clip.norm_bound:g} must be above 1: thresholds could "
             "only fall otherwise"
@@ -198,7 +199,12 @@ def _whole_gradients(run: RunConfig) -> Iterator[str]:
         yield f"clip.memory={clip.memory} must be two numbers in [0, 1)"
     if len(clip.variance_range) != 2 or not 0 < clip.variance_range[0] < clip.variance_range[1]:
         yield f"clip.variance_range={clip.variance_range} must be two numbers above 0, the smaller one first"
-    if clip.method == "embedding" and not 1 <= clip.basis <= clip.public_examples:
+    # numbers that are not above 0 have a sentence of their own, here and for the norm's
+    if (
+        clip.method == "embedding"
+        and clip.public_examples > 0
+        and not 1 <= clip.basis <= clip.public_examples
+    ):
         yield f"clip.basis={clip.basis} directions need public examples: give 1 to {clip.public_examples} (clip.public_examples)"
     if clip.method == "microbatch" and not 1 <= clip.microbatch <= run.optim.batch_size:
         yield f"clip.microbatch={clip.microbatch:g} must be between 1 and optim.batch_size={run.optim.batch_size:g} examples"

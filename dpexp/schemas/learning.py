@@ -14,6 +14,8 @@ class GenerationConfig:
     prefix: str = ""
     # between source and target
     suffix: str = "{bos}"
+    # between a target and its end token, and learnt with it: a blank in the code of Li et al.
+    before_end: str = ""
     # which end of an over-long source is lost: end | start
     cut: str = "end"
     # tokens: the longest target that is learnt, and the most that are generated

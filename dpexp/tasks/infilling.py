@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dpexp.schemas import DataConfig, TaskConfig
 
 FIRST, SECOND, MASK = "<S1>", "<S2>", "[MASK]"
-_MARKS = re.compile(r"(<S[12](?::\w*)?>|\[MASK\])")
+_MARKS = re.compile(r"(<S[12](?::\w*)*>|\[MASK\])")
 EDITS: dict[str, Callable[[str], str]] = {
     "": str.strip,
     "raw": str,
@@ -49,11 +49,13 @@ class Piece(NamedTuple):
 
     spaced: does white space precede it?
     edit: a key of `EDITS`, of a text.
+    most: tokens of a text that are kept, where not all are; the others are lost before the row is cut to its length.
     """
 
     text: str
     spaced: bool
     edit: str = ""
+    most: int | None = None
 
 
 def parse_template(template: str, pairs: bool) -> list[Piece]:
@@ -63,20 +65,20 @@ def parse_template(template: str, pairs: bool) -> list[Piece]:
 
     Args:
         template: words around <S1> (the text), [MASK] (written so for every model) and, for pairs, <S2>. A text can be
-            changed first, <S1:cut>; see `EDITS`.
+            changed first, <S1:cut>; see `EDITS`. <S1:200> and <S1:cut:200> keep 200 tokens of it at most.
         pairs: whether the task has a second text.
 
     Raises:
         UserError: a mark is missing, there twice, or not wanted, or a change of a text is unknown.
     """
     wanted = (FIRST, SECOND, MASK) if pairs else (FIRST, MASK)
-    marks = [_mark(part) for part in _MARKS.findall(template)]
-    if unknown := [edit for _, edit in marks if edit not in EDITS]:
+    marks = [_mark(part, False) for part in _MARKS.findall(template)]
+    if unknown := [mark.edit for mark in marks if mark.edit not in EDITS]:
         raise UserError(
             f"task.template={template!r}: a text can't be changed by {unknown[0]!r}; choose one of "
-            f"{', '.join(filter(None, EDITS))}"
+            f"{', '.join(filter(None, EDITS))}, or a number of tokens above 0"
         )
-    found = [text for text, _ in marks]
+    found = [mark.text for mark in marks]
     if sorted(found) != sorted(wanted):
         raise UserError(
             f"task.template={template!r} must hold {', '.join(wanted[:-1])} and {wanted[-1]} once each, and holds "
@@ -86,17 +88,20 @@ def parse_template(template: str, pairs: bool) -> list[Piece]:
     spaced = False
     for part in _MARKS.split(template):
         if part.strip():
-            text, edit = _mark(part) if _MARKS.fullmatch(part) else (part.strip(), "")
-            pieces.append(Piece(text, spaced or part[0].isspace(), edit))
+            spaced = spaced or part[0].isspace()
+            pieces.append(_mark(part, spaced) if _MARKS.fullmatch(part) else Piece(part.strip(), spaced))
             spaced = False
         spaced = spaced or part[-1:].isspace()
     return pieces
 
 
-def _mark(part: str) -> tuple[str, str]:
-    """A mark without the change of its text, and that change: "<S1:cut>" is "<S1>", "cut"."""
-    text, _, edit = part.partition(":")
-    return (f"{text}>", edit[:-1]) if edit else (part, "")
+def _mark(part: str, spaced: bool) -> Piece:
+    """A mark, and what becomes of its text: of "<S1:cut:200>" it is "<S1>"."""
+    if part == MASK:
+        return Piece(part, spaced)
+    text, *asked = part.strip("<>").split(":")
+    most = int(asked.pop()) if asked and asked[-1].isdecimal() and int(asked[-1]) else None
+    return Piece(f"<{text}>", spaced, ":".join(asked), most)
 
 
 def label_word_tokens(
@@ -188,7 +193,8 @@ def tokenize_template(
                 inserted = [Piece(change(text), piece.spaced) for text in chosen[start : start + CHUNK]]
                 filled[piece] = _encode(tokenizer, inserted)
         for ids in zip(*filled.values(), strict=True):
-            lengths = _shortened([len(text) for text in ids], room)
+            own = [len(text[: piece.most]) for piece, text in zip(filled, ids, strict=True)]
+            lengths = _shortened(own, room)
             truncated += sum(lengths) < sum(map(len, ids))
             kept = {piece: text[:n] for piece, text, n in zip(filled, ids, lengths, strict=True)}
             parts = [before, *(fixed[piece] if piece in fixed else kept[piece] for piece in pieces), after]

@@ -36,15 +36,15 @@ class Frame:
     """What stands around every source, and how much room there is.
 
     prefix, suffix: `[.]` int32 tokens before and after the source.
-    end: the token that ends a target.
+    ending: `[.]` int32 tokens behind a target, the end token last.
     longest: tokens of prompt and target together.
-    longest_target: tokens of the target, its end token included.
+    longest_target: tokens of the target, its ending included.
     cut: which end of an over-long source is lost, "end" or "start".
     """
 
     prefix: np.ndarray
     suffix: np.ndarray
-    end: int
+    ending: np.ndarray
     longest: int
     longest_target: int
     cut: str = "end"
@@ -74,11 +74,14 @@ def make_frame(tokenizer: Any, settings: GenerationConfig, max_length: int) -> F
             f"{type(tokenizer).__name__} has no end token, so a model could not learn where to stop"
         )
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end
-    prefix, suffix = (_affix(tokenizer, text, begin) for text in (settings.prefix, settings.suffix))
+    prefix, suffix, before_end = (
+        _affix(tokenizer, text, begin) for text in (settings.prefix, settings.suffix, settings.before_end)
+    )
     if not len(prefix) + len(suffix):
         # the first token of a target is predicted from something
         prefix = np.array([begin], np.int32)
-    frame = Frame(prefix, suffix, end, max_length, settings.max_target, settings.cut)
+    ending = np.append(before_end, np.int32(end)).astype(np.int32)
+    frame = Frame(prefix, suffix, ending, max_length, settings.max_target, settings.cut)
     if frame.room <= settings.max_target:
         raise UserError(
             f"task.max_length={max_length} (or what the model can read) leaves no room for a source beside "
@@ -96,14 +99,14 @@ def _affix(tokenizer: Any, text: str, begin: int) -> np.ndarray:
 
 
 def target_tokens(tokenizer: Any, frame: Frame, texts: Sequence[str]) -> list[np.ndarray]:
-    """Texts as targets: `[L]` int32 each, the end token last unless it was cut."""
+    """Texts as targets: `[L]` int32 each, their ending last unless it was cut."""
     return [
         _ended(np.asarray(row, np.int32), frame) for row in plain_ids(tokenizer, [f" {t}" for t in texts])
     ]
 
 
 def _ended(target: np.ndarray, frame: Frame) -> np.ndarray:
-    return np.append(target, np.int32(frame.end))[: frame.longest_target].astype(np.int32)
+    return np.concatenate([target, frame.ending])[: frame.longest_target].astype(np.int32)
 
 
 class Sequences(Sequence[Example]):
@@ -116,8 +119,7 @@ class Sequences(Sequence[Example]):
 
     def __init__(self, frame: Frame, sources: TokenTable, targets: TokenTable) -> None:
         self.frame, self.sources, self.targets = frame, sources, targets
-        # + 1: the end token
-        self.target_lengths = np.minimum(targets.lengths + 1, frame.longest_target)
+        self.target_lengths = np.minimum(targets.lengths + len(frame.ending), frame.longest_target)
         self.lengths = (
             len(frame.prefix)
             + len(frame.suffix)
@@ -134,8 +136,7 @@ class Sequences(Sequence[Example]):
 
     def longer_than(self, most: int) -> np.ndarray:
         """`[rows]` bool: which rows have more tokens than `most`, before anything is cut."""
-        # 1: the end token
-        around = len(self.frame.prefix) + len(self.frame.suffix) + 1
+        around = len(self.frame.prefix) + len(self.frame.suffix) + len(self.frame.ending)
         return np.asarray(around + self.sources.lengths + self.targets.lengths > most)
 
     def prompt(self, i: int) -> np.ndarray:
@@ -149,7 +150,7 @@ class Sequences(Sequence[Example]):
     def cut(self) -> tuple[np.ndarray, np.ndarray]:
         """Which rows lost a part of their source, and of their target; `[rows]` bool each."""
         sources = self.sources.lengths > self.frame.room - self.target_lengths
-        return sources, self.targets.lengths + 1 > self.frame.longest_target
+        return sources, self.targets.lengths + len(self.frame.ending) > self.frame.longest_target
 
 
 def tokenize_pairs(cache: Path, table: Table, tokenizer: Any, frame: Frame) -> Sequences:

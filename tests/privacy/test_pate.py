@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 import dpexp.pate
 import dpexp.training.pate.questions
-from dpexp.auditing.gaussian import pair_lower_bound
+from dpexp.auditing.gaussian import pair_lower_bound, two_world_lower_bound
 from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.pate import PateConfig, check, pate, release, teachers_of
@@ -22,6 +22,7 @@ from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.noise import KeyedGenerator, SecureGenerator
 from dpexp.privacy.pate import plan_votes, upsampling, weights
+from dpexp.privacy.sampling import PoissonSampler
 from dpexp.reproduce.records import provenance_problems
 from dpexp.training.pate.teachers import neighbour_votes, share_out
 
@@ -237,6 +238,31 @@ def test_noisy_votes_tell_no_more_than_their_event_and_less_noise_is_found_out(m
     assert claimed == pytest.approx(6.0, rel=0.01)
     assert 0.6 * claimed < lower
     assert (lower > claimed) == (noise < 1)
+
+
+@pytest.mark.parametrize("noise", [1.0, 0.3])
+def test_neighbours_tell_no_more_than_their_event_and_less_noise_is_found_out(noise):
+    """Is the nearest point, which alone has the other label, among the data? All others are known, and who is drawn is not."""
+    rate, queries = 0.9, 2
+    plan = plan_votes("knn", [3.0], teachers=[1], queries=queries, delta=1e-3, rate=rate, accountant="pld")
+    points, labels = torch.arange(31.0)[:, None], np.r_[1, np.zeros(30, int)]
+    rng, there, scores = np.random.default_rng(4), [], []
+    for trial in range(2000):
+        there.append(rng.random() < 0.5)
+        sampler = PoissonSampler(31, rate, trial.to_bytes(32, "little"))
+
+        def drawn(number, sampler=sampler, first=0 if there[-1] else 1):
+            found = sampler.draw(number)
+            return found[found >= first]
+
+        counts = neighbour_votes(points, labels, torch.zeros(queries, 1), 2, 5, drawn)
+        noisy = counts + rng.normal(0, noise * plan.sigma, counts.shape)
+        moved = (noisy[:, 1] - noisy[:, 0] + 5) / 2
+        # of moved by 1 with probability `rate`, at a variance of σ²/2
+        scores.append(np.log1p(rate * np.expm1((2 * moved - 1) / plan.sigma**2)).sum())
+    lower = two_world_lower_bound(scores, np.array(there), 0.3, 1e-3, 1 - 1e-4)
+    assert 0.15 * plan.spent()[0] < lower
+    assert (lower > plan.spent()[0]) == (noise < 1)
 
 
 def test_the_exact_noise_is_drawn_where_it_is_asked_for(tmp_path, monkeypatch):

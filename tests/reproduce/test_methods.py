@@ -27,8 +27,12 @@ from tests.reproduce.samples import summary, write
 
 RESULTS = Path(__file__).parents[2] / "results"
 RECORDS = load(RESULTS / "methods")
-# choices without a record: groups of blocks or devices, which no small network has
-WITHOUT = {"clip": {"perblock", "adaptive_perblock", "adaptive_perdevice"}}
+# choices without a record: groups of blocks or devices, which no small network has, and what holds a method of a person's own
+WITHOUT = {
+    "clip": {"perblock", "adaptive_perblock", "adaptive_perdevice"},
+    "schedule": {"given"},
+    "optim": {"custom"},
+}
 
 
 def _made(name: str, seed: int) -> dict:

@@ -59,6 +59,24 @@ def test_prompt_and_target(make: Callable[..., Generation], bundle: ModelBundle)
     assert task.length(0) == len(prompt) + len(target)
 
 
+def test_what_stands_in_front_of_the_end_token_is_learnt(
+    make: Callable[..., Generation], bundle: ModelBundle
+) -> None:
+    plain, task = make(), make(before_end=" so")
+    (extra,) = bundle.tokenizer(["so"], add_special_tokens=False)["input_ids"]
+    end = bundle.tokenizer.eos_token_id
+    for row in range(5):
+        before, after = plain.train[row].target, task.train[row].target
+        assert after.tolist() == [*before[:-1], *extra, end]
+        assert task.length(row) == plain.length(row) + len(extra) == len(task.train[row].prompt) + len(after)
+    longest = int(plain.train.lengths.max())
+    assert task.train.longer_than(longest).any()
+    assert not plain.train.longer_than(longest).any()
+    cut = make(before_end=" so", max_target=4).train[0].target
+    assert len(cut) == 4
+    assert end not in cut
+
+
 def test_the_loss_is_the_mean_over_the_target_of_the_whole_model(
     make: Callable[..., Generation], bundle: ModelBundle
 ) -> None:

@@ -83,6 +83,9 @@ def test_the_pieces_of_a_template_know_their_white_space() -> None:
         Piece("[MASK]", True), Piece(":", False), Piece("<S1>", False),
     ]  # fmt: skip
     assert parse_template("<S1> [MASK]", False)[1] == Piece("[MASK]", True)
+    assert parse_template("<S1:cut:7> [MASK] <S2:9>", True) == [
+        Piece("<S1>", False, "cut", 7), Piece("[MASK]", True), Piece("<S2>", True, "", 9),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,7 @@ def test_the_pieces_of_a_template_know_their_white_space() -> None:
         ("<S1> [MASK] [MASK]", False, "once each"),
         ("nothing", False, "holds none of them"),
         ("<S1:upper> [MASK]", False, "can't be changed by 'upper'; choose one of raw, cut, lower"),
+        ("<S1:raw:0> [MASK]", False, "can't be changed by 'raw:0'; .* or a number of tokens above 0"),
     ],
 )
 def test_templates_that_can_not_be(template: str, pairs: bool, message: str) -> None:
@@ -221,16 +225,18 @@ def test_the_recipes_fill_templates_as_the_code_of_the_authors(name: str, robert
     def small(text: str) -> str:
         return text[:1].lower() + text[1:]
 
-    texts = ["hide new secretions from the parental units ", "Is it so.", "A"]
-    seconds = ["How is It ?", "the cast", "A plot "]
+    texts = ["hide new secretions from the parental units ", "Is it so.", "A", "so " * 300]
+    seconds = ["How is It ?", "the cast", "A plot ", "It " * 250]
     pieces = parse_template(task.template or "", pairs)
-    table = tokenize_template(pieces, roberta, texts, seconds if pairs else None, 64)
+    table = tokenize_template(pieces, roberta, texts, seconds if pairs else None, 512)
+    assert table.truncated == 1
     for row, (text, second) in enumerate(zip(texts, seconds, strict=True)):
         wanted: list[int] = []
         for part in filter(None, notation.split("*")):
             wanted += {
                 "cls": [roberta.cls_token_id], "mask": [roberta.mask_token_id], "sep+": [roberta.sep_token_id],
-                "sent_0": encoded(text), "sent-_0": encoded(text[:-1]), "+sentl_1": encoded(" " + small(second)),
+                "sent_0": encoded(text)[:200], "sent-_0": encoded(text[:-1])[:200],
+                "+sentl_1": encoded(" " + small(second))[:200],
             }.get(part) or (encoded(part.replace("_", " ")) if "sent" not in part else [])  # fmt: skip
         found = table.tokens[table.offsets[row] : table.offsets[row + 1]]
         assert words(roberta, found) == words(roberta, wanted)

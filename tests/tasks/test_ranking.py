@@ -58,9 +58,8 @@ def test_a_hit_is_the_likeliest_of_all_when_each_is_scored_alone(
     for row in rows:
         scores = []
         for text in candidates_of(task.tables["dev"], row, 5):
-            ids = task.tokenizer(" " + text, add_special_tokens=False)["input_ids"] + [
-                task.splits["dev"].frame.end
-            ]
+            ids = task.tokenizer(" " + text, add_special_tokens=False)["input_ids"]
+            ids += task.splits["dev"].frame.ending.tolist()
             ids = ids[: task.settings.max_target]
             prompt = task.splits["dev"].prompt(row).tolist()
             labels = torch.tensor([[-100] * len(prompt) + ids])

@@ -106,6 +106,7 @@ def test_the_command_line():
             "individual.epsilons=[1]",
             "individual.shares=[1]",
         ): "two or more positive numbers",
+        ("individual=scaling", "individual.epsilons=[]"): "^[^\n]*two or more positive numbers[^\n]*$",
         ("individual=sampling", "privacy.sampling=shuffle"): "needs Poisson batches",
         ("individual=sampling", "clip=nonprivate"): "use a private clip",
     }.items():

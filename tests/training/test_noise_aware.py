@@ -158,7 +158,9 @@ def test_lamb_gives_every_layer_an_update_as_long_as_its_weights():
         assert float((p.detach() - old).norm()) == pytest.approx(0.01 * float(old.norm()), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["adam_bc", "doppler", "disk", "uniform"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "adam_bc", "adamw_bc", "lamb", "adagrad", "doppler", "disk", "uniform"]
+)
 def test_it_releases_nothing_and_a_killed_run_ends_with_the_same_weights(name, tmp_path):
     """The ledger's events are those of DP-SGD: all that an optimiser sees is charged already."""
 

@@ -403,6 +403,8 @@ def test_a_run_charges_what_flat_clipping_does_and_goes_on_after_a_kill(name, tm
         (["clip=scaled", "optim=adam_bc"], "another optim than adam_bc"),
         (["clip=adaclip", "clip.variance_range=[1,0.1]"], "the smaller one first"),
         (["clip=embedding", "clip.basis=65"], "basis=65 directions need public examples"),
+        (["clip=embedding", "clip.public_examples=0"], "public_examples=0 must be above 0"),
+        (["clip=norm_perlayer", "clip.norm_factor=0"], r"norm_factor=0\.0 must be above 0"),
         (["clip=microbatch", "clip.microbatch=100000"], "microbatch=100000 must be between 1 and optim"),
     ],
 )
