@@ -39,20 +39,8 @@ from dpexp.clipping.tapping.uses import ForwardPass
 from dpexp.errors import UserError
 
 
-def attach(
-    model: nn.Module,
-    groups: GroupsSpec = "flat",
-    clip_norm: float | Sequence[float] | Tensor = 1.0,
-    rule: str = "abadi",
-    engine: str = "auto",
-    *,
-    max_clip_scale: float = 1.0,
-    rows_per_example: int = 1,
-    choice: str | None = None,
-    memory_cap_mib: int = 512,
-    fixed_length: bool = False,
-) -> Clipper:
-    """Prepare ``model`` for per-example clipping.
+class Clipper(AnyClipper):
+    """Prepare ``model`` for per-example clipping, under the name of `attach`. Printing it shows the coverage table.
 
     Args:
         model: any module; its trainable parameters (``requires_grad``) at this moment are clipped, the others are left alone.
@@ -71,36 +59,20 @@ def attach(
     Raises:
         UserError: anything that cannot be clipped exactly, naming the module, the parameter and the way out.
     """
-    return Clipper(
-        model,
-        groups,
-        clip_norm,
-        rule,
-        engine,
-        max_clip_scale=max_clip_scale,
-        rows_per_example=rows_per_example,
-        choice=choice,
-        memory_cap_mib=memory_cap_mib,
-        fixed_length=fixed_length,
-    )
-
-
-class Clipper(AnyClipper):
-    """Returned by `attach`. Printing it shows the coverage table."""
 
     def __init__(
         self,
         model: nn.Module,
-        groups: GroupsSpec,
-        clip_norm: float | Sequence[float] | Tensor,
-        rule: str,
-        engine: str,
+        groups: GroupsSpec = "flat",
+        clip_norm: float | Sequence[float] | Tensor = 1.0,
+        rule: str = "abadi",
+        engine: str = "auto",
         *,
-        rows_per_example: int,
-        memory_cap_mib: int,
-        fixed_length: bool,
         max_clip_scale: float = 1.0,
+        rows_per_example: int = 1,
         choice: str | None = None,
+        memory_cap_mib: int = 512,
+        fixed_length: bool = False,
     ):
         known_rule(rule)
         known_mode(choice)
@@ -391,6 +363,10 @@ class Clipper(AnyClipper):
                 f"the batch is empty, and this model cannot take that ({error}). An empty Poisson batch need not go through the "
                 "model: call clipper.backward(torch.zeros(0))"
             ) from error
+
+
+attach = Clipper
+"""Its usual name: ``clipper = attach(model)``."""
 
 
 def _norms(squares: Tensor, loss_scale: float) -> Tensor:
