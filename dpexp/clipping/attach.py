@@ -27,7 +27,6 @@ from dpexp.clipping.given import (
     unwritten,
 )
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
 from dpexp.clipping.rules import RULES, known_rule
@@ -85,10 +84,8 @@ class Clipper(AnyClipper):
             raise UserError(
                 "this model has a clipper attached already: call close() of its PrivacyEngine, or detach() of the clipper, first"
             )
-        super().__init__(model, groups, clip_norm, rule)
+        super().__init__(model, groups, clip_norm, rule, rows_per_example, fixed_length)
         self.max_clip_scale, self.rows_per_example = max_clip_scale, rows_per_example
-        self._independence = Independence(model, rows_per_example, fixed_length)
-        self.notes = self._independence.notes
         self._reducer = distributed.reducer_of(model)
         self._backend: Backend
         if engine == "opacus":
@@ -99,18 +96,13 @@ class Clipper(AnyClipper):
             )
         self._independence.silence = self._backend.silence
         self._shards = self._backend.shards
-        self._hooks = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._leave, always_call=True),
-        ]
+        self._hook()
         # whether a DistributedDataParallel around the model adds up over ranks in every backward pass
         self.reduces = True
         # whether p.grad holds this rank's part of a sum, of passes under no_sync()
         self._apart = False
         # whether a forward with gradients waits for its backward
         self._entered = False
-        # whether what enters is public
-        self._public = False
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -233,11 +225,8 @@ class Clipper(AnyClipper):
         """
         if not isinstance(self._backend, TapBackend):
             raise UserError("public rows in the losses need engine='auto' (or another of the tapped ones)")
-        before, self._public = self._public, True
-        try:
+        with self._independence.elsewhere():
             yield
-        finally:
-            self._public = before
 
     def last_forward(self) -> ForwardPass:
         """Return the forward of the model that ended last, for `Roots`, where several wait for their backward.
@@ -289,10 +278,8 @@ class Clipper(AnyClipper):
     def detach(self) -> None:
         """Give the model back exactly as it was."""
         if self._attached:
-            for hook in self._hooks:
-                hook.remove()
+            super().detach()
             self._backend.uninstall()
-            self._attached = False
 
     @property
     def choices(self) -> dict[str, str]:
@@ -332,7 +319,7 @@ class Clipper(AnyClipper):
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         inputs, shapes, first = entered((args, kwargs))
-        looking = self._independence.looking or self._public
+        looking = self._independence.looking
         if not looking:
             self._reducer = distributed.reducer_of(self.model)
             if torch.is_grad_enabled():
@@ -347,11 +334,8 @@ class Clipper(AnyClipper):
 
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        # a forward without gradients was not begun, and may run within one that was, or beside it in another thread
-        looking = self._independence.looking or self._public
-        if torch.is_grad_enabled() and not looking:
-            self._independence.leave(output)
-        self._backend.leave(output, looking)
+        super()._leave(module, args, output)
+        self._backend.leave(output, self._independence.looking)
 
     def _try_empty(self, args: tuple, kwargs: dict) -> None:
         """Many models cannot reshape a batch of no examples, and say so in words about shapes."""

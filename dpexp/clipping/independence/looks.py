@@ -6,8 +6,8 @@ import copy
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -110,6 +110,15 @@ class Independence:
         )
         return twin
 
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Inside, forwards are not looked at: they repeat one, or what enters them is public."""
+        before, self.looking = self.looking, True
+        try:
+            yield
+        finally:
+            self.looking = before
+
     @property
     def due(self) -> bool:
         """Whether the next backward pass looks: the first of each mode until one has told something; the 16th, the 64th …"""
@@ -176,14 +185,13 @@ class Independence:
             if Batches(replay.inputs, self._usual(roots.num_examples), names).ambiguous:
                 self._find_places(replay, roots)
 
+    def returned(self, roots: Roots) -> list[GradientEdge]:
+        """What the forwards that are to be looked at have returned, as far as the roots were computed from it."""
+        return [edge for replay in self.waiting for edge in replay.returned(roots).values()]
+
     def _find_places(self, replay: Replay, roots: Roots) -> None:
         """Let the gradients of half of the losses say which rows of the outputs belong to which example."""
-        nodes = {node._sequence_nr(): node for node in roots.graph()}
-        edges = {
-            leaf: GradientEdge(nodes[end], place)
-            for leaf, (end, place) in replay.ends.items()
-            if end in nodes
-        }
+        edges = replay.returned(roots)
         if not edges:
             return
         order = layouts.fixed_order(roots.num_examples)
@@ -222,17 +230,16 @@ class Independence:
         self.owed = due and self._known and not replays
         if not due or self.owed:
             return
-        self.looking = True
         # what the last step left free is in pieces that a look does not fit into
         give_back_freed_memory()
         try:
-            looks = [self._look(replay, num_examples, in_parts) for replay in replays]
+            with self.elsewhere():
+                looks = [self._look(replay, num_examples, in_parts) for replay in replays]
         except UserError:
             # who goes on is looked at again
             self.looks.pop((self.mode, self.alone), None)
             raise
         finally:
-            self.looking = False
             give_back_freed_memory()
         told = num_examples > 1 and any(look.told for look in looks)
         # of a model that was seen to tell: alone nothing but the size of the batch is another one

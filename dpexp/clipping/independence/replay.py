@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from dpexp.clipping.distributed import reducers_in, silent
 from dpexp.clipping.gradients.numerics import all_full_precision
@@ -173,6 +173,11 @@ class Replay:
             for leaf, tensor in enumerate(tensors_in(output))
             if tensor.grad_fn is not None
         }
+
+    def returned(self, roots: Roots) -> dict[int, GradientEdge]:
+        """Return the outputs, by number, from which the roots were computed."""
+        nodes = {node._sequence_nr(): node for node in roots.graph()}
+        return {n: GradientEdge(nodes[end], at) for n, (end, at) in self.ends.items() if end in nodes}
 
     def find_used(self, roots: Roots) -> None:
         """Go from the losses back to this forward, and note what of it they use."""

@@ -21,7 +21,7 @@ class MicrobatchClipper(WatchedClipper):
     One example more or less then changes one of the clipped vectors, from one of norm C at most to another: the sum moves
     by up to 2C. It is not C, as is often assumed, for the rest of the microbatch is not the same after clipping.
 
-    Nothing of a microbatch may stay in the model: `Watched` looks for that.
+    Nothing of a microbatch may stay in the model: `WatchedClipper` looks for that.
 
     Args:
         model: its trainable parameters are clipped together.

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpexp.clipping.base import SCALES, AnyClipper
 from dpexp.clipping.distributed import Sums, deliver
 from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.clipping.independence import Independence
 from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import known_rule, none
-from dpexp.clipping.tapping.dataflow import entered, rows_in, tensors_in
+from dpexp.clipping.tapping.dataflow import CUT, entered, rows_in
 from dpexp.errors import UserError
 
 
@@ -25,10 +23,9 @@ class WatchedClipper(AnyClipper):
 
     Args:
         model, groups, clip_norm, rule, rows_per_example, fixed_length: as for `dpexp.clipping.attach`.
-        whole: see `Watched`.
+        whole: a batch is one example here: nothing may stay in the model from one batch to the next, or for whoever gets it (a
+            buffer that its forward writes).
     """
-
-    _independence: Watched
 
     def __init__(
         self,
@@ -43,9 +40,9 @@ class WatchedClipper(AnyClipper):
     ):
         if known_rule(rule) is none:
             raise UserError(f"rule={rule!r} bounds nothing here: choose abadi, automatic or normalized")
-        super().__init__(model, groups, clip_norm, rule)
-        self._independence = Watched(model, rows_per_example, fixed_length, whole=whole)
-        self.notes = self._independence.notes
+        super().__init__(model, groups, clip_norm, rule, rows_per_example, fixed_length)
+        self.whole = whole
+        self._hook()
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -81,55 +78,11 @@ class WatchedClipper(AnyClipper):
     def clipped(self, losses: Tensor, loss_scale: float) -> tuple[Tensor, Sums]:
         """Return norms ``[K, units]`` of what is clipped, and the clipped sums by parameter."""
 
-    def detach(self) -> None:
-        """Give the model back as it was."""
-        self._independence.detach()
-        self._attached = False
-
-
-class Watched(Independence):
-    """An `Independence` with hooks of its own.
-
-    Args:
-        model, rows_per_example, fixed_length: see `Independence`.
-        whole: a batch is one example here: nothing may stay in the model from one batch to the next, or for whoever gets it (a
-            buffer that its forward writes).
-
-    Attributes:
-        returned: what the forwards that are looked at have returned.
-    """
-
-    def __init__(
-        self, model: nn.Module, rows_per_example: int = 1, fixed_length: bool = False, *, whole: bool = False
-    ):
-        super().__init__(model, rows_per_example, fixed_length)
-        self.whole = whole
-        self.returned: list[GradientEdge] = []
-        self._hooks = [
-            model.register_forward_pre_hook(self._entered, with_kwargs=True, prepend=True),
-            model.register_forward_hook(lambda module, args, output: self.leave(output)),
-        ]
-
-    def leave(self, output: object) -> None:
-        """The model's forward has ended."""
-        if not self.looking and self.running is not None:
-            self.returned += [get_gradient_edge(t) for t in tensors_in(output) if t.grad_fn is not None]
-        super().leave(output)
-
-    def check(self, num_examples: int) -> None:
-        """As `Independence.check`."""
-        self.returned = []
-        super().check(num_examples)
-
-    def detach(self) -> None:
-        """Give the model back as it was."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.is_grad_enabled() and not self.looking:
+    @torch.compiler.disable(reason=CUT)
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.is_grad_enabled() and not self._independence.looking:
             _, shapes, first = entered((args, kwargs))
             rows = rows_in(shapes, first)
             if self.whole:
-                self.rows_per_example = max(1, rows)
-            self.enter(args, kwargs, rows)
+                self._independence.rows_per_example = max(1, rows)
+            self._independence.enter(args, kwargs, rows)
