@@ -6,10 +6,12 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
@@ -24,7 +26,7 @@ FactorsOf = Callable[[Tensor, slice], Bounded]
 class PerExampleGradient(ABC):
     """Per-example gradients of ONE parameter from one or several calls of its module.
 
-    A kind writes `methods`, `cost`, `workspace`, `_gradients` (some examples, instantiated) and
+    A kind writes `held`, `methods`, `cost`, `workspace`, `signature`, `_gradients` (some examples, instantiated) and
     `_weighted_sum`; it writes `_norms` where it knows norms without gradients, and `_magnitudes` where its weighted sum
     adds up other numbers than the gradients it instantiates. All the rest follows here.
     What it holds is detached from any graph; the caller switches autocast off.
@@ -36,6 +38,8 @@ class PerExampleGradient(ABC):
         device: where it all lives.
     """
 
+    # names of what it holds: tensors whose rows are those of the examples, of one side by side, and other kinds; or lists of them
+    held: tuple[str, ...]
     # methods that hold one example at a time
     looped: frozenset[str] = frozenset({"loop"})
     # methods that give every core whole examples
@@ -103,27 +107,44 @@ class PerExampleGradient(ABC):
         found = self._magnitudes()
         return self.sq_norms("instantiate") if found is None else found
 
-    def select(self, examples: Tensor) -> PerExampleGradient:
-        """The same of some examples (their indices); for kinds with methods that do not instantiate."""
-        raise NotImplementedError(f"{type(self).__name__} does not select")
-
-    @abstractmethod
-    def mask(self, keep: Tensor) -> PerExampleGradient:
-        """The same with zero gradients for the examples where ``keep`` (``[B]``, bool) is False.
-
-        For examples with NaN or Inf: a factor of zero is not enough, because 0 * NaN is NaN.
-        """
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes held."""
-
     @abstractmethod
     def signature(self) -> tuple[Hashable, ...]:
         """Kind, shapes, dtype and device: what a measured choice of the method depends on."""
 
     # What follows from it.
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        held = (getattr(self, name) for name in self.held)
+        return sum(sum(x.nbytes for x in v) if isinstance(v, list) else getattr(v, "nbytes", 0) for v in held)
+
+    def select(self, examples: Tensor) -> Self:
+        """The same of some examples (their indices)."""
+        return self._each(lambda held: held[examples], lambda part: part.select(examples), len(examples))
+
+    def mask(self, keep: Tensor) -> Self:
+        """The same with zero gradients for the examples where ``keep`` (``[B]``, bool) is False.
+
+        For examples with NaN or Inf: a factor of zero is not enough, because 0 * NaN is NaN.
+        """
+        zeroed = partial(numerics.zero_examples, keep=keep)
+        return self._each(zeroed, lambda part: part.mask(keep), self.num_examples)
+
+    def _each(
+        self, tensor: Callable[[Tensor], Tensor], part: Callable[[Any], Any], num_examples: int
+    ) -> Self:
+        """A copy with every tensor that is held, ``[B, rows of each, …]``, and every kind that is held changed."""
+
+        def changed(held: Any) -> Any:
+            if isinstance(held, PerExampleGradient):
+                return part(held)
+            rows = len(held) // max(1, self.num_examples)
+            return tensor(held.unflatten(0, (self.num_examples, rows))).flatten(0, 1)
+
+        held = {name: getattr(self, name) for name in self.held}
+        fields = tree_map_only((Tensor, PerExampleGradient), changed, held)
+        return self._replace(**fields, num_examples=num_examples)
 
     def resolve(self, method: str) -> str:
         """The name in `methods` for a method or a general name: "ghost", "instantiate", "loop".
@@ -236,7 +257,7 @@ class PerExampleGradient(ABC):
             total += self._gradients(i, i + 1, method, None)[0] * factors[i]
         return total
 
-    def finite(self, keep: Tensor | None) -> PerExampleGradient:
+    def finite(self, keep: Tensor | None) -> Self:
         """As `mask`, with the same examples set apart; None keeps all."""
         if keep is None:
             return self

@@ -57,6 +57,7 @@ class Conv(PerExampleGradient):
         num_examples: B.
     """
 
+    held = ("x", "gy")
     without_gradients = frozenset({"ghost", "pixel"})
 
     def __init__(self, x: Tensor, gy: Tensor, shape: Sequence[int], geometry: Geometry, num_examples: int):
@@ -140,10 +141,6 @@ class Conv(PerExampleGradient):
         sizes = (tuple(self.x.shape), tuple(self.gy.shape), tuple(self.shape), self.num_examples)
         return ("convolution", *sizes, self.geometry, self.x.dtype, str(self.device))
 
-    @property
-    def nbytes(self) -> int:
-        return self.x.nbytes + self.gy.nbytes
-
     # Norms without gradients.
 
     def _terms(self) -> int:
@@ -162,10 +159,6 @@ class Conv(PerExampleGradient):
             self.geometry.stride, self.geometry.dilation, self.geometry.padding, strict=True,
         )  # fmt: skip
         return (seen * slid).sum(1) * math.prod([_times_seen(*along) for along in windows])
-
-    def select(self, examples: Tensor) -> Conv:
-        x, gy = (t.unflatten(0, (self.num_examples, -1))[examples].flatten(0, 1) for t in (self.x, self.gy))
-        return self._replace(x=x, gy=gy, num_examples=len(examples))
 
     def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
         if self._sizes()[1] == 0:
@@ -261,10 +254,6 @@ class Conv(PerExampleGradient):
         else:
             gy = numerics.scale(gy, factors)
         return numerics.add_to(out, self._weight_gradient(x.to(self.dtype), gy.to(self.dtype)))
-
-    def mask(self, keep: Tensor) -> Conv:
-        rows = keep if self.rows == 1 else keep.repeat_interleave(self.rows)
-        return self._replace(x=numerics.zero_examples(self.x, rows), gy=numerics.zero_examples(self.gy, rows))
 
     # Unfolding.
 

@@ -27,6 +27,8 @@ class Dense(PerExampleGradient):
         squares: ``[B]``, bounds of the squared norms of these very rows, where they are known.
     """
 
+    held = ("grad", "_of_parts", "_squares")
+
     def __init__(self, grad: Tensor, magnitudes: Tensor | None = None, squares: Tensor | None = None):
         super().__init__(grad.shape[1:], grad.shape[0], grad.dtype, grad.device)
         self.grad, self._of_parts, self._squares = numerics.detached(grad), magnitudes, squares
@@ -52,10 +54,6 @@ class Dense(PerExampleGradient):
     def signature(self) -> tuple[Hashable, ...]:
         return ("dense", tuple(self.grad.shape), self.grad.dtype, str(self.device))
 
-    @property
-    def nbytes(self) -> int:
-        return self.grad.nbytes
-
     def sq_norms(
         self,
         method: str,
@@ -78,9 +76,6 @@ class Dense(PerExampleGradient):
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         return numerics.add_to(out, numerics.combine(self.grad.to(self.dtype).contiguous(), factors))
-
-    def mask(self, keep: Tensor) -> Dense:
-        return self._replace(grad=numerics.zero_examples(self.grad, keep), _squares=None)
 
 
 class Joined(Dense):

@@ -35,6 +35,7 @@ class Lookup(PerExampleGradient):
         padding_idx: a row that never gets a gradient, or None.
     """
 
+    held = ("ids", "g")
     without_gradients = frozenset({"ghost", "segments"})
 
     def __init__(self, ids: Tensor, g: Tensor, num_rows: int, padding_idx: int | None = None):
@@ -60,10 +61,6 @@ class Lookup(PerExampleGradient):
     def signature(self) -> tuple[Hashable, ...]:
         return ("lookup", tuple(self.g.shape), self.g.dtype, str(self.device))
 
-    @property
-    def nbytes(self) -> int:
-        return self.ids.nbytes + self.g.nbytes
-
     def real(self) -> Tensor | None:
         """``[B, T]``: False where the padding row was looked up; None where there is no padding row."""
         return None if self.padding_idx is None else self.ids != self.padding_idx
@@ -78,9 +75,6 @@ class Lookup(PerExampleGradient):
 
     def _magnitudes(self) -> Tensor:
         return self._norms("segments", SHARED)[1]
-
-    def select(self, examples: Tensor) -> Lookup:
-        return self._replace(ids=self.ids[examples], g=self.g[examples], num_examples=len(examples))
 
     def _row_norms(self, method: str, scratch: Scratch) -> Tensor:
         return self._norms("segments", scratch)[0]
@@ -146,9 +140,6 @@ class Lookup(PerExampleGradient):
         scaled = self._scaled(factors)
         table = self._zeros(*self.shape) if out is None else out
         return add_rows(table, self.ids.flatten(), scaled.to(table.dtype), self.ids.shape[1])
-
-    def mask(self, keep: Tensor) -> Lookup:
-        return self._replace(g=numerics.zero_examples(self.g, keep))
 
     def joined(self, other: Lookup) -> Lookup:
         """Both as one: the gradients of two calls of a module."""

@@ -27,6 +27,8 @@ class Pulled(PerExampleGradient):
         rounds: whether ``pull`` computes in 16 bits.
     """
 
+    held = ("inner",)
+
     def __init__(
         self,
         inner: PerExampleGradient,
@@ -55,10 +57,6 @@ class Pulled(PerExampleGradient):
 
     def signature(self) -> tuple[Hashable, ...]:
         return ("pulled", tuple(self.shape), *self.inner.signature())
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         return self.pull(self.inner._gradients(start, stop, method, None).to(self.dtype))
@@ -90,6 +88,3 @@ class Pulled(PerExampleGradient):
             return numerics.add_to(out, total)
         total = self.pull(self.inner.weighted_sum(factors).to(self.dtype).unsqueeze(0))
         return numerics.add_to(out, total.view(self.shape))
-
-    def mask(self, keep: Tensor) -> Pulled:
-        return Pulled(self.inner.mask(keep), self.pull, self.shape, self.rounds)

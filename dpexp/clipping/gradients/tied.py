@@ -23,6 +23,8 @@ class Tied(PerExampleGradient):
     output gradient is picked out by index.
     """
 
+    held = ("outer", "lookup")
+
     def __init__(self, outer: Outer, lookup: Lookup):
         dtype = torch.promote_types(outer.dtype, lookup.dtype)
         super().__init__(lookup.shape, lookup.num_examples, dtype, lookup.device)
@@ -47,10 +49,6 @@ class Tied(PerExampleGradient):
     def signature(self) -> tuple[Hashable, ...]:
         return ("tied", *self.outer.signature(), *self.lookup.signature())
 
-    @property
-    def nbytes(self) -> int:
-        return self.outer.nbytes + self.lookup.nbytes
-
     def _cross_bytes(self) -> int:
         return 2 * self.dtype.itemsize * min(self.outer._sizes()[1], BLOCK) * self.lookup.g.shape[1]
 
@@ -59,9 +57,6 @@ class Tied(PerExampleGradient):
 
     def _magnitudes(self) -> Tensor:
         return (self.outer.magnitudes().sqrt() + self.lookup.magnitudes().sqrt()).square().to(self.dtype)
-
-    def select(self, examples: Tensor) -> Tied:
-        return Tied(self.outer.select(examples), self.lookup.select(examples))
 
     def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor]:
         norms, magnitudes = self.outer._norms("ghost", scratch)
@@ -99,6 +94,3 @@ class Tied(PerExampleGradient):
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         total = self.outer.weighted_sum(factors, out)
         return self.lookup.weighted_sum(factors, total)
-
-    def mask(self, keep: Tensor) -> Tied:
-        return Tied(self.outer.mask(keep), self.lookup.mask(keep))
