@@ -172,7 +172,7 @@ class Survey:
         for use in self._shared:
             # the next forward derives it, and needs no loop
             self.roles[use.place[0]] = SHARED
-            visit.recorder.plans.pop(use.place[0], None)
+            visit.recorder.templates.pop(use.place[0], None)
             self.layouts.pop(use.place, None)
             self.looped -= self._new.intersection(use.names)
             self.unsettle()
@@ -182,7 +182,7 @@ class Survey:
             self.roles.clear()
             self.layouts.clear()
             self._surplus.clear()
-            visit.recorder.plans.clear()
+            visit.recorder.templates.clear()
             self.unsettle()
 
     def _needs_loop(self, use: Use) -> bool:

@@ -118,7 +118,7 @@ def _broadcast_shape(
 
 
 def _tap_copies(recorder: Recorder, y: Tensor, value: Value, key: str, of: Origin = OF_PARAMETERS) -> Tensor:
-    template = Template(SPREAD, None, (), {})
+    template = Template(SPREAD, None)
     names = tuple(value.reached)
     copies = Use(template, recorder.place(key), (value,), names, (), None, y.shape, *of, None, [])
     return recorder.tap(y, copies, ())

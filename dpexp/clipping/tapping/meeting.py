@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from dpexp.clipping.operations import formula_for, spreads
 from dpexp.clipping.tapping.copies import spread
 from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.clipping.tapping.taps import Recorder
-from dpexp.clipping.tapping.uses import Formula, Slot, Template, Use, Value, ValueSlot, in_autocast
+from dpexp.clipping.tapping.uses import Slot, Template, Use, Value, ValueSlot, in_autocast, kind_of
 from dpexp.clipping.tapping.values import Values, has_rows, names_of, origin, values_of
 from dpexp.errors import UserError
 
@@ -45,71 +43,18 @@ def operation_key(func: Any, values: Values) -> str:
     return f"{func.__name__}({made_of})"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How an operation runs that was seen before with arguments of the same kind.
-
-    Attributes:
-        template: of the operation's arguments.
-        tensors: where each tensor stands (a position or a keyword), what it becomes (a `ValueSlot`, a `Slot`, or None where its
-            contents are not needed later), and whether the formula maps it row by row.
-        literals: every other argument, by position or keyword.
-        from_batch: of the saved tensors, which are of the batch.
-        names: of the parameters, where the plan may be used again: the formula is known and the values are parameters themselves.
-        kind: of the tensor that the formula maps row by row, see `kind_of`.
-        saved: the saved tensors, where some stand in lists: such a plan is for one call alone.
-    """
-
-    formula: Formula
-    template: Template
-    tensors: tuple[tuple[int | str, Any, bool], ...]
-    literals: tuple[tuple[int | str, Any], ...]
-    from_batch: tuple[bool, ...]
-    names: tuple[str, ...] | None
-    kind: tuple[Any, ...] | None
-    saved: tuple[Tensor, ...] | None = None
-
-    def fits(self, func: Any, args: tuple, kwargs: dict, values: Values) -> bool:
-        """Tell whether the arguments are of the same kind."""
-        same = func is self.template.func and len(args) + len(kwargs) == len(self.tensors) + len(
-            self.literals
-        )
-        if not same:
-            return False
-        for where, literal in self.literals:
-            given = args[where] if type(where) is int else kwargs.get(where)
-            if given is not literal and (type(given) is not type(literal) or given != literal):
-                return False
-        for where, slot, main in self.tensors:
-            given = args[where] if type(where) is int else kwargs.get(where)
-            if not isinstance(given, Tensor) or (main and kind_of(given) != self.kind):
-                return False
-            if (
-                (given is not values[slot])
-                if isinstance(slot, ValueSlot)
-                else any(given is value for value in values)
-            ):
-                return False
-        return True
-
-
-def kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a formula's conditions look at: the rank, and whether these are numbers, an index or a mask."""
-    return tensor.dim(), tensor.dtype.is_floating_point, tensor.dtype is torch.bool
-
-
 def again(recorder: Recorder, func: Any, args: tuple, kwargs: dict, values: Values) -> Any:
     """Run an operation as it was planned before; NotImplemented where it has to be looked at more closely."""
     if recorder.flow is not None or not recorder.following:
         return NotImplemented
     key = operation_key(func, values)
-    plan = recorder.plans.get(key)
-    if plan is None or plan.names is None or not plan.fits(func, args, kwargs, values):
+    template = recorder.templates.get(key)
+    if template is None or template.names is None or not template.fits(func, args, kwargs, values):
         return NotImplemented
     if not (recorder.known_role(key) or "").startswith(USE):
         return NotImplemented
     met = tuple([Value(value.param.detach(), {value.key: value.param}) for value in values])
-    return _run(recorder, plan, func, args, kwargs, key, met, values, ())
+    return _run(recorder, template, args, kwargs, key, met, ())
 
 
 def use(
@@ -139,56 +84,43 @@ def use(
         return spread(recorder, func, args, kwargs, key, values, met, others, batched)
     if in_place(func) or any(word in func.__name__ for word in RANDOM) or _drops(func, args, kwargs):
         return NotImplemented
-    plan = planned(func, args, kwargs, values, batched)
-    if plan.saved is None:
-        recorder.plans[key] = plan
-    return _run(recorder, plan, func, args, kwargs, key, met, values, batched)
+    template, nested = planned(func, args, kwargs, values, batched)
+    if nested is None:
+        recorder.templates[key] = template
+    return _run(recorder, template, args, kwargs, key, met, batched, nested)
 
 
 def _run(
     recorder: Recorder,
-    plan: Plan,
-    func: Any,
+    template: Template,
     args: tuple,
     kwargs: dict,
     key: str,
     met: tuple[Value, ...],
-    values: Values,
     batched: Sequence[Tensor],
+    nested: list[Tensor] | None = None,
 ) -> Any:
-    """Run an operation by its plan, and tap its output."""
-    formula = plan.formula
+    """Run an operation as its template says, and tap its output; ``nested``: see `planned`."""
+    formula = template.formula
     active = None
     if torch.is_autocast_enabled(device := met[0].leaf.device.type):
         active = (device, torch.get_autocast_dtype(device))
-    given, named = list(args), dict(kwargs)
+    # what is not needed later is not kept: models may write to it
     saved: list[Tensor] = []
-    # shapes of what is not needed later: models may write to it
-    absent: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+    rest: list[Tensor] = []
     input_shape = None
-    for where, slot, main in plan.tensors:
+    for where, slot, main in template.tensors:
         if type(slot) is ValueSlot:
-            tensor = met[slot].leaf
-        else:
-            tensor = args[where] if type(where) is int else kwargs[where]
-            if main:
-                input_shape = tensor.shape
-                if active is not None and formula.autocast and tensor.is_floating_point():
-                    # what it computes with, and all that must be kept
-                    tensor = in_autocast(tensor)
-            if slot is not None:
-                saved.append(tensor)
-            else:
-                absent.append((tensor.shape, tensor.dtype, tensor.device))
-        if type(where) is int:
-            given[where] = tensor
-        else:
-            named[where] = tensor
-    if plan.saved is not None:
-        leaves = {id(value): found.leaf for value, found in zip(values, met, strict=True)}
-        given, named = tree_map(lambda item: leaves.get(id(item), item), (given, named))
-        saved = list(plan.saved)
-    y = func(*given, **named)
+            continue
+        tensor = args[where] if type(where) is int else kwargs[where]
+        if main:
+            input_shape = tensor.shape
+            if active is not None and formula.autocast and tensor.is_floating_point():
+                # what it computes with, and all that must be kept
+                tensor = in_autocast(tensor)
+        (rest if slot < 0 else saved).append(tensor)
+    saved = saved if nested is None else nested
+    y = template.call([value.leaf for value in met], saved, rest)
     if not isinstance(y, Tensor) or not y.dim() or not y.is_floating_point():
         return NotImplemented
     if formula.label is None:
@@ -198,22 +130,28 @@ def _run(
         y = y.clone()
         flags = tuple(
             b and t.dim() > 0 and t.shape[0] == y.shape[0]
-            for b, t in zip(plan.from_batch, saved, strict=True)
+            for b, t in zip(template.from_batch, saved, strict=True)
         )
     else:
-        flags = plan.from_batch
+        flags = template.from_batch
         if y._is_view():
             # an in-place operation may follow, which a view out of a custom function does not allow
             y = torch.ops.aten._unsafe_view(y, y.shape)
     found = Use(
-        plan.template, recorder.place(key), met, plan.names or names_of(met), flags, input_shape, y.shape,
-        *origin(recorder, batched), active, absent,
+        template, recorder.place(key), met, template.names or names_of(met), flags, input_shape, y.shape,
+        *origin(recorder, batched), active, [(t.shape, t.dtype, t.device) for t in rest],
     )  # fmt: skip
     return recorder.tap(y, found, tuple(saved))
 
 
-def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Sequence[Tensor]) -> Plan:
-    """Find the formula of an operation, and which of its arguments the formula needs."""
+def planned(
+    func: Any, args: tuple, kwargs: dict, values: Values, batched: Sequence[Tensor]
+) -> tuple[Template, list[Tensor] | None]:
+    """Find the formula of an operation, and which of its arguments the formula needs.
+
+    Returns:
+        the template; and all saved tensors where some stand in lists, for such a template is for one call alone.
+    """
     formula = formula_for(func, args, kwargs, values, batched)
     needed, main = formula.needs(args, kwargs, values), formula.main(args, kwargs)
     index = {id(value): i for i, value in enumerate(values)}
@@ -221,13 +159,15 @@ def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Seque
     literals: list[tuple[int | str, Any]] = []
     from_batch: list[bool] = []
     saved: list[Tensor] = []
-    nested = False
+    rest, nested = 0, False
 
     def slot_of(tensor: Tensor, keep: bool) -> Any:
+        nonlocal rest
         if id(tensor) in index:
             return ValueSlot(index[id(tensor)])
         if not keep:
-            return None
+            rest += 1
+            return Slot(-rest)
         from_batch.append(any(tensor is t for t in batched))
         saved.append(tensor)
         return Slot(len(saved) - 1)
@@ -236,9 +176,8 @@ def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Seque
         nonlocal nested
         keep = needed is None or where in needed
         if isinstance(item, Tensor):
-            slot = slot_of(item, keep)
-            tensors.append((where, slot, item is main))
-            return Slot(-1 - sum(1 for _, s, _ in tensors[:-1] if s is None)) if slot is None else slot
+            tensors.append((where, slot_of(item, keep), item is main))
+            return tensors[-1][1]
         if isinstance(item, list | tuple) and any(isinstance(part, Tensor) for part in item):
             nested = True
             # an index in a list is not what it is in a tuple
@@ -252,12 +191,13 @@ def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Seque
 
     arguments = tuple(put(i, item) for i, item in enumerate(args))
     keywords = {name: put(name, item) for name, item in kwargs.items()}
-    template = Template(formula, func, arguments, keywords)
     known = formula.label is not None and not nested and all(value.param is not None for value in values)
     names = tuple(dict.fromkeys(value.key or "" for value in values)) if known else None
     kind = kind_of(main) if isinstance(main, Tensor) else None
-    own = tuple(saved) if nested else None
-    return Plan(formula, template, tuple(tensors), tuple(literals), tuple(from_batch), names, kind, own)
+    template = Template(
+        formula, func, arguments, keywords, tuple(tensors), tuple(literals), tuple(from_batch), names, kind
+    )
+    return template, saved if nested else None
 
 
 def _drops(func: Any, args: tuple, kwargs: dict) -> bool:

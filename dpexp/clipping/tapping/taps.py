@@ -24,7 +24,7 @@ from dpexp.clipping.sharding import Shards
 from dpexp.clipping.tapping.dataflow import DataFlow, tensors_in
 from dpexp.clipping.tapping.donation import used_again
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
-from dpexp.clipping.tapping.uses import ForwardPass, Use
+from dpexp.clipping.tapping.uses import ForwardPass, Template, Use
 from dpexp.errors import LateError, UserError
 
 REENTRANT = (
@@ -78,8 +78,8 @@ class Recorder:
         self.watched: deque[ForwardPass] = deque(maxlen=64)
         self.visiting: Visit | None = None
         self.flow: DataFlow | None = None
-        # how an operation runs that was seen before: `meeting.Plan` by the operation's key
-        self.plans: dict[str, Any] = {}
+        # how an operation runs that was seen before, by its key
+        self.templates: dict[str, Template] = {}
         # whether the forward that runs repeats one, see `independence`: nothing of it is recorded
         self.quiet = False
         # how many forwards of modules with parameters are running
