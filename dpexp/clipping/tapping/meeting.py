@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +11,8 @@ from torch import Tensor
 from dpexp.clipping.operations import formula_for, spreads
 from dpexp.clipping.tapping.copies import spread
 from dpexp.clipping.tapping.dataflow import in_place
-from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.uses import Slot, Template, Use, Value, ValueSlot, in_autocast, kind_of
-from dpexp.clipping.tapping.values import Values, has_rows, names_of, origin, values_of
+from dpexp.clipping.tapping.values import Call, has_rows, names_of, origin, values_of
 from dpexp.errors import UserError
 
 # Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
@@ -31,43 +28,28 @@ INNER = (
     "the forward asks autograd for the gradient of {name} (torch.autograd.grad: a step of an inner loop), which no tap lets "
     "through: torch.func.grad of a function of the weights gives the same, and is clipped exactly"
 )
-LONGEST_KEY = 200
 RANDOM = ("dropout", "bernoulli", "rand", "multinomial", "rrelu", "gumbel")
 
 
-def operation_key(func: Any, values: Values) -> str:
-    """Name an operation by its function and what made its values."""
-    made_of = values[0].key or "" if len(values) == 1 else ",".join([value.key or "" for value in values])
-    if len(made_of) > LONGEST_KEY:
-        made_of = hashlib.sha256(made_of.encode()).hexdigest()[:24]
-    return f"{func.__name__}({made_of})"
-
-
-def again(recorder: Recorder, func: Any, args: tuple, kwargs: dict, values: Values) -> Any:
+def again(call: Call) -> Any:
     """Run an operation as it was planned before; NotImplemented where it has to be looked at more closely."""
+    recorder = call.recorder
     if recorder.flow is not None or not recorder.following:
         return NotImplemented
-    key = operation_key(func, values)
-    template = recorder.templates.get(key)
-    if template is None or template.names is None or not template.fits(func, args, kwargs, values):
+    template = recorder.templates.get(call.key)
+    if (
+        template is None
+        or template.names is None
+        or not template.fits(call.func, call.args, call.kwargs, call.values)
+    ):
         return NotImplemented
-    if not (recorder.known_role(key) or "").startswith(USE):
+    if not (recorder.known_role(call.key) or "").startswith(USE):
         return NotImplemented
-    met = tuple([Value(value.param.detach(), {value.key: value.param}) for value in values])
-    return _run(recorder, template, args, kwargs, key, met, ())
+    return _run(call, template, tuple([Value(v.param.detach(), {v.key: v.param}) for v in call.values]))
 
 
-def use(
-    recorder: Recorder,
-    func: Any,
-    args: tuple,
-    kwargs: dict,
-    key: str,
-    values: Values,
-    others: list[Tensor],
-    batched: list[Tensor],
-) -> Any:
-    """Run an operation in which ``values`` meet the tensors ``batched``, and tap its output.
+def use(call: Call) -> Any:
+    """Run an operation in which values meet the batch, and tap its output.
 
     Returns:
         NotImplemented where ordinary autograd has to carry the gradient.
@@ -75,31 +57,22 @@ def use(
     Raises:
         UserError: the operation is a gradient of a parameter.
     """
-    if func is torch.autograd.grad:
-        raise UserError(INNER.format(name=values[0].key))
-    met = values_of(recorder, values)
-    if met is None or any(t.is_complex() for t in (*values, *others)):
+    if call.func is torch.autograd.grad:
+        raise UserError(INNER.format(name=call.values[0].key))
+    met = values_of(call.recorder, call.values)
+    if met is None or any(t.is_complex() for t in (*call.values, *call.others)):
         return NotImplemented
-    if spreads(func, args, kwargs, values):
-        return spread(recorder, func, args, kwargs, key, values, met, others, batched)
-    if in_place(func) or any(word in func.__name__ for word in RANDOM) or _drops(func, args, kwargs):
+    if spreads(call.func, call.args, call.kwargs, call.values):
+        return spread(call, met)
+    if in_place(call.func) or any(word in call.func.__name__ for word in RANDOM) or _drops(call):
         return NotImplemented
-    template, nested = planned(func, args, kwargs, values, batched)
+    template, nested = planned(call)
     if nested is None:
-        recorder.templates[key] = template
-    return _run(recorder, template, args, kwargs, key, met, batched, nested)
+        call.recorder.templates[call.key] = template
+    return _run(call, template, met, nested)
 
 
-def _run(
-    recorder: Recorder,
-    template: Template,
-    args: tuple,
-    kwargs: dict,
-    key: str,
-    met: tuple[Value, ...],
-    batched: Sequence[Tensor],
-    nested: list[Tensor] | None = None,
-) -> Any:
+def _run(call: Call, template: Template, met: tuple[Value, ...], nested: list[Tensor] | None = None) -> Any:
     """Run an operation as its template says, and tap its output; ``nested``: see `planned`."""
     formula = template.formula
     active = None
@@ -112,7 +85,7 @@ def _run(
     for where, slot, main in template.tensors:
         if type(slot) is ValueSlot:
             continue
-        tensor = args[where] if type(where) is int else kwargs[where]
+        tensor = call.args[where] if type(where) is int else call.kwargs[where]
         if main:
             input_shape = tensor.shape
             if active is not None and formula.autocast and tensor.is_floating_point():
@@ -124,7 +97,7 @@ def _run(
     if not isinstance(y, Tensor) or not y.dim() or not y.is_floating_point():
         return NotImplemented
     if formula.label is None:
-        if not has_rows(recorder, y.shape):
+        if not has_rows(call.recorder, y.shape):
             return NotImplemented
         # a tap marks what it passes on as written to, and the operation may have kept its output
         y = y.clone()
@@ -138,21 +111,20 @@ def _run(
             # an in-place operation may follow, which a view out of a custom function does not allow
             y = torch.ops.aten._unsafe_view(y, y.shape)
     found = Use(
-        template, recorder.place(key), met, template.names or names_of(met), flags, input_shape, y.shape,
-        *origin(recorder, batched), active, [(t.shape, t.dtype, t.device) for t in rest],
+        template, call.recorder.place(call.key), met, template.names or names_of(met), flags, input_shape, y.shape,
+        *origin(call.recorder, call.batched), active, [(t.shape, t.dtype, t.device) for t in rest],
     )  # fmt: skip
-    return recorder.tap(y, found, tuple(saved))
+    return call.recorder.tap(y, found, tuple(saved))
 
 
-def planned(
-    func: Any, args: tuple, kwargs: dict, values: Values, batched: Sequence[Tensor]
-) -> tuple[Template, list[Tensor] | None]:
+def planned(call: Call) -> tuple[Template, list[Tensor] | None]:
     """Find the formula of an operation, and which of its arguments the formula needs.
 
     Returns:
         the template; and all saved tensors where some stand in lists, for such a template is for one call alone.
     """
-    formula = formula_for(func, args, kwargs, values, batched)
+    args, kwargs, values = call.args, call.kwargs, call.values
+    formula = formula_for(call.func, args, kwargs, values, call.batched)
     needed, main = formula.needs(args, kwargs, values), formula.main(args, kwargs)
     index = {id(value): i for i, value in enumerate(values)}
     tensors: list[tuple[int | str, Any, bool]] = []
@@ -168,7 +140,7 @@ def planned(
         if not keep:
             rest += 1
             return Slot(-rest)
-        from_batch.append(any(tensor is t for t in batched))
+        from_batch.append(any(tensor is t for t in call.batched))
         saved.append(tensor)
         return Slot(len(saved) - 1)
 
@@ -195,13 +167,21 @@ def planned(
     names = tuple(dict.fromkeys(value.key or "" for value in values)) if known else None
     kind = kind_of(main) if isinstance(main, Tensor) else None
     template = Template(
-        formula, func, arguments, keywords, tuple(tensors), tuple(literals), tuple(from_batch), names, kind
+        formula,
+        call.func,
+        arguments,
+        keywords,
+        tuple(tensors),
+        tuple(literals),
+        tuple(from_batch),
+        names,
+        kind,
     )
     return template, saved if nested else None
 
 
-def _drops(func: Any, args: tuple, kwargs: dict) -> bool:
+def _drops(call: Call) -> bool:
     """Whether attention would draw another dropout mask when it is repeated."""
-    if func is not F.scaled_dot_product_attention:
+    if call.func is not F.scaled_dot_product_attention:
         return False
-    return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    return bool(call.kwargs.get("dropout_p", call.args[4] if len(call.args) > 4 else 0.0))
