@@ -206,7 +206,7 @@ class Recorder:
         task = torch._C._current_graph_task_id()
         if self._asked[0] != task:
             leaves = (self.anchor, *map(self.leaf, self.params))
-            self._asked = task, any(map(_ends_at, leaves))
+            self._asked = task, any(_is_due(leaf) is not False for leaf in leaves)
         return self._asked[1]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
@@ -218,22 +218,13 @@ class Recorder:
         return twin
 
 
-def _ends_at(leaf: Tensor) -> bool:
-    """Tell whether the running back-propagation finds the gradient of a leaf."""
+def _is_due(leaf: Tensor) -> bool | None:
+    """Tell whether the running back-propagation ends at a leaf; None where it is an ``autograd.grad`` that was asked for it."""
     try:
         return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
     except RuntimeError:
-        # torch does not say it of a leaf that autograd.grad was asked for
-        return True
-
-
-def _is_asked_for(leaf: Tensor) -> bool:
-    """Tell whether the running back-propagation is an ``autograd.grad`` of this leaf: of such a one torch says nothing else."""
-    try:
-        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
-    except RuntimeError:
-        return True
-    return False
+        # which is all that torch says of such a one
+        return None
 
 
 class Visit:
@@ -335,7 +326,7 @@ class Visit:
             self.refuse_others(owner)
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            if not _is_asked_for(self.recorder.anchor):
+            if _is_due(self.recorder.anchor) is not None:
                 raise UserError(f"{use.owner} ({use.label}) {NESTED}")
             self._task = task
         self.arrived.add(owner)
