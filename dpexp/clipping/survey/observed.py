@@ -6,7 +6,7 @@ numbers are kept, a random projection of each row and its norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -193,8 +193,12 @@ def follows(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.
     telling = _telling(scale, finite, dtype)
     if not bool(telling.any()):
         return None
-    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
-    return not bool((telling & (error > tolerance * scale)).any())
+    return not bool((telling & (error > _tolerance(dtype) * scale)).any())
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """How far a row may be from its weight, relative to its size."""
+    return 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
 
 
 def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,10 +212,14 @@ def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> 
     if torch.finfo(dtype).bits < 32:
         # the levels are no further apart than rounding errors
         return None
-    levels = torch.tensor(layouts.LEVELS, device="cpu").to(plain[0])
-    errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
-    follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
-    return float(levels[follows]) if int(follows.sum()) == 1 else None
+    found = [level for level, rows in _by_level(plain, weighted, 1e-4) if bool(rows.all())]
+    return found[0] if len(found) == 1 else None
+
+
+def _by_level(plain: Signature, weighted: Signature, tolerance: float) -> Iterator[tuple[float, Tensor]]:
+    """Yield each of `layouts.LEVELS` with the rows that follow it."""
+    for level in layouts.LEVELS:
+        yield level, (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
 
 
 def views(gy: Tensor) -> dict[str, Signature]:
@@ -233,10 +241,7 @@ def apart(seen: Sequence[dict[str, Signature]], dtype: torch.dtype) -> bool:
 
 
 def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
-    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
-    follows = torch.zeros_like(plain[0], dtype=torch.bool)
-    for level in layouts.LEVELS:
-        follows |= (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
+    follows = torch.stack([rows for _, rows in _by_level(plain, weighted, _tolerance(dtype))]).any(0)
     return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
 
 
