@@ -12,7 +12,6 @@ from dpexp.clipping.distributed import Sums
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.methods.watched import WatchedClipper
 from dpexp.clipping.rules import RULES, shortened
-from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 Batch = dict[str, Tensor]
@@ -136,11 +135,7 @@ class LocalClipper(WatchedClipper):
     def _descend(self, batch: Batch, loss_scale: float) -> None:
         """One step of SGD."""
         loss = self.losses(batch).sum() * loss_scale
-        params = tuple(self.params.values())
-        self._independence.begin(Roots.of_losses(loss[None]), params)
-        found = torch.autograd.grad(loss, params, allow_unused=True)
-        self._independence.check(1)
+        gradients = self._gradients(loss)
         with torch.no_grad():
-            for p, gradient in zip(params, found, strict=True):
-                if gradient is not None:
-                    p.sub_(gradient, alpha=self.lr / loss_scale)
+            for name, gradient in gradients.items():
+                self.params[name].sub_(gradient, alpha=self.lr / loss_scale)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.methods.watched import WatchedClipper
 from dpexp.clipping.rules import RULES, shortened
-from dpexp.clipping.tapping.roots import Roots
 
 
 class MicrobatchClipper(WatchedClipper):
@@ -42,11 +41,9 @@ class MicrobatchClipper(WatchedClipper):
         A NaN or infinity in it makes it zero.
         """
         mean = losses.sum() * (loss_scale / self.size)
-        self._independence.begin(Roots.of_losses(mean[None]), self.params.values())
-        found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
-        self._independence.check(1)
-        pairs = zip(self.params, found, strict=True)
-        gradients = {name: g if loss_scale == 1.0 else g / loss_scale for name, g in pairs if g is not None}
+        gradients = self._gradients(mean)
+        if loss_scale != 1.0:
+            gradients = {name: g / loss_scale for name, g in gradients.items()}
         zero = torch.zeros((), dtype=torch.float64, device=losses.device)
         square = sum((g.double().square().sum() for g in gradients.values()), zero)
         sums: Sums = {}

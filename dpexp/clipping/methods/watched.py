@@ -15,6 +15,7 @@ from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import known_rule, none
 from dpexp.clipping.tapping.dataflow import CUT, entered, rows_in
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 
@@ -77,6 +78,13 @@ class WatchedClipper(AnyClipper):
     @abstractmethod
     def clipped(self, losses: Tensor, loss_scale: float) -> tuple[Tensor, Sums]:
         """Return norms ``[K, units]`` of what is clipped, and the clipped sums by parameter."""
+
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """The gradients of one number, by parameter, with a look at what they come from."""
+        self._independence.begin(Roots.of_losses(loss[None]), self.params.values())
+        found = torch.autograd.grad(loss, tuple(self.params.values()), allow_unused=True)
+        self._independence.check(1)
+        return {name: g for name, g in zip(self.params, found, strict=True) if g is not None}
 
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
