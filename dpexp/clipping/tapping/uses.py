@@ -66,12 +66,8 @@ class Value:
     def gradients(self, of_value: Tensor, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Pull one gradient of the value back."""
         for name, param in self.reached.items():
-            if name not in names:
-                continue
-            if self.graph is None:
-                yield name, of_value
-            else:
-                yield name, PullBack(self.graph, param)(of_value[None])[0]
+            if name in names:
+                yield name, of_value if self.graph is None else PullBack(self.graph, param)(of_value[None])[0]
 
 
 @dataclass(frozen=True, eq=False)
