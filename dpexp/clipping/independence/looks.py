@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.memory import give_back_freed_memory
-from dpexp.clipping.independence.arguments import changed, positional_names
+from dpexp.clipping.independence.arguments import leaves, positional_names
 from dpexp.clipping.independence.batches import Arrangement, Batches, arrangements
 from dpexp.clipping.independence.chance import BETWEEN, OTHERS, Chance
 from dpexp.clipping.independence.comparison import Places, places_of
@@ -313,7 +313,7 @@ class Independence:
             log.warning(note)
 
     def _check_lengths(self, args: tuple, kwargs: dict) -> None:
-        def check(name: str, part: object) -> object:
+        for name, part in leaves((args, kwargs), names=positional_names(self.model)):
             if isinstance(part, Tensor) and part.dim() > 1:
                 length = self.lengths.setdefault(name, part.shape[1])
                 if length != part.shape[1]:
@@ -321,6 +321,3 @@ class Independence:
                         f"the input {name or 'of the model'} has {part.shape[1]} columns now and had {length} before, but "
                         "fixed_length=True promises batches of one length: pad them all alike"
                     )
-            return part
-
-        changed((args, kwargs), check, names=positional_names(self.model))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.independence.arguments import Inputs, changed, positional_names
+from dpexp.clipping.independence.arguments import Inputs, changed, leaves, positional_names
 from dpexp.clipping.independence.replay import Replay
 
 FIXED = (
@@ -79,13 +79,9 @@ class Padding:
         """
         names = positional_names(replay.model)
         entered: dict[str, Tensor] = {}
-
-        def note(name: str, part: Any) -> Any:
+        for name, part in leaves(replay.inputs, names=names):
             if isinstance(part, Tensor) and part.dim() and part.shape[0] == rows:
                 entered.setdefault(name, part)
-            return part
-
-        changed(replay.inputs, note, names=names)
         found = {name: part for name, part in entered.items() if part.dim() == 2}
         value, token = (token, None) if isinstance(token, float) else (None, token)
         token = _padding_token(replay.model) if token is None else token

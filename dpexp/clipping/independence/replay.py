@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from dpexp.clipping.distributed import reducers_in, silent
 from dpexp.clipping.gradients.numerics import all_full_precision
-from dpexp.clipping.independence.arguments import Inputs, changed, copied
+from dpexp.clipping.independence.arguments import Inputs, changed, copied, leaves
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places
 from dpexp.clipping.sharding import is_shard
@@ -231,14 +231,11 @@ class Earlier:
 
 def kind_of(model: nn.Module, inputs: Inputs) -> Hashable:
     """Return what tells two forwards apart without their numbers: shapes, other arguments, switches of modules."""
-    found: list[Hashable] = []
-
-    def note(name: str, part: Any) -> Any:
-        plain = part if isinstance(part, bool | int | float | str) else type(part)
-        found.append((name, part.shape if isinstance(part, Tensor) else plain))
-        return part
-
-    changed(inputs, note)
+    plain = bool | int | float | str
+    found = [
+        (name, part.shape if isinstance(part, Tensor) else part if isinstance(part, plain) else type(part))
+        for name, part in leaves(inputs)
+    ]
     switches = (v for module in model.modules() for v in vars(module).values() if isinstance(v, bool | str))
     return (*found, *switches)
 

@@ -125,7 +125,12 @@ class Formula:
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         """Tell whether the formula is right: it is where the input, and nothing else, comes from the batch."""
         rest = [item for name, item in given.items() if name != "input"]
-        return not is_one_of(given["input"], values) and not any(is_one_of(t, rest) for t in batched)
+        one = not is_one_of(given["input"], values) and not any(is_one_of(t, rest) for t in batched)
+        return one and self.covers(given)
+
+    def covers(self, given: dict[str, Any]) -> bool:
+        """Tell whether the formula is right for arguments of these kinds."""
+        return True
 
     def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
         """Return the positions and keywords of the arguments that the gradients depend on; None for all of them."""
