@@ -8,10 +8,10 @@ other (refused).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.refusals import refuse_lookup
 
+T = TypeVar("T")
 CUT = (
     "a clipper is attached, which records in Python: leave fullgraph=True out, and the graph is cut where parameters are used. "
     "torch.cond, while_loop, scan and flex_attention cannot be cut: give them no parameter of the model, or write an if or a "
@@ -98,6 +99,16 @@ FEW = 8
 # example's, counts whatever its size.
 Sizes = frozenset[int]
 FIRST, NONE = Sizes({0}), Sizes()
+
+
+def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
+    """Have a compiler cut its graph at a function, without a price where nothing is compiled."""
+    cut = torch.compiler.disable(function, reason=CUT)
+
+    def either(*args: Any, **kwargs: Any) -> T:
+        return (cut if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
+
+    return either
 
 
 class DataFlow(TorchFunctionMetadataMode):

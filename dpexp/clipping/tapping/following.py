@@ -21,7 +21,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from dpexp.clipping.tapping import copies, meeting
-from dpexp.clipping.tapping.dataflow import CUT, KINDS, in_place
+from dpexp.clipping.tapping.dataflow import KINDS, in_place, uncompiled
 from dpexp.clipping.tapping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.values import Call, operation_key
@@ -75,14 +75,14 @@ class Followed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(func, args, kwargs or {})
         return _dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
 
 
+# a compiler must not look inside
+@uncompiled
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if func.__name__ == "__set__":
@@ -120,10 +120,6 @@ def _set(func: Any, value: Any, *given: Any) -> None:
         func(param, *given)
     if param is None or func == SET_DATA:
         func(value, *given)
-
-
-# a compiler must not look inside: it cuts its graph here
-_uncompiled = torch.compiler.disable(_dispatch, reason=CUT)
 
 
 def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
