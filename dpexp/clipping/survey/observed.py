@@ -28,11 +28,10 @@ class Observed:
     Args:
         visit: of a graph.
         pending: uses that are looked at, by id, with the layouts that their shapes allow.
-        loose: uses in forwards that nothing with the batch in front has entered.
     """
 
-    def __init__(self, visit: Visit, pending: dict[int, list[str]], loose: set[int]):
-        self.visit, self.pending, self.loose = visit, pending, loose
+    def __init__(self, visit: Visit, pending: dict[int, list[str]]):
+        self.visit, self.pending = visit, pending
         self._weightings = layouts.all_weights(visit.num_examples)
         if not any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses):
             del self._weightings[1:]
@@ -86,10 +85,10 @@ class Observed:
         self._dtypes[here] = gy.dtype
         for layout in self.pending[here]:
             seen[here, layout] = signature(gy, layout, rows)
-        if here in self.loose and gy.dim() and len(gy) > self.visit.num_examples:
+        if here in self.visit.loose and gy.dim() and len(gy) > self.visit.num_examples:
             more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > self.visit.num_examples
             self._several[owner] = self._several.get(owner, False) or more
-        told = self.pending[here] == [layouts.ROWS] and here not in self.loose
+        told = self.pending[here] == [layouts.ROWS] and here not in self.visit.loose
         if gy.dim() and not told:
             seen.update({(here, view): found for view, found in views(gy).items()})
 

@@ -272,6 +272,32 @@ class Visit:
         """Ids of the uses behind the roots; not of a head whose output nobody took."""
         return {id(node.use) for node in self.roots.graph() if isinstance(node, BY_TAP)}
 
+    # whose the rows of a use are, as far as shapes tell
+
+    @cached_property
+    def loose(self) -> set[int]:
+        """Ids of the uses in forwards that nothing with the batch in front has entered: blocks hold for one batch alone."""
+        return {id(use) for owner in self.passes if not owner.has_in_front(self.rows) for use in owner.uses}
+
+    @cached_property
+    def ragged(self) -> set[int]:
+        """Ids of the uses of rows that may have entered end to end: here, too, blocks hold for one batch alone."""
+        shapes = (
+            (owner, use, use.input_shape or use.output_shape) for owner in self.passes for use in owner.uses
+        )
+        return {id(use) for owner, use, shape in shapes if shape and owner.is_ragged(shape[0], self.rows)}
+
+    @cached_property
+    def of_examples(self) -> set[int]:
+        """Ids of the uses each of whose rows must be one example's, whatever their layout."""
+        known = (owner for owner in self.passes if not owner.mistook(self.rows))
+        return self.loose | {id(use) for owner in known for use in owner.uses if use.of_examples}
+
+    @cached_property
+    def columns(self) -> list[int]:
+        """The second dimensions of what entered."""
+        return [shape[1] for owner in self.passes for shape in owner.shapes if len(shape) > 1]
+
     def back_propagate(
         self,
         on_use: OnUse,
