@@ -206,16 +206,16 @@ class Clipper(AnyClipper):
             )
         self._refuse_detached()
         thresholds, scale = self._checked(roots, clip_scale)
-        with unwritten(self.params):
-            step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), held)
-        self._independence.check(roots.num_examples)
 
-        def finish(sq_norms: Tensor) -> Report:
-            sq, sums = step.finish(sq_norms * loss_scale**2)
+        def deliver(squares: Tensor, sums: Sums) -> Report:
             self._deliver(sums)
-            return Report.of(_norms(sq, loss_scale), thresholds, scale)
+            return Report.of(_norms(squares, loss_scale), thresholds, scale)
 
-        return Measured(step.parked_bytes, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
+        visit, factors = self._backend.visit(roots), self._factors(thresholds, scale, loss_scale)
+        with unwritten(self.params):
+            measured = Measured(visit, self._backend.setup, factors, held, loss_scale, deliver)
+        self._independence.check(roots.num_examples)
+        return measured
 
     @contextmanager
     def public(self) -> Iterator[None]:

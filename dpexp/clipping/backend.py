@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from dpexp.clipping.backward import Factors, Setup, clipped_sums
 from dpexp.clipping.choice import Methods
-from dpexp.clipping.deferred import DeferredStep
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group, trainable_parameters
@@ -153,10 +152,6 @@ class TapBackend(Backend):
     def curious(self, roots: Roots) -> bool:
         looped = self.setup.engine.name == "loop"
         return looped or (bool(roots.num_examples) and self.survey.curious(self.visit(roots)))
-
-    def measured(self, roots: Roots, factors: Factors, held: str) -> DeferredStep:
-        """Compute squared norms ``[K, B]``, and hold what the sums need."""
-        return DeferredStep(self.visit(roots), self.setup, factors, held)
 
     def last_forward(self) -> ForwardPass | None:
         return self.recorder.last()
