@@ -109,12 +109,13 @@ class Observed:
         which one example alone has a loss.
         """
         alone: dict[int, float] = {}
-        for (here, layout), plain in self._seen[0].items():
-            if (here, layout) not in self._seen[1]:
-                continue
-            weight = single_weight(plain, self._seen[1][here, layout], self._dtypes[here])
-            if weight is not None:
-                alone[here] = weight
+        for at, plain in self._seen[0].items():
+            # in 16 bits the levels are no further apart than rounding errors
+            if at in self._seen[1] and torch.finfo(self._dtypes[at[0]]).bits >= 32:
+                levels = _by_level(plain, self._seen[1][at], 1e-4)
+                found = [level for level, rows in levels if bool(rows.all())]
+                if len(found) == 1:
+                    alone[at[0]] = found[0]
         return set(alone) if set(alone.values()) == set(self._weightings[0].tolist()) else set()
 
     # -- what was seen ------------------------------------------------------------------------------------------------
@@ -144,9 +145,16 @@ class Observed:
         return bool(telling.reshape(self.visit.num_examples, -1).any(1).all())
 
     def refuted(self, use: Use, layout: str) -> bool:
-        """Whether a layout that was proven before does not hold any more."""
+        """Whether a layout that was proven before does not hold any more.
+
+        Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
+        gradients of confident examples are so small that rounding is all there is to see.
+        """
         plain, weighted = (seen[id(use), layout] for seen in self._seen[:2])
-        return refuted(plain, weighted, self._by_row[0], self._dtypes[id(use)])
+        error, scale, finite = _compared(plain, weighted, self._by_row[0])
+        large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
+        tolerance = 0.02 if torch.finfo(self._dtypes[id(use)]).bits >= 32 else 0.2
+        return bool((finite & large & (error > tolerance * scale)).any())
 
     def apart(self, use: Use) -> bool:
         """Whether each row is one example's, whichever that is."""
@@ -206,15 +214,6 @@ def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
     return finite & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
 
 
-def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> float | None:
-    """The weight that all rows follow, where that is one of `layouts.LEVELS`: they belong to one example."""
-    if torch.finfo(dtype).bits < 32:
-        # the levels are no further apart than rounding errors
-        return None
-    found = [level for level, rows in _by_level(plain, weighted, 1e-4) if bool(rows.all())]
-    return found[0] if len(found) == 1 else None
-
-
 def _by_level(plain: Signature, weighted: Signature, tolerance: float) -> Iterator[tuple[float, Tensor]]:
     """Yield each of `layouts.LEVELS` with the rows that follow it."""
     for level in layouts.LEVELS:
@@ -242,18 +241,6 @@ def apart(seen: Sequence[dict[str, Signature]], dtype: torch.dtype) -> bool:
 def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
     follows = torch.stack([rows for _, rows in _by_level(plain, weighted, _tolerance(dtype))]).any(0)
     return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
-
-
-def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a layout that was proven before does not hold any more.
-
-    Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
-    gradients of confident examples are so small that rounding is all there is to see.
-    """
-    error, scale, finite = _compared(plain, weighted, by_row)
-    large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
-    tolerance = 0.02 if torch.finfo(dtype).bits >= 32 else 0.2
-    return bool((finite & large & (error > tolerance * scale)).any())
 
 
 def _compared(plain: Signature, weighted: Signature, by_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
