@@ -54,6 +54,8 @@ class LocalClipper(WatchedClipper):
         groups, clip_norm, rule: as for `dpexp.clipping.attach`; ``groups="layer"`` is their per-layer clipping.
     """
 
+    whole = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -66,7 +68,7 @@ class LocalClipper(WatchedClipper):
         clip_norm: float = 1.0,
         rule: str = "abadi",
     ):
-        super().__init__(model, groups, clip_norm, rule, whole=True)
+        super().__init__(model, groups, clip_norm, rule)
         self.losses, self.epochs, self.batch_size, self.lr = losses, epochs, batch_size, lr
         self._batch: Batch | None = None
 

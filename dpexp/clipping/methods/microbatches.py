@@ -29,10 +29,10 @@ class MicrobatchClipper(WatchedClipper):
         rule: how a norm becomes a factor.
     """
 
-    reach = 2.0
+    reach, whole = 2.0, True
 
     def __init__(self, model: nn.Module, size: float, clip_norm: float = 1.0, rule: str = "abadi"):
-        super().__init__(model, "flat", clip_norm, rule, whole=True)
+        super().__init__(model, "flat", clip_norm, rule)
         self.size = size
 
     def clipped(self, losses: Tensor, loss_scale: float) -> tuple[Tensor, Sums]:

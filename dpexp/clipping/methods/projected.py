@@ -59,18 +59,9 @@ class ProjectedClipper(WatchedClipper):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        projections: int,
-        clip_norm: float = 1.0,
-        rule: str = "abadi",
-        *,
-        rows_per_example: int = 1,
-        fixed_length: bool = False,
+        self, model: nn.Module, projections: int, clip_norm: float = 1.0, rule: str = "abadi", **named: Any
     ):
-        super().__init__(
-            model, "flat", clip_norm, rule, rows_per_example=rows_per_example, fixed_length=fixed_length
-        )
+        super().__init__(model, "flat", clip_norm, rule, **named)
         self.projections = projections
         self._seed: int | None = None
 

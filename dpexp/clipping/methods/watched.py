@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +24,18 @@ class WatchedClipper(AnyClipper):
 
     Args:
         model, groups, clip_norm, rule, rows_per_example, fixed_length: as for `dpexp.clipping.attach`.
-        whole: a batch is one example here: nothing may stay in the model from one batch to the next, or for whoever gets it (a
+
+    Attributes:
+        whole: whether a batch is one example: nothing may stay in the model from one batch to the next, or for whoever gets it (a
             buffer that its forward writes).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: GroupsSpec,
-        clip_norm: float | Sequence[float],
-        rule: str,
-        *,
-        rows_per_example: int = 1,
-        fixed_length: bool = False,
-        whole: bool = False,
-    ):
+    whole = False
+
+    def __init__(self, model: nn.Module, groups: GroupsSpec, clip_norm: float, rule: str, **named: Any):
         if known_rule(rule) is none:
             raise UserError(f"rule={rule!r} bounds nothing here: choose abadi, automatic or normalized")
-        super().__init__(model, groups, clip_norm, rule, rows_per_example, fixed_length)
-        self.whole = whole
+        super().__init__(model, groups, clip_norm, rule, **named)
         self._hook()
 
     def backward(
