@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -214,33 +215,26 @@ class Conv(PerExampleGradient):
 
     def _weight_gradient(self, x: Tensor, gy: Tensor, copies: int = 1) -> Tensor:
         """The library's weight gradient in float32 at least; ``copies`` times as many groups as the layer has."""
-        geometry = self.geometry
         # only its shape is looked at
         weight = x.new_empty(copies * self.shape[0], *self.shape[1:])
         with numerics.full_precision("conv", x.device):
-            return torch.ops.aten.convolution_backward(
-                gy,
-                x,
-                weight,
-                None,
-                geometry.stride,
-                geometry.padding,
-                geometry.dilation,
-                geometry.transposed,
-                geometry.output_padding or (0,) * len(self.kernel),
-                geometry.groups * copies,
-                (False, True, False),
-            )[1]
+            _, found, _ = torch.ops.aten.convolution_backward(
+                gy, x, weight, None, *self._options(copies), (False, True, False)
+            )
+        return found
+
+    def _options(self, copies: int = 1) -> tuple[Any, ...]:
+        """What torch and `dpexp.native` are told of the layer."""
+        g = self.geometry
+        rest = g.output_padding or (0,) * len(self.kernel)
+        return g.stride, g.padding, g.dilation, g.transposed, rest, g.groups * copies
 
     def _over_cores(self, x: Tensor, gy: Tensor, count: int, out: Tensor | None) -> Tensor:
-        kernels, geometry = native.kernels(), self.geometry
+        kernels = native.kernels()
         assert kernels is not None
         rows = x.new_empty(count, *self.shape) if out is None else out
         with numerics.full_precision("conv", x.device):
-            kernels.conv_gradients_(
-                rows, x, gy, self.rows, geometry.stride, geometry.padding, geometry.dilation, geometry.transposed,
-                geometry.output_padding or (0,) * len(self.kernel), geometry.groups,
-            )  # fmt: skip
+            kernels.conv_gradients_(rows, x, gy, self.rows, *self._options())
         return rows
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:

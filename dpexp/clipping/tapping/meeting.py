@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpexp.clipping.operations import formula_for, spreads
+from dpexp.clipping.operations import ANY_FUNCTION, FORMULAS, spreads
 from dpexp.clipping.tapping.copies import spread
 from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.clipping.tapping.uses import Slot, Template, Use, Value, ValueSlot, in_autocast, kind_of
@@ -124,7 +124,9 @@ def planned(call: Call) -> tuple[Template, list[Tensor] | None]:
         the template; and all saved tensors where some stand in lists, for such a template is for one call alone.
     """
     args, kwargs, values = call.args, call.kwargs, call.values
-    formula = formula_for(call.func, args, kwargs, values, call.batched)
+    formula = FORMULAS.get(call.func, ANY_FUNCTION)
+    if formula.label and not formula.applies(formula.bind(args, kwargs), values, call.batched):
+        formula = ANY_FUNCTION
     needed, main = formula.needs(args, kwargs, values), formula.main(args, kwargs)
     index = {id(value): i for i, value in enumerate(values)}
     tensors: list[tuple[int | str, Any, bool]] = []
