@@ -148,8 +148,6 @@ class Conv(PerExampleGradient):
         return self._sizes()[1]
 
     def _magnitudes(self) -> Tensor | None:
-        if self._sizes()[1] == 0:
-            return None
         by_group = (self.num_examples, self.rows, self.geometry.groups)
         seen, slid = [
             numerics.squared_norms(t.reshape(math.prod(by_group), -1)).view(by_group).sum(1)
@@ -162,8 +160,6 @@ class Conv(PerExampleGradient):
         return (seen * slid).sum(1) * math.prod([_times_seen(*along) for along in windows])
 
     def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
-        if self._sizes()[1] == 0:
-            return self._zeros(self.num_examples), None
         if method == "pixel":
             return self._in_chunks(self._pixel_norms, self.workspace(method), scratch)
         return self._in_chunks(partial(self._unfolded_norms, scratch), self.workspace(method), scratch)
@@ -196,8 +192,6 @@ class Conv(PerExampleGradient):
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         count = stop - start
-        if self._sizes()[1] == 0:
-            return self._zeros(count, *self.shape)
         if method == "unfold":
             seen, slid = self._unfold(start, stop), self._positions(start, stop)
             matrices = None if out is None else out.view(seen.shape[0], slid.shape[1], seen.shape[1])
@@ -238,8 +232,6 @@ class Conv(PerExampleGradient):
         return rows
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
-        if self._sizes()[1] == 0:
-            return self._zeros(*self.shape) if out is None else out
         x, gy = self.x, self.gy
         factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
         # scale the smaller one
