@@ -32,6 +32,7 @@ class Backend(ABC):
     """Computes norms and clipped sums. A subclass writes what is abstract, and what else it needs."""
 
     shards: Shards | None = None
+    groups: list[Group]
 
     @abstractmethod
     def enter(
@@ -63,9 +64,13 @@ class Backend(ABC):
     def uninstall(self) -> None:
         """Give the model back as it was."""
 
-    @abstractmethod
     def coverage(self) -> list[CoverageRow]:
         """Return a row for each trainable parameter."""
+        return [CoverageRow(name, g.name, *self.how(name)) for g in self.groups for name in g.params]
+
+    @abstractmethod
+    def how(self, name: str) -> tuple[str, str]:
+        """Return the operations that use a parameter, and its norm method; empty as long as they are not known."""
 
     def curious(self, roots: Roots) -> bool:
         """Tell whether this backward pass goes through the graph more often than the engine needs."""
@@ -95,7 +100,7 @@ class TapBackend(Backend):
         choice: str | None,
         memory_cap_mib: int,
     ):
-        self.shards = shards_of(model)
+        self.shards, self.groups = shards_of(model), groups
         engine = engine if choice is None else replace(engine, norm=choice)
         self.survey, self.methods = Survey(), Methods(memory_cap_mib * 2**20)
         self.setup = Setup(groups, engine, self.survey, self.methods)
@@ -164,14 +169,5 @@ class TapBackend(Backend):
         self.methods.load_state(state)
         self.recorder.batch = state.get("batch", self.recorder.batch)
 
-    def coverage(self) -> list[CoverageRow]:
-        return [
-            CoverageRow(
-                name,
-                group.name,
-                ", ".join(self.survey.operations.get(name, ())),
-                self.methods.of_parameter.get(name, ""),
-            )
-            for group in self.setup.groups
-            for name in group.params
-        ]
+    def how(self, name: str) -> tuple[str, str]:
+        return ", ".join(self.survey.operations.get(name, ())), self.methods.of_parameter.get(name, "")

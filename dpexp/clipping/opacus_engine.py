@@ -22,7 +22,6 @@ from dpexp.clipping.backward import Factors
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
-from dpexp.clipping.reports import CoverageRow
 from dpexp.clipping.sharding import shards_of
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.tapping.dataflow import tensors_in
@@ -176,12 +175,8 @@ class OpacusBackend(Backend):
         for p in self.params.values():
             p._forward_counter = 0  # type: ignore[attr-defined]
 
-    def coverage(self) -> list[CoverageRow]:
-        return [
-            CoverageRow(name, group.name, "opacus", "instantiate")
-            for group in self.groups
-            for name in group.params
-        ]
+    def how(self, name: str) -> tuple[str, str]:
+        return "opacus", "instantiate"
 
     def _per_example_gradients(self, losses: Tensor, ones: Tensor) -> dict[str, Tensor]:
         """``ones``: ``[B]``, times the loss scale."""
