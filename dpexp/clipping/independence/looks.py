@@ -134,8 +134,6 @@ class Independence:
         Raises:
             UserError: another length than before, though ``fixed_length`` was promised.
         """
-        if self.looking:
-            return
         if self.fixed_length:
             self._check_lengths(args, kwargs)
         training = tuple([(id(module), module.training) for module in modules_of(self.model)])
@@ -149,7 +147,7 @@ class Independence:
 
     def pass_by(self, args: tuple, kwargs: dict, rows: int) -> None:
         """The model's forward begins without gradients: what it keeps, the next one may use."""
-        if not self.looking and self.running is None and self.due:
+        if self.running is None and self.due:
             self.passed = Earlier(self.model, args, kwargs, rows)
 
     def _keep(self, replay: Replay) -> None:
