@@ -20,7 +20,6 @@ from dpexp.clipping.reports import CoverageRow
 from dpexp.clipping.sharding import Shards, shards_of
 from dpexp.clipping.survey.graph import Survey
 from dpexp.clipping.tapping.dataflow import inside_reentrant_checkpoint, rows_in
-from dpexp.clipping.tapping.donation import keep_buffers, release_buffers
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import find_sites, install, uninstall
 from dpexp.clipping.tapping.taps import REENTRANT, Recorder, Visit
@@ -117,7 +116,6 @@ class TapBackend(Backend):
         if looking:
             return
         if torch.is_grad_enabled():
-            keep_buffers(self)
             known = self.survey.knows(rows_in(shapes, first_tensor) // self.rows_per_example)
             self.recorder.open(inputs, shapes, first_tensor, watch=not known)
         elif inside_reentrant_checkpoint():
@@ -126,7 +124,6 @@ class TapBackend(Backend):
     def leave(self, output: Any, looking: bool) -> None:
         self.recorder.quiet = False
         if torch.is_grad_enabled() and not looking:
-            release_buffers(self)
             self.recorder.close(output)
 
     @contextmanager
@@ -140,7 +137,6 @@ class TapBackend(Backend):
     def uninstall(self) -> None:
         for module, _ in self.sites:
             uninstall(module)
-        release_buffers(self)
         # a forward that was interrupted is still watched
         self.recorder.close()
         if self.shards is not None:

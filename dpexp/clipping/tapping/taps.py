@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from dpexp.clipping.sharding import Shards
 from dpexp.clipping.tapping.dataflow import DataFlow, tensors_in
-from dpexp.clipping.tapping.donation import used_again
+from dpexp.clipping.tapping.donation import donating, used_again
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
 from dpexp.clipping.tapping.uses import ForwardPass, Template, Use
 from dpexp.errors import LateError, UserError
@@ -86,6 +86,8 @@ class Recorder:
         self.inside = 0
         # which of the shapes that enter is the batch, once a backward pass has shown it
         self.batch: int | None = None
+        # what the compiler was told before the forward that runs, see `donation`
+        self._donating: bool | None = None
         # the last back-propagation of others that came through here, see `asked`
         self._asked: tuple[int, bool] = (-1, True)
 
@@ -93,6 +95,9 @@ class Recorder:
         self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, watch: bool
     ) -> None:
         """Begin the root's forward. ``watch``: follow which tensors are computed from ``inputs``."""
+        if self._donating is None:
+            # proofs, and engines of two passes, back-propagate what is compiled here more than once
+            self._donating = donating(False)
         guess = first_tensor if self.batch is None else self.batch
         self.current = ForwardPass(shapes, guess if guess < len(shapes) else 0)
         self.current.nodes = -torch._C._autograd._get_sequence_nr()
@@ -133,6 +138,9 @@ class Recorder:
             self.current.nodes += torch._C._autograd._get_sequence_nr()
         self.current, self.inside = None, 0
         self._stop_watching()
+        if self._donating is not None:
+            donating(self._donating)
+            self._donating = None
 
     def _stop_watching(self) -> None:
         if self.flow is not None:
