@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.methods.watched import WatchedClipper
-from dpexp.clipping.rules import RULES, shortened
 from dpexp.errors import UserError
 
 Batch = dict[str, Tensor]
@@ -96,27 +95,12 @@ class LocalClipper(WatchedClipper):
             with buffers_kept(self.model):
                 for part in self._parts(batch):
                     self._descend(part, loss_scale)
-            updates = {name: p.detach() - before[name] for name, p in self.params.items()}
+            updates = {name: before[name] - p.detach() for name, p in self.params.items()}
         finally:
             with torch.no_grad():
                 for name, p in self.params.items():
                     p.copy_(before[name])
-        return self._shortened(updates)
-
-    def _shortened(self, updates: dict[str, Tensor]) -> tuple[Tensor, Sums]:
-        squares = torch.stack(
-            [
-                torch.stack([updates[name].double().square().sum() for name in group.params]).sum()
-                for group in self.groups
-            ]
-        )
-        sums: Sums = {}
-        if finite := bool(squares.isfinite().all()):
-            for k, group in enumerate(self.groups):
-                factor = RULES[self.rule](squares[k], float(self.thresholds[k])) * (1 - ROUNDING)
-                sums |= {name: shortened(-updates[name], factor) for name in group.params}
-        norms = squares.sqrt()[:, None]
-        return norms if finite else torch.full_like(norms, torch.nan), sums
+        return self._shortened(updates, 1 - ROUNDING)
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """The batches of the local epochs; each epoch has an order of its own, drawn from torch's generator."""

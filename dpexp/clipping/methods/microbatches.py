@@ -5,12 +5,10 @@ Dupuy et al. 2022 give each microbatch to a GPU of its own; Monir et al., sectio
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.methods.watched import WatchedClipper
-from dpexp.clipping.rules import RULES, shortened
 
 
 class MicrobatchClipper(WatchedClipper):
@@ -44,13 +42,7 @@ class MicrobatchClipper(WatchedClipper):
         gradients = self._gradients(mean)
         if loss_scale != 1.0:
             gradients = {name: g / loss_scale for name, g in gradients.items()}
-        zero = torch.zeros((), dtype=torch.float64, device=losses.device)
-        square = sum((g.double().square().sum() for g in gradients.values()), zero)
-        sums: Sums = {}
-        if bool(square.isfinite()):
-            factor = RULES[self.rule](square, float(self.thresholds))
-            sums |= {name: shortened(g, factor) for name, g in gradients.items()}
-        return square.sqrt().view(1, 1), sums
+        return self._shortened(gradients)
 
     def finish(self, stds: dict[int, float]) -> None:
         """A sum over microbatches was divided by the number of examples: make it a mean of microbatches."""

@@ -13,7 +13,7 @@ from dpexp.clipping.distributed import Sums, deliver
 from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.reports import Report
-from dpexp.clipping.rules import known_rule, none
+from dpexp.clipping.rules import RULES, known_rule, none, shortened
 from dpexp.clipping.tapping.dataflow import CUT, entered, rows_in
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
@@ -41,16 +41,7 @@ class WatchedClipper(AnyClipper):
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
     ) -> Report:
-        """Add the clipped sum to ``p.grad``; see `clipped`.
-
-        Args:
-            losses: ``[B]``, of all examples; ``[0]`` is an empty batch.
-            clip_scale: refused.
-            loss_scale: keeps fp16 gradients representable; undone before anything is clipped.
-
-        Raises:
-            UserError: as `Clipper.backward`, before any gradient is written.
-        """
+        """Add the clipped sum to ``p.grad``; see `Clipper.backward`. ``clip_scale`` is refused."""
         self._refuse_detached()
         if clip_scale is not None:
             raise UserError(SCALES)
@@ -78,6 +69,23 @@ class WatchedClipper(AnyClipper):
         found = torch.autograd.grad(loss, tuple(self.params.values()), allow_unused=True)
         self._independence.check(1)
         return {name: g for name, g in zip(self.params, found, strict=True) if g is not None}
+
+    def _shortened(self, vectors: dict[str, Tensor], less: float = 1.0) -> tuple[Tensor, Sums]:
+        """The norms ``[K, 1]`` of vectors, by parameter, and the vectors clipped, and multiplied by ``less``.
+
+        NaN, and nothing, where one is not finite.
+        """
+        squares = torch.zeros(len(self.groups), dtype=torch.float64, device=self.thresholds.device)
+        for k, group in enumerate(self.groups):
+            for name in group.params:
+                if name in vectors:
+                    squares[k] += vectors[name].double().square().sum()
+        sums: Sums = {}
+        if finite := bool(squares.isfinite().all()):
+            for k, group in enumerate(self.groups):
+                factor = RULES[self.rule](squares[k], float(self.thresholds[k])) * less
+                sums |= {name: shortened(vectors[name], factor) for name in group.params if name in vectors}
+        return (squares.sqrt() if finite else torch.full_like(squares, torch.nan))[:, None], sums
 
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
