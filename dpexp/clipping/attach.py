@@ -31,7 +31,7 @@ from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
 from dpexp.clipping.rules import RULES, known_rule
 from dpexp.clipping.sharding import Shards
-from dpexp.clipping.tapping.dataflow import CUT, entered, rows_in
+from dpexp.clipping.tapping.dataflow import CUT, entered
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import SITE
 from dpexp.clipping.tapping.uses import ForwardPass
@@ -318,19 +318,19 @@ class Clipper(AnyClipper):
 
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        inputs, shapes, first = entered((args, kwargs))
+        given = entered((args, kwargs))
         looking = self._independence.looking
         if not looking:
             self._reducer = distributed.reducer_of(self.model)
             if torch.is_grad_enabled():
-                if inputs and not inputs[0].numel():
+                if given.tensors and not given.tensors[0].numel():
                     self._try_empty(args, kwargs)
                 self._entered = True
-                self._independence.enter(args, kwargs, rows_in(shapes, first))
+                self._independence.enter(args, kwargs, given.rows)
                 check_same_parameters(self.model, self.params, self._shards)
             else:
-                self._independence.pass_by(args, kwargs, rows_in(shapes, first))
-        self._backend.enter(inputs, shapes, first, looking)
+                self._independence.pass_by(args, kwargs, given.rows)
+        self._backend.enter(given, looking)
 
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:

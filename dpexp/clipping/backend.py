@@ -19,7 +19,7 @@ from dpexp.clipping.groups import Group, trainable_parameters
 from dpexp.clipping.reports import CoverageRow
 from dpexp.clipping.sharding import Shards, shards_of
 from dpexp.clipping.survey.graph import Survey
-from dpexp.clipping.tapping.dataflow import inside_reentrant_checkpoint, rows_in
+from dpexp.clipping.tapping.dataflow import Entered, inside_reentrant_checkpoint
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import find_sites, install, uninstall
 from dpexp.clipping.tapping.taps import REENTRANT, Recorder, Visit
@@ -34,15 +34,8 @@ class Backend(ABC):
     groups: list[Group]
 
     @abstractmethod
-    def enter(
-        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
-    ) -> None:
-        """The model's forward begins.
-
-        Args:
-            inputs, shapes, first_tensor: see `dataflow.entered`.
-            looking: whether this forward is none of the user's, but repeats one to compare what examples get.
-        """
+    def enter(self, given: Entered, looking: bool) -> None:
+        """The model's forward begins; ``looking``: it is none of the user's, but repeats one to compare what examples get."""
 
     @abstractmethod
     def leave(self, output: Any, looking: bool) -> None:
@@ -109,15 +102,13 @@ class TapBackend(Backend):
         for module, site in self.sites:
             install(module, site)
 
-    def enter(
-        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
-    ) -> None:
+    def enter(self, given: Entered, looking: bool) -> None:
         self.recorder.quiet = looking
         if looking:
             return
         if torch.is_grad_enabled():
-            known = self.survey.knows(rows_in(shapes, first_tensor) // self.rows_per_example)
-            self.recorder.open(inputs, shapes, first_tensor, watch=not known)
+            known = self.survey.knows(given.rows // self.rows_per_example)
+            self.recorder.open(given, watch=not known)
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
 

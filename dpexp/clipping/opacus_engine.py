@@ -24,7 +24,7 @@ from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.sharding import shards_of
 from dpexp.clipping.survey import layouts
-from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.clipping.tapping.dataflow import Entered, tensors_in
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
@@ -95,14 +95,13 @@ class OpacusBackend(Backend):
         self.expanded = self.expanded or self.rows > 1
         return (ids.expand(self.rows, -1), *args[1:])
 
-    def enter(
-        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
-    ) -> None:
+    def enter(self, given: Entered, looking: bool) -> None:
         """What earlier forwards left is dropped once nobody can back-propagate them any more.
 
         The library looks at this forward pass and at our backward pass, not at gradients that the loss itself asks for.
         """
-        self.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
+        first = given.tensors[0] if given.tensors else None
+        self.rows = first.shape[0] if first is not None and first.dim() else None
         if looking:
             return
         self.wrapper.enable_hooks()

@@ -14,7 +14,7 @@ from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import RULES, known_rule, none, shortened
-from dpexp.clipping.tapping.dataflow import CUT, entered, rows_in
+from dpexp.clipping.tapping.dataflow import CUT, entered
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
@@ -90,8 +90,7 @@ class WatchedClipper(AnyClipper):
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled() and not self._independence.looking:
-            _, shapes, first = entered((args, kwargs))
-            rows = rows_in(shapes, first)
+            rows = entered((args, kwargs)).rows
             if self.whole:
                 self._independence.rows_per_example = max(1, rows)
             self._independence.enter(args, kwargs, rows)

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from dpexp.clipping.sharding import Shards
-from dpexp.clipping.tapping.dataflow import DataFlow, tensors_in
+from dpexp.clipping.tapping.dataflow import DataFlow, Entered, tensors_in
 from dpexp.clipping.tapping.donation import donating, used_again
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
 from dpexp.clipping.tapping.uses import ForwardPass, Template, Use
@@ -91,23 +91,22 @@ class Recorder:
         # the last back-propagation of others that came through here, see `asked`
         self._asked: tuple[int, bool] = (-1, True)
 
-    def open(
-        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, watch: bool
-    ) -> None:
-        """Begin the root's forward. ``watch``: follow which tensors are computed from ``inputs``."""
+    def open(self, given: Entered, watch: bool) -> None:
+        """Begin the root's forward. ``watch``: follow which tensors are computed from what is given."""
         if self._donating is None:
             # proofs, and engines of two passes, back-propagate what is compiled here more than once
             self._donating = donating(False)
-        guess = first_tensor if self.batch is None else self.batch
-        self.current = ForwardPass(shapes, guess if guess < len(shapes) else 0)
+        guess = given.first if self.batch is None else self.batch
+        self.current = ForwardPass(given.shapes, guess if guess < len(given.shapes) else 0)
         self.current.nodes = -torch._C._autograd._get_sequence_nr()
         # a forward that this one interrupts, or that was left by an interrupt
         self._stop_watching()
         if watch:
             rows = self.current.rows
-            in_list = self.current.batch < first_tensor
+            in_list = self.current.batch < given.first
             # what all examples share is no batch: a single row, where there are several; in a list each may have its own
-            followed = [t for t in inputs if rows == 1 or first_tensor or t.dim() == 0 or t.shape[0] != 1]
+            own = rows == 1 or given.first
+            followed = [t for t in given.tensors if own or t.dim() == 0 or t.shape[0] != 1]
             self.flow = DataFlow(followed, [t for t in followed if in_list or t.shape[:1] == (rows,)])
             self.flow.__enter__()
         else:
