@@ -136,10 +136,6 @@ class OpacusBackend(Backend):
         for module in self.model.modules():
             for name in LEFT:
                 module.__dict__.pop(name, None)
-        for p in self.params.values():
-            for leftover in ("grad_sample", "summed_grad", "_forward_counter"):
-                if hasattr(p, leftover):
-                    delattr(p, leftover)
 
     def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
         losses = roots.tensors[0]
