@@ -123,7 +123,7 @@ class Survey:
         known_uses = self.knows(visit.num_examples)
         if pending or not known_uses:
             self._observe(visit, params, pending, doubted)
-        self.looped.update(*(use.names for use in visit.uses if self._needs_loop(use)))
+        self.looped.update(*(use.names for use in visit.uses if self.layout[id(use)] == layouts.LOOP))
         unproven = self._unproven(visit)
         if unproven:
             self._check_formulas(visit, unproven)
@@ -178,12 +178,9 @@ class Survey:
             visit.recorder.templates.clear()
             self.unsettle()
 
-    def _needs_loop(self, use: Use) -> bool:
-        return self.layout[id(use)] == layouts.LOOP
-
     def _clips(self, use: Use) -> bool:
         """Whether per-example gradients are formed at this use."""
-        return not self._needs_loop(use) and not self.looped.issuperset(use.names)
+        return self.layout[id(use)] != layouts.LOOP and not self.looped.issuperset(use.names)
 
     def _pending(self, visit: Visit, again: bool) -> tuple[dict[int, list[str]], set[int]]:
         """Uses whose layout is to be proven, with the layouts that their shapes allow; and those proven before."""
