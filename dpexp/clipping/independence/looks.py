@@ -22,11 +22,11 @@ from dpexp.clipping.independence.arguments import leaves, positional_names
 from dpexp.clipping.independence.batches import Arrangement, Batches, arrangements
 from dpexp.clipping.independence.chance import BETWEEN, OTHERS, Chance
 from dpexp.clipping.independence.comparison import Places, places_of
-from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Earlier, Replay
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.tapping.roots import Roots
+from dpexp.clipping.tapping.taps import BY_TAP
 from dpexp.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -319,3 +319,31 @@ class Independence:
                         f"the input {name or 'of the model'} has {part.shape[1]} columns now and had {length} before, but "
                         "fixed_length=True promises batches of one length: pad them all alike"
                     )
+
+
+def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
+    """Refuse losses behind which a trainable parameter of another module stands, like a head beside the attached model: it would
+    train on nothing, without a word.
+
+    Args:
+        roots: the losses with their graph, which is walked.
+        attached: the parameters that are clipped.
+
+    Raises:
+        UserError: names the first such parameter by its shape; its module is not known here.
+    """
+    own = {id(p) for p in attached}
+    for node in roots.graph():
+        if isinstance(node, BY_TAP) and own.isdisjoint(map(id, node.recorder.params.values())):
+            raise UserError(
+                "behind the losses stand two models with a clipper each, and each would clip a part of an example's gradient: "
+                "put both into one nn.Module and attach to that"
+            )
+        # a leaf's node knows its tensor
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            raise UserError(
+                f"the losses also depend on a trainable parameter of shape {list(leaf.shape)} that is not in the attached model "
+                "(a head beside it?): it would get no gradient. Put both into one nn.Module and attach to that, or freeze it "
+                "with requires_grad_(False)"
+            )
