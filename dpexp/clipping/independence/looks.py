@@ -287,9 +287,10 @@ class Independence:
     def _look_at(self, replay: Replay, arrangement: Arrangement, places: Mapping[int, Places] | None) -> Look:
         replay.chance = Chance()
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
-        for autocast in (False, True) if replay.in_autocast else (False,):
-            replay.silence = self.silence
-            look = Look(replay, arrangement, autocast, self.token, places=places)
+        replay.silence = self.silence
+        for narrow in (False, True) if replay.in_autocast else (False,):
+            replay.narrow = narrow
+            look = Look(replay, arrangement, self.token, places=places)
             look.run(padding=not self.fixed_length)
             if look.compared:
                 break
@@ -298,7 +299,7 @@ class Independence:
             for chance in OTHERS + BETWEEN:
                 replay.chance = chance
                 most = FEW if chance in BETWEEN else None
-                other = Look(replay, arrangement, autocast, most=most, places=places)
+                other = Look(replay, arrangement, most=most, places=places)
                 other.run(padding=False)
                 look.told |= other.told
         return look

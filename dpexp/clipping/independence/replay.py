@@ -66,6 +66,8 @@ class Replay:
         self.used_else = False
         # numbers of autograd's nodes that this forward makes
         self._nodes = torch._C._autograd._get_sequence_nr(), 0
+        # whether to compute in 16 bits where the forward did
+        self.narrow = False
         # whether the graph of a replay is kept, for a model that asks for gradients on its way
         self.keeps = False
         # what is around a way back, in which checkpointed parts are computed again
@@ -94,12 +96,8 @@ class Replay:
         return both
 
     @contextmanager
-    def begun(self, autocast: bool) -> Iterator[None]:
-        """Inside, the model is as it was before the forward; afterwards as if nothing had happened.
-
-        Args:
-            autocast: whether to compute in 16 bits where the forward did.
-        """
+    def begun(self) -> Iterator[None]:
+        """Inside, the model is as it was before the forward; afterwards as if nothing had happened."""
         indices = [self._device.index] if self._device.type == "cuda" else []
         python, numpy = random.getstate(), np.random.get_state()
         with ExitStack() as inside:
@@ -121,7 +119,7 @@ class Replay:
                 inside.enter_context(torch.compiler.set_stance("force_eager"))
             for kind in {"cpu", self._device.type}:
                 dtype = dict(self._autocast).get(kind)
-                on = autocast and dtype is not None
+                on = self.narrow and dtype is not None
                 inside.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False))
             yield
 
