@@ -248,10 +248,10 @@ class Step:
         light = self.engine.keep and (self.engine.always_keep or size <= merged.nbytes)
         method = self._chosen(name, merged, fused=light)
         if light and merged.instantiates(method):
-            merged = instantiated(merged, method, self.methods.scratch)
+            merged = instantiated(merged, method)
         # a second pass keeps nothing that could be measured later
         doubts = None if self.engine.second_pass else self.doubts.setdefault(k, [])
-        self.sq_norms[k].add_(merged.sq_norms(method, self.methods.scratch, doubts))
+        self.sq_norms[k].add_(merged.sq_norms(method, doubts))
         if merged.apart is not None:
             self.apart[name] = merged.apart
         if not self.engine.second_pass:
@@ -303,7 +303,7 @@ class Step:
             found.append(self._bounded_factors(k, total, examples, wait=numerics.static(total)))
             return found[-1]
 
-        _, total = merged.norms_and_sum(method, factors_of, self.methods.scratch)
+        _, total = merged.norms_and_sum(method, factors_of)
         self._add(name, total)
         self._flush(k, _joined(found))
 

@@ -88,14 +88,12 @@ def small(per_example: PerExampleGradient) -> bool:
     return per_example.cost("instantiate").flops < SMALL
 
 
-def fastest(
-    per_example: PerExampleGradient, methods: list[str], fused: bool, scratch: Scratch | None = None
-) -> str:
+def fastest(per_example: PerExampleGradient, methods: list[str], fused: bool) -> str:
     """Time the methods in turns, and take the one with the fastest run."""
     times: dict[str, list[float]] = {method: [] for method in methods}
 
     def run(method: str) -> None:
-        task = _task(per_example, method, fused, scratch)
+        task = _task(per_example, method, fused)
         times[method].append(_seconds(task, per_example.device))
 
     for method in methods:
@@ -108,14 +106,10 @@ def fastest(
     return min(times, key=lambda method: min(times[method]))
 
 
-def _task(
-    per_example: PerExampleGradient, method: str, fused: bool, scratch: Scratch | None
-) -> Callable[[], object]:
+def _task(per_example: PerExampleGradient, method: str, fused: bool) -> Callable[[], object]:
     if fused:
-        return lambda: per_example.norms_and_sum(
-            method, lambda norms, _: (torch.ones_like(norms), None), scratch
-        )
-    return lambda: per_example.sq_norms(method, scratch=scratch)
+        return lambda: per_example.norms_and_sum(method, lambda norms, _: (torch.ones_like(norms), None))
+    return lambda: per_example.sq_norms(method)
 
 
 def _seconds(task: Callable[[], object], device: torch.device) -> float:
@@ -150,7 +144,7 @@ class Methods:
         self._recent: dict[Hashable, str] = {}
 
     def choose(self, per_example: PerExampleGradient, mode: str, fused: bool = False) -> str:
-        """Return the name of a norm method.
+        """Return the name of a norm method, and let the gradients use the memory of these.
 
         Args:
             per_example: the gradients.
@@ -159,6 +153,7 @@ class Methods:
             fused: judge methods by norms and weighted sum together, as the one-pass engine uses them, not by
                 norms alone.
         """
+        per_example.within(self.scratch)
         key = (per_example.signature(), per_example.shape, fused)
         method = self._recent.get(key)
         if method is None:
@@ -179,7 +174,7 @@ class Methods:
         # as text, which can be written to a file
         key = repr((*(_coarse(part) for part in per_example.signature()), fused))
         if key not in self.measured:
-            self.measured[key] = fastest(per_example, methods, fused, self.scratch)
+            self.measured[key] = fastest(per_example, methods, fused)
             give_back_freed_memory()
         return self.measured[key]
 

@@ -73,7 +73,7 @@ def test_the_cap_excludes_what_does_not_fit_into_it():
 def test_measurements_are_remembered_by_shape(monkeypatch: pytest.MonkeyPatch):
     calls = []
 
-    def measured(per_example, tried, fused, scratch):
+    def measured(per_example, tried, fused):
         calls.append((per_example.signature(), fused))
         return tried[-1]
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.memory import Scratch
 
 # above this many padded input pixels their Gram matrix costs more than it saves
 PIXELS_AT_MOST = 400
@@ -159,14 +158,14 @@ class Conv(PerExampleGradient):
         )  # fmt: skip
         return (seen * slid).sum(1) * math.prod([_times_seen(*along) for along in windows])
 
-    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+    def _norms(self, method: str) -> tuple[Tensor, Tensor | None]:
         if method == "pixel":
-            return self._in_chunks(self._pixel_norms, self.workspace(method), scratch)
-        return self._in_chunks(partial(self._unfolded_norms, scratch), self.workspace(method), scratch)
+            return self._in_chunks(self._pixel_norms, self.workspace(method))
+        return self._in_chunks(self._unfolded_norms, self.workspace(method))
 
-    def _unfolded_norms(self, scratch: Scratch, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _unfolded_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         seen, slid = self._unfold(start, stop), self._positions(start, stop)
-        norms, magnitudes = gram_norms(seen.mT, slid.mT, scratch)
+        norms, magnitudes = gram_norms(seen.mT, slid.mT, self.scratch)
         return norms.view(stop - start, -1).sum(1), magnitudes.view(stop - start, -1).sum(1)
 
     def _pixel_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:

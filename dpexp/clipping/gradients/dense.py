@@ -11,7 +11,6 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
-from dpexp.clipping.gradients.memory import Scratch
 
 # bytes of a batch's gradients that cost less to copy than to ask about one by one
 SMALL = 1 << 20
@@ -54,12 +53,7 @@ class Dense(PerExampleGradient):
     def signature(self) -> tuple[Hashable, ...]:
         return ("dense", tuple(self.grad.shape), self.grad.dtype, str(self.device))
 
-    def sq_norms(
-        self,
-        method: str,
-        scratch: Scratch | None = None,
-        doubts: list[Doubt] | None = None,
-    ) -> Tensor:
+    def sq_norms(self, method: str, doubts: list[Doubt] | None = None) -> Tensor:
         norms = numerics.squared_norms(self.grad) if self._squares is None else self._squares
         if self._of_parts is None:
             return norms
@@ -71,7 +65,7 @@ class Dense(PerExampleGradient):
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         return self.grad[start:stop].to(self.dtype)
 
-    def _chunks(self, method: str, scratch: Scratch) -> Iterator[tuple[Tensor, slice]]:
+    def _chunks(self, method: str) -> Iterator[tuple[Tensor, slice]]:
         yield self.grad.to(self.dtype).contiguous(), slice(0, self.num_examples)
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:

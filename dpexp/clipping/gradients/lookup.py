@@ -10,7 +10,6 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.memory import SHARED, Scratch
 
 # gradients of one index that float32 may add one after the other: of equal numbers all errors have one direction, and 4096 of
 # them are off by 5e-5
@@ -74,14 +73,14 @@ class Lookup(PerExampleGradient):
         return self.g.shape[1]
 
     def _magnitudes(self) -> Tensor:
-        return self._norms("segments", SHARED)[1]
+        return self._norms("segments")[1]
 
-    def _row_norms(self, method: str, scratch: Scratch) -> Tensor:
-        return self._norms("segments", scratch)[0]
+    def _row_norms(self, method: str) -> Tensor:
+        return self._norms("segments")[0]
 
-    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    def _norms(self, method: str) -> tuple[Tensor, Tensor]:
         found = self._gram_norms if method == "ghost" else self._segment_norms
-        return self._in_chunks(found, self.workspace(method), scratch)
+        return self._in_chunks(found, self.workspace(method))
 
     def _gram_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         ids, g = self.ids[start:stop], self.g[start:stop]

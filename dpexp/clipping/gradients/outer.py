@@ -12,7 +12,7 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.memory import SHARED, Scratch, fresh
+from dpexp.clipping.gradients.memory import fresh
 
 
 class Outer(PerExampleGradient):
@@ -83,9 +83,9 @@ class Outer(PerExampleGradient):
 
     def _magnitude(self, example: int) -> Tensor:
         a, g = (part[example : example + 1] for part in self.parts)
-        return gram_norms(a, g, SHARED)[1][0]
+        return gram_norms(a, g, self.scratch)[1][0]
 
-    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+    def _norms(self, method: str) -> tuple[Tensor, Tensor | None]:
         a, g = self.parts
         if method.startswith("fused"):
             from dpexp.clipping.kernels import norms
@@ -93,7 +93,7 @@ class Outer(PerExampleGradient):
             return norms.ghost_norms(a, g) if method == "fused_ghost" else (norms.outer_norms(a, g), None)
         if a.shape[1] == 1:
             return numerics.squared_norms(a).mul_(numerics.squared_norms(g)), None
-        return gram_norms(a, g, scratch)
+        return gram_norms(a, g, self.scratch)
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         a, g = (x[start:stop] for x in self.parts)

@@ -10,7 +10,6 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.memory import SHARED
 
 
 class Pulled(PerExampleGradient):
@@ -82,7 +81,7 @@ class Pulled(PerExampleGradient):
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         if self.rounds:
             total = None
-            for rows, examples in self._chunks(self.resolve("instantiate"), SHARED):
+            for rows, examples in self._chunks(self.resolve("instantiate")):
                 total = self._accumulate(rows, factors[examples], total)
             assert total is not None
             return numerics.add_to(out, total)

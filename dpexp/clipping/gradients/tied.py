@@ -11,7 +11,6 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.lookup import BLOCK, Lookup, add_rows
-from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.outer import Outer
 
 
@@ -58,13 +57,13 @@ class Tied(PerExampleGradient):
     def _magnitudes(self) -> Tensor:
         return (self.outer.magnitudes().sqrt() + self.lookup.magnitudes().sqrt()).square().to(self.dtype)
 
-    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        norms, magnitudes = self.outer._norms("ghost", scratch)
-        looked_up, lengths = self.lookup._norms(self.lookup.cheapest(), scratch)
+    def _norms(self, method: str) -> tuple[Tensor, Tensor]:
+        norms, magnitudes = self.outer._norms("ghost")
+        looked_up, lengths = self.lookup._norms(self.lookup.cheapest())
         magnitudes = (norms if magnitudes is None else magnitudes) + lengths
         norms = (norms + looked_up).to(self.dtype)
         magnitudes = magnitudes.to(self.dtype)
-        cross, lengths = self._in_chunks(self._cross, self._cross_bytes(), scratch)
+        cross, lengths = self._in_chunks(self._cross, self._cross_bytes())
         return (norms + 2 * cross).clamp_(min=0), magnitudes + 2 * lengths
 
     def _cross(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
