@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.backward import Factors, Setup, clipped_sums
+from dpexp.clipping.backward import Factors, Setup, Step, examined
 from dpexp.clipping.choice import Methods
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.engines import Engine
@@ -135,15 +135,17 @@ class TapBackend(Backend):
 
     def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
         visit = self.visit(roots)
-        return *clipped_sums(visit, self.setup, factors), visit.input_gradients
+        with examined(visit, self.setup):
+            step = Step(visit, self.setup, factors)
+            step.measure()
+            return *step.finish(), visit.input_gradients
 
     def visit(self, roots: Roots) -> Visit:
         """Return what goes through the graph behind the roots."""
         return Visit(self.recorder, roots, self.rows_per_example)
 
     def curious(self, roots: Roots) -> bool:
-        looped = self.setup.engine.name == "loop"
-        return looped or (bool(roots.num_examples) and self.survey.curious(self.visit(roots)))
+        return bool(roots.num_examples) and self.survey.curious(self.visit(roots))
 
     def last_forward(self) -> ForwardPass | None:
         return self.recorder.last()

@@ -34,7 +34,7 @@ class Measured:
     """A batch whose own norms are known, and which is summed in `finish`.
 
     Args:
-        visit, setup, factors: see `backward.clipped_sums`.
+        visit, setup, factors: see `backward.Step`.
         held: ``retained``, ``parked`` or ``again``. Parked gradients of a lookup (an embedding) stay what they are,
             activations: instantiated, each example's would be as large as the table.
         loss_scale: of the losses; no norm that is given or taken here has it.

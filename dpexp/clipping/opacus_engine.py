@@ -220,10 +220,7 @@ class OpacusBackend(Backend):
         try:
             return forward(*args, **named)
         except Exception as error:
-            said = self._said(error, "forward")
-            if said is None:
-                raise
-            raise said from error
+            raise self._said(error, "forward") or error from error
 
     def _said(self, error: Exception, direction: str) -> UserError | None:
         """One sentence with the layer where the library failed; None for an error that is none of its own."""

@@ -138,8 +138,9 @@ class Look:
             if tried == []:
                 self._compare_gradients(reading)
                 break
-        if found is None:
-            found = self._tried_without_resizing()
+        if found is None and (plain := self.batches.plain_reading()) is not None:
+            # a model that runs with one size of the batch only
+            found = self._tried(plain, resize=False)
         self.compared = found is not None
         if not found and self.compared and padding:
             found = self._padded()
@@ -161,11 +162,6 @@ class Look:
         except Exception as error:
             self.failure = _told(error)
             return None
-
-    def _tried_without_resizing(self) -> list[Difference] | None:
-        """For models that run with one size of the batch only, where the shapes leave no doubt."""
-        reading = self.batches.plain_reading()
-        return None if reading is None else self._tried(reading, resize=False)
 
     def _differences(self, reading: Reading, resize: bool) -> list[Difference]:
         compared, constant = 0, set(self.once)
