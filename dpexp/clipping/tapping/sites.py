@@ -30,8 +30,6 @@ class Site:
 
     def __init__(self, params: dict[str, str], recorder: Recorder):
         self.params, self.recorder = params, recorder
-        # the parameters as they were attached
-        self.originals: dict[str, Any] = {}
 
     @uncompiled
     def read(self, module: nn.Module, local: str) -> Tensor:
@@ -45,7 +43,7 @@ class Site:
         if plain and torch.is_grad_enabled() and self.recorder.following:
             assert param is not None
             name = self.params[local]
-            if self.recorder.is_followed(param, name, self.originals[local]):
+            if self.recorder.is_followed(param, name):
                 return Followed.of(param, name, self.recorder)
         # also what torch.func.functional_call has put in its place, which has a graph of its own
         return param  # type: ignore[return-value]
@@ -67,7 +65,6 @@ def find_sites(model: nn.Module, recorder: Recorder) -> list[tuple[nn.Module, Si
 
 def install(module: nn.Module, site: Site) -> None:
     """Swap the class of ``module``; its parameters, buffers, hooks and children stay untouched."""
-    site.originals = {local: module._parameters[local] for local in site.params}
     alone = next(module.children(), None) is None or type(module) in REWRITTEN
     cls = swapped_class(type(module), tuple(site.params), alone)
     module.__dict__[SITE] = site

@@ -112,9 +112,9 @@ class Recorder:
         else:
             self.watched.clear()
 
-    def is_followed(self, param: Any, name: str, original: Any) -> bool:
+    def is_followed(self, param: Any, name: str) -> bool:
         """Tell whether what stands in a module is the attached parameter; of a shard, whether it is the whole one."""
-        return param is (original if self.shards is None else self.shards.whole(name))
+        return param is (self.params[name] if self.shards is None else self.shards.whole(name))
 
     def leaf(self, name: str) -> nn.Parameter:
         """Return a parameter as autograd knows it: of a shard, the whole one."""
