@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from dpexp.clipping.choice import choose
+from dpexp.clipping.choice import Methods
 from dpexp.clipping.refusals import refusal
 from dpexp.complexity.architectures import Network, build
 from dpexp.complexity.formulas import Layer, costs, depth_threshold, norm_space, views
@@ -209,7 +209,7 @@ def _refusals(network: Network) -> list[str]:
 
 def _measure(layers: list[Layer], arguments: ExplainArguments) -> list[str]:
     """The fastest norm method of each layer on this machine, one by one; equal shapes are measured once."""
-    cache: dict[Any, str] = {}
+    methods = Methods(arguments.memory_cap_mib << 20)
     found: list[str] = []
     with torch.device(arguments.device):
         for layer in layers:
@@ -217,7 +217,7 @@ def _measure(layers: list[Layer], arguments: ExplainArguments) -> list[str]:
                 found.append("loop")
                 continue
             per_example = layer.sample(arguments.batch)
-            found.append(choose(per_example, "measured", arguments.memory_cap_mib << 20, cache))
+            found.append(methods.choose(per_example, "measured"))
     return found
 
 

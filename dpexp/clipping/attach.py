@@ -27,32 +27,19 @@ from dpexp.clipping.given import (
     unwritten,
 )
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.clipping.independence import Independence
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
 from dpexp.clipping.rules import RULES, known_rule
 from dpexp.clipping.sharding import Shards
-from dpexp.clipping.tapping.dataflow import CUT, entered, rows_in
+from dpexp.clipping.tapping.dataflow import CUT, entered
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import SITE
 from dpexp.clipping.tapping.uses import ForwardPass
 from dpexp.errors import UserError
 
 
-def attach(
-    model: nn.Module,
-    groups: GroupsSpec = "flat",
-    clip_norm: float | Sequence[float] | Tensor = 1.0,
-    rule: str = "abadi",
-    engine: str = "auto",
-    *,
-    max_clip_scale: float = 1.0,
-    rows_per_example: int = 1,
-    choice: str | None = None,
-    memory_cap_mib: int = 512,
-    fixed_length: bool = False,
-) -> Clipper:
-    """Prepare ``model`` for per-example clipping.
+class Clipper(AnyClipper):
+    """Prepare ``model`` for per-example clipping, under the name of `attach`. Printing it shows the coverage table.
 
     Args:
         model: any module; its trainable parameters (``requires_grad``) at this moment are clipped, the others are left alone.
@@ -71,36 +58,20 @@ def attach(
     Raises:
         UserError: anything that cannot be clipped exactly, naming the module, the parameter and the way out.
     """
-    return Clipper(
-        model,
-        groups,
-        clip_norm,
-        rule,
-        engine,
-        max_clip_scale=max_clip_scale,
-        rows_per_example=rows_per_example,
-        choice=choice,
-        memory_cap_mib=memory_cap_mib,
-        fixed_length=fixed_length,
-    )
-
-
-class Clipper(AnyClipper):
-    """Returned by `attach`. Printing it shows the coverage table."""
 
     def __init__(
         self,
         model: nn.Module,
-        groups: GroupsSpec,
-        clip_norm: float | Sequence[float] | Tensor,
-        rule: str,
-        engine: str,
+        groups: GroupsSpec = "flat",
+        clip_norm: float | Sequence[float] | Tensor = 1.0,
+        rule: str = "abadi",
+        engine: str = "auto",
         *,
-        rows_per_example: int,
-        memory_cap_mib: int,
-        fixed_length: bool,
         max_clip_scale: float = 1.0,
+        rows_per_example: int = 1,
         choice: str | None = None,
+        memory_cap_mib: int = 512,
+        fixed_length: bool = False,
     ):
         known_rule(rule)
         known_mode(choice)
@@ -113,10 +84,8 @@ class Clipper(AnyClipper):
             raise UserError(
                 "this model has a clipper attached already: call close() of its PrivacyEngine, or detach() of the clipper, first"
             )
-        super().__init__(model, groups, clip_norm, rule)
+        super().__init__(model, groups, clip_norm, rule, rows_per_example, fixed_length)
         self.max_clip_scale, self.rows_per_example = max_clip_scale, rows_per_example
-        self._independence = Independence(model, rows_per_example, fixed_length)
-        self.notes = self._independence.notes
         self._reducer = distributed.reducer_of(model)
         self._backend: Backend
         if engine == "opacus":
@@ -127,18 +96,13 @@ class Clipper(AnyClipper):
             )
         self._independence.silence = self._backend.silence
         self._shards = self._backend.shards
-        self._hooks = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._leave, always_call=True),
-        ]
+        self._hook()
         # whether a DistributedDataParallel around the model adds up over ranks in every backward pass
         self.reduces = True
         # whether p.grad holds this rank's part of a sum, of passes under no_sync()
         self._apart = False
         # whether a forward with gradients waits for its backward
         self._entered = False
-        # whether what enters is public
-        self._public = False
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -242,16 +206,16 @@ class Clipper(AnyClipper):
             )
         self._refuse_detached()
         thresholds, scale = self._checked(roots, clip_scale)
-        with unwritten(self.params):
-            step = self._backend.measured(roots, self._factors(thresholds, scale, loss_scale), held)
-        self._independence.check(roots.num_examples)
 
-        def finish(sq_norms: Tensor) -> Report:
-            sq, sums = step.finish(sq_norms * loss_scale**2)
+        def deliver(squares: Tensor, sums: Sums) -> Report:
             self._deliver(sums)
-            return Report.of(_norms(sq, loss_scale), thresholds, scale)
+            return Report.of(_norms(squares, loss_scale), thresholds, scale)
 
-        return Measured(step.parked_bytes, step.all_norms / loss_scale**2, step.visit.input_gradients, finish)
+        visit, factors = self._backend.visit(roots), self._factors(thresholds, scale, loss_scale)
+        with unwritten(self.params):
+            measured = Measured(visit, self._backend.setup, factors, held, loss_scale, deliver)
+        self._independence.check(roots.num_examples)
+        return measured
 
     @contextmanager
     def public(self) -> Iterator[None]:
@@ -261,11 +225,8 @@ class Clipper(AnyClipper):
         """
         if not isinstance(self._backend, TapBackend):
             raise UserError("public rows in the losses need engine='auto' (or another of the tapped ones)")
-        before, self._public = self._public, True
-        try:
+        with self._independence.elsewhere():
             yield
-        finally:
-            self._public = before
 
     def last_forward(self) -> ForwardPass:
         """Return the forward of the model that ended last, for `Roots`, where several wait for their backward.
@@ -317,10 +278,8 @@ class Clipper(AnyClipper):
     def detach(self) -> None:
         """Give the model back exactly as it was."""
         if self._attached:
-            for hook in self._hooks:
-                hook.remove()
+            super().detach()
             self._backend.uninstall()
-            self._attached = False
 
     @property
     def choices(self) -> dict[str, str]:
@@ -359,27 +318,24 @@ class Clipper(AnyClipper):
 
     @torch.compiler.disable(reason=CUT)
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        inputs, shapes, first = entered((args, kwargs))
-        looking = self._independence.looking or self._public
+        given = entered((args, kwargs))
+        looking = self._independence.looking
         if not looking:
             self._reducer = distributed.reducer_of(self.model)
             if torch.is_grad_enabled():
-                if inputs and not inputs[0].numel():
+                if given.tensors and not given.tensors[0].numel():
                     self._try_empty(args, kwargs)
                 self._entered = True
-                self._independence.enter(args, kwargs, rows_in(shapes, first))
+                self._independence.enter(args, kwargs, given.rows)
                 check_same_parameters(self.model, self.params, self._shards)
             else:
-                self._independence.pass_by(args, kwargs, rows_in(shapes, first))
-        self._backend.enter(inputs, shapes, first, looking)
+                self._independence.pass_by(args, kwargs, given.rows)
+        self._backend.enter(given, looking)
 
     @torch.compiler.disable(reason=CUT)
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        # a forward without gradients was not begun, and may run within one that was, or beside it in another thread
-        looking = self._independence.looking or self._public
-        if torch.is_grad_enabled() and not looking:
-            self._independence.leave(output)
-        self._backend.leave(output, looking)
+        super()._leave(module, args, output)
+        self._backend.leave(output, self._independence.looking)
 
     def _try_empty(self, args: tuple, kwargs: dict) -> None:
         """Many models cannot reshape a batch of no examples, and say so in words about shapes."""
@@ -391,6 +347,10 @@ class Clipper(AnyClipper):
                 f"the batch is empty, and this model cannot take that ({error}). An empty Poisson batch need not go through the "
                 "model: call clipper.backward(torch.zeros(0))"
             ) from error
+
+
+attach = Clipper
+"""Its usual name: ``clipper = attach(model)``."""
 
 
 def _norms(squares: Tensor, loss_scale: float) -> Tensor:

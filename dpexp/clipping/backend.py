@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.backward import Factors, Setup, clipped_sums
+from dpexp.clipping.backward import Factors, Setup, Step, examined
 from dpexp.clipping.choice import Methods
-from dpexp.clipping.deferred import DeferredStep
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.engines import Engine
 from dpexp.clipping.groups import Group, trainable_parameters
 from dpexp.clipping.reports import CoverageRow
 from dpexp.clipping.sharding import Shards, shards_of
 from dpexp.clipping.survey.graph import Survey
-from dpexp.clipping.tapping.dataflow import inside_reentrant_checkpoint, rows_in
-from dpexp.clipping.tapping.donation import keep_buffers, release_buffers
+from dpexp.clipping.tapping.dataflow import Entered, inside_reentrant_checkpoint
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import find_sites, install, uninstall
 from dpexp.clipping.tapping.taps import REENTRANT, Recorder, Visit
@@ -33,17 +31,11 @@ class Backend(ABC):
     """Computes norms and clipped sums. A subclass writes what is abstract, and what else it needs."""
 
     shards: Shards | None = None
+    groups: list[Group]
 
     @abstractmethod
-    def enter(
-        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
-    ) -> None:
-        """The model's forward begins.
-
-        Args:
-            inputs, shapes, first_tensor: see `dataflow.entered`.
-            looking: whether this forward is none of the user's, but repeats one to compare what examples get.
-        """
+    def enter(self, given: Entered, looking: bool) -> None:
+        """The model's forward begins; ``looking``: it is none of the user's, but repeats one to compare what examples get."""
 
     @abstractmethod
     def leave(self, output: Any, looking: bool) -> None:
@@ -64,9 +56,13 @@ class Backend(ABC):
     def uninstall(self) -> None:
         """Give the model back as it was."""
 
-    @abstractmethod
     def coverage(self) -> list[CoverageRow]:
         """Return a row for each trainable parameter."""
+        return [CoverageRow(name, g.name, *self.how(name)) for g in self.groups for name in g.params]
+
+    @abstractmethod
+    def how(self, name: str) -> tuple[str, str]:
+        """Return the operations that use a parameter, and its norm method; empty as long as they are not known."""
 
     def curious(self, roots: Roots) -> bool:
         """Tell whether this backward pass goes through the graph more often than the engine needs."""
@@ -96,7 +92,7 @@ class TapBackend(Backend):
         choice: str | None,
         memory_cap_mib: int,
     ):
-        self.shards = shards_of(model)
+        self.shards, self.groups = shards_of(model), groups
         engine = engine if choice is None else replace(engine, norm=choice)
         self.survey, self.methods = Survey(), Methods(memory_cap_mib * 2**20)
         self.setup = Setup(groups, engine, self.survey, self.methods)
@@ -106,23 +102,19 @@ class TapBackend(Backend):
         for module, site in self.sites:
             install(module, site)
 
-    def enter(
-        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
-    ) -> None:
+    def enter(self, given: Entered, looking: bool) -> None:
         self.recorder.quiet = looking
         if looking:
             return
         if torch.is_grad_enabled():
-            keep_buffers(self)
-            known = self.survey.knows(rows_in(shapes, first_tensor) // self.rows_per_example)
-            self.recorder.open(inputs, shapes, first_tensor, watch=not known)
+            known = self.survey.knows(given.rows // self.rows_per_example)
+            self.recorder.open(given, watch=not known)
         elif inside_reentrant_checkpoint():
             raise UserError(REENTRANT)
 
     def leave(self, output: Any, looking: bool) -> None:
         self.recorder.quiet = False
         if torch.is_grad_enabled() and not looking:
-            release_buffers(self)
             self.recorder.close(output)
 
     @contextmanager
@@ -136,7 +128,6 @@ class TapBackend(Backend):
     def uninstall(self) -> None:
         for module, _ in self.sites:
             uninstall(module)
-        release_buffers(self)
         # a forward that was interrupted is still watched
         self.recorder.close()
         if self.shards is not None:
@@ -144,19 +135,17 @@ class TapBackend(Backend):
 
     def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
         visit = self.visit(roots)
-        return *clipped_sums(visit, self.setup, factors), visit.input_gradients
+        with examined(visit, self.setup):
+            step = Step(visit, self.setup, factors)
+            step.measure()
+            return *step.finish(), visit.input_gradients
 
     def visit(self, roots: Roots) -> Visit:
         """Return what goes through the graph behind the roots."""
         return Visit(self.recorder, roots, self.rows_per_example)
 
     def curious(self, roots: Roots) -> bool:
-        looped = self.setup.engine.name == "loop"
-        return looped or (bool(roots.num_examples) and self.survey.curious(self.visit(roots)))
-
-    def measured(self, roots: Roots, factors: Factors, held: str) -> DeferredStep:
-        """Compute squared norms ``[K, B]``, and hold what the sums need."""
-        return DeferredStep(self.visit(roots), self.setup, factors, held)
+        return bool(roots.num_examples) and self.survey.curious(self.visit(roots))
 
     def last_forward(self) -> ForwardPass | None:
         return self.recorder.last()
@@ -169,14 +158,5 @@ class TapBackend(Backend):
         self.methods.load_state(state)
         self.recorder.batch = state.get("batch", self.recorder.batch)
 
-    def coverage(self) -> list[CoverageRow]:
-        return [
-            CoverageRow(
-                name,
-                group.name,
-                ", ".join(self.survey.operations.get(name, ())),
-                self.methods.of_parameter.get(name, ""),
-            )
-            for group in self.setup.groups
-            for name in group.params
-        ]
+    def how(self, name: str) -> tuple[str, str]:
+        return ", ".join(self.survey.operations.get(name, ())), self.methods.of_parameter.get(name, "")

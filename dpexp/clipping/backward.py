@@ -60,24 +60,6 @@ class Setup:
     methods: Methods
 
 
-def clipped_sums(visit: Visit, setup: Setup, factors: Factors) -> tuple[Tensor, Sums]:
-    """Compute the norms and the clipped sums of one ``clipper.backward``.
-
-    Args:
-        visit: the graph behind the roots.
-        setup: of the clipper; what is known of the model is completed first.
-        factors: group index, squared norms ``[b]`` and the slice of their examples -> factors ``[b]`` for gradients that still
-            carry the loss scale.
-
-    Returns:
-        squared norms ``[K, B]`` (of the scaled losses) and the clipped sums by parameter name.
-    """
-    with examined(visit, setup):
-        step = Step(visit, setup, factors)
-        step.measure()
-        return step.finish()
-
-
 @contextmanager
 def examined(visit: Visit, setup: Setup) -> Iterator[None]:
     """Complete what is known of the model first, and take note of the pass afterwards.
@@ -99,6 +81,10 @@ class Step:
     """The visits that form norms and sums.
 
     Args:
+        visit: the graph behind the roots.
+        setup: of the clipper.
+        factors: group index, squared norms ``[b]`` and the slice of their examples -> factors ``[b]`` for gradients that still
+            carry the loss scale.
         deferred: factors come later, from elsewhere (`deferred.py`): `measure` forms no sum, and whatever the sums need is held
             until `finish`.
     """
@@ -180,7 +166,7 @@ class Step:
         return numerics.states_of_chance(self.visit.roots.device) if again else None
 
     def finish(self, sq_norms: Tensor | None = None) -> tuple[Tensor, Sums]:
-        """Sum what is not summed yet.
+        """Sum what is not summed yet. Returns squared norms ``[K, B]``, of the scaled losses, and the clipped sums by parameter.
 
         Args:
             sq_norms: ``[K, B]``, what decides the factors of a deferred step, in place of its own norms.
@@ -248,10 +234,10 @@ class Step:
         light = self.engine.keep and (self.engine.always_keep or size <= merged.nbytes)
         method = self._chosen(name, merged, fused=light)
         if light and merged.instantiates(method):
-            merged = instantiated(merged, method, self.methods.scratch)
+            merged = instantiated(merged, method)
         # a second pass keeps nothing that could be measured later
         doubts = None if self.engine.second_pass else self.doubts.setdefault(k, [])
-        self.sq_norms[k].add_(merged.sq_norms(method, self.methods.scratch, doubts))
+        self.sq_norms[k].add_(merged.sq_norms(method, doubts))
         if merged.apart is not None:
             self.apart[name] = merged.apart
         if not self.engine.second_pass:
@@ -303,7 +289,7 @@ class Step:
             found.append(self._bounded_factors(k, total, examples, wait=numerics.static(total)))
             return found[-1]
 
-        _, total = merged.norms_and_sum(method, factors_of, self.methods.scratch)
+        _, total = merged.norms_and_sum(method, factors_of)
         self._add(name, total)
         self._flush(k, _joined(found))
 

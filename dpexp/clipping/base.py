@@ -6,20 +6,19 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.given import check_same_parameters, check_thresholds, initial_thresholds
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
+from dpexp.clipping.independence import Independence
 from dpexp.clipping.refusals import refuse_couplings, refuse_devices, refuse_hooks
 from dpexp.clipping.reports import Report
+from dpexp.clipping.sharding import Shards
+from dpexp.clipping.tapping.dataflow import CUT
 from dpexp.errors import UserError
-
-if TYPE_CHECKING:
-    from dpexp.clipping.independence import Independence
-    from dpexp.clipping.sharding import Shards
 
 Rows = dict[str, Tensor]
 """Per-example gradients by parameter: name -> ``[B, *shape]``, of every trainable parameter; zeros for an example that is not
@@ -28,11 +27,11 @@ SCALES = "thresholds for single examples (individual=scaling) need clip=flat or 
 
 
 class AnyClipper(ABC):
-    """Groups and thresholds. A subclass writes `backward`, and what else it needs.
+    """Groups and thresholds. A subclass writes `backward` and `_enter`, and what else it needs.
 
     Args:
         model: its trainable parameters are clipped.
-        groups, clip_norm, rule: see `dpexp.clipping.attach`.
+        groups, clip_norm, rule, rows_per_example, fixed_length: see `dpexp.clipping.attach`.
 
     Attributes:
         params: what is clipped, by first name.
@@ -43,12 +42,17 @@ class AnyClipper(ABC):
 
     reach = 1.0
     max_clip_scale = 1.0
-    _independence: Independence
     _shards: Shards | None = None
     _attached = True
 
     def __init__(
-        self, model: nn.Module, groups: GroupsSpec, clip_norm: float | Sequence[float] | Tensor, rule: str
+        self,
+        model: nn.Module,
+        groups: GroupsSpec,
+        clip_norm: float | Sequence[float] | Tensor,
+        rule: str,
+        rows_per_example: int = 1,
+        fixed_length: bool = False,
     ):
         refuse_couplings(model)
         self.model, self.rule = model, rule
@@ -58,7 +62,8 @@ class AnyClipper(ABC):
         self.groups: list[Group] = build_groups(model, groups)
         device = next(iter(self.params.values())).device
         self._thresholds = initial_thresholds(clip_norm, len(self.groups)).to(device)
-        self.notes: list[str] = []
+        self._independence = Independence(model, rows_per_example, fixed_length)
+        self.notes = self._independence.notes
 
     @property
     def thresholds(self) -> Tensor:
@@ -135,3 +140,24 @@ class AnyClipper(ABC):
 
     def detach(self) -> None:
         """Give the model back exactly as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._attached = False
+
+    def _hook(self) -> None:
+        """Take part in the model's forwards from here on."""
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            self.model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    @abstractmethod
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """The model's forward begins."""
+
+    @torch.compiler.disable(reason=CUT)
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """The model's forward has ended."""
+        # one without gradients was not begun, and may run within one that was, or beside it in another thread
+        if torch.is_grad_enabled():
+            self._independence.leave(output)

@@ -36,42 +36,6 @@ def known_mode(mode: str | None) -> None:
         raise UserError(f"choice={mode!r} is not known; choose {', '.join(MODES)}")
 
 
-def choose(
-    per_example: PerExampleGradient,
-    mode: str,
-    cap_bytes: int,
-    cache: dict[str, str],
-    fused: bool = False,
-    scratch: Scratch | None = None,
-) -> str:
-    """The name of a norm method of ``per_example``.
-
-    Args:
-        mode: "measured" times every method that fits, in a few runs, once for a kind, shapes, dtype
-            and device; "rule" is Bu et al., section 3.2; the others force a method where the kind has it.
-        cap_bytes: memory that a method may need for one example. Where none fits, the one that needs least is
-            taken.
-        cache: remembers measurements; one per attached model.
-        fused: judge methods by norms and weighted sum together, as the one-pass engine uses them, not by
-            norms alone.
-        scratch: the buffer that the engine will use, so that the measurement is of what will happen.
-
-    """
-    if mode in ("ghost", "instantiate", "loop"):
-        return per_example.resolve(mode)
-    methods = affordable(per_example, cap_bytes)
-    if len(methods) > 1 and (mode == "rule" or small(per_example)):
-        return by_rule(per_example, methods)
-    methods = promising(per_example, methods, fused)
-    if len(methods) == 1:
-        return methods[0]
-    # as text, which can be written to a file
-    key = repr((*(_coarse(part) for part in per_example.signature()), fused))
-    if key not in cache:
-        cache[key] = fastest(per_example, methods, fused, scratch)
-    return cache[key]
-
-
 def _coarse(part: Hashable) -> Hashable:
     """Sizes in half octaves: which method is fastest changes slowly, and Poisson batches come in every size."""
     if not isinstance(part, int) or isinstance(part, bool) or part < 4:
@@ -124,14 +88,12 @@ def small(per_example: PerExampleGradient) -> bool:
     return per_example.cost("instantiate").flops < SMALL
 
 
-def fastest(
-    per_example: PerExampleGradient, methods: list[str], fused: bool, scratch: Scratch | None = None
-) -> str:
+def fastest(per_example: PerExampleGradient, methods: list[str], fused: bool) -> str:
     """Time the methods in turns, and take the one with the fastest run."""
     times: dict[str, list[float]] = {method: [] for method in methods}
 
     def run(method: str) -> None:
-        task = _task(per_example, method, fused, scratch)
+        task = _task(per_example, method, fused)
         times[method].append(_seconds(task, per_example.device))
 
     for method in methods:
@@ -144,14 +106,10 @@ def fastest(
     return min(times, key=lambda method: min(times[method]))
 
 
-def _task(
-    per_example: PerExampleGradient, method: str, fused: bool, scratch: Scratch | None
-) -> Callable[[], object]:
+def _task(per_example: PerExampleGradient, method: str, fused: bool) -> Callable[[], object]:
     if fused:
-        return lambda: per_example.norms_and_sum(
-            method, lambda norms, _: (torch.ones_like(norms), None), scratch
-        )
-    return lambda: per_example.sq_norms(method, scratch=scratch)
+        return lambda: per_example.norms_and_sum(method, lambda norms, _: (torch.ones_like(norms), None))
+    return lambda: per_example.sq_norms(method)
 
 
 def _seconds(task: Callable[[], object], device: torch.device) -> float:
@@ -168,10 +126,10 @@ class Methods:
     """Which norm method is taken for which per-example gradients.
 
     Args:
-        cap_bytes: most memory that one instantiated per-example gradient may take.
+        cap_bytes: memory that a method may need for one example. Where none fits, the one that needs least is taken.
 
     Attributes:
-        measured: choices by coarse shapes, see `choice.choose`.
+        measured: choices by coarse shapes.
         of_parameter: the method that was last taken for a parameter.
     """
 
@@ -182,22 +140,43 @@ class Methods:
         self.scratch = Scratch(cap_bytes)
         self.measured: dict[str, str] = {}
         self.of_parameter: dict[str, str] = {}
-        # by exact shapes: to ask `choose` costs as much as a small layer
+        # by exact shapes: to look closer costs as much as a small layer
         self._recent: dict[Hashable, str] = {}
 
-    def choose(self, gradient: PerExampleGradient, mode: str, fused: bool) -> str:
-        """Return the norm method for a per-example gradient; see `choice.choose`."""
-        key = (gradient.signature(), gradient.shape, fused)
+    def choose(self, per_example: PerExampleGradient, mode: str, fused: bool = False) -> str:
+        """Return the name of a norm method, and let the gradients use the memory of these.
+
+        Args:
+            per_example: the gradients.
+            mode: "measured" times every method that fits, in a few runs, once for a kind, shapes, dtype
+                and device; "rule" is Bu et al., section 3.2; the others force a method where the kind has it.
+            fused: judge methods by norms and weighted sum together, as the one-pass engine uses them, not by
+                norms alone.
+        """
+        per_example.within(self.scratch)
+        key = (per_example.signature(), per_example.shape, fused)
         method = self._recent.get(key)
         if method is None:
-            known = len(self.measured)
-            method = choose(gradient, mode, self.cap_bytes, self.measured, fused, self.scratch)
-            if len(self.measured) > known:
-                give_back_freed_memory()
             if len(self._recent) >= self.LARGEST:
                 self._recent.clear()
-            self._recent[key] = method
+            method = self._recent[key] = self._chosen(per_example, mode, fused)
         return method
+
+    def _chosen(self, per_example: PerExampleGradient, mode: str, fused: bool) -> str:
+        if mode in ("ghost", "instantiate", "loop"):
+            return per_example.resolve(mode)
+        methods = affordable(per_example, self.cap_bytes)
+        if len(methods) > 1 and (mode == "rule" or small(per_example)):
+            return by_rule(per_example, methods)
+        methods = promising(per_example, methods, fused)
+        if len(methods) == 1:
+            return methods[0]
+        # as text, which can be written to a file
+        key = repr((*(_coarse(part) for part in per_example.signature()), fused))
+        if key not in self.measured:
+            self.measured[key] = fastest(per_example, methods, fused)
+            give_back_freed_memory()
+        return self.measured[key]
 
     def state(self) -> dict[str, Any]:
         """Return what was measured, as JSON."""

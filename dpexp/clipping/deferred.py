@@ -8,7 +8,7 @@ the engine keeps is retained (book-keeping), parked, or, in an engine of two pas
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,49 +30,50 @@ _HELD: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
 class Measured:
-    """A batch whose own norms are known.
+    """A batch whose own norms are known, and which is summed in `finish`.
+
+    Args:
+        visit, setup, factors: see `backward.Step`.
+        held: ``retained``, ``parked`` or ``again``. Parked gradients of a lookup (an embedding) stay what they are,
+            activations: instantiated, each example's would be as large as the table.
+        loss_scale: of the losses; no norm that is given or taken here has it.
+        deliver: takes squared norms of the scaled losses and the clipped sums.
 
     Attributes:
         parked_bytes: of per-example gradients that went to the host, and come back once.
         sq_norms: ``[K, B]``, of the gradients of this model's parameters.
         input_gradients: of the roots' inputs.
-        finish: given the squared norms ``[K, B]`` that decide the factors, adds the clipped sums to ``p.grad``.
     """
 
-    parked_bytes: int
-    sq_norms: Tensor
-    input_gradients: tuple[Tensor | None, ...]
-    finish: Callable[[Tensor], Report]
-
-
-class DeferredStep:
-    """A step in two halves: norms when it is made, sums in `finish`.
-
-    Args:
-        visit, setup, factors: see `backward.clipped_sums`.
-        held: ``retained``, ``parked`` or ``again``. Parked gradients of a lookup (an embedding) stay what they are,
-            activations: instantiated, each example's would be as large as the table.
-    """
-
-    def __init__(self, visit: Visit, setup: Setup, factors: Factors, held: str):
+    def __init__(
+        self,
+        visit: Visit,
+        setup: Setup,
+        factors: Factors,
+        held: str,
+        loss_scale: float,
+        deliver: Callable[[Tensor, Sums], Report],
+    ):
         if held not in _HELD:
             raise UserError(f"held={held!r} is not known: {', '.join(_HELD)}")
         setup = replace(setup, engine=replace(setup.engine, **_HELD[held]))
-        self.visit, self.parked_bytes = visit, 0
+        self._device, self._square, self._deliver = visit.roots.device, loss_scale**2, deliver
+        self.parked_bytes = 0
         with examined(visit, setup):
             self._step = Step(visit, setup, factors, deferred=True)
-            self.all_norms = self._step.measure()
+            self.sq_norms = self._step.measure() / self._square
             self._home = {name: p.device for group in setup.groups for name, p in group.params.items()}
             if held == "parked":
                 self._move(self._parked)
+        self.input_gradients = visit.input_gradients
 
-    def finish(self, sq_norms: Tensor) -> tuple[Tensor, Sums]:
-        """Sum, under the factors of these squared norms ``[K, B]``. Returns them with the sums by parameter."""
-        with numerics.in_full(self.visit.roots.device):
+    def finish(self, sq_norms: Tensor) -> Report:
+        """Add the sums to ``p.grad``, under the factors of these squared norms ``[K, B]``."""
+        with numerics.in_full(self._device):
             self._move(self._back)
-            return self._step.finish(sq_norms)
+            found = self._step.finish(sq_norms * self._square)
+        return self._deliver(*found)
 
     def _move(self, to: Callable[[str, PerExampleGradient], PerExampleGradient]) -> None:
         for held in self._step.kept.values():

@@ -181,40 +181,30 @@ def deliver(
     """
     device = next(iter(params.values())).device
     with numerics.in_full(device), said_who_is_gone():
-        return _deliver(reducer, params, sums, shards, apart)
-
-
-def _deliver(
-    reducer: DistributedDataParallel | None,
-    params: dict[str, nn.Parameter],
-    sums: Sums,
-    shards: Shards | None,
-    apart: bool,
-) -> bool:
-    if shards is not None:
-        shards.deliver(params, {name: _tensor(value, params[name]) for name, value in sums.items()})
-        return False
-    if reducer is not None:
-        world = torch.distributed.get_world_size(reducer.process_group)
-        synced = reducer.require_backward_grad_sync
-        if apart == synced:
-            # what all have is their common part of a sum, or the other way round
-            for param in params.values():
-                if param.grad is not None:
-                    param.grad *= world if synced else 1 / world
-        if synced:
-            values = [_tensor(sums.get(name), p) * world for name, p in params.items()]
-            torch.autograd.backward(list(params.values()), values)
+        if shards is not None:
+            shards.deliver(params, {name: _tensor(value, params[name]) for name, value in sums.items()})
             return False
-    for name, param in params.items():
-        value = sums.get(name)
-        if param.grad is None:
-            param.grad = _tensor(value, param)
-        elif isinstance(value, LateSum):
-            value.add_to(param.grad)
-        elif value is not None:
-            param.grad += value
-    return reducer is not None
+        if reducer is not None:
+            world = torch.distributed.get_world_size(reducer.process_group)
+            synced = reducer.require_backward_grad_sync
+            if apart == synced:
+                # what all have is their common part of a sum, or the other way round
+                for param in params.values():
+                    if param.grad is not None:
+                        param.grad *= world if synced else 1 / world
+            if synced:
+                values = [_tensor(sums.get(name), p) * world for name, p in params.items()]
+                torch.autograd.backward(list(params.values()), values)
+                return False
+        for name, param in params.items():
+            value = sums.get(name)
+            if param.grad is None:
+                param.grad = _tensor(value, param)
+            elif isinstance(value, LateSum):
+                value.add_to(param.grad)
+            elif value is not None:
+                param.grad += value
+        return reducer is not None
 
 
 def _tensor(value: Tensor | LateSum | None, param: nn.Parameter) -> Tensor:

@@ -12,10 +12,9 @@ They share the same taps and the same algebra and differ in three choices (Bu et
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,5 @@ ENGINES: dict[str, Engine] = {
 def engine_named(name: str) -> Engine:
     """Look an engine up; a wrong name gets the list and the closest match."""
     if name not in ENGINES:
-        close = difflib.get_close_matches(str(name), ENGINES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UserError(f"engine={name!r} is not known{hint} (engines: {', '.join(ENGINES)})")
+        raise UserError(f"engine={name!r} is not known{did_you_mean(str(name), list(ENGINES))}")
     return ENGINES[name]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, did_you_mean
 
 GroupsSpec = str | Mapping[str, Sequence[str]]
 
@@ -130,8 +129,7 @@ def _from_mapping(
                     f"groups[{group_name!r}] holds a {type(name).__name__}: give names, as model.named_parameters() has them"
                 )
             if name not in by_any_name:
-                close = difflib.get_close_matches(name, by_any_name, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = did_you_mean(name, list(by_any_name))
                 raise UserError(
                     f"groups[{group_name!r}] names {name!r}, which is no parameter of the model{hint}"
                 )

@@ -22,10 +22,9 @@ from dpexp.clipping.backward import Factors
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
-from dpexp.clipping.reports import CoverageRow
 from dpexp.clipping.sharding import shards_of
 from dpexp.clipping.survey import layouts
-from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.clipping.tapping.dataflow import Entered, tensors_in
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
@@ -96,14 +95,13 @@ class OpacusBackend(Backend):
         self.expanded = self.expanded or self.rows > 1
         return (ids.expand(self.rows, -1), *args[1:])
 
-    def enter(
-        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, looking: bool
-    ) -> None:
+    def enter(self, given: Entered, looking: bool) -> None:
         """What earlier forwards left is dropped once nobody can back-propagate them any more.
 
         The library looks at this forward pass and at our backward pass, not at gradients that the loss itself asks for.
         """
-        self.rows = inputs[0].shape[0] if inputs and inputs[0].dim() else None
+        first = given.tensors[0] if given.tensors else None
+        self.rows = first.shape[0] if first is not None and first.dim() else None
         if looking:
             return
         self.wrapper.enable_hooks()
@@ -138,10 +136,6 @@ class OpacusBackend(Backend):
         for module in self.model.modules():
             for name in LEFT:
                 module.__dict__.pop(name, None)
-        for p in self.params.values():
-            for leftover in ("grad_sample", "summed_grad", "_forward_counter"):
-                if hasattr(p, leftover):
-                    delattr(p, leftover)
 
     def clipped_sums(self, roots: Roots, factors: Factors) -> tuple[Tensor, Sums, tuple[Tensor | None, ...]]:
         losses = roots.tensors[0]
@@ -176,12 +170,8 @@ class OpacusBackend(Backend):
         for p in self.params.values():
             p._forward_counter = 0  # type: ignore[attr-defined]
 
-    def coverage(self) -> list[CoverageRow]:
-        return [
-            CoverageRow(name, group.name, "opacus", "instantiate")
-            for group in self.groups
-            for name in group.params
-        ]
+    def how(self, name: str) -> tuple[str, str]:
+        return "opacus", "instantiate"
 
     def _per_example_gradients(self, losses: Tensor, ones: Tensor) -> dict[str, Tensor]:
         """``ones``: ``[B]``, times the loss scale."""
@@ -230,10 +220,7 @@ class OpacusBackend(Backend):
         try:
             return forward(*args, **named)
         except Exception as error:
-            said = self._said(error, "forward")
-            if said is None:
-                raise
-            raise said from error
+            raise self._said(error, "forward") or error from error
 
     def _said(self, error: Exception, direction: str) -> UserError | None:
         """One sentence with the layer where the library failed; None for an error that is none of its own."""

@@ -44,7 +44,8 @@ class FixedThresholds:
         """``[K]`` thresholds to clip with."""
         if self.rescale_to is None:
             return self.estimates
-        return _rescaled(self.estimates, self.rescale_to)
+        # twice the smallest that norms could be held against, for what float32 makes of the number
+        return (self.rescale_to * self.estimates / self.estimates.norm()).clamp(min=2 * SMALLEST)
 
     def update(self, noisy_fraction: Tensor) -> None:
         """Fixed thresholds release no counts: there is nothing to learn from."""
@@ -132,9 +133,3 @@ class NormThresholds(FixedThresholds):
         """``noisy_means``: ``[K]`` noisy means of the bounded norms."""
         means = torch.minimum(noisy_means.to(self.estimates), self.bounds)
         self.estimates = (self.factor * means).clamp(min=self.floor, max=CEILING)
-
-
-def _rescaled(estimates: Tensor, total: float) -> Tensor:
-    """Make the estimates thresholds that are C together, none so small that norms could not be held against it."""
-    # twice, for what float32 makes of the number
-    return (total * estimates / estimates.norm()).clamp(min=2 * SMALLEST)

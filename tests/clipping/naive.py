@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.gradients import PerExampleGradient, merge
+from dpexp.clipping.tapping.dataflow import entered
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import find_sites, install, uninstall
 from dpexp.clipping.tapping.taps import Recorder, Visit
@@ -79,7 +80,7 @@ def uses_of(module: nn.Module, x: Tensor, names: set[str] | None = None) -> Iter
     for part, site in sites:
         install(part, site)
     try:
-        recorder.open([x], (x.shape[:2],), 0, watch=True)
+        recorder.open(entered(x), watch=True)
         y = module(x)
         recorder.close()
         yield recorder, y

@@ -7,11 +7,15 @@ import torch
 
 from dpexp import native
 from dpexp.clipping import attach, choice
-from dpexp.clipping.choice import choose
-from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Tied
+from dpexp.clipping.choice import Methods
+from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, PerExampleGradient, Tied
 from dpexp.errors import UserError
 
 CAP = 1 << 30
+
+
+def choose(per_example: PerExampleGradient, mode: str, cap: int = CAP, fused: bool = False) -> str:
+    return Methods(cap).choose(per_example, mode, fused)
 
 
 def outer(examples: int, positions: int, p: int, d: int) -> Outer:
@@ -31,7 +35,7 @@ def outer(examples: int, positions: int, p: int, d: int) -> Outer:
 def test_the_rule_of_the_paper(positions: int, p: int, d: int, expected: str):
     """Ghost if and only if 2T² < pd, for any batch size."""
     for examples in (1, 5):
-        assert choose(outer(examples, positions, p, d), "rule", CAP, {}) == expected
+        assert choose(outer(examples, positions, p, d), "rule") == expected
 
 
 def test_forced_methods():
@@ -39,14 +43,14 @@ def test_forced_methods():
         torch.zeros(2, 3, 9, 9), torch.zeros(2, 4, 7, 7), (4, 3, 3, 3), Geometry((1, 1), (0, 0), (1, 1)), 2
     )
     for mode, expected in (("ghost", "ghost"), ("instantiate", "instantiate"), ("loop", "loop")):
-        assert choose(outer(2, 3, 4, 5), mode, CAP, {}) == expected
-        assert choose(Dense(torch.zeros(2, 3)), mode, CAP, {}) == "instantiate"
-    assert [choose(conv, mode, CAP, {}) for mode in ("ghost", "instantiate", "loop")] == [
+        assert choose(outer(2, 3, 4, 5), mode) == expected
+        assert choose(Dense(torch.zeros(2, 3)), mode) == "instantiate"
+    assert [choose(conv, mode) for mode in ("ghost", "instantiate", "loop")] == [
         "ghost",
         "cores" if native.kernels() else "loop",
         "loop",
     ]
-    assert choose(Tied(outer(2, 3, 9, 4), lookup(9)), "instantiate", CAP, {}) == "instantiate"
+    assert choose(Tied(outer(2, 3, 9, 4), lookup(9)), "instantiate") == "instantiate"
 
 
 def lookup(positions: int) -> Lookup:
@@ -54,8 +58,8 @@ def lookup(positions: int) -> Lookup:
 
 
 def test_embeddings_compare_with_the_rows_they_touched():
-    assert choose(lookup(1), "rule", CAP, {}) == "ghost"
-    assert choose(lookup(5), "rule", CAP, {}) == "segments"
+    assert choose(lookup(1), "rule") == "ghost"
+    assert choose(lookup(5), "rule") == "segments"
 
 
 def test_the_cap_excludes_what_does_not_fit_into_it():
@@ -63,28 +67,28 @@ def test_the_cap_excludes_what_does_not_fit_into_it():
     assert large.workspace("ghost") > large.workspace("instantiate")
     assert "ghost" not in choice.affordable(large, large.workspace("instantiate"))
     assert choice.affordable(large, 1) == ["instantiate"]
-    assert choose(large, "measured", 1, {}) == "instantiate"
+    assert choose(large, "measured", 1) == "instantiate"
 
 
 def test_measurements_are_remembered_by_shape(monkeypatch: pytest.MonkeyPatch):
     calls = []
 
-    def measured(per_example, methods, fused, scratch):
+    def measured(per_example, tried, fused):
         calls.append((per_example.signature(), fused))
-        return methods[-1]
+        return tried[-1]
 
     monkeypatch.setattr(choice, "fastest", measured)
-    cache: dict = {}
-    assert choose(outer(4, 100, 64, 64), "measured", CAP, cache) == "loop"
-    assert choose(outer(4, 100, 64, 64), "measured", CAP, cache) == "loop"
+    methods = Methods(CAP)
+    assert methods.choose(outer(4, 100, 64, 64), "measured") == "loop"
+    assert methods.choose(outer(4, 100, 64, 64), "measured") == "loop"
     assert len(calls) == 1
     # nearly the same sizes: Poisson batches come in every size
-    choose(outer(5, 110, 64, 70), "measured", CAP, cache)
+    methods.choose(outer(5, 110, 64, 70), "measured")
     assert len(calls) == 1
-    choose(outer(4, 200, 64, 64), "measured", CAP, cache)
-    choose(outer(4, 100, 64, 64), "measured", CAP, cache, fused=True)
+    methods.choose(outer(4, 200, 64, 64), "measured")
+    methods.choose(outer(4, 100, 64, 64), "measured", fused=True)
     assert len(calls) == 3
-    assert choose(outer(4, 3, 4, 5), "measured", CAP, cache) == "ghost"
+    assert methods.choose(outer(4, 3, 4, 5), "measured") == "ghost"
     assert len(calls) == 3
 
 
@@ -105,8 +109,8 @@ def test_the_fastest_warm_run_wins(fused: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_real_measurement():
-    assert choose(outer(4, 100, 64, 64), "measured", CAP, {}) in ("ghost", "instantiate", "loop")
-    assert choose(outer(4, 100, 64, 64), "measured", CAP, {}, fused=True) in ("ghost", "instantiate", "loop")
+    assert choose(outer(4, 100, 64, 64), "measured") in ("ghost", "instantiate", "loop")
+    assert choose(outer(4, 100, 64, 64), "measured", fused=True) in ("ghost", "instantiate", "loop")
 
 
 def test_unknown_mode():

@@ -106,11 +106,11 @@ def test_chunks_under_the_cap_change_nothing():
         seen.append(where)
         return norms, None
 
-    norms, total = Outer(a, g).norms_and_sum("instantiate", factors_of, two_at_a_time)
+    norms, total = Outer(a, g).within(two_at_a_time).norms_and_sum("instantiate", factors_of)
     assert [(s.start, s.stop) for s in seen] == [(0, 2), (2, 4), (4, 6), (6, 7)]
     torch.testing.assert_close(norms, grads.square().sum((1, 2)))
     torch.testing.assert_close(total, torch.tensordot(norms, grads, 1))
-    held = instantiated(Outer(a, g), "instantiate", two_at_a_time)
+    held = instantiated(Outer(a, g).within(two_at_a_time), "instantiate")
     torch.testing.assert_close(held.weighted_sum(norms), torch.tensordot(norms, grads, 1))
 
 
@@ -167,7 +167,7 @@ def test_no_gram_matrix_of_a_long_text_is_whole(padding: int | None):
     alone = naive_lookup(ids, ge, rows, padding)
     for per_example, expected in ((lookup, alone), (Tied(outer, lookup), alone + naive_outer(h, gh))):
         with Largest() as seen:
-            found = per_example.sq_norms("ghost", scratch=Scratch(1))
+            found = per_example.within(Scratch(1)).sq_norms("ghost")
         torch.testing.assert_close(found, expected.square().sum((1, 2)))
         assert seen.numbers < lookups * heads / 2
 
@@ -177,8 +177,8 @@ def test_tied_norm_in_chunks():
     expected = (naive_outer(h, gh) + naive_lookup(ids, ge, 6, None)).square().sum((1, 2))
     tied = Tied(Outer(h, gh), Lookup(ids, ge, 6))
     for cap in (1, 1000):
-        torch.testing.assert_close(tied.sq_norms("ghost", scratch=Scratch(cap)), expected)
-        torch.testing.assert_close(tied.sq_norms("instantiate", scratch=Scratch(cap)), expected)
+        torch.testing.assert_close(tied.within(Scratch(cap)).sq_norms("ghost"), expected)
+        torch.testing.assert_close(tied.within(Scratch(cap)).sq_norms("instantiate"), expected)
 
 
 @fast

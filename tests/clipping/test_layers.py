@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
-from dpexp.clipping.gradients import Scratch, instantiated
+from dpexp.clipping.gradients import instantiated
 from dpexp.clipping.refusals import refusal
 from tests.clipping.naive import assert_exact, naive_per_example, per_examples_of
 
@@ -134,7 +134,7 @@ def test_channels_last():
         norms, total = weight.norms_and_sum(method, lambda norms, _: (torch.ones_like(norms), None))
         torch.testing.assert_close(norms, expected)
         torch.testing.assert_close(total, weight.weighted_sum(torch.ones(3)))
-        held = instantiated(weight, method, Scratch()) if weight.instantiates(method) else weight
+        held = instantiated(weight, method) if weight.instantiates(method) else weight
         torch.testing.assert_close(held.sq_norms(method), expected)
         torch.testing.assert_close(held.weighted_sum(torch.ones(3)), total)
 

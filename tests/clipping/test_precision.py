@@ -174,7 +174,7 @@ def test_a_norm_bounds_what_the_weighted_sum_adds(index: int, pattern: str, dtyp
     true = exact.instantiate().flatten(1).norm(dim=1)
     for method in per_example.methods():
         for scratch in (Scratch(), Scratch(1 << 10)):
-            norms = per_example.sq_norms(method, scratch=scratch).sqrt()
+            norms = per_example.within(scratch).sq_norms(method).sqrt()
             for i in range(3):
                 factors = torch.zeros(3, dtype=norms.dtype)
                 factors[i] = 0.1 / norms[i] if norms[i] else 1.0

@@ -6,10 +6,12 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
@@ -24,7 +26,7 @@ FactorsOf = Callable[[Tensor, slice], Bounded]
 class PerExampleGradient(ABC):
     """Per-example gradients of ONE parameter from one or several calls of its module.
 
-    A kind writes `methods`, `cost`, `workspace`, `_gradients` (some examples, instantiated) and
+    A kind writes `held`, `methods`, `cost`, `workspace`, `signature`, `_gradients` (some examples, instantiated) and
     `_weighted_sum`; it writes `_norms` where it knows norms without gradients, and `_magnitudes` where its weighted sum
     adds up other numbers than the gradients it instantiates. All the rest follows here.
     What it holds is detached from any graph; the caller switches autocast off.
@@ -36,6 +38,10 @@ class PerExampleGradient(ABC):
         device: where it all lives.
     """
 
+    # names of what it holds: tensors whose rows are those of the examples, of one side by side, and other kinds; or lists of them
+    held: tuple[str, ...]
+    # memory for gradients that are looked at once
+    scratch = SHARED
     # methods that hold one example at a time
     looped: frozenset[str] = frozenset({"loop"})
     # methods that give every core whole examples
@@ -73,7 +79,7 @@ class PerExampleGradient(ABC):
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         """As `weighted_sum`, of at least one example, with nobody set apart."""
 
-    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+    def _norms(self, method: str) -> tuple[Tensor, Tensor | None]:
         """Squared norms and squared magnitudes (see `rounding`), ``[B]`` each, by a method that does not instantiate.
 
         No magnitudes where the norms are as exact as those of instantiated gradients.
@@ -103,27 +109,52 @@ class PerExampleGradient(ABC):
         found = self._magnitudes()
         return self.sq_norms("instantiate") if found is None else found
 
-    def select(self, examples: Tensor) -> PerExampleGradient:
-        """The same of some examples (their indices); for kinds with methods that do not instantiate."""
-        raise NotImplementedError(f"{type(self).__name__} does not select")
-
-    @abstractmethod
-    def mask(self, keep: Tensor) -> PerExampleGradient:
-        """The same with zero gradients for the examples where ``keep`` (``[B]``, bool) is False.
-
-        For examples with NaN or Inf: a factor of zero is not enough, because 0 * NaN is NaN.
-        """
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes held."""
-
     @abstractmethod
     def signature(self) -> tuple[Hashable, ...]:
         """Kind, shapes, dtype and device: what a measured choice of the method depends on."""
 
     # What follows from it.
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        held = (getattr(self, name) for name in self.held)
+        return sum(sum(x.nbytes for x in v) if isinstance(v, list) else getattr(v, "nbytes", 0) for v in held)
+
+    def select(self, examples: Tensor) -> Self:
+        """The same of some examples (their indices)."""
+        return self._each(lambda held: held[examples], lambda part: part.select(examples), len(examples))
+
+    def mask(self, keep: Tensor) -> Self:
+        """The same with zero gradients for the examples where ``keep`` (``[B]``, bool) is False.
+
+        For examples with NaN or Inf: a factor of zero is not enough, because 0 * NaN is NaN.
+        """
+        zeroed = partial(numerics.zero_examples, keep=keep)
+        return self._each(zeroed, lambda part: part.mask(keep), self.num_examples)
+
+    def _each(
+        self, tensor: Callable[[Tensor], Tensor], part: Callable[[Any], Any], num_examples: int
+    ) -> Self:
+        """A copy with every tensor that is held, ``[B, rows of each, …]``, and every kind that is held changed."""
+
+        def changed(held: Any) -> Any:
+            if isinstance(held, PerExampleGradient):
+                return part(held)
+            rows = len(held) // max(1, self.num_examples)
+            return tensor(held.unflatten(0, (self.num_examples, rows))).flatten(0, 1)
+
+        held = {name: getattr(self, name) for name in self.held}
+        fields = tree_map_only((Tensor, PerExampleGradient), changed, held)
+        return self._replace(**fields, num_examples=num_examples)
+
+    def within(self, scratch: Scratch) -> Self:
+        """Take memory for gradients that are looked at once from there. Returns itself."""
+        self.scratch = scratch
+        for part in (getattr(self, name) for name in self.held):
+            if isinstance(part, PerExampleGradient):
+                part.within(scratch)
+        return self
 
     def resolve(self, method: str) -> str:
         """The name in `methods` for a method or a general name: "ghost", "instantiate", "loop".
@@ -147,12 +178,7 @@ class PerExampleGradient(ABC):
         """Whether the method has per-example gradients in hand, so that they can be kept or summed at once."""
         return self.resolve(method) not in self.without_gradients
 
-    def sq_norms(
-        self,
-        method: str,
-        scratch: Scratch | None = None,
-        doubts: list[Doubt] | None = None,
-    ) -> Tensor:
+    def sq_norms(self, method: str, doubts: list[Doubt] | None = None) -> Tensor:
         """``||g_i||²`` for every example: an upper bound of the square of the norm of what `weighted_sum` adds of it.
 
         The bound is above the norm by some units in the last place where the terms of a gradient do not cancel, and by
@@ -160,22 +186,20 @@ class PerExampleGradient(ABC):
 
         Args:
             method: one of `methods`, or a general name (see `resolve`).
-            scratch: memory for gradients that are looked at once.
             doubts: gets the norms that would be measured again because much of a gradient cancels.
 
         Returns:
             ``[B]``, float32, or float64 for float64 inputs; zeros of what has gone to ``doubts``.
         """
         method = self.resolve(method)
-        scratch = scratch or SHARED
         if self.num_examples == 0:
             return self._zeros(0)
         if method in self.without_gradients:
-            squares, magnitudes = self._norms(method, scratch)
+            squares, magnitudes = self._norms(method)
             if magnitudes is not None:
-                return self._bounded(squares, magnitudes, scratch, doubts)
+                return self._bounded(squares, magnitudes, doubts)
         else:
-            squares = self._row_norms(method, scratch)
+            squares = self._row_norms(method)
         magnitudes = self._magnitudes()
         if magnitudes is None:
             return squares
@@ -236,7 +260,7 @@ class PerExampleGradient(ABC):
             total += self._gradients(i, i + 1, method, None)[0] * factors[i]
         return total
 
-    def finite(self, keep: Tensor | None) -> PerExampleGradient:
+    def finite(self, keep: Tensor | None) -> Self:
         """As `mask`, with the same examples set apart; None keeps all."""
         if keep is None:
             return self
@@ -244,9 +268,7 @@ class PerExampleGradient(ABC):
         other.apart = self.apart
         return other
 
-    def norms_and_sum(
-        self, method: str, factors_of: FactorsOf, scratch: Scratch | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def norms_and_sum(self, method: str, factors_of: FactorsOf) -> tuple[Tensor, Tensor]:
         """Norms and clipped sum in one go.
 
         This is what the one-pass engine needs where a group ends with this parameter. Instantiating methods sum
@@ -256,19 +278,17 @@ class PerExampleGradient(ABC):
             method: one of `methods`, or a general name.
             factors_of: called with squared norms ``[b]`` of this parameter and the slice of examples that
                 they belong to.
-            scratch: memory for one chunk of gradients.
 
         Returns:
             squared norms ``[B]`` and the sum.
         """
         method = self.resolve(method)
-        scratch = scratch or SHARED
         if self.num_examples == 0 or method in self.without_gradients:
-            norms = self.sq_norms(method, scratch=scratch)
+            norms = self.sq_norms(method)
             factors, keep = factors_of(norms, slice(0, self.num_examples))
             return norms, self.finite(keep).weighted_sum(factors)
         found, total, magnitudes = [], None, self._magnitudes_of_rows()
-        for rows, examples in self._chunks(method, scratch):
+        for rows, examples in self._chunks(method):
             norms = self._settled_rows(rows, examples, magnitudes)
             factors, keep = factors_of(norms, examples)
             rows = rows if keep is None else numerics.zero_examples(rows, keep)
@@ -277,49 +297,46 @@ class PerExampleGradient(ABC):
         assert total is not None
         return found[0] if len(found) == 1 else torch.cat(found), total
 
-    def instantiate(self, method: str = "instantiate", scratch: Scratch | None = None) -> Tensor:
+    def instantiate(self, method: str = "instantiate") -> Tensor:
         """All per-example gradients, ``[B, *shape]``, by a method that instantiates."""
-        return self.rows_and_norms(method, scratch)[0]
+        return self.rows_and_norms(method)[0]
 
-    def rows_and_norms(self, method: str, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+    def rows_and_norms(self, method: str) -> tuple[Tensor, Tensor]:
         """All per-example gradients, ``[B, *shape]``, by a method that instantiates, and their squared norms ``[B]``.
 
         What is summed must be these rows; their norms are bounds, see `_alone`.
         """
         if self.num_examples == 0:
             return self._zeros(0, *self.shape), self._zeros(0)
-        method, scratch = self.resolve(method), scratch or SHARED
-        everybody = slice(0, self.num_examples)
-        fits = scratch.chunk(self.workspace(method), self.device) >= self.num_examples
+        method, everybody = self.resolve(method), slice(0, self.num_examples)
+        fits = self.scratch.chunk(self.workspace(method), self.device) >= self.num_examples
         if fits and method not in self.looped:
             found = self._gradients(everybody.start, everybody.stop, method, None)
         else:
             found = torch.empty((self.num_examples, *self.shape), dtype=self.dtype, device=self.device)
-            for rows, examples in self._chunks(method, scratch):
+            for rows, examples in self._chunks(method):
                 found[examples] = rows
         return found, self._settled_rows(found, everybody, self._magnitudes_of_rows())
 
     # Helpers.
 
-    def _row_norms(self, method: str, scratch: Scratch) -> Tensor:
+    def _row_norms(self, method: str) -> Tensor:
         """Squared norms of instantiated gradients, without any bound."""
-        norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method, scratch)]
+        norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method)]
         return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     def _in_chunks(
-        self, found: Callable[[int, int], tuple[Tensor, Tensor]], bytes_per_example: int, scratch: Scratch
+        self, found: Callable[[int, int], tuple[Tensor, Tensor]], bytes_per_example: int
     ) -> tuple[Tensor, Tensor]:
         """Two numbers for each example, ``[B]`` both, from what ``found(start, stop)`` gives for a few of them."""
-        step = scratch.chunk(bytes_per_example, self.device)
+        step = self.scratch.chunk(bytes_per_example, self.device)
         if step >= self.num_examples:
             return found(0, self.num_examples)
         starts = range(0, self.num_examples, step)
         first, second = zip(*[found(s, min(s + step, self.num_examples)) for s in starts], strict=True)
         return torch.cat(first), torch.cat(second)
 
-    def _bounded(
-        self, squares: Tensor, magnitudes: Tensor, scratch: Scratch, doubts: list[Doubt] | None
-    ) -> Tensor:
+    def _bounded(self, squares: Tensor, magnitudes: Tensor, doubts: list[Doubt] | None) -> Tensor:
         """Upper bounds from norms without gradients. Those of gradients that cancel are measured again, one by one.
 
         Where a device would have to be waited for, the bound alone must do: norms of gradients that cancel are then
@@ -331,7 +348,7 @@ class PerExampleGradient(ABC):
         if not bool(cancels.any()):
             return rounding.of_gram_norms(squares, magnitudes, terms)
         bounds = rounding.of_gram_norms(squares, magnitudes, terms, cancels)
-        doubt = Doubt(self, bounds, magnitudes, torch.where(cancels, squares, bounds), scratch)
+        doubt = Doubt(self, bounds, magnitudes, torch.where(cancels, squares, bounds))
         if doubts is None:
             return doubt.settled()
         # what a bound is too large by must not round away what it is added to
@@ -347,18 +364,18 @@ class PerExampleGradient(ABC):
     def _zeros(self, *shape: int) -> Tensor:
         return fresh(shape, self.dtype, self.device).zero_()
 
-    def _chunks(self, method: str, scratch: Scratch) -> Iterator[tuple[Tensor, slice]]:
+    def _chunks(self, method: str) -> Iterator[tuple[Tensor, slice]]:
         """Instantiated gradients of a few examples at a time, with the slice of examples they are of.
 
         A chunk is overwritten by the next one.
         """
-        size = 1 if method in self.looped else scratch.hot_chunk(self.workspace(method), self.device)
+        size = 1 if method in self.looped else self.scratch.hot_chunk(self.workspace(method), self.device)
         if method in self.spread:
             # every core has as many
             size += -size % torch.get_num_threads()
         for start in range(0, self.num_examples, size):
             stop = min(start + size, self.num_examples)
-            out = scratch.take((stop - start, *self.shape), self.dtype, self.device)
+            out = self.scratch.take((stop - start, *self.shape), self.dtype, self.device)
             yield self._gradients(start, stop, method, out), slice(start, stop)
 
     @staticmethod
@@ -382,14 +399,12 @@ class Doubt:
         bounds: ``[B]``, of their squared norms.
         magnitudes: ``[B]`` (see `rounding`).
         about: ``[B]``, what they are about; the bounds where nothing cancels.
-        scratch: memory to measure again in.
     """
 
     per_example: PerExampleGradient
     bounds: Tensor
     magnitudes: Tensor
     about: Tensor
-    scratch: Scratch
 
     def settled(self, total: Tensor | None = None) -> Tensor:
         """Return the bounds, measured again where that changes the squared norms ``total`` that they are a part of.
@@ -402,7 +417,7 @@ class Doubt:
         if not len(examples):
             return self.bounds
         some, magnitudes = self.per_example.select(examples), self.magnitudes[examples]
-        again = some._row_norms(some.resolve("instantiate"), self.scratch)
+        again = some._row_norms(some.resolve("instantiate"))
         bounds = self.bounds.clone()
         bounds[examples] = rounding.of_instantiated_norms(again, magnitudes, some._terms(), rounding.ORDINARY)
         whole = bounds[examples] if total is None else torch.maximum(bounds[examples], total[examples])

@@ -7,7 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.memory import Scratch
 
 # above this many padded input pixels their Gram matrix costs more than it saves
 PIXELS_AT_MOST = 400
@@ -57,6 +57,7 @@ class Conv(PerExampleGradient):
         num_examples: B.
     """
 
+    held = ("x", "gy")
     without_gradients = frozenset({"ghost", "pixel"})
 
     def __init__(self, x: Tensor, gy: Tensor, shape: Sequence[int], geometry: Geometry, num_examples: int):
@@ -140,18 +141,12 @@ class Conv(PerExampleGradient):
         sizes = (tuple(self.x.shape), tuple(self.gy.shape), tuple(self.shape), self.num_examples)
         return ("convolution", *sizes, self.geometry, self.x.dtype, str(self.device))
 
-    @property
-    def nbytes(self) -> int:
-        return self.x.nbytes + self.gy.nbytes
-
     # Norms without gradients.
 
     def _terms(self) -> int:
         return self._sizes()[1]
 
     def _magnitudes(self) -> Tensor | None:
-        if self._sizes()[1] == 0:
-            return None
         by_group = (self.num_examples, self.rows, self.geometry.groups)
         seen, slid = [
             numerics.squared_norms(t.reshape(math.prod(by_group), -1)).view(by_group).sum(1)
@@ -163,20 +158,14 @@ class Conv(PerExampleGradient):
         )  # fmt: skip
         return (seen * slid).sum(1) * math.prod([_times_seen(*along) for along in windows])
 
-    def select(self, examples: Tensor) -> Conv:
-        x, gy = (t.unflatten(0, (self.num_examples, -1))[examples].flatten(0, 1) for t in (self.x, self.gy))
-        return self._replace(x=x, gy=gy, num_examples=len(examples))
-
-    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
-        if self._sizes()[1] == 0:
-            return self._zeros(self.num_examples), None
+    def _norms(self, method: str) -> tuple[Tensor, Tensor | None]:
         if method == "pixel":
-            return self._in_chunks(self._pixel_norms, self.workspace(method), scratch)
-        return self._in_chunks(partial(self._unfolded_norms, scratch), self.workspace(method), scratch)
+            return self._in_chunks(self._pixel_norms, self.workspace(method))
+        return self._in_chunks(self._unfolded_norms, self.workspace(method))
 
-    def _unfolded_norms(self, scratch: Scratch, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _unfolded_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         seen, slid = self._unfold(start, stop), self._positions(start, stop)
-        norms, magnitudes = gram_norms(seen.mT, slid.mT, scratch)
+        norms, magnitudes = gram_norms(seen.mT, slid.mT, self.scratch)
         return norms.view(stop - start, -1).sum(1), magnitudes.view(stop - start, -1).sum(1)
 
     def _pixel_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -202,8 +191,6 @@ class Conv(PerExampleGradient):
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         count = stop - start
-        if self._sizes()[1] == 0:
-            return self._zeros(count, *self.shape)
         if method == "unfold":
             seen, slid = self._unfold(start, stop), self._positions(start, stop)
             matrices = None if out is None else out.view(seen.shape[0], slid.shape[1], seen.shape[1])
@@ -221,38 +208,29 @@ class Conv(PerExampleGradient):
 
     def _weight_gradient(self, x: Tensor, gy: Tensor, copies: int = 1) -> Tensor:
         """The library's weight gradient in float32 at least; ``copies`` times as many groups as the layer has."""
-        geometry = self.geometry
         # only its shape is looked at
         weight = x.new_empty(copies * self.shape[0], *self.shape[1:])
         with numerics.full_precision("conv", x.device):
-            return torch.ops.aten.convolution_backward(
-                gy,
-                x,
-                weight,
-                None,
-                geometry.stride,
-                geometry.padding,
-                geometry.dilation,
-                geometry.transposed,
-                geometry.output_padding or (0,) * len(self.kernel),
-                geometry.groups * copies,
-                (False, True, False),
-            )[1]
+            _, found, _ = torch.ops.aten.convolution_backward(
+                gy, x, weight, None, *self._options(copies), (False, True, False)
+            )
+        return found
+
+    def _options(self, copies: int = 1) -> tuple[Any, ...]:
+        """What torch and `dpexp.native` are told of the layer."""
+        g = self.geometry
+        rest = g.output_padding or (0,) * len(self.kernel)
+        return g.stride, g.padding, g.dilation, g.transposed, rest, g.groups * copies
 
     def _over_cores(self, x: Tensor, gy: Tensor, count: int, out: Tensor | None) -> Tensor:
-        kernels, geometry = native.kernels(), self.geometry
+        kernels = native.kernels()
         assert kernels is not None
         rows = x.new_empty(count, *self.shape) if out is None else out
         with numerics.full_precision("conv", x.device):
-            kernels.conv_gradients_(
-                rows, x, gy, self.rows, geometry.stride, geometry.padding, geometry.dilation, geometry.transposed,
-                geometry.output_padding or (0,) * len(self.kernel), geometry.groups,
-            )  # fmt: skip
+            kernels.conv_gradients_(rows, x, gy, self.rows, *self._options())
         return rows
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
-        if self._sizes()[1] == 0:
-            return self._zeros(*self.shape) if out is None else out
         x, gy = self.x, self.gy
         factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
         # scale the smaller one
@@ -261,10 +239,6 @@ class Conv(PerExampleGradient):
         else:
             gy = numerics.scale(gy, factors)
         return numerics.add_to(out, self._weight_gradient(x.to(self.dtype), gy.to(self.dtype)))
-
-    def mask(self, keep: Tensor) -> Conv:
-        rows = keep if self.rows == 1 else keep.repeat_interleave(self.rows)
-        return self._replace(x=numerics.zero_examples(self.x, rows), gy=numerics.zero_examples(self.gy, rows))
 
     # Unfolding.
 

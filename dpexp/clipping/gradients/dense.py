@@ -11,7 +11,6 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
 from dpexp.clipping.gradients.base import Doubt, PerExampleGradient
-from dpexp.clipping.gradients.memory import Scratch
 
 # bytes of a batch's gradients that cost less to copy than to ask about one by one
 SMALL = 1 << 20
@@ -26,6 +25,8 @@ class Dense(PerExampleGradient):
             their parts one after the other.
         squares: ``[B]``, bounds of the squared norms of these very rows, where they are known.
     """
+
+    held = ("grad", "_of_parts", "_squares")
 
     def __init__(self, grad: Tensor, magnitudes: Tensor | None = None, squares: Tensor | None = None):
         super().__init__(grad.shape[1:], grad.shape[0], grad.dtype, grad.device)
@@ -52,16 +53,7 @@ class Dense(PerExampleGradient):
     def signature(self) -> tuple[Hashable, ...]:
         return ("dense", tuple(self.grad.shape), self.grad.dtype, str(self.device))
 
-    @property
-    def nbytes(self) -> int:
-        return self.grad.nbytes
-
-    def sq_norms(
-        self,
-        method: str,
-        scratch: Scratch | None = None,
-        doubts: list[Doubt] | None = None,
-    ) -> Tensor:
+    def sq_norms(self, method: str, doubts: list[Doubt] | None = None) -> Tensor:
         norms = numerics.squared_norms(self.grad) if self._squares is None else self._squares
         if self._of_parts is None:
             return norms
@@ -73,14 +65,11 @@ class Dense(PerExampleGradient):
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         return self.grad[start:stop].to(self.dtype)
 
-    def _chunks(self, method: str, scratch: Scratch) -> Iterator[tuple[Tensor, slice]]:
+    def _chunks(self, method: str) -> Iterator[tuple[Tensor, slice]]:
         yield self.grad.to(self.dtype).contiguous(), slice(0, self.num_examples)
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         return numerics.add_to(out, numerics.combine(self.grad.to(self.dtype).contiguous(), factors))
-
-    def mask(self, keep: Tensor) -> Dense:
-        return self._replace(grad=numerics.zero_examples(self.grad, keep), _squares=None)
 
 
 class Joined(Dense):

@@ -10,7 +10,6 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.memory import SHARED, Scratch
 
 # gradients of one index that float32 may add one after the other: of equal numbers all errors have one direction, and 4096 of
 # them are off by 5e-5
@@ -35,6 +34,7 @@ class Lookup(PerExampleGradient):
         padding_idx: a row that never gets a gradient, or None.
     """
 
+    held = ("ids", "g")
     without_gradients = frozenset({"ghost", "segments"})
 
     def __init__(self, ids: Tensor, g: Tensor, num_rows: int, padding_idx: int | None = None):
@@ -60,10 +60,6 @@ class Lookup(PerExampleGradient):
     def signature(self) -> tuple[Hashable, ...]:
         return ("lookup", tuple(self.g.shape), self.g.dtype, str(self.device))
 
-    @property
-    def nbytes(self) -> int:
-        return self.ids.nbytes + self.g.nbytes
-
     def real(self) -> Tensor | None:
         """``[B, T]``: False where the padding row was looked up; None where there is no padding row."""
         return None if self.padding_idx is None else self.ids != self.padding_idx
@@ -77,17 +73,14 @@ class Lookup(PerExampleGradient):
         return self.g.shape[1]
 
     def _magnitudes(self) -> Tensor:
-        return self._norms("segments", SHARED)[1]
+        return self._norms("segments")[1]
 
-    def select(self, examples: Tensor) -> Lookup:
-        return self._replace(ids=self.ids[examples], g=self.g[examples], num_examples=len(examples))
+    def _row_norms(self, method: str) -> Tensor:
+        return self._norms("segments")[0]
 
-    def _row_norms(self, method: str, scratch: Scratch) -> Tensor:
-        return self._norms("segments", scratch)[0]
-
-    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    def _norms(self, method: str) -> tuple[Tensor, Tensor]:
         found = self._gram_norms if method == "ghost" else self._segment_norms
-        return self._in_chunks(found, self.workspace(method), scratch)
+        return self._in_chunks(found, self.workspace(method))
 
     def _gram_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         ids, g = self.ids[start:stop], self.g[start:stop]
@@ -146,9 +139,6 @@ class Lookup(PerExampleGradient):
         scaled = self._scaled(factors)
         table = self._zeros(*self.shape) if out is None else out
         return add_rows(table, self.ids.flatten(), scaled.to(table.dtype), self.ids.shape[1])
-
-    def mask(self, keep: Tensor) -> Lookup:
-        return self._replace(g=numerics.zero_examples(self.g, keep))
 
     def joined(self, other: Lookup) -> Lookup:
         """Both as one: the gradients of two calls of a module."""

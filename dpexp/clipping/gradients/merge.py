@@ -5,7 +5,6 @@ from __future__ import annotations
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.dense import Dense
 from dpexp.clipping.gradients.lookup import Lookup
-from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.outer import Outer
 from dpexp.clipping.gradients.tied import Tied
 
@@ -43,9 +42,9 @@ def _parts(per_example: PerExampleGradient) -> tuple[PerExampleGradient, ...]:
     return (per_example.outer, per_example.lookup) if isinstance(per_example, Tied) else (per_example,)
 
 
-def instantiated(per_example: PerExampleGradient, method: str, scratch: Scratch) -> Dense:
+def instantiated(per_example: PerExampleGradient, method: str) -> Dense:
     """Return the gradients themselves, without the activations that they were made of."""
     if isinstance(per_example, Dense):
         return per_example
-    rows, squares = per_example.rows_and_norms(method, scratch)
+    rows, squares = per_example.rows_and_norms(method)
     return Dense(rows, squares=squares)

@@ -12,7 +12,7 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.memory import SHARED, Scratch, fresh
+from dpexp.clipping.gradients.memory import fresh
 
 
 class Outer(PerExampleGradient):
@@ -35,20 +35,21 @@ class Outer(PerExampleGradient):
         a, g = numerics.align(a, g)
         super().__init__(shape or (g.shape[2], a.shape[2]), a.shape[0], a.dtype, a.device)
         # one per use of the parameter; joined on first need, so that many uses are joined once
-        self._parts = [(a, g)]
+        self._a, self._g = [a], [g]
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
         """Inputs ``[B, T, d]`` and output gradients ``[B, T, p]`` of all calls, side by side along T."""
-        if len(self._parts) > 1:
-            inputs, gradients = zip(*self._parts, strict=True)
-            self._parts = [numerics.align(torch.cat(inputs, 1), torch.cat(gradients, 1))]
-        return self._parts[0]
+        if len(self._a) > 1:
+            a, g = numerics.align(torch.cat(self._a, 1), torch.cat(self._g, 1))
+            self._a, self._g = [a], [g]
+        return self._a[0], self._g[0]
 
+    held = ("_a", "_g")
     without_gradients = frozenset({"ghost", "fused_ghost", "fused_outer"})
 
     def methods(self) -> tuple[str, ...]:
-        fused = ("fused_ghost", "fused_outer") if _fused_norms(self.device, self._parts[0][0].dtype) else ()
+        fused = ("fused_ghost", "fused_outer") if _fused_norms(self.device, self._a[0].dtype) else ()
         return ("ghost", "instantiate", "loop", *fused)
 
     def cost(self, method: str) -> Cost:
@@ -65,15 +66,11 @@ class Outer(PerExampleGradient):
         return self.dtype.itemsize * (2 * T * T if method == "ghost" else p * d)
 
     def signature(self) -> tuple[Hashable, ...]:
-        return ("outer", *self._sizes(), self._parts[0][0].dtype, str(self.device))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes + g.nbytes for a, g in self._parts)
+        return ("outer", *self._sizes(), self._a[0].dtype, str(self.device))
 
     def _sizes(self) -> tuple[int, int, int, int]:
-        a, g = self._parts[0]
-        return self.num_examples, sum(part.shape[1] for part, _ in self._parts), g.shape[2], a.shape[2]
+        positions = sum(a.shape[1] for a in self._a)
+        return self.num_examples, positions, self._g[0].shape[2], self._a[0].shape[2]
 
     def _terms(self) -> int:
         return self._sizes()[1]
@@ -86,14 +83,9 @@ class Outer(PerExampleGradient):
 
     def _magnitude(self, example: int) -> Tensor:
         a, g = (part[example : example + 1] for part in self.parts)
-        return gram_norms(a, g, SHARED)[1][0]
+        return gram_norms(a, g, self.scratch)[1][0]
 
-    def select(self, examples: Tensor) -> Outer:
-        return self._replace(
-            _parts=[(a[examples], g[examples]) for a, g in self._parts], num_examples=len(examples)
-        )
-
-    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+    def _norms(self, method: str) -> tuple[Tensor, Tensor | None]:
         a, g = self.parts
         if method.startswith("fused"):
             from dpexp.clipping.kernels import norms
@@ -101,7 +93,7 @@ class Outer(PerExampleGradient):
             return norms.ghost_norms(a, g) if method == "fused_ghost" else (norms.outer_norms(a, g), None)
         if a.shape[1] == 1:
             return numerics.squared_norms(a).mul_(numerics.squared_norms(g)), None
-        return gram_norms(a, g, scratch)
+        return gram_norms(a, g, self.scratch)
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         a, g = (x[start:stop] for x in self.parts)
@@ -126,17 +118,13 @@ class Outer(PerExampleGradient):
         numerics.product_into(total, left, right, beta=0)
         return numerics.add_to(out, total.view(self.shape))
 
-    def mask(self, keep: Tensor) -> Outer:
-        zero = numerics.zero_examples
-        return self._replace(_parts=[(zero(a, keep), zero(g, keep)) for a, g in self._parts])
-
     def transposed(self) -> Outer:
         """The gradients of the transposed parameter."""
-        return self._replace(_parts=[(g, a) for a, g in self._parts], shape=torch.Size(reversed(self.shape)))
+        return self._replace(_a=self._g, _g=self._a, shape=torch.Size(reversed(self.shape)))
 
     def joined(self, other: Outer) -> Outer:
         """Both as one: the gradients of two calls of a module."""
-        return self._replace(_parts=self._parts + other._parts)
+        return self._replace(_a=self._a + other._a, _g=self._g + other._g)
 
 
 def _fused_norms(device: torch.device, dtype: torch.dtype) -> bool:

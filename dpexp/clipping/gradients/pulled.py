@@ -10,7 +10,6 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.memory import SHARED
 
 
 class Pulled(PerExampleGradient):
@@ -26,6 +25,8 @@ class Pulled(PerExampleGradient):
         shape: of the parameter.
         rounds: whether ``pull`` computes in 16 bits.
     """
+
+    held = ("inner",)
 
     def __init__(
         self,
@@ -56,10 +57,6 @@ class Pulled(PerExampleGradient):
     def signature(self) -> tuple[Hashable, ...]:
         return ("pulled", tuple(self.shape), *self.inner.signature())
 
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
-
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         return self.pull(self.inner._gradients(start, stop, method, None).to(self.dtype))
 
@@ -84,12 +81,9 @@ class Pulled(PerExampleGradient):
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         if self.rounds:
             total = None
-            for rows, examples in self._chunks(self.resolve("instantiate"), SHARED):
+            for rows, examples in self._chunks(self.resolve("instantiate")):
                 total = self._accumulate(rows, factors[examples], total)
             assert total is not None
             return numerics.add_to(out, total)
         total = self.pull(self.inner.weighted_sum(factors).to(self.dtype).unsqueeze(0))
         return numerics.add_to(out, total.view(self.shape))
-
-    def mask(self, keep: Tensor) -> Pulled:
-        return Pulled(self.inner.mask(keep), self.pull, self.shape, self.rounds)

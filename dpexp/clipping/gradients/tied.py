@@ -11,7 +11,6 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.lookup import BLOCK, Lookup, add_rows
-from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.outer import Outer
 
 
@@ -22,6 +21,8 @@ class Tied(PerExampleGradient):
     ``sum_t sum_s (ge_t . h_s) gh_s[v_t]`` over lookups t and head positions s: column v_t of the head's
     output gradient is picked out by index.
     """
+
+    held = ("outer", "lookup")
 
     def __init__(self, outer: Outer, lookup: Lookup):
         dtype = torch.promote_types(outer.dtype, lookup.dtype)
@@ -47,10 +48,6 @@ class Tied(PerExampleGradient):
     def signature(self) -> tuple[Hashable, ...]:
         return ("tied", *self.outer.signature(), *self.lookup.signature())
 
-    @property
-    def nbytes(self) -> int:
-        return self.outer.nbytes + self.lookup.nbytes
-
     def _cross_bytes(self) -> int:
         return 2 * self.dtype.itemsize * min(self.outer._sizes()[1], BLOCK) * self.lookup.g.shape[1]
 
@@ -60,16 +57,13 @@ class Tied(PerExampleGradient):
     def _magnitudes(self) -> Tensor:
         return (self.outer.magnitudes().sqrt() + self.lookup.magnitudes().sqrt()).square().to(self.dtype)
 
-    def select(self, examples: Tensor) -> Tied:
-        return Tied(self.outer.select(examples), self.lookup.select(examples))
-
-    def _norms(self, method: str, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        norms, magnitudes = self.outer._norms("ghost", scratch)
-        looked_up, lengths = self.lookup._norms(self.lookup.cheapest(), scratch)
+    def _norms(self, method: str) -> tuple[Tensor, Tensor]:
+        norms, magnitudes = self.outer._norms("ghost")
+        looked_up, lengths = self.lookup._norms(self.lookup.cheapest())
         magnitudes = (norms if magnitudes is None else magnitudes) + lengths
         norms = (norms + looked_up).to(self.dtype)
         magnitudes = magnitudes.to(self.dtype)
-        cross, lengths = self._in_chunks(self._cross, self._cross_bytes(), scratch)
+        cross, lengths = self._in_chunks(self._cross, self._cross_bytes())
         return (norms + 2 * cross).clamp_(min=0), magnitudes + 2 * lengths
 
     def _cross(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -99,6 +93,3 @@ class Tied(PerExampleGradient):
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         total = self.outer.weighted_sum(factors, out)
         return self.lookup.weighted_sum(factors, total)
-
-    def mask(self, keep: Tensor) -> Tied:
-        return Tied(self.outer.mask(keep), self.lookup.mask(keep))

@@ -43,6 +43,13 @@ def changed(inputs: Inputs, change: Change, stop: Stop | None = None, names: Seq
     )
 
 
+def leaves(inputs: Inputs, stop: Stop | None = None, names: Sequence[str] = ()) -> list[tuple[str, Any]]:
+    """The leaves of the arguments of a forward, each with its name; arguments as for `changed`."""
+    found: list[tuple[str, Any]] = []
+    changed(inputs, lambda name, leaf: found.append((name, leaf)), stop, names)
+    return found
+
+
 def _changed(name: str, value: Any, change: Change, stop: Stop | None, depth: int = 2) -> Any:
     """Goes through lists, tuples, mappings, dataclasses and other objects that hold tensors."""
     if stop is not None and stop(value):

@@ -26,20 +26,13 @@ DIFFERENCE = {16: 0.2, 32: 0.01, 64: 1e-4}
 
 
 def parameter_that_differs(
-    replay: Replay,
-    autocast: bool,
-    comparison: Comparison,
-    bits: int,
-    inputs: Sequence[Inputs],
-    variant: Variant,
+    replay: Replay, comparison: Comparison, inputs: Sequence[Inputs], variant: Variant
 ) -> str:
     """Return the name of a parameter whose gradient, of what the examples of ``variant`` get, is another one there; "" if none.
 
     Args:
         replay: of the forward; it keeps its graph from here on.
-        autocast: whether to compute in 16 bits where the forward did.
         comparison: of the outputs, which has found where their rows are.
-        bits: of the numbers, see `bits_of`.
         inputs: as they entered, and those of the variant.
         variant: a batch.
     """
@@ -47,7 +40,7 @@ def parameter_that_differs(
     replay.keeps = True
     found: list[dict[str, Tensor]] = [{}, {}]
     for batch, here in zip(inputs, (False, True), strict=True):
-        with replay.begun(autocast), _folding(params, found[here]):
+        with replay.begun(), _folding(params, found[here]):
             leaves = outputs(replay.run(batch), replay.used).items()
             pairs = [
                 (t, comparison.direction(number, t, variant, here)) for number, t in leaves if t.requires_grad
@@ -67,7 +60,7 @@ def parameter_that_differs(
         if name in found[0] and name in found[1]:
             # beside a much larger gradient, a small one is rounding
             size = max(sizes[0][name], sizes[1][name], 1e-3 * largest)
-            if float((found[0][name] - found[1][name]).norm()) > DIFFERENCE[bits] * size:
+            if float((found[0][name] - found[1][name]).norm()) > DIFFERENCE[comparison.bits] * size:
                 return name
     return ""
 

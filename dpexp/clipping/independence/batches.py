@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dpexp.clipping.independence.arguments import Inputs, changed
+from dpexp.clipping.independence.arguments import Inputs, changed, leaves
 from dpexp.clipping.independence.end_to_end import Ends, ends_of
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.clipping.tapping.dataflow import entered
@@ -122,9 +122,7 @@ class Batches:
                     yield reading, sure
 
     def _parts(self) -> list[tuple[str, Any]]:
-        found: list[tuple[str, Any]] = []
-        changed(self.inputs, lambda name, part: found.append((name, part)), self._is_list, self.names)
-        return found
+        return leaves(self.inputs, self._is_list, self.names)
 
     @property
     def ambiguous(self) -> bool:

@@ -14,19 +14,16 @@ from dpexp.clipping.independence.replay import Replay
 Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
 
 
-def first_module(
-    replay: Replay, autocast: bool, runs: tuple[list[Inputs], list[Inputs]], differs: Any
-) -> str:
+def first_module(replay: Replay, runs: tuple[list[Inputs], list[Inputs]], differs: Any) -> str:
     """Return the name of the first module that got the same and gave another thing; "" where none can be named.
 
     Args:
         replay: the forward.
-        autocast: whether to compute in 16 bits where the forward did.
         runs: two sequences of batches, of which the last ones are compared.
         differs: tells whether two tensors differ.
     """
     try:
-        before, here = (_recorded(replay, autocast, run) for run in runs)
+        before, here = (_recorded(replay, run) for run in runs)
     except Exception:
         return ""
 
@@ -39,7 +36,7 @@ def first_module(
     return ""
 
 
-def _recorded(replay: Replay, autocast: bool, batches: list[Inputs]) -> Calls:
+def _recorded(replay: Replay, batches: list[Inputs]) -> Calls:
     """Return the calls for the last of the batches, in the order of their ends."""
     calls: Calls = {}
     entered: list[list[Tensor]] = []
@@ -55,7 +52,7 @@ def _recorded(replay: Replay, autocast: bool, batches: list[Inputs]) -> Calls:
 
         return note
 
-    with replay.begun(autocast):
+    with replay.begun():
         for batch in batches[:-1]:
             replay.run(batch)
         handles = []

@@ -41,6 +41,7 @@ class Comparison:
         places: Mapping[int, Places] | None = None,
     ):
         self.arrangement, self.places = arrangement, places or {}
+        self.bits = bits
         self.tolerance, self.same_size = ROUNDING[bits]
         # by output, the dimension that was found to be the batch
         self._axes: dict[int, int] = {}

@@ -66,7 +66,6 @@ class Look:
     Args:
         replay: the forward.
         arrangement: of the rows that enter.
-        autocast: whether to compute in 16 bits where the forward did.
         token: see `Padding.of`; None: the model may say it.
         most: at most so many other batches; None: all.
         places: of some outputs, see `places_of`.
@@ -82,19 +81,18 @@ class Look:
         self,
         replay: Replay,
         arrangement: Arrangement,
-        autocast: bool,
         token: int | float | None = None,
         most: int | None = None,
         places: Mapping[int, Places] | None = None,
     ):
-        self.replay, self.autocast, self.token, self.most = replay, autocast, token, most
+        self.replay, self.token, self.most = replay, token, most
         self.examples, self.rows = arrangement.examples, arrangement.examples * arrangement.times
         self.told = self.compared = False
         self.seen: set[int] = set()
         self.failure, self.one_way = "no input has the size of the batch", ""
-        self.bits = 16 if autocast else bits_of(replay.model.parameters())
         self.batches = Batches(replay.inputs, arrangement, positional_names(replay.model))
-        self.comparison = Comparison(arrangement, self.bits, places)
+        bits = 16 if replay.narrow else bits_of(replay.model.parameters())
+        self.comparison = Comparison(arrangement, bits, places)
         # of what the model returns as a list with an entry for each example, how long the longest entry is
         self._longest: int | None = None
         # an id in which rows end, and nothing says whether it is padding, where more of it changes what an example gets
@@ -140,8 +138,9 @@ class Look:
             if tried == []:
                 self._compare_gradients(reading)
                 break
-        if found is None:
-            found = self._tried_without_resizing()
+        if found is None and (plain := self.batches.plain_reading()) is not None:
+            # a model that runs with one size of the batch only
+            found = self._tried(plain, resize=False)
         self.compared = found is not None
         if not found and self.compared and padding:
             found = self._padded()
@@ -163,11 +162,6 @@ class Look:
         except Exception as error:
             self.failure = _told(error)
             return None
-
-    def _tried_without_resizing(self) -> list[Difference] | None:
-        """For models that run with one size of the batch only, where the shapes leave no doubt."""
-        reading = self.batches.plain_reading()
-        return None if reading is None else self._tried(reading, resize=False)
 
     def _differences(self, reading: Reading, resize: bool) -> list[Difference]:
         compared, constant = 0, set(self.once)
@@ -227,7 +221,7 @@ class Look:
     ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[tuple[str, str], Any]]:
         """Outputs of the first batch and of the second one after it, and the buffers after the first."""
         found = []
-        with self.replay.begun(self.autocast):
+        with self.replay.begun():
             for number, batch in enumerate(batches):
                 # no name keeps the outputs while the next batch makes its own
                 leaves = self._leaves(self.replay.run(batch), batch).items()
@@ -284,9 +278,7 @@ class Look:
             # a graph is large, and what was freed is in pieces
             give_back_freed_memory()
             try:
-                name = parameter_that_differs(
-                    self.replay, self.autocast, self.comparison, self.bits, inputs, variant
-                )
+                name = parameter_that_differs(self.replay, self.comparison, inputs, variant)
             except Exception as error:
                 # a graph that cannot be gone through so, or too little memory
                 self.one_way = _told(error)
@@ -334,7 +326,7 @@ class Look:
     # -- naming -------------------------------------------------------------------------------------------------------
 
     def _refuse(self, difference: Difference) -> None:
-        name = first_module(self.replay, self.autocast, difference.runs, difference.differs)
+        name = first_module(self.replay, difference.runs, difference.differs)
         raise UserError(f"{self._name(name)}: {MIXES.format(when=difference.when, way=difference.way)}")
 
     def _name(self, name: str) -> str:

@@ -6,8 +6,8 @@ import copy
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,15 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.memory import give_back_freed_memory
-from dpexp.clipping.independence.arguments import changed, positional_names
+from dpexp.clipping.independence.arguments import leaves, positional_names
 from dpexp.clipping.independence.batches import Arrangement, Batches, arrangements
 from dpexp.clipping.independence.chance import BETWEEN, OTHERS, Chance
 from dpexp.clipping.independence.comparison import Places, places_of
-from dpexp.clipping.independence.foreign import refuse_foreign
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Earlier, Replay
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.tapping.roots import Roots
+from dpexp.clipping.tapping.taps import BY_TAP
 from dpexp.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,15 @@ class Independence:
         )
         return twin
 
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Inside, forwards are not looked at: they repeat one, or what enters them is public."""
+        before, self.looking = self.looking, True
+        try:
+            yield
+        finally:
+            self.looking = before
+
     @property
     def due(self) -> bool:
         """Whether the next backward pass looks: the first of each mode until one has told something; the 16th, the 64th …"""
@@ -125,8 +134,6 @@ class Independence:
         Raises:
             UserError: another length than before, though ``fixed_length`` was promised.
         """
-        if self.looking:
-            return
         if self.fixed_length:
             self._check_lengths(args, kwargs)
         training = tuple([(id(module), module.training) for module in modules_of(self.model)])
@@ -140,7 +147,7 @@ class Independence:
 
     def pass_by(self, args: tuple, kwargs: dict, rows: int) -> None:
         """The model's forward begins without gradients: what it keeps, the next one may use."""
-        if not self.looking and self.running is None and self.due:
+        if self.running is None and self.due:
             self.passed = Earlier(self.model, args, kwargs, rows)
 
     def _keep(self, replay: Replay) -> None:
@@ -176,14 +183,13 @@ class Independence:
             if Batches(replay.inputs, self._usual(roots.num_examples), names).ambiguous:
                 self._find_places(replay, roots)
 
+    def returned(self, roots: Roots) -> list[GradientEdge]:
+        """What the forwards that are to be looked at have returned, as far as the roots were computed from it."""
+        return [edge for replay in self.waiting for edge in replay.returned(roots).values()]
+
     def _find_places(self, replay: Replay, roots: Roots) -> None:
         """Let the gradients of half of the losses say which rows of the outputs belong to which example."""
-        nodes = {node._sequence_nr(): node for node in roots.graph()}
-        edges = {
-            leaf: GradientEdge(nodes[end], place)
-            for leaf, (end, place) in replay.ends.items()
-            if end in nodes
-        }
+        edges = replay.returned(roots)
         if not edges:
             return
         order = layouts.fixed_order(roots.num_examples)
@@ -222,17 +228,16 @@ class Independence:
         self.owed = due and self._known and not replays
         if not due or self.owed:
             return
-        self.looking = True
         # what the last step left free is in pieces that a look does not fit into
         give_back_freed_memory()
         try:
-            looks = [self._look(replay, num_examples, in_parts) for replay in replays]
+            with self.elsewhere():
+                looks = [self._look(replay, num_examples, in_parts) for replay in replays]
         except UserError:
             # who goes on is looked at again
             self.looks.pop((self.mode, self.alone), None)
             raise
         finally:
-            self.looking = False
             give_back_freed_memory()
         told = num_examples > 1 and any(look.told for look in looks)
         # of a model that was seen to tell: alone nothing but the size of the batch is another one
@@ -282,9 +287,10 @@ class Independence:
     def _look_at(self, replay: Replay, arrangement: Arrangement, places: Mapping[int, Places] | None) -> Look:
         replay.chance = Chance()
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
-        for autocast in (False, True) if replay.in_autocast else (False,):
-            replay.silence = self.silence
-            look = Look(replay, arrangement, autocast, self.token, places=places)
+        replay.silence = self.silence
+        for narrow in (False, True) if replay.in_autocast else (False,):
+            replay.narrow = narrow
+            look = Look(replay, arrangement, self.token, places=places)
             look.run(padding=not self.fixed_length)
             if look.compared:
                 break
@@ -293,7 +299,7 @@ class Independence:
             for chance in OTHERS + BETWEEN:
                 replay.chance = chance
                 most = FEW if chance in BETWEEN else None
-                other = Look(replay, arrangement, autocast, most=most, places=places)
+                other = Look(replay, arrangement, most=most, places=places)
                 other.run(padding=False)
                 look.told |= other.told
         return look
@@ -306,7 +312,7 @@ class Independence:
             log.warning(note)
 
     def _check_lengths(self, args: tuple, kwargs: dict) -> None:
-        def check(name: str, part: object) -> object:
+        for name, part in leaves((args, kwargs), names=positional_names(self.model)):
             if isinstance(part, Tensor) and part.dim() > 1:
                 length = self.lengths.setdefault(name, part.shape[1])
                 if length != part.shape[1]:
@@ -314,6 +320,31 @@ class Independence:
                         f"the input {name or 'of the model'} has {part.shape[1]} columns now and had {length} before, but "
                         "fixed_length=True promises batches of one length: pad them all alike"
                     )
-            return part
 
-        changed((args, kwargs), check, names=positional_names(self.model))
+
+def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
+    """Refuse losses behind which a trainable parameter of another module stands, like a head beside the attached model: it would
+    train on nothing, without a word.
+
+    Args:
+        roots: the losses with their graph, which is walked.
+        attached: the parameters that are clipped.
+
+    Raises:
+        UserError: names the first such parameter by its shape; its module is not known here.
+    """
+    own = {id(p) for p in attached}
+    for node in roots.graph():
+        if isinstance(node, BY_TAP) and own.isdisjoint(map(id, node.recorder.params.values())):
+            raise UserError(
+                "behind the losses stand two models with a clipper each, and each would clip a part of an example's gradient: "
+                "put both into one nn.Module and attach to that"
+            )
+        # a leaf's node knows its tensor
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            raise UserError(
+                f"the losses also depend on a trainable parameter of shape {list(leaf.shape)} that is not in the attached model "
+                "(a head beside it?): it would get no gradient. Put both into one nn.Module and attach to that, or freeze it "
+                "with requires_grad_(False)"
+            )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.independence.arguments import Inputs, changed, positional_names
+from dpexp.clipping.independence.arguments import Inputs, changed, leaves, positional_names
 from dpexp.clipping.independence.replay import Replay
 
 FIXED = (
@@ -65,9 +65,9 @@ class Padding:
     names: list[str]
     rows: int
     content: Tensor
-    tokens: int | None
-    masked: float
-    left: bool
+    tokens: int | None = None
+    masked: float = 0.0
+    left: bool = False
     short: int | None = None
     named: int = -1
     told: bool = True
@@ -78,14 +78,11 @@ class Padding:
         sequences, where that is known from elsewhere.
         """
         names = positional_names(replay.model)
+        found_as = partial(Padding, replay.inputs, names, rows)
         entered: dict[str, Tensor] = {}
-
-        def note(name: str, part: Any) -> Any:
+        for name, part in leaves(replay.inputs, names=names):
             if isinstance(part, Tensor) and part.dim() and part.shape[0] == rows:
                 entered.setdefault(name, part)
-            return part
-
-        changed(replay.inputs, note, names=names)
         found = {name: part for name, part in entered.items() if part.dim() == 2}
         value, token = (token, None) if isinstance(token, float) else (None, token)
         token = _padding_token(replay.model) if token is None else token
@@ -99,7 +96,7 @@ class Padding:
                 beside = next((p for n, p in found.items() if _is_ids(n, p) and p.shape == mask.shape), None)
                 token = None if beside is None else int(beside[mask != kept][0])
             named = _last_named(entered, mask.shape[1])
-            return Padding(replay.inputs, names, rows, mask == kept, token, 1 - kept, left, named=named)
+            return found_as(mask == kept, token, 1 - kept, left, named=named)
         # without a mask, where the batch has rows that end in padding and a row that does not
         ids = [part for name, part in found.items() if _is_ids(name, part)]
         if mask is not None:
@@ -111,20 +108,16 @@ class Padding:
             ends = ids[0][:, -1] == token
             if bool(ends.any()) and not bool(ends.all()):
                 named, content = _last_named(entered, ids[0].shape[1]), ids[0] != token
-                by_ids = Padding(
-                    replay.inputs, names, rows, content, token, 0.0, False, named=named, told=told
-                )
+                by_ids = found_as(content, token, named=named, told=told)
         if by_ids is not None and by_ids.told:
             return by_ids
-        by_lengths = Padding._by_lengths(replay.inputs, names, rows, entered)
+        by_lengths = Padding._by_lengths(found_as, entered)
         if by_lengths is None and value is not None:
-            return Padding._by_value(replay.inputs, names, rows, entered, value)
+            return Padding._by_value(found_as, entered, value)
         return by_lengths or by_ids
 
     @staticmethod
-    def _by_lengths(
-        inputs: Inputs, names: list[str], rows: int, entered: dict[str, Tensor]
-    ) -> Padding | None:
+    def _by_lengths(found_as: Callable[..., Padding], entered: dict[str, Tensor]) -> Padding | None:
         """Of sequences of any numbers, ``[rows, T, …]``, beside a vector of their lengths."""
         vectors = (p for n, p in entered.items() if p.dim() == 1 and "len" in n.lower())
         lengths = next((p for p in vectors if not p.is_floating_point()), None)
@@ -138,11 +131,11 @@ class Padding:
         ]
         if not behind or not all(bool((values == values[0]).all()) for values in behind):
             return None
-        return Padding(inputs, names, rows, content, None, 0.0, False, int(lengths.argmin()))
+        return found_as(content, short=int(lengths.argmin()))
 
     @staticmethod
     def _by_value(
-        inputs: Inputs, names: list[str], rows: int, entered: dict[str, Tensor], value: float
+        found_as: Callable[..., Padding], entered: dict[str, Tensor], value: float
     ) -> Padding | None:
         """Of sequences of any numbers, ``[rows, T, …]``, some of which end in, or begin with, what they are padded with."""
         numbers = [part for part in entered.values() if part.dim() > 1 and part.is_floating_point()]
@@ -154,7 +147,7 @@ class Padding:
                 # what stands between two numbers is no padding
                 content = (there if left else there.flip(1)).cumsum(1) > 0
                 content = content if left else content.flip(1)
-                return Padding(inputs, names, rows, content, None, 0.0, left, int(full.int().argmin()))
+                return found_as(content, left=left, short=int(full.int().argmin()))
         return None
 
     def pairs(self, unequal: Unequal) -> Iterator[tuple[Made, Made, Comparison]]:

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from dpexp.clipping.distributed import reducers_in, silent
 from dpexp.clipping.gradients.numerics import all_full_precision
-from dpexp.clipping.independence.arguments import Inputs, changed, copied
+from dpexp.clipping.independence.arguments import Inputs, changed, copied, leaves
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places
 from dpexp.clipping.sharding import is_shard
@@ -66,6 +66,8 @@ class Replay:
         self.used_else = False
         # numbers of autograd's nodes that this forward makes
         self._nodes = torch._C._autograd._get_sequence_nr(), 0
+        # whether to compute in 16 bits where the forward did
+        self.narrow = False
         # whether the graph of a replay is kept, for a model that asks for gradients on its way
         self.keeps = False
         # what is around a way back, in which checkpointed parts are computed again
@@ -94,12 +96,8 @@ class Replay:
         return both
 
     @contextmanager
-    def begun(self, autocast: bool) -> Iterator[None]:
-        """Inside, the model is as it was before the forward; afterwards as if nothing had happened.
-
-        Args:
-            autocast: whether to compute in 16 bits where the forward did.
-        """
+    def begun(self) -> Iterator[None]:
+        """Inside, the model is as it was before the forward; afterwards as if nothing had happened."""
         indices = [self._device.index] if self._device.type == "cuda" else []
         python, numpy = random.getstate(), np.random.get_state()
         with ExitStack() as inside:
@@ -121,7 +119,7 @@ class Replay:
                 inside.enter_context(torch.compiler.set_stance("force_eager"))
             for kind in {"cpu", self._device.type}:
                 dtype = dict(self._autocast).get(kind)
-                on = autocast and dtype is not None
+                on = self.narrow and dtype is not None
                 inside.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False))
             yield
 
@@ -173,6 +171,11 @@ class Replay:
             for leaf, tensor in enumerate(tensors_in(output))
             if tensor.grad_fn is not None
         }
+
+    def returned(self, roots: Roots) -> dict[int, GradientEdge]:
+        """Return the outputs, by number, from which the roots were computed."""
+        nodes = {node._sequence_nr(): node for node in roots.graph()}
+        return {n: GradientEdge(nodes[end], at) for n, (end, at) in self.ends.items() if end in nodes}
 
     def find_used(self, roots: Roots) -> None:
         """Go from the losses back to this forward, and note what of it they use."""
@@ -226,14 +229,11 @@ class Earlier:
 
 def kind_of(model: nn.Module, inputs: Inputs) -> Hashable:
     """Return what tells two forwards apart without their numbers: shapes, other arguments, switches of modules."""
-    found: list[Hashable] = []
-
-    def note(name: str, part: Any) -> Any:
-        plain = part if isinstance(part, bool | int | float | str) else type(part)
-        found.append((name, part.shape if isinstance(part, Tensor) else plain))
-        return part
-
-    changed(inputs, note)
+    plain = bool | int | float | str
+    found = [
+        (name, part.shape if isinstance(part, Tensor) else part if isinstance(part, plain) else type(part))
+        for name, part in leaves(inputs)
+    ]
     switches = (v for module in model.modules() for v in vars(module).values() if isinstance(v, bool | str))
     return (*found, *switches)
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.methods.watched import WatchedClipper
-from dpexp.clipping.rules import RULES, shortened
-from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 Batch = dict[str, Tensor]
@@ -55,6 +53,8 @@ class LocalClipper(WatchedClipper):
         groups, clip_norm, rule: as for `dpexp.clipping.attach`; ``groups="layer"`` is their per-layer clipping.
     """
 
+    whole = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -67,7 +67,7 @@ class LocalClipper(WatchedClipper):
         clip_norm: float = 1.0,
         rule: str = "abadi",
     ):
-        super().__init__(model, groups, clip_norm, rule, whole=True)
+        super().__init__(model, groups, clip_norm, rule)
         self.losses, self.epochs, self.batch_size, self.lr = losses, epochs, batch_size, lr
         self._batch: Batch | None = None
 
@@ -95,27 +95,12 @@ class LocalClipper(WatchedClipper):
             with buffers_kept(self.model):
                 for part in self._parts(batch):
                     self._descend(part, loss_scale)
-            updates = {name: p.detach() - before[name] for name, p in self.params.items()}
+            updates = {name: before[name] - p.detach() for name, p in self.params.items()}
         finally:
             with torch.no_grad():
                 for name, p in self.params.items():
                     p.copy_(before[name])
-        return self._shortened(updates)
-
-    def _shortened(self, updates: dict[str, Tensor]) -> tuple[Tensor, Sums]:
-        squares = torch.stack(
-            [
-                torch.stack([updates[name].double().square().sum() for name in group.params]).sum()
-                for group in self.groups
-            ]
-        )
-        sums: Sums = {}
-        if finite := bool(squares.isfinite().all()):
-            for k, group in enumerate(self.groups):
-                factor = RULES[self.rule](squares[k], float(self.thresholds[k])) * (1 - ROUNDING)
-                sums |= {name: shortened(-updates[name], factor) for name in group.params}
-        norms = squares.sqrt()[:, None]
-        return norms if finite else torch.full_like(norms, torch.nan), sums
+        return self._shortened(updates, 1 - ROUNDING)
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """The batches of the local epochs; each epoch has an order of its own, drawn from torch's generator."""
@@ -136,11 +121,7 @@ class LocalClipper(WatchedClipper):
     def _descend(self, batch: Batch, loss_scale: float) -> None:
         """One step of SGD."""
         loss = self.losses(batch).sum() * loss_scale
-        params = tuple(self.params.values())
-        self._independence.begin(Roots.of_losses(loss[None]), params)
-        found = torch.autograd.grad(loss, params, allow_unused=True)
-        self._independence.check(1)
+        gradients = self._gradients(loss)
         with torch.no_grad():
-            for p, gradient in zip(params, found, strict=True):
-                if gradient is not None:
-                    p.sub_(gradient, alpha=self.lr / loss_scale)
+            for name, gradient in gradients.items():
+                self.params[name].sub_(gradient, alpha=self.lr / loss_scale)

@@ -5,13 +5,10 @@ Dupuy et al. 2022 give each microbatch to a GPU of its own; Monir et al., sectio
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.methods.watched import WatchedClipper
-from dpexp.clipping.rules import RULES, shortened
-from dpexp.clipping.tapping.roots import Roots
 
 
 class MicrobatchClipper(WatchedClipper):
@@ -21,7 +18,7 @@ class MicrobatchClipper(WatchedClipper):
     One example more or less then changes one of the clipped vectors, from one of norm C at most to another: the sum moves
     by up to 2C. It is not C, as is often assumed, for the rest of the microbatch is not the same after clipping.
 
-    Nothing of a microbatch may stay in the model: `Watched` looks for that.
+    Nothing of a microbatch may stay in the model: `WatchedClipper` looks for that.
 
     Args:
         model: its trainable parameters are clipped together.
@@ -30,10 +27,10 @@ class MicrobatchClipper(WatchedClipper):
         rule: how a norm becomes a factor.
     """
 
-    reach = 2.0
+    reach, whole = 2.0, True
 
     def __init__(self, model: nn.Module, size: float, clip_norm: float = 1.0, rule: str = "abadi"):
-        super().__init__(model, "flat", clip_norm, rule, whole=True)
+        super().__init__(model, "flat", clip_norm, rule)
         self.size = size
 
     def clipped(self, losses: Tensor, loss_scale: float) -> tuple[Tensor, Sums]:
@@ -42,18 +39,10 @@ class MicrobatchClipper(WatchedClipper):
         A NaN or infinity in it makes it zero.
         """
         mean = losses.sum() * (loss_scale / self.size)
-        self._independence.begin(Roots.of_losses(mean[None]), self.params.values())
-        found = torch.autograd.grad(mean, tuple(self.params.values()), allow_unused=True)
-        self._independence.check(1)
-        pairs = zip(self.params, found, strict=True)
-        gradients = {name: g if loss_scale == 1.0 else g / loss_scale for name, g in pairs if g is not None}
-        zero = torch.zeros((), dtype=torch.float64, device=losses.device)
-        square = sum((g.double().square().sum() for g in gradients.values()), zero)
-        sums: Sums = {}
-        if bool(square.isfinite()):
-            factor = RULES[self.rule](square, float(self.thresholds))
-            sums |= {name: shortened(g, factor) for name, g in gradients.items()}
-        return square.sqrt().view(1, 1), sums
+        gradients = self._gradients(mean)
+        if loss_scale != 1.0:
+            gradients = {name: g / loss_scale for name, g in gradients.items()}
+        return self._shortened(gradients)
 
     def finish(self, stds: dict[int, float]) -> None:
         """A sum over microbatches was divided by the number of examples: make it a mean of microbatches."""

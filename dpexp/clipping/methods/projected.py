@@ -3,12 +3,13 @@ Projections"): one forward, and back-propagations without any per-example gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from dpexp.clipping.backward import DRAWS
 from dpexp.clipping.base import Rows
@@ -58,18 +59,9 @@ class ProjectedClipper(WatchedClipper):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        projections: int,
-        clip_norm: float = 1.0,
-        rule: str = "abadi",
-        *,
-        rows_per_example: int = 1,
-        fixed_length: bool = False,
+        self, model: nn.Module, projections: int, clip_norm: float = 1.0, rule: str = "abadi", **named: Any
     ):
-        super().__init__(
-            model, "flat", clip_norm, rule, rows_per_example=rows_per_example, fixed_length=fixed_length
-        )
+        super().__init__(model, "flat", clip_norm, rule, **named)
         self.projections = projections
         self._seed: int | None = None
 
@@ -100,7 +92,7 @@ class ProjectedClipper(WatchedClipper):
         self._independence.begin(roots, params)
         with torch.autocast(losses.device.type, enabled=False), all_full_precision():
             if looked:
-                self._prove(losses, params)
+                self._prove(losses, params, self._independence.returned(roots))
             before = states_of_chance(losses.device)
             squares = self._squared_norms(losses * loss_scale) / loss_scale**2
             if states_of_chance(losses.device) != before:
@@ -116,13 +108,12 @@ class ProjectedClipper(WatchedClipper):
         pairs = zip(self.params, found, strict=True)
         return squares.sqrt()[None], {name: g / loss_scale for name, g in pairs if g is not None}
 
-    def _prove(self, losses: Tensor, params: tuple[nn.Parameter, ...]) -> None:
+    def _prove(self, losses: Tensor, params: tuple[nn.Parameter, ...], edges: Sequence[GradientEdge]) -> None:
         """Prove that a weight on an example's loss moves its own rows of what the model returned, and gradients in proportion.
 
         Raises:
             UserError: losses go by other examples, or a hook changes gradients by what is in the batch.
         """
-        edges = self._independence.returned
         asked: Any = [*edges, *params]
         once, uneven = torch.ones_like(losses), layouts.weights(len(losses)).to(losses)
         # what cancels is rounding alone, which powers of two do not change

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpexp.clipping.base import SCALES, AnyClipper
 from dpexp.clipping.distributed import Sums, deliver
 from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.groups import GroupsSpec
-from dpexp.clipping.independence import Independence
 from dpexp.clipping.reports import Report
-from dpexp.clipping.rules import known_rule, none
-from dpexp.clipping.tapping.dataflow import entered, rows_in, tensors_in
+from dpexp.clipping.rules import RULES, known_rule, none, shortened
+from dpexp.clipping.tapping.dataflow import CUT, entered
+from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 
@@ -25,41 +24,24 @@ class WatchedClipper(AnyClipper):
 
     Args:
         model, groups, clip_norm, rule, rows_per_example, fixed_length: as for `dpexp.clipping.attach`.
-        whole: see `Watched`.
+
+    Attributes:
+        whole: whether a batch is one example: nothing may stay in the model from one batch to the next, or for whoever gets it (a
+            buffer that its forward writes).
     """
 
-    _independence: Watched
+    whole = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: GroupsSpec,
-        clip_norm: float | Sequence[float],
-        rule: str,
-        *,
-        rows_per_example: int = 1,
-        fixed_length: bool = False,
-        whole: bool = False,
-    ):
+    def __init__(self, model: nn.Module, groups: GroupsSpec, clip_norm: float, rule: str, **named: Any):
         if known_rule(rule) is none:
             raise UserError(f"rule={rule!r} bounds nothing here: choose abadi, automatic or normalized")
-        super().__init__(model, groups, clip_norm, rule)
-        self._independence = Watched(model, rows_per_example, fixed_length, whole=whole)
-        self.notes = self._independence.notes
+        super().__init__(model, groups, clip_norm, rule, **named)
+        self._hook()
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
     ) -> Report:
-        """Add the clipped sum to ``p.grad``; see `clipped`.
-
-        Args:
-            losses: ``[B]``, of all examples; ``[0]`` is an empty batch.
-            clip_scale: refused.
-            loss_scale: keeps fp16 gradients representable; undone before anything is clipped.
-
-        Raises:
-            UserError: as `Clipper.backward`, before any gradient is written.
-        """
+        """Add the clipped sum to ``p.grad``; see `Clipper.backward`. ``clip_scale`` is refused."""
         self._refuse_detached()
         if clip_scale is not None:
             raise UserError(SCALES)
@@ -81,55 +63,34 @@ class WatchedClipper(AnyClipper):
     def clipped(self, losses: Tensor, loss_scale: float) -> tuple[Tensor, Sums]:
         """Return norms ``[K, units]`` of what is clipped, and the clipped sums by parameter."""
 
-    def detach(self) -> None:
-        """Give the model back as it was."""
-        self._independence.detach()
-        self._attached = False
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """The gradients of one number, by parameter, with a look at what they come from."""
+        self._independence.begin(Roots.of_losses(loss[None]), self.params.values())
+        found = torch.autograd.grad(loss, tuple(self.params.values()), allow_unused=True)
+        self._independence.check(1)
+        return {name: g for name, g in zip(self.params, found, strict=True) if g is not None}
 
+    def _shortened(self, vectors: dict[str, Tensor], less: float = 1.0) -> tuple[Tensor, Sums]:
+        """The norms ``[K, 1]`` of vectors, by parameter, and the vectors clipped, and multiplied by ``less``.
 
-class Watched(Independence):
-    """An `Independence` with hooks of its own.
+        NaN, and nothing, where one is not finite.
+        """
+        squares = torch.zeros(len(self.groups), dtype=torch.float64, device=self.thresholds.device)
+        for k, group in enumerate(self.groups):
+            for name in group.params:
+                if name in vectors:
+                    squares[k] += vectors[name].double().square().sum()
+        sums: Sums = {}
+        if finite := bool(squares.isfinite().all()):
+            for k, group in enumerate(self.groups):
+                factor = RULES[self.rule](squares[k], float(self.thresholds[k])) * less
+                sums |= {name: shortened(vectors[name], factor) for name in group.params if name in vectors}
+        return (squares.sqrt() if finite else torch.full_like(squares, torch.nan))[:, None], sums
 
-    Args:
-        model, rows_per_example, fixed_length: see `Independence`.
-        whole: a batch is one example here: nothing may stay in the model from one batch to the next, or for whoever gets it (a
-            buffer that its forward writes).
-
-    Attributes:
-        returned: what the forwards that are looked at have returned.
-    """
-
-    def __init__(
-        self, model: nn.Module, rows_per_example: int = 1, fixed_length: bool = False, *, whole: bool = False
-    ):
-        super().__init__(model, rows_per_example, fixed_length)
-        self.whole = whole
-        self.returned: list[GradientEdge] = []
-        self._hooks = [
-            model.register_forward_pre_hook(self._entered, with_kwargs=True, prepend=True),
-            model.register_forward_hook(lambda module, args, output: self.leave(output)),
-        ]
-
-    def leave(self, output: object) -> None:
-        """The model's forward has ended."""
-        if not self.looking and self.running is not None:
-            self.returned += [get_gradient_edge(t) for t in tensors_in(output) if t.grad_fn is not None]
-        super().leave(output)
-
-    def check(self, num_examples: int) -> None:
-        """As `Independence.check`."""
-        self.returned = []
-        super().check(num_examples)
-
-    def detach(self) -> None:
-        """Give the model back as it was."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.is_grad_enabled() and not self.looking:
-            _, shapes, first = entered((args, kwargs))
-            rows = rows_in(shapes, first)
+    @torch.compiler.disable(reason=CUT)
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.is_grad_enabled() and not self._independence.looking:
+            rows = entered((args, kwargs)).rows
             if self.whole:
-                self.rows_per_example = max(1, rows)
-            self.enter(args, kwargs, rows)
+                self._independence.rows_per_example = max(1, rows)
+            self._independence.enter(args, kwargs, rows)

@@ -85,19 +85,9 @@ class VectorClipper(Clipper):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        method: Method,
-        clip_norm: float = 1.0,
-        rule: str = "abadi",
-        *,
-        rows_per_example: int = 1,
-        fixed_length: bool = False,
+        self, model: nn.Module, method: Method, clip_norm: float = 1.0, rule: str = "abadi", **named: Any
     ):
-        super().__init__(
-            model, "flat", clip_norm, rule, "opacus_improved",
-            rows_per_example=rows_per_example, memory_cap_mib=1 << 20, fixed_length=fixed_length,
-        )  # fmt: skip
+        super().__init__(model, "flat", clip_norm, rule, "opacus_improved", memory_cap_mib=1 << 20, **named)
         self.method = method
         self.groups, thresholds = method.setup(self.params, clip_norm)
         self._thresholds = self._thresholds.new_tensor(thresholds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,19 +44,4 @@ FORMULAS: dict[Any, Formula] = {
 
 SPREAD, ANY_FUNCTION = Spread(), AnyFunction()
 
-
-def formula_for(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    values: Sequence[Tensor],
-    batched: Sequence[Tensor],
-) -> Formula:
-    """Return the formula of an operation in which ``values`` meet the tensors ``batched``."""
-    formula = FORMULAS.get(func)
-    if formula is not None and formula.applies(formula.bind(args, kwargs), values, batched):
-        return formula
-    return ANY_FUNCTION
-
-
-__all__ = ["ANY_FUNCTION", "FORMULAS", "SPREAD", "formula_for", "spreads"]
+__all__ = ["ANY_FUNCTION", "FORMULAS", "SPREAD", "spreads"]

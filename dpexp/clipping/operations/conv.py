@@ -19,8 +19,8 @@ class Convolution(Formula):
     label, autocast = "convolution", True
     names: tuple[str, ...] = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
-    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        return given["input"].dim() == given["weight"].dim() and super().applies(given, values, batched)
+    def covers(self, given: dict[str, Any]) -> bool:
+        return given["input"].dim() == given["weight"].dim()
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         gy, count = arrived.gy, arrived.num_examples

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 from dpexp.clipping.gradients import Dense, Outer, PerExampleGradient
 from dpexp.clipping.gradients.numerics import wide
@@ -18,8 +15,8 @@ class Linear(Formula):
     label, autocast = "linear", True
     names: tuple[str, ...] = ("input", "weight", "bias")
 
-    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        return given["weight"].dim() == 2 and super().applies(given, values, batched)
+    def covers(self, given: dict[str, Any]) -> bool:
+        return given["weight"].dim() == 2
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         if name == "bias":
@@ -34,8 +31,8 @@ class Product(Linear):
     names: tuple[str, ...] = ("input", "weight")
     keywords: ClassVar[dict[str, str]] = {"other": "weight", "mat2": "weight"}
 
-    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        return given["input"].dim() >= 2 and super().applies(given, values, batched)
+    def covers(self, given: dict[str, Any]) -> bool:
+        return given["input"].dim() >= 2 and super().covers(given)
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         if name == "bias":
@@ -50,9 +47,9 @@ class AddedProduct(Product):
     names = ("bias", "input", "weight")
     keywords: ClassVar[dict[str, str]] = {"input": "bias", "mat1": "input", "mat2": "weight"}
 
-    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+    def covers(self, given: dict[str, Any]) -> bool:
         plain = given.get("beta", 1) == 1 and given.get("alpha", 1) == 1 and given["bias"].dim() == 1
-        return plain and super().applies(given, values, batched)
+        return plain and super().covers(given)
 
 
 def shift(arrived: Arrival) -> Dense:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import Lookup, PerExampleGradient
-from dpexp.clipping.tapping.uses import Arrival, Formula, is_one_of
+from dpexp.clipping.tapping.uses import Arrival, Formula
 
 
 class Embedding(Formula):
@@ -20,7 +19,7 @@ class Embedding(Formula):
         "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
     )  # fmt: skip
 
-    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+    def covers(self, given: dict[str, Any]) -> bool:
         return not any(given.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse"))
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
@@ -35,15 +34,10 @@ class Indexed(Embedding):
 
     names = ("weight", "input")
 
-    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+    def covers(self, given: dict[str, Any]) -> bool:
         table, ids = given["weight"], given["input"]
-        return (
-            is_one_of(table, values)
-            and table.dim() == 2
-            and isinstance(ids, Tensor)
-            and ids.dtype in (torch.int32, torch.int64)
-            and ids.dim() > 0
-        )
+        whole = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+        return table.dim() == 2 and whole and ids.dim() > 0
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         ids, count = arrived.tensor("input"), arrived.value("weight").shape[0]

@@ -18,8 +18,8 @@ from dpexp.clipping.tapping.uses import Arrival, Formula, is_one_of
 class Normalisation(Formula):
     """What all have in common: rows are normalised, multiplied by a weight, and a bias is added."""
 
-    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        return given["input"].dim() > 1 and super().applies(given, values, batched)
+    def covers(self, given: dict[str, Any]) -> bool:
+        return given["input"].dim() > 1
 
 
 class LayerNorm(Normalisation):
@@ -77,8 +77,8 @@ class InstanceNorm(GroupNorm):
     label = "instance norm"
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
 
-    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
-        return bool(given.get("use_input_stats", True)) and super().applies(given, values, batched)
+    def covers(self, given: dict[str, Any]) -> bool:
+        return bool(given.get("use_input_stats", True)) and super().covers(given)
 
     def num_groups(self, arrived: Arrival) -> int:
         return arrived.gy.shape[1]

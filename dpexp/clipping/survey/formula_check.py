@@ -98,19 +98,18 @@ def _agrees(use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: 
     low = use.autocast is not None or torch.finfo(gy.dtype).bits < 32
     # what is derived from parameters in 16 bits is pulled back in 16 bits
     rough = low and any(value.graph is not None for value in use.values)
+    given = [(use, saved, gy, low)]
     if low:
+        given.insert(0, (_widened(use), tuple(map(_wide, saved)), _wide(gy), rough))
+    for of_use, of_saved, of_gy, rounded in given:
         try:
-            return _compared(_widened(use), tuple(map(_wide, saved)), _wide(gy), layout, rows, weights, rough)
-        except (RuntimeError, ValueError, IndexError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            # an operation that takes 16 bits only
-    try:
-        return _compared(use, saved, gy, layout, rows, weights, rough=low)
-    except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+            return _compared(of_use, of_saved, of_gy, layout, rows, weights, rounded)
+        except torch.OutOfMemoryError:
             raise
-        return False
+        except (RuntimeError, ValueError, IndexError):
+            # the first one may be of an operation that takes 16 bits only
+            continue
+    return False
 
 
 def _widened(use: Use) -> Use:

@@ -59,14 +59,7 @@ class Survey:
         self.layout: dict[int, str] = {}
         # by parameter, those seen; an ordered set
         self.operations: dict[str, dict[str, None]] = {}
-        # uses of rows that entered end to end, and those in forwards that nothing with the batch in front has entered: blocks of
-        # them hold for one batch alone
-        self._ragged: set[int] = set()
-        self._loose: set[int] = set()
-        # uses each of whose rows must be one example's, whatever their layout
-        self._of_examples: set[int] = set()
-        # columns of what entered; and by place, for which `layouts.surplus` blocks are proven
-        self._columns: list[int] = []
+        # by place, for which `layouts.surplus` blocks are proven
         self._surplus: dict[tuple[str, int], set[int | None]] = {}
         # by place, in how many batches some examples told nothing
         self._glimpses: dict[tuple[str, int], int] = {}
@@ -130,7 +123,7 @@ class Survey:
         known_uses = self.knows(visit.num_examples)
         if pending or not known_uses:
             self._observe(visit, params, pending, doubted)
-        self.looped.update(*(use.names for use in visit.uses if self._needs_loop(use)))
+        self.looped.update(*(use.names for use in visit.uses if self.layout[id(use)] == layouts.LOOP))
         unproven = self._unproven(visit)
         if unproven:
             self._check_formulas(visit, unproven)
@@ -172,7 +165,7 @@ class Survey:
         for use in self._shared:
             # the next forward derives it, and needs no loop
             self.roles[use.place[0]] = SHARED
-            visit.recorder.plans.pop(use.place[0], None)
+            visit.recorder.templates.pop(use.place[0], None)
             self.layouts.pop(use.place, None)
             self.looped -= self._new.intersection(use.names)
             self.unsettle()
@@ -182,32 +175,17 @@ class Survey:
             self.roles.clear()
             self.layouts.clear()
             self._surplus.clear()
-            visit.recorder.plans.clear()
+            visit.recorder.templates.clear()
             self.unsettle()
-
-    def _needs_loop(self, use: Use) -> bool:
-        return self.layout[id(use)] == layouts.LOOP
 
     def _clips(self, use: Use) -> bool:
         """Whether per-example gradients are formed at this use."""
-        return not self._needs_loop(use) and not self.looped.issuperset(use.names)
+        return self.layout[id(use)] != layouts.LOOP and not self.looped.issuperset(use.names)
 
     def _pending(self, visit: Visit, again: bool) -> tuple[dict[int, list[str]], set[int]]:
         """Uses whose layout is to be proven, with the layouts that their shapes allow; and those proven before."""
         pending: dict[int, list[str]] = {}
         doubted: set[int] = set()
-        self._ragged = _ragged(visit)
-        self._loose = {
-            id(use) for owner in visit.passes if not owner.has_in_front(visit.rows) for use in owner.uses
-        }
-        self._of_examples = self._loose | {
-            id(use)
-            for owner in visit.passes
-            if not owner.mistook(visit.rows)
-            for use in owner.uses
-            if use.of_examples
-        }
-        self._columns = [s[1] for owner in visit.passes for s in owner.shapes if len(s) > 1]
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
             known = self.layouts.get(use.place)
@@ -217,7 +195,7 @@ class Survey:
                 told = len(shape) >= 2 or use.input_shape != use.output_shape
                 whole = told and shape[0] == use.output_shape[0] and shape[0] > 0
                 self.layout[id(use)] = layouts.BLOCKED if whole and known != layouts.LOOP else layouts.LOOP
-            elif id(use) in self._loose and known not in found:
+            elif id(use) in visit.loose and known not in found:
                 pending[id(use)] = found
             elif known == layouts.LOOP:
                 self.layout[id(use)] = layouts.LOOP
@@ -225,7 +203,7 @@ class Survey:
                 pending[id(use)] = found
             elif known in found:
                 self.layout[id(use)] = known
-                surplus = layouts.surplus(known, use.output_shape, visit.rows, self._columns)
+                surplus = layouts.surplus(known, use.output_shape, visit.rows, visit.columns)
                 if surplus not in self._surplus.get(use.place, (None,)):
                     pending[id(use)] = found
                 elif again:
@@ -256,7 +234,7 @@ class Survey:
         loops: dict[int, list[str]] = {
             id(use): [] for use in visit.uses if pending and self.layout.get(id(use)) == layouts.LOOP
         }
-        observed = Observed(visit, loops | pending, self._loose)
+        observed = Observed(visit, loops | pending)
         self.looped |= observed.back_propagate(params)
         if not pending:
             return
@@ -267,12 +245,12 @@ class Survey:
                 (self._doubt if id(use) in doubted else self._settle)(use, observed)
 
     def _settle(self, use: Use, observed: Observed) -> None:
-        found, rows = observed.pending[id(use)], observed.visit.rows
+        found, visit, rows = observed.pending[id(use)], observed.visit, observed.visit.rows
         self.layout[id(use)], routed = found[0] if found else layouts.UNSEEN, use.is_routed(rows)
         if not observed.arrived(use):
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
-        if id(use) in self._loose or not found:
+        if id(use) in visit.loose or not found:
             self._refuse_mixed(use, observed)
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
@@ -287,7 +265,7 @@ class Survey:
         if proven:
             layout = proven[0]
             # right today; decide when a batch tells them apart, or never
-            passing = id(use) in self._ragged | self._loose and layout in layouts.BLOCKS
+            passing = id(use) in visit.ragged | visit.loose and layout in layouts.BLOCKS
             partly = not observed.tells_of_all(use, layout) and self._glimpsed(use)
             if len(proven) > 1 or routed or passing or partly:
                 self.layout[id(use)], self._undecided = layout, True
@@ -315,7 +293,7 @@ class Survey:
             # two forward passes that wait for this backward pass differ here
             layout = layouts.LOOP
         self.layouts[use.place] = layout
-        surplus = layouts.surplus(layout, use.output_shape, rows, self._columns)
+        surplus = layouts.surplus(layout, use.output_shape, rows, visit.columns)
         self._surplus.setdefault(use.place, {None}).add(surplus)
 
     def _glimpsed(self, use: Use) -> bool:
@@ -328,7 +306,8 @@ class Survey:
 
         The loop would find what each loss adds. It cannot see that a loss, and so what it adds, goes by other examples.
         """
-        if id(use) in self._of_examples and use.from_batch is not False and not observed.apart(use):
+        own = observed.visit.of_examples
+        if id(use) in own and use.from_batch is not False and not observed.apart(use):
             raise UserError(f"{use.owner} ({use.label}): {MIXED}")
 
     def _doubt(self, use: Use, observed: Observed) -> None:
@@ -392,16 +371,6 @@ def _sequence(visit: Visit) -> int:
             ]
         )
     )
-
-
-def _ragged(visit: Visit) -> set[int]:
-    """Uses of rows that may belong to examples in a way that no shape tells."""
-    return {
-        id(use)
-        for owner in visit.passes
-        for use in owner.uses
-        if (shape := use.input_shape or use.output_shape) and owner.is_ragged(shape[0], visit.rows)
-    }
 
 
 def _kind(use: Use) -> Hashable:

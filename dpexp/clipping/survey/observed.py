@@ -6,7 +6,7 @@ numbers are kept, a random projection of each row and its norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,10 @@ class Observed:
     Args:
         visit: of a graph.
         pending: uses that are looked at, by id, with the layouts that their shapes allow.
-        loose: uses in forwards that nothing with the batch in front has entered.
     """
 
-    def __init__(self, visit: Visit, pending: dict[int, list[str]], loose: set[int]):
-        self.visit, self.pending, self.loose = visit, pending, loose
+    def __init__(self, visit: Visit, pending: dict[int, list[str]]):
+        self.visit, self.pending = visit, pending
         self._weightings = layouts.all_weights(visit.num_examples)
         if not any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses):
             del self._weightings[1:]
@@ -86,10 +85,10 @@ class Observed:
         self._dtypes[here] = gy.dtype
         for layout in self.pending[here]:
             seen[here, layout] = signature(gy, layout, rows)
-        if here in self.loose and gy.dim() and len(gy) > self.visit.num_examples:
+        if here in self.visit.loose and gy.dim() and len(gy) > self.visit.num_examples:
             more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > self.visit.num_examples
             self._several[owner] = self._several.get(owner, False) or more
-        told = self.pending[here] == [layouts.ROWS] and here not in self.loose
+        told = self.pending[here] == [layouts.ROWS] and here not in self.visit.loose
         if gy.dim() and not told:
             seen.update({(here, view): found for view, found in views(gy).items()})
 
@@ -110,12 +109,13 @@ class Observed:
         which one example alone has a loss.
         """
         alone: dict[int, float] = {}
-        for (here, layout), plain in self._seen[0].items():
-            if (here, layout) not in self._seen[1]:
-                continue
-            weight = single_weight(plain, self._seen[1][here, layout], self._dtypes[here])
-            if weight is not None:
-                alone[here] = weight
+        for at, plain in self._seen[0].items():
+            # in 16 bits the levels are no further apart than rounding errors
+            if at in self._seen[1] and torch.finfo(self._dtypes[at[0]]).bits >= 32:
+                levels = _by_level(plain, self._seen[1][at], 1e-4)
+                found = [level for level, rows in levels if bool(rows.all())]
+                if len(found) == 1:
+                    alone[at[0]] = found[0]
         return set(alone) if set(alone.values()) == set(self._weightings[0].tolist()) else set()
 
     # -- what was seen ------------------------------------------------------------------------------------------------
@@ -145,9 +145,16 @@ class Observed:
         return bool(telling.reshape(self.visit.num_examples, -1).any(1).all())
 
     def refuted(self, use: Use, layout: str) -> bool:
-        """Whether a layout that was proven before does not hold any more."""
+        """Whether a layout that was proven before does not hold any more.
+
+        Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
+        gradients of confident examples are so small that rounding is all there is to see.
+        """
         plain, weighted = (seen[id(use), layout] for seen in self._seen[:2])
-        return refuted(plain, weighted, self._by_row[0], self._dtypes[id(use)])
+        error, scale, finite = _compared(plain, weighted, self._by_row[0])
+        large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
+        tolerance = 0.02 if torch.finfo(self._dtypes[id(use)]).bits >= 32 else 0.2
+        return bool((finite & large & (error > tolerance * scale)).any())
 
     def apart(self, use: Use) -> bool:
         """Whether each row is one example's, whichever that is."""
@@ -193,8 +200,12 @@ def follows(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.
     telling = _telling(scale, finite, dtype)
     if not bool(telling.any()):
         return None
-    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
-    return not bool((telling & (error > tolerance * scale)).any())
+    return not bool((telling & (error > _tolerance(dtype) * scale)).any())
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """How far a row may be from its weight, relative to its size."""
+    return 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
 
 
 def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,15 +214,10 @@ def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
     return finite & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
 
 
-def single_weight(plain: Signature, weighted: Signature, dtype: torch.dtype) -> float | None:
-    """The weight that all rows follow, where that is one of `layouts.LEVELS`: they belong to one example."""
-    if torch.finfo(dtype).bits < 32:
-        # the levels are no further apart than rounding errors
-        return None
-    levels = torch.tensor(layouts.LEVELS, device="cpu").to(plain[0])
-    errors = (weighted[0][..., None] - levels * plain[0][..., None]).abs()
-    follows = (errors <= 1e-4 * (plain[1] + weighted[1])[..., None]).flatten(0, -2).all(0)
-    return float(levels[follows]) if int(follows.sum()) == 1 else None
+def _by_level(plain: Signature, weighted: Signature, tolerance: float) -> Iterator[tuple[float, Tensor]]:
+    """Yield each of `layouts.LEVELS` with the rows that follow it."""
+    for level in layouts.LEVELS:
+        yield level, (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
 
 
 def views(gy: Tensor) -> dict[str, Signature]:
@@ -233,23 +239,8 @@ def apart(seen: Sequence[dict[str, Signature]], dtype: torch.dtype) -> bool:
 
 
 def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
-    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
-    follows = torch.zeros_like(plain[0], dtype=torch.bool)
-    for level in layouts.LEVELS:
-        follows |= (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
+    follows = torch.stack([rows for _, rows in _by_level(plain, weighted, _tolerance(dtype))]).any(0)
     return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
-
-
-def refuted(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a layout that was proven before does not hold any more.
-
-    Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
-    gradients of confident examples are so small that rounding is all there is to see.
-    """
-    error, scale, finite = _compared(plain, weighted, by_row)
-    large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
-    tolerance = 0.02 if torch.finfo(dtype).bits >= 32 else 0.2
-    return bool((finite & large & (error > tolerance * scale)).any())
 
 
 def _compared(plain: Signature, weighted: Signature, by_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:

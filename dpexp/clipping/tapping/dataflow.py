@@ -8,10 +8,10 @@ other (refused).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from types import FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.refusals import refuse_lookup
 
+T = TypeVar("T")
 CUT = (
     "a clipper is attached, which records in Python: leave fullgraph=True out, and the graph is cut where parameters are used. "
     "torch.cond, while_loop, scan and flex_attention cannot be cut: give them no parameter of the model, or write an if or a "
@@ -98,6 +99,16 @@ FEW = 8
 # example's, counts whatever its size.
 Sizes = frozenset[int]
 FIRST, NONE = Sizes({0}), Sizes()
+
+
+def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
+    """Have a compiler cut its graph at a function, without a price where nothing is compiled."""
+    cut = torch.compiler.disable(function, reason=CUT)
+
+    def either(*args: Any, **kwargs: Any) -> T:
+        return (cut if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
+
+    return either
 
 
 class DataFlow(TorchFunctionMetadataMode):
@@ -399,22 +410,33 @@ def attributes_of(value: Any) -> dict[str, Any]:
     )
 
 
-def entered(value: Any) -> tuple[list[Tensor], tuple[torch.Size, ...], int]:
-    """The tensors among the arguments of a forward pass, and where the size of the batch may stand.
+class Entered(NamedTuple):
+    """What entered a forward pass, and where the size of the batch may stand.
 
-    Returns:
-        tensors; the lengths of lists of tensors, then the first two dimensions of every tensor that has any (one of these
-        numbers is the size of the batch); the index of the first tensor among these shapes.
+    Attributes:
+        tensors: among its arguments.
+        shapes: the lengths of lists of tensors, then the first two dimensions of every tensor that has any; one of these numbers
+            is the size of the batch.
+        first: the index of the first tensor among the shapes.
     """
+
+    tensors: list[Tensor]
+    shapes: tuple[torch.Size, ...]
+    first: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows enter, as far as shapes tell before the losses are there; 0 where they do not."""
+        return self.shapes[self.first][0] if self.first < len(self.shapes) else 0
+
+
+def entered(value: Any) -> Entered:
+    """Look at the arguments of a forward pass."""
     tensors = tensors_in(value)
     lists = [leaf for leaf in tree_leaves(value, is_leaf=_is_list) if _is_list(leaf)]
     shapes = [tensor.shape[:2] for tensor in tensors if tensor.dim()]
-    return tensors, (*(torch.Size([len(items)]) for items in lists), *shapes), len(lists) if shapes else 0
-
-
-def rows_in(shapes: Sequence[torch.Size], first: int) -> int:
-    """How many rows enter, as far as the shapes of `entered` tell before the losses are there; 0 where they do not."""
-    return shapes[first][0] if first < len(shapes) else 0
+    lengths = [torch.Size([len(items)]) for items in lists]
+    return Entered(tensors, (*lengths, *shapes), len(lists) if shapes else 0)
 
 
 def _is_list(value: Any) -> bool:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch._functorch.config
 
@@ -19,27 +18,12 @@ from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 _config: Any = torch._functorch.config
-_holders: WeakSet[Any] = WeakSet()
-_before: bool | None = None
 
 
-def keep_buffers(holder: Any) -> None:
-    """From here on, until the last holder gives up, graphs are compiled to be used more than once."""
-    global _before
-    if not hasattr(_config, "donated_buffer"):
-        return
-    if _before is None:
-        _before = _config.donated_buffer
-    _holders.add(holder)
-    _config.donated_buffer = False
-
-
-def release_buffers(holder: Any) -> None:
-    """The counterpart of `keep_buffers`."""
-    global _before
-    _holders.discard(holder)
-    if not _holders and _before is not None:
-        _config.donated_buffer, _before = _before, None
+def donating(on: bool) -> bool:
+    """Say whether graphs are compiled to be used once from here on. Returns what was said before."""
+    before, _config.donated_buffer = _config.donated_buffer, on
+    return before
 
 
 @contextmanager
@@ -53,9 +37,8 @@ def used_again(roots: Roots) -> Iterator[None]:
         UserError: a graph has donated buffers.
     """
     compiling = "torch._functorch._aot_autograd.runtime_wrappers" in sys.modules
-    held = None
-    if compiling and hasattr(_config, "donated_buffer") and not any(map(_is_donated, roots.graph())):
-        held, _config.donated_buffer = _config.donated_buffer, False
+    off = compiling and not any(map(_is_donated, roots.graph()))
+    before = donating(False) if off else None
     try:
         yield
     except RuntimeError as error:
@@ -67,8 +50,8 @@ def used_again(roots: Roots) -> Iterator[None]:
             "set torch._functorch.config.donated_buffer=False before anything is compiled"
         ) from error
     finally:
-        if held is not None:
-            _config.donated_buffer = held
+        if before is not None:
+            donating(before)
 
 
 def _is_donated(node: Any) -> bool:

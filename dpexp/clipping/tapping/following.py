@@ -12,7 +12,7 @@ operation, its *role*, holds from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from dpexp.clipping.tapping import copies, meeting
-from dpexp.clipping.tapping.dataflow import CUT, KINDS, in_place
+from dpexp.clipping.tapping.dataflow import KINDS, in_place, uncompiled
 from dpexp.clipping.tapping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.tapping.taps import Recorder
+from dpexp.clipping.tapping.values import Call, operation_key
 
 TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
@@ -74,14 +75,14 @@ class Followed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(func, args, kwargs or {})
         return _dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
 
 
+# a compiler must not look inside
+@uncompiled
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if func.__name__ == "__set__":
@@ -98,13 +99,15 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
             plain = [*args, *kwargs.values()] if kwargs else args
             values = [item for item in plain if type(item) is Followed]
             if values:
-                result = meeting.again(values[0].recorder, func, args, kwargs, values)
+                key = operation_key(func, values)
+                result = meeting.again(Call(values[0].recorder, func, args, kwargs, values, key))
                 if result is not NotImplemented:
                     return result
             tensors = [item for item in _flat(args, kwargs) if isinstance(item, Tensor)]
             values = [t for t in tensors if type(t) is Followed and t.key is not None]
             if values and values[0].recorder.following:
-                result = _meet(values[0].recorder, func, args, kwargs, tensors, values)
+                key = operation_key(func, values)
+                result = _meet(Call(values[0].recorder, func, args, kwargs, values, key), tensors)
                 if result is not NotImplemented:
                     return result
         return func(*args, **kwargs)
@@ -119,10 +122,6 @@ def _set(func: Any, value: Any, *given: Any) -> None:
         func(value, *given)
 
 
-# a compiler must not look inside: it cuts its graph here
-_uncompiled = torch.compiler.disable(_dispatch, reason=CUT)
-
-
 def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
     for item in (*args, *kwargs.values()):
         if isinstance(item, list | tuple):
@@ -131,43 +130,41 @@ def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
             yield item
 
 
-def _meet(
-    recorder: Recorder, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], values: list[Followed]
-) -> Any:
+def _meet(call: Call, tensors: list[Tensor]) -> Any:
     """Compute an operation on followed values; NotImplemented where it is left to ordinary autograd."""
-    if func in KINDS and args[0] is not values[0]:
+    recorder, func, values = call.recorder, call.func, call.values
+    if func in KINDS and call.args[0] is not values[0]:
         # numbers of the batch, of the weight's kind
         return NotImplemented
-    key = meeting.operation_key(func, values)
-    others = [t for t in tensors if func not in KINDS and not any(t is value for value in values)]
-    role = recorder.known_role(key)
+    call.others = [t for t in tensors if func not in KINDS and not any(t is value for value in values)]
+    role = recorder.known_role(call.key)
     if role == NATIVE:
         # a layer that is given an identity matrix beside the batch (DoRA): the number of dimensions may tell which is which
-        key = f"{key}~{','.join(str(t.dim()) for t in others)}"
-        role = recorder.known_role(key)
+        call.key += f"~{','.join(str(t.dim()) for t in call.others)}"
+        role = recorder.known_role(call.key)
     if role is None or (recorder.flow is not None and role != NATIVE):
-        role = _role(recorder, others)
+        role = _role(recorder, call.others)
         if recorder.current is not None and recorder.flow is not None:
-            before = recorder.current.roles.setdefault(key, role)
+            before = recorder.current.roles.setdefault(call.key, role)
             if before != role:
-                recorder.current.roles[key] = NATIVE
+                recorder.current.roles[call.key] = NATIVE
     if role in (DERIVE, SHARED):
         if role == DERIVE and func.__name__ in copies.EXPANSIONS:
-            result = copies.expansion(recorder, func, args, kwargs, key, values)
+            result = copies.expansion(call)
             if result is not None:
                 return result
-        return _derive(recorder, func, args, kwargs, key)
-    if len(role) != len(USE) + len(others) or any(value.changed for value in values):
+        return _derive(call)
+    if len(role) != len(USE) + len(call.others) or any(value.changed for value in values):
         return NotImplemented
-    if in_place(func) and any(args[0] is value for value in values):
+    if in_place(func) and any(call.args[0] is value for value in values):
         # the batch goes into it: no value of parameters alone any more
-        args[0].key = None
+        call.args[0].key = None
         return NotImplemented
-    batched = [t for t, digit in zip(others, role[len(USE) :], strict=True) if digit == "1"]
-    return meeting.use(recorder, func, args, kwargs, key, values, others, batched)
+    call.batched = [t for t, digit in zip(call.others, role[len(USE) :], strict=True) if digit == "1"]
+    return meeting.use(call)
 
 
-def _role(recorder: Recorder, others: list[Tensor]) -> str:
+def _role(recorder: Recorder, others: Sequence[Tensor]) -> str:
     flow, rows = recorder.flow, recorder.rows
 
     def of_batch(t: Tensor) -> bool:
@@ -185,13 +182,14 @@ def _role(recorder: Recorder, others: list[Tensor]) -> str:
     return USE + digits if "1" in digits else DERIVE
 
 
-def _derive(recorder: Recorder, func: Any, args: tuple, kwargs: dict, key: str) -> Any:
+def _derive(call: Call) -> Any:
     """Run a function of followed values and constants, and follow what it gives."""
     # what it saves is kept as it is, also where activation checkpointing would drop it; FSDP frees the memory of weights
+    recorder, args = call.recorder, call.args
     keep = _same if recorder.shards is None else recorder.shards.outliving
     with torch.autograd.graph.saved_tensors_hooks(keep, _same):
-        result = func(*args, **kwargs)
-    if in_place(func):
+        result = call.func(*args, **call.kwargs)
+    if in_place(call.func):
         if type(args[0]) is Followed:
             args[0].param, args[0].seen = None, args[0]._version
         return result
@@ -201,8 +199,8 @@ def _derive(recorder: Recorder, func: Any, args: tuple, kwargs: dict, key: str) 
         return item if plain else Followed.made(item, name, recorder)
 
     if type(result) in (list, tuple):
-        return type(result)(follow(item, f"{key}.{i}") for i, item in enumerate(result))
-    return follow(result, key)
+        return type(result)(follow(item, f"{call.key}.{i}") for i, item in enumerate(result))
+    return follow(result, call.key)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from dpexp.clipping.operations import formula_for, spreads
+from dpexp.clipping.operations import ANY_FUNCTION, FORMULAS, spreads
 from dpexp.clipping.tapping.copies import spread
 from dpexp.clipping.tapping.dataflow import in_place
-from dpexp.clipping.tapping.taps import Recorder
-from dpexp.clipping.tapping.uses import Formula, Slot, Template, Use, Value, ValueSlot, in_autocast
-from dpexp.clipping.tapping.values import Values, has_rows, names_of, origin, values_of
+from dpexp.clipping.tapping.uses import Slot, Template, Use, Value, ValueSlot, in_autocast, kind_of
+from dpexp.clipping.tapping.values import Call, has_rows, names_of, origin, values_of
 from dpexp.errors import UserError
 
 # Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
@@ -33,96 +28,28 @@ INNER = (
     "the forward asks autograd for the gradient of {name} (torch.autograd.grad: a step of an inner loop), which no tap lets "
     "through: torch.func.grad of a function of the weights gives the same, and is clipped exactly"
 )
-LONGEST_KEY = 200
 RANDOM = ("dropout", "bernoulli", "rand", "multinomial", "rrelu", "gumbel")
 
 
-def operation_key(func: Any, values: Values) -> str:
-    """Name an operation by its function and what made its values."""
-    made_of = values[0].key or "" if len(values) == 1 else ",".join([value.key or "" for value in values])
-    if len(made_of) > LONGEST_KEY:
-        made_of = hashlib.sha256(made_of.encode()).hexdigest()[:24]
-    return f"{func.__name__}({made_of})"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How an operation runs that was seen before with arguments of the same kind.
-
-    Attributes:
-        template: of the operation's arguments.
-        tensors: where each tensor stands (a position or a keyword), what it becomes (a `ValueSlot`, a `Slot`, or None where its
-            contents are not needed later), and whether the formula maps it row by row.
-        literals: every other argument, by position or keyword.
-        from_batch: of the saved tensors, which are of the batch.
-        names: of the parameters, where the plan may be used again: the formula is known and the values are parameters themselves.
-        kind: of the tensor that the formula maps row by row, see `kind_of`.
-        saved: the saved tensors, where some stand in lists: such a plan is for one call alone.
-    """
-
-    formula: Formula
-    template: Template
-    tensors: tuple[tuple[int | str, Any, bool], ...]
-    literals: tuple[tuple[int | str, Any], ...]
-    from_batch: tuple[bool, ...]
-    names: tuple[str, ...] | None
-    kind: tuple[Any, ...] | None
-    saved: tuple[Tensor, ...] | None = None
-
-    def fits(self, func: Any, args: tuple, kwargs: dict, values: Values) -> bool:
-        """Tell whether the arguments are of the same kind."""
-        same = func is self.template.func and len(args) + len(kwargs) == len(self.tensors) + len(
-            self.literals
-        )
-        if not same:
-            return False
-        for where, literal in self.literals:
-            given = args[where] if type(where) is int else kwargs.get(where)
-            if given is not literal and (type(given) is not type(literal) or given != literal):
-                return False
-        for where, slot, main in self.tensors:
-            given = args[where] if type(where) is int else kwargs.get(where)
-            if not isinstance(given, Tensor) or (main and kind_of(given) != self.kind):
-                return False
-            if (
-                (given is not values[slot])
-                if isinstance(slot, ValueSlot)
-                else any(given is value for value in values)
-            ):
-                return False
-        return True
-
-
-def kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a formula's conditions look at: the rank, and whether these are numbers, an index or a mask."""
-    return tensor.dim(), tensor.dtype.is_floating_point, tensor.dtype is torch.bool
-
-
-def again(recorder: Recorder, func: Any, args: tuple, kwargs: dict, values: Values) -> Any:
+def again(call: Call) -> Any:
     """Run an operation as it was planned before; NotImplemented where it has to be looked at more closely."""
+    recorder = call.recorder
     if recorder.flow is not None or not recorder.following:
         return NotImplemented
-    key = operation_key(func, values)
-    plan = recorder.plans.get(key)
-    if plan is None or plan.names is None or not plan.fits(func, args, kwargs, values):
+    template = recorder.templates.get(call.key)
+    if (
+        template is None
+        or template.names is None
+        or not template.fits(call.func, call.args, call.kwargs, call.values)
+    ):
         return NotImplemented
-    if not (recorder.known_role(key) or "").startswith(USE):
+    if not (recorder.known_role(call.key) or "").startswith(USE):
         return NotImplemented
-    met = tuple([Value(value.param.detach(), {value.key: value.param}) for value in values])
-    return _run(recorder, plan, func, args, kwargs, key, met, values, ())
+    return _run(call, template, tuple([Value(v.param.detach(), {v.key: v.param}) for v in call.values]))
 
 
-def use(
-    recorder: Recorder,
-    func: Any,
-    args: tuple,
-    kwargs: dict,
-    key: str,
-    values: Values,
-    others: list[Tensor],
-    batched: list[Tensor],
-) -> Any:
-    """Run an operation in which ``values`` meet the tensors ``batched``, and tap its output.
+def use(call: Call) -> Any:
+    """Run an operation in which values meet the batch, and tap its output.
 
     Returns:
         NotImplemented where ordinary autograd has to carry the gradient.
@@ -130,105 +57,92 @@ def use(
     Raises:
         UserError: the operation is a gradient of a parameter.
     """
-    if func is torch.autograd.grad:
-        raise UserError(INNER.format(name=values[0].key))
-    met = values_of(recorder, values)
-    if met is None or any(t.is_complex() for t in (*values, *others)):
+    if call.func is torch.autograd.grad:
+        raise UserError(INNER.format(name=call.values[0].key))
+    met = values_of(call.recorder, call.values)
+    if met is None or any(t.is_complex() for t in (*call.values, *call.others)):
         return NotImplemented
-    if spreads(func, args, kwargs, values):
-        return spread(recorder, func, args, kwargs, key, values, met, others, batched)
-    if in_place(func) or any(word in func.__name__ for word in RANDOM) or _drops(func, args, kwargs):
+    if spreads(call.func, call.args, call.kwargs, call.values):
+        return spread(call, met)
+    if in_place(call.func) or any(word in call.func.__name__ for word in RANDOM) or _drops(call):
         return NotImplemented
-    plan = planned(func, args, kwargs, values, batched)
-    if plan.saved is None:
-        recorder.plans[key] = plan
-    return _run(recorder, plan, func, args, kwargs, key, met, values, batched)
+    template, nested = planned(call)
+    if nested is None:
+        call.recorder.templates[call.key] = template
+    return _run(call, template, met, nested)
 
 
-def _run(
-    recorder: Recorder,
-    plan: Plan,
-    func: Any,
-    args: tuple,
-    kwargs: dict,
-    key: str,
-    met: tuple[Value, ...],
-    values: Values,
-    batched: Sequence[Tensor],
-) -> Any:
-    """Run an operation by its plan, and tap its output."""
-    formula = plan.formula
+def _run(call: Call, template: Template, met: tuple[Value, ...], nested: list[Tensor] | None = None) -> Any:
+    """Run an operation as its template says, and tap its output; ``nested``: see `planned`."""
+    formula = template.formula
     active = None
     if torch.is_autocast_enabled(device := met[0].leaf.device.type):
         active = (device, torch.get_autocast_dtype(device))
-    given, named = list(args), dict(kwargs)
+    # what is not needed later is not kept: models may write to it
     saved: list[Tensor] = []
-    # shapes of what is not needed later: models may write to it
-    absent: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+    rest: list[Tensor] = []
     input_shape = None
-    for where, slot, main in plan.tensors:
+    for where, slot, main in template.tensors:
         if type(slot) is ValueSlot:
-            tensor = met[slot].leaf
-        else:
-            tensor = args[where] if type(where) is int else kwargs[where]
-            if main:
-                input_shape = tensor.shape
-                if active is not None and formula.autocast and tensor.is_floating_point():
-                    # what it computes with, and all that must be kept
-                    tensor = in_autocast(tensor)
-            if slot is not None:
-                saved.append(tensor)
-            else:
-                absent.append((tensor.shape, tensor.dtype, tensor.device))
-        if type(where) is int:
-            given[where] = tensor
-        else:
-            named[where] = tensor
-    if plan.saved is not None:
-        leaves = {id(value): found.leaf for value, found in zip(values, met, strict=True)}
-        given, named = tree_map(lambda item: leaves.get(id(item), item), (given, named))
-        saved = list(plan.saved)
-    y = func(*given, **named)
+            continue
+        tensor = call.args[where] if type(where) is int else call.kwargs[where]
+        if main:
+            input_shape = tensor.shape
+            if active is not None and formula.autocast and tensor.is_floating_point():
+                # what it computes with, and all that must be kept
+                tensor = in_autocast(tensor)
+        (rest if slot < 0 else saved).append(tensor)
+    saved = saved if nested is None else nested
+    y = template.call([value.leaf for value in met], saved, rest)
     if not isinstance(y, Tensor) or not y.dim() or not y.is_floating_point():
         return NotImplemented
     if formula.label is None:
-        if not has_rows(recorder, y.shape):
+        if not has_rows(call.recorder, y.shape):
             return NotImplemented
         # a tap marks what it passes on as written to, and the operation may have kept its output
         y = y.clone()
         flags = tuple(
             b and t.dim() > 0 and t.shape[0] == y.shape[0]
-            for b, t in zip(plan.from_batch, saved, strict=True)
+            for b, t in zip(template.from_batch, saved, strict=True)
         )
     else:
-        flags = plan.from_batch
+        flags = template.from_batch
         if y._is_view():
             # an in-place operation may follow, which a view out of a custom function does not allow
             y = torch.ops.aten._unsafe_view(y, y.shape)
     found = Use(
-        plan.template, recorder.place(key), met, plan.names or names_of(met), flags, input_shape, y.shape,
-        *origin(recorder, batched), active, absent,
+        template, call.recorder.place(call.key), met, template.names or names_of(met), flags, input_shape, y.shape,
+        *origin(call.recorder, call.batched), active, [(t.shape, t.dtype, t.device) for t in rest],
     )  # fmt: skip
-    return recorder.tap(y, found, tuple(saved))
+    return call.recorder.tap(y, found, tuple(saved))
 
 
-def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Sequence[Tensor]) -> Plan:
-    """Find the formula of an operation, and which of its arguments the formula needs."""
-    formula = formula_for(func, args, kwargs, values, batched)
+def planned(call: Call) -> tuple[Template, list[Tensor] | None]:
+    """Find the formula of an operation, and which of its arguments the formula needs.
+
+    Returns:
+        the template; and all saved tensors where some stand in lists, for such a template is for one call alone.
+    """
+    args, kwargs, values = call.args, call.kwargs, call.values
+    formula = FORMULAS.get(call.func, ANY_FUNCTION)
+    if formula.label and not formula.applies(formula.bind(args, kwargs), values, call.batched):
+        formula = ANY_FUNCTION
     needed, main = formula.needs(args, kwargs, values), formula.main(args, kwargs)
     index = {id(value): i for i, value in enumerate(values)}
     tensors: list[tuple[int | str, Any, bool]] = []
     literals: list[tuple[int | str, Any]] = []
     from_batch: list[bool] = []
     saved: list[Tensor] = []
-    nested = False
+    rest, nested = 0, False
 
     def slot_of(tensor: Tensor, keep: bool) -> Any:
+        nonlocal rest
         if id(tensor) in index:
             return ValueSlot(index[id(tensor)])
         if not keep:
-            return None
-        from_batch.append(any(tensor is t for t in batched))
+            rest += 1
+            return Slot(-rest)
+        from_batch.append(any(tensor is t for t in call.batched))
         saved.append(tensor)
         return Slot(len(saved) - 1)
 
@@ -236,9 +150,8 @@ def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Seque
         nonlocal nested
         keep = needed is None or where in needed
         if isinstance(item, Tensor):
-            slot = slot_of(item, keep)
-            tensors.append((where, slot, item is main))
-            return Slot(-1 - sum(1 for _, s, _ in tensors[:-1] if s is None)) if slot is None else slot
+            tensors.append((where, slot_of(item, keep), item is main))
+            return tensors[-1][1]
         if isinstance(item, list | tuple) and any(isinstance(part, Tensor) for part in item):
             nested = True
             # an index in a list is not what it is in a tuple
@@ -252,16 +165,25 @@ def planned(func: Any, args: tuple, kwargs: dict, values: Values, batched: Seque
 
     arguments = tuple(put(i, item) for i, item in enumerate(args))
     keywords = {name: put(name, item) for name, item in kwargs.items()}
-    template = Template(formula, func, arguments, keywords)
     known = formula.label is not None and not nested and all(value.param is not None for value in values)
     names = tuple(dict.fromkeys(value.key or "" for value in values)) if known else None
     kind = kind_of(main) if isinstance(main, Tensor) else None
-    own = tuple(saved) if nested else None
-    return Plan(formula, template, tuple(tensors), tuple(literals), tuple(from_batch), names, kind, own)
+    template = Template(
+        formula,
+        call.func,
+        arguments,
+        keywords,
+        tuple(tensors),
+        tuple(literals),
+        tuple(from_batch),
+        names,
+        kind,
+    )
+    return template, saved if nested else None
 
 
-def _drops(func: Any, args: tuple, kwargs: dict) -> bool:
+def _drops(call: Call) -> bool:
     """Whether attention would draw another dropout mask when it is repeated."""
-    if func is not F.scaled_dot_product_attention:
+    if call.func is not F.scaled_dot_product_attention:
         return False
-    return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    return bool(call.kwargs.get("dropout_p", call.args[4] if len(call.args) > 4 else 0.0))

@@ -147,7 +147,7 @@ def _one_direction(
     The states are computed twice, first without a graph: so each weight meets the states of all times in one product, with one
     tap. In the second pass a step takes its values from that product, and gradients go from state to state by `_routed`.
     """
-    step = {nn.LSTM: _lstm_step, nn.GRU: _gru_step}.get(_kind(module), _rnn_step)
+    step = _step_of(module)
 
     def read(part: str) -> Any:
         return getattr(module, f"{part}_{name}") if hasattr(module, f"{part}_{name}") else None
@@ -198,9 +198,8 @@ def cell(self: nn.RNNCellBase, x: Tensor, hx: Any = None) -> Any:
         hx = (hx, hx) if is_lstm else hx
     h, c = hx if is_lstm else (hx, hx)
     given, recurred = F.linear(x, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, self.bias_hh)
-    if is_lstm:
-        return _lstm_step(self, given, recurred, h, c)
-    return (_gru_step if isinstance(self, nn.GRUCell) else _rnn_step)(self, given, recurred, h, c)[0]
+    found = _step_of(self)(self, given, recurred, h, c)
+    return found if is_lstm else found[0]
 
 
 def _routed(product: Tensor, x: Tensor, weight: Any) -> Tensor:
@@ -209,8 +208,10 @@ def _routed(product: Tensor, x: Tensor, weight: Any) -> Tensor:
     return product + F.linear(x - x.detach(), weight)
 
 
-def _kind(module: nn.Module) -> type:
-    return next(cls for cls in (nn.LSTM, nn.GRU, nn.RNNBase) if isinstance(module, cls))
+def _step_of(module: nn.Module) -> Any:
+    if isinstance(module, nn.LSTM | nn.LSTMCell):
+        return _lstm_step
+    return _gru_step if isinstance(module, nn.GRU | nn.GRUCell) else _rnn_step
 
 
 def _lstm_step(module: Any, x: Tensor, g: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:

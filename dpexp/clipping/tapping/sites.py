@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.tapping.dataflow import CUT, inside_reentrant_checkpoint
+from dpexp.clipping.tapping.dataflow import inside_reentrant_checkpoint, uncompiled
 from dpexp.clipping.tapping.following import Followed
 from dpexp.clipping.tapping.rewritten import REWRITTEN
 from dpexp.clipping.tapping.taps import REENTRANT, Recorder
@@ -30,14 +30,8 @@ class Site:
 
     def __init__(self, params: dict[str, str], recorder: Recorder):
         self.params, self.recorder = params, recorder
-        # the parameters as they were attached
-        self.originals: dict[str, Any] = {}
 
-    @torch.compiler.disable(reason=CUT)
-    def read_in_compiled_code(self, module: nn.Module, local: str) -> Tensor:
-        """`read`, where a compiler is tracing: it must not look inside."""
-        return self.read(module, local)
-
+    @uncompiled
     def read(self, module: nn.Module, local: str) -> Tensor:
         """Return what ``module.<local>`` is for whoever reads it."""
         if local not in module._parameters:
@@ -49,7 +43,7 @@ class Site:
         if plain and torch.is_grad_enabled() and self.recorder.following:
             assert param is not None
             name = self.params[local]
-            if self.recorder.is_followed(param, name, self.originals[local]):
+            if self.recorder.is_followed(param, name):
                 return Followed.of(param, name, self.recorder)
         # also what torch.func.functional_call has put in its place, which has a graph of its own
         return param  # type: ignore[return-value]
@@ -71,7 +65,6 @@ def find_sites(model: nn.Module, recorder: Recorder) -> list[tuple[nn.Module, Si
 
 def install(module: nn.Module, site: Site) -> None:
     """Swap the class of ``module``; its parameters, buffers, hooks and children stay untouched."""
-    site.originals = {local: module._parameters[local] for local in site.params}
     alone = next(module.children(), None) is None or type(module) in REWRITTEN
     cls = swapped_class(type(module), tuple(site.params), alone)
     module.__dict__[SITE] = site
@@ -116,10 +109,7 @@ def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: b
 
 def _reader(local: str) -> Any:
     def read(module: nn.Module) -> Any:
-        site = module.__dict__[SITE]
-        if torch.compiler.is_compiling():
-            return site.read_in_compiled_code(module, local)
-        return site.read(module, local)
+        return module.__dict__[SITE].read(module, local)
 
     return read
 
@@ -132,14 +122,9 @@ def _writer(local: str) -> Any:
     return write
 
 
+# uses are recorded in Python: compiled code is cut here, and exact
+@uncompiled
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        # uses are recorded in Python: compiled code is cut here, and exact
-        return _uncompiled(module, *args, **kwargs)
-    return _recorded(module, *args, **kwargs)
-
-
-def _recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     cls, recorder = native_class(module), module.__dict__[SITE].recorder
     if recorder.quiet or not torch.is_grad_enabled():
         if recorder.current is not None and inside_reentrant_checkpoint():
@@ -152,9 +137,6 @@ def _recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(module, *args, **kwargs) if result is NotImplemented else result
     finally:
         recorder.inside -= 1
-
-
-_uncompiled = torch.compiler.disable(_recorded, reason=CUT)
 
 
 def _reduce(module: nn.Module, protocol: Any) -> Any:

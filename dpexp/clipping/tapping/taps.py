@@ -21,10 +21,10 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from dpexp.clipping.sharding import Shards
-from dpexp.clipping.tapping.dataflow import DataFlow, tensors_in
-from dpexp.clipping.tapping.donation import used_again
+from dpexp.clipping.tapping.dataflow import DataFlow, Entered, tensors_in
+from dpexp.clipping.tapping.donation import donating, used_again
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
-from dpexp.clipping.tapping.uses import ForwardPass, Use
+from dpexp.clipping.tapping.uses import ForwardPass, Template, Use
 from dpexp.errors import LateError, UserError
 
 REENTRANT = (
@@ -78,39 +78,43 @@ class Recorder:
         self.watched: deque[ForwardPass] = deque(maxlen=64)
         self.visiting: Visit | None = None
         self.flow: DataFlow | None = None
-        # how an operation runs that was seen before: `meeting.Plan` by the operation's key
-        self.plans: dict[str, Any] = {}
+        # how an operation runs that was seen before, by its key
+        self.templates: dict[str, Template] = {}
         # whether the forward that runs repeats one, see `independence`: nothing of it is recorded
         self.quiet = False
         # how many forwards of modules with parameters are running
         self.inside = 0
         # which of the shapes that enter is the batch, once a backward pass has shown it
         self.batch: int | None = None
+        # what the compiler was told before the forward that runs, see `donation`
+        self._donating: bool | None = None
         # the last back-propagation of others that came through here, see `asked`
         self._asked: tuple[int, bool] = (-1, True)
 
-    def open(
-        self, inputs: list[Tensor], shapes: tuple[torch.Size, ...], first_tensor: int, watch: bool
-    ) -> None:
-        """Begin the root's forward. ``watch``: follow which tensors are computed from ``inputs``."""
-        guess = first_tensor if self.batch is None else self.batch
-        self.current = ForwardPass(shapes, guess if guess < len(shapes) else 0)
+    def open(self, given: Entered, watch: bool) -> None:
+        """Begin the root's forward. ``watch``: follow which tensors are computed from what is given."""
+        if self._donating is None:
+            # proofs, and engines of two passes, back-propagate what is compiled here more than once
+            self._donating = donating(False)
+        guess = given.first if self.batch is None else self.batch
+        self.current = ForwardPass(given.shapes, guess if guess < len(given.shapes) else 0)
         self.current.nodes = -torch._C._autograd._get_sequence_nr()
         # a forward that this one interrupts, or that was left by an interrupt
         self._stop_watching()
         if watch:
             rows = self.current.rows
-            in_list = self.current.batch < first_tensor
+            in_list = self.current.batch < given.first
             # what all examples share is no batch: a single row, where there are several; in a list each may have its own
-            followed = [t for t in inputs if rows == 1 or first_tensor or t.dim() == 0 or t.shape[0] != 1]
+            own = rows == 1 or given.first
+            followed = [t for t in given.tensors if own or t.dim() == 0 or t.shape[0] != 1]
             self.flow = DataFlow(followed, [t for t in followed if in_list or t.shape[:1] == (rows,)])
             self.flow.__enter__()
         else:
             self.watched.clear()
 
-    def is_followed(self, param: Any, name: str, original: Any) -> bool:
+    def is_followed(self, param: Any, name: str) -> bool:
         """Tell whether what stands in a module is the attached parameter; of a shard, whether it is the whole one."""
-        return param is (original if self.shards is None else self.shards.whole(name))
+        return param is (self.params[name] if self.shards is None else self.shards.whole(name))
 
     def leaf(self, name: str) -> nn.Parameter:
         """Return a parameter as autograd knows it: of a shard, the whole one."""
@@ -133,6 +137,9 @@ class Recorder:
             self.current.nodes += torch._C._autograd._get_sequence_nr()
         self.current, self.inside = None, 0
         self._stop_watching()
+        if self._donating is not None:
+            donating(self._donating)
+            self._donating = None
 
     def _stop_watching(self) -> None:
         if self.flow is not None:
@@ -206,7 +213,7 @@ class Recorder:
         task = torch._C._current_graph_task_id()
         if self._asked[0] != task:
             leaves = (self.anchor, *map(self.leaf, self.params))
-            self._asked = task, any(map(_ends_at, leaves))
+            self._asked = task, any(_is_due(leaf) is not False for leaf in leaves)
         return self._asked[1]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
@@ -218,22 +225,13 @@ class Recorder:
         return twin
 
 
-def _ends_at(leaf: Tensor) -> bool:
-    """Tell whether the running back-propagation finds the gradient of a leaf."""
+def _is_due(leaf: Tensor) -> bool | None:
+    """Tell whether the running back-propagation ends at a leaf; None where it is an ``autograd.grad`` that was asked for it."""
     try:
         return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
     except RuntimeError:
-        # torch does not say it of a leaf that autograd.grad was asked for
-        return True
-
-
-def _is_asked_for(leaf: Tensor) -> bool:
-    """Tell whether the running back-propagation is an ``autograd.grad`` of this leaf: of such a one torch says nothing else."""
-    try:
-        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
-    except RuntimeError:
-        return True
-    return False
+        # which is all that torch says of such a one
+        return None
 
 
 class Visit:
@@ -280,6 +278,32 @@ class Visit:
     def reached(self) -> set[int]:
         """Ids of the uses behind the roots; not of a head whose output nobody took."""
         return {id(node.use) for node in self.roots.graph() if isinstance(node, BY_TAP)}
+
+    # whose the rows of a use are, as far as shapes tell
+
+    @cached_property
+    def loose(self) -> set[int]:
+        """Ids of the uses in forwards that nothing with the batch in front has entered: blocks hold for one batch alone."""
+        return {id(use) for owner in self.passes if not owner.has_in_front(self.rows) for use in owner.uses}
+
+    @cached_property
+    def ragged(self) -> set[int]:
+        """Ids of the uses of rows that may have entered end to end: here, too, blocks hold for one batch alone."""
+        shapes = (
+            (owner, use, use.input_shape or use.output_shape) for owner in self.passes for use in owner.uses
+        )
+        return {id(use) for owner, use, shape in shapes if shape and owner.is_ragged(shape[0], self.rows)}
+
+    @cached_property
+    def of_examples(self) -> set[int]:
+        """Ids of the uses each of whose rows must be one example's, whatever their layout."""
+        known = (owner for owner in self.passes if not owner.mistook(self.rows))
+        return self.loose | {id(use) for owner in known for use in owner.uses if use.of_examples}
+
+    @cached_property
+    def columns(self) -> list[int]:
+        """The second dimensions of what entered."""
+        return [shape[1] for owner in self.passes for shape in owner.shapes if len(shape) > 1]
 
     def back_propagate(
         self,
@@ -335,7 +359,7 @@ class Visit:
             self.refuse_others(owner)
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            if not _is_asked_for(self.recorder.anchor):
+            if _is_due(self.recorder.anchor) is not None:
                 raise UserError(f"{use.owner} ({use.label}) {NESTED}")
             self._task = task
         self.arrived.add(owner)

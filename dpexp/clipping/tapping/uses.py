@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from dpexp.clipping.gradients import Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
@@ -16,7 +15,7 @@ from dpexp.clipping.tapping.dataflow import Sizes
 
 
 class Slot(int):
-    """Where a saved tensor stands among the arguments of an operation."""
+    """Where a tensor that is none of the values stands: among the saved ones, or counted from -1 on, among the rest."""
 
 
 class ValueSlot(int):
@@ -67,12 +66,8 @@ class Value:
     def gradients(self, of_value: Tensor, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Pull one gradient of the value back."""
         for name, param in self.reached.items():
-            if name not in names:
-                continue
-            if self.graph is None:
-                yield name, of_value
-            else:
-                yield name, PullBack(self.graph, param)(of_value[None])[0]
+            if name in names:
+                yield name, of_value if self.graph is None else PullBack(self.graph, param)(of_value[None])[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +125,12 @@ class Formula:
     def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
         """Tell whether the formula is right: it is where the input, and nothing else, comes from the batch."""
         rest = [item for name, item in given.items() if name != "input"]
-        return not is_one_of(given["input"], values) and not any(is_one_of(t, rest) for t in batched)
+        one = not is_one_of(given["input"], values) and not any(is_one_of(t, rest) for t in batched)
+        return one and self.covers(given)
+
+    def covers(self, given: dict[str, Any]) -> bool:
+        """Tell whether the formula is right for arguments of these kinds."""
+        return True
 
     def needs(self, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[Tensor]) -> set[Any] | None:
         """Return the positions and keywords of the arguments that the gradients depend on; None for all of them."""
@@ -157,20 +157,74 @@ class Formula:
         return use.call(values, saved)
 
 
+@dataclass(eq=False)
 class Template:
-    """An operation and its arguments, with a slot in the place of each tensor.
+    """How an operation runs, and runs again with arguments of the same kind. It holds no tensor.
 
-    Args:
+    Attributes:
         formula: how per-example gradients are found.
         func: the operation.
         args, kwargs: with a `ValueSlot` or a `Slot` for each tensor; slots below zero are of tensors whose contents
             are not needed.
+        tensors: where each tensor stands (a position or a keyword), its slot, and whether the formula maps it row by row.
+        literals: every other argument, by position or keyword.
+        from_batch: of the saved tensors, which are of the batch.
+        names: of the parameters, where it may be used again: the formula is known and the values are parameters themselves.
+        kind: of the tensor that the formula maps row by row, see `kind_of`.
     """
 
-    def __init__(self, formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.formula, self.func, self.args, self.kwargs = formula, func, args, kwargs
-        self.given = formula.bind(args, kwargs)
+    formula: Formula
+    func: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tensors: tuple[tuple[int | str, Any, bool], ...] = ()
+    literals: tuple[tuple[int | str, Any], ...] = ()
+    from_batch: tuple[bool, ...] = ()
+    names: tuple[str, ...] | None = None
+    kind: tuple[Any, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.given = self.formula.bind(self.args, self.kwargs)
         self.slots = {name: int(item) for name, item in self.given.items() if isinstance(item, ValueSlot)}
+
+    def call(self, values: Sequence[Tensor], saved: Sequence[Tensor], rest: Sequence[Tensor]) -> Any:
+        """Run the operation on ``values``, what is ``saved`` of it, and the ``rest``, whose contents are not needed later."""
+
+        def put(item: Any) -> Any:
+            kind = type(item)
+            if kind is ValueSlot:
+                return values[item]
+            if kind is Slot:
+                return saved[item] if item >= 0 else rest[-1 - item]
+            return kind(map(put, item)) if kind in (tuple, list) else item
+
+        return self.func(*map(put, self.args), **{name: put(item) for name, item in self.kwargs.items()})
+
+    def fits(self, func: Any, args: tuple, kwargs: dict, values: Sequence[Any]) -> bool:
+        """Tell whether the arguments are of the same kind."""
+        same = func is self.func and len(args) + len(kwargs) == len(self.tensors) + len(self.literals)
+        if not same:
+            return False
+        for where, literal in self.literals:
+            given = args[where] if type(where) is int else kwargs.get(where)
+            if given is not literal and (type(given) is not type(literal) or given != literal):
+                return False
+        for where, slot, main in self.tensors:
+            given = args[where] if type(where) is int else kwargs.get(where)
+            if not isinstance(given, Tensor) or (main and kind_of(given) != self.kind):
+                return False
+            if (
+                (given is not values[slot])
+                if isinstance(slot, ValueSlot)
+                else any(given is value for value in values)
+            ):
+                return False
+        return True
+
+
+def kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what a formula's conditions look at: the rank, and whether these are numbers, an index or a mask."""
+    return tensor.dim(), tensor.dtype.is_floating_point, tensor.dtype is torch.bool
 
 
 @dataclass(eq=False)
@@ -242,19 +296,8 @@ class Use:
 
     def call(self, values: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Tensor:
         """Repeat the operation."""
-
-        def put(item: Any) -> Any:
-            if isinstance(item, ValueSlot):
-                return values[item]
-            if not isinstance(item, Slot):
-                return item
-            if item >= 0:
-                return saved[item]
-            shape, dtype, device = self.absent[-1 - item]
-            return torch.zeros((), dtype=dtype, device=device).expand(shape)
-
-        args, kwargs = tree_map(put, (self.template.args, self.template.kwargs))
-        return self.template.func(*args, **kwargs)
+        rest = [torch.zeros((), dtype=dtype, device=at).expand(shape) for shape, dtype, at in self.absent]
+        return self.template.call(values, saved, rest)
 
     def in_autocast(self) -> torch.autocast:
         """Return the autocast state in which the operation ran."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +15,43 @@ from dpexp.clipping.tapping.roots import has_16_bits, nodes_behind
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.uses import Value
 
-# of `following.Followed`
-Values = Sequence[Any]
 # `Use.from_batch`, `Use.of_examples` and `Use.routed`
 Origin = tuple[bool | None, bool, Sizes]
 OF_PARAMETERS: Origin = (False, False, NONE)
+LONGEST_KEY = 200
 
 
-def values_of(recorder: Recorder, values: Values) -> tuple[Value, ...] | None:
+@dataclass(eq=False, slots=True)
+class Call:
+    """A torch function with what it was called with.
+
+    Attributes:
+        recorder: of the clipper.
+        values: the arguments that are followed, each a `following.Followed`.
+        key: names the operation, see `operation_key`.
+        others: the other tensors among the arguments.
+        batched: those of them that are of the batch.
+    """
+
+    recorder: Recorder
+    func: Any
+    args: tuple
+    kwargs: dict
+    values: Sequence[Any]
+    key: str
+    others: Sequence[Tensor] = ()
+    batched: Sequence[Tensor] = ()
+
+
+def operation_key(func: Any, values: Sequence[Any]) -> str:
+    """Name an operation by its function and what made its values."""
+    made_of = values[0].key or "" if len(values) == 1 else ",".join([value.key or "" for value in values])
+    if len(made_of) > LONGEST_KEY:
+        made_of = hashlib.sha256(made_of.encode()).hexdigest()[:24]
+    return f"{func.__name__}({made_of})"
+
+
+def values_of(recorder: Recorder, values: Sequence[Any]) -> tuple[Value, ...] | None:
     """Return the values at a use; None where one's graph holds something else than parameters of this clipper."""
     found = []
     for value in values:

@@ -58,7 +58,7 @@ def look_at_losses(
     if count < 2:
         return f"{name} was not looked at: fewer than two examples"
     replay = Replay(_AsModule(losses, model, rows_per_example), (batch,), {})
-    look = Look(replay, Arrangement(count, rows_per_example), autocast=False)
+    look = Look(replay, Arrangement(count, rows_per_example))
     try:
         look.run(padding)
     except UserError as error:
